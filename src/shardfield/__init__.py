@@ -1,0 +1,1 @@
+"""Train scientific models on fields that no single device can hold."""
