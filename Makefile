@@ -1,0 +1,62 @@
+# `make train` and `make test` are all a newcomer needs: each sets up .venv on its first call and installs nothing on
+# the next. The set-up runs again only when pyproject.toml or constraints.txt has changed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# The first Python of the supported versions that really starts; `make PYTHON=...` chooses another.
+PYTHON = $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# One thread per rank: several ranks share the cores of one machine.
+export OMP_NUM_THREADS ?= 1
+NPROC ?= 2
+TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
+
+.PHONY: train test lint format types pytest docs test-launchers setup clean
+
+train: setup
+	$(TORCHRUN) $(NPROC) examples/train_ddp.py
+
+test: lint types pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+pytest: setup
+	$(BIN)/python -m pytest
+
+# Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
+test-launchers: setup
+	$(BIN)/python -m pytest tests/launchers
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+setup: $(VENV)/.dev
+
+# torch goes first and alone, so that no other package's range decides which build is taken.
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { \
+		test -n "$(PYTHON)" || { echo "shardfield needs Python 3.11 or newer with venv; set PYTHON=..." >&2; exit 1; }; \
+		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing shardfield and its development tools into $(VENV)"
+	@$(PIP) torch
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing the documentation tools into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[dev,docs]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

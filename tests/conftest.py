@@ -1,0 +1,11 @@
+"""Settings of the whole test run."""
+
+import torch
+from hypothesis import settings
+
+# Ranks and tests share few cores; more threads than one per process only get in each other's way.
+torch.set_num_threads(1)
+
+# The same examples on every run, and no deadline: a first call pays for imports and connections.
+settings.register_profile("shardfield", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("shardfield")
