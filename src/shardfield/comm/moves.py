@@ -1,0 +1,225 @@
+"""Differentiable moves of plain local tensors between the ranks of one mesh axis.
+
+What a local tensor and its cotangent hold (see the architecture page): Shard: a slice, the same slice of the
+gradient; Replicate: the whole value, the whole gradient on every rank; Partial: an addend, the whole gradient on
+every rank. Every move below is the identity on the global value; its docstring states forward and adjoint, and
+its backward is again a move, so derivatives of any order work. Moves over a group of one rank are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .._compat import function_apply
+from . import wire
+from .route import Piece, Route
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def enter(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """Replicate values enter work that differs from rank to rank. Forward: identity. Adjoint: all-reduce (sum).
+
+    All tensors share one message per group in backward, a flat buffer of their gradients.
+    """
+    wanted = [t for t in tensors if t.requires_grad]
+    if not groups or not wanted or not torch.is_grad_enabled():
+        return list(tensors)
+    entered = iter(_Enter.apply(groups, *wanted))
+    return [next(entered) if t.requires_grad else t for t in tensors]
+
+
+def reduce(tensor: Tensor, groups: Groups) -> Tensor:
+    """Partial -> Replicate. Forward: all-reduce (sum). Adjoint: identity."""
+    return _Reduce.apply(groups, tensor)[0] if groups else tensor
+
+
+def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Shard(dim) -> Replicate. Forward: all-gather. Adjoint: this rank's slice."""
+    return _Gather.apply(tensor, dim, tuple(lengths), group)
+
+
+def split(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Replicate -> Shard(dim). Forward: this rank's slice (a view of it). Adjoint: all-gather."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Split.apply(tensor, dim, tuple(lengths), group)
+    return _slice(tensor, dim, lengths, group)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather."""
+    return _ReduceScatter.apply(tensor, dim, tuple(lengths), group)
+
+
+def gather_enter(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Shard(dim) -> the whole value, for work that differs from rank to rank. All-gather; adjoint: reduce-scatter."""
+    return _GatherEnter.apply(tensor, dim, tuple(lengths), group)
+
+
+def travel(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
+    """Walk a route. Forward: pieces go to their peers. Adjoint: the route backwards, overlaps summed."""
+    return _Travel.apply(tensor, route, group, fill)
+
+
+def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
+    """Replicate -> Partial. Forward: the value on coord 0, zeros elsewhere. Adjoint: identity."""
+    return _ToPartial.apply(tensor, groups)
+
+
+def walk(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
+    """`travel` without autograd."""
+    coord = dist.get_rank(group)
+    sends = [_pack(tensor, pieces) for pieces in route.send]
+    shape = list(tensor.shape)
+    for dim, size in route.sizes_out:
+        shape[dim] = size
+    shapes = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in route.recv]
+    pending = wire.start_exchange(sends, shapes, group)
+    out = tensor.new_zeros(shape) if route.add else tensor.new_full(shape, fill)
+    _unpack(out, route.recv[coord], sends[coord], route.add)  # this rank's own part lands while messages fly
+    for peer, flat in enumerate(pending.wait()):
+        if peer != coord:
+            _unpack(out, route.recv[peer], flat, route.add)
+    return out
+
+
+def _pack(block: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    flat = [p.of(block).flip(p.flip).reshape(-1) if p.flip else p.of(block).reshape(-1) for p in pieces]
+    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else block.new_empty(0)
+
+
+def _unpack(out: Tensor, pieces: Sequence[Piece], flat: Tensor, add: bool) -> None:
+    at = 0
+    for piece in pieces:
+        target = piece.of(out)
+        part = flat[at : at + target.numel()].view(target.shape)
+        at += target.numel()
+        if piece.flip:
+            part = part.flip(piece.flip)
+        target.add_(part) if add else target.copy_(part)
+
+
+def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    coord = dist.get_rank(group)
+    return tensor.narrow(dim, sum(lengths[:coord]), lengths[coord])
+
+
+def _whole(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    shapes = [Piece(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
+    return torch.cat(wire.all_gather(tensor, shapes, group), dim)
+
+
+def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """All-reduce several tensors over each group, one message for those of one dtype."""
+    done: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        flat = tensors[chosen[0]] if len(chosen) == 1 else torch.cat([tensors[i].reshape(-1) for i in chosen])
+        for group in groups:
+            flat = wire.all_reduce(flat, group)
+        if len(chosen) == 1:
+            done[chosen[0]] = flat
+        else:
+            parts = flat.split([tensors[i].numel() for i in chosen])
+            done.update({i: part.view(tensors[i].shape) for i, part in zip(chosen, parts, strict=True)})
+    return [done[i] for i in range(len(tensors))]
+
+
+class _Move(torch.autograd.Function):
+    apply = function_apply  # the bridge for users' Functions need not look at ours
+
+
+class _Enter(_Move):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_Reduce.apply(ctx.groups, *grads)
+
+
+class _Reduce(_Move):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        return tuple(_sum_over(tensors, groups))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_Enter.apply(ctx.groups, *grads)
+
+
+class _Gather(_Move):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _whole(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Split.apply(grad, *ctx.how), None, None, None
+
+
+class _Split(_Move):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _slice(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, *ctx.how), None, None, None
+
+
+class _ReduceScatter(_Move):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return wire.reduce_scatter(tensor.split(lengths, dim), group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _GatherEnter.apply(grad, *ctx.how), None, None, None
+
+
+class _GatherEnter(_Move):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _whole(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ReduceScatter.apply(grad, *ctx.how), None, None, None
+
+
+class _Travel(_Move):
+    @staticmethod
+    def forward(ctx, tensor, route, group, fill):
+        ctx.how = route, group
+        return walk(tensor, route, group, fill)
+
+    @staticmethod
+    def backward(ctx, grad):
+        route, group = ctx.how
+        return _Travel.apply(grad, route.transposed, group, 0), None, None, None
+
+
+class _ToPartial(_Move):
+    @staticmethod
+    def forward(ctx, tensor, groups):
+        ctx.groups = groups
+        first = all(dist.get_rank(g) == 0 for g in groups)
+        return tensor.clone() if first else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None

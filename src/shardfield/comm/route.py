@@ -1,0 +1,116 @@
+"""Routes: which part of this rank's block goes to which peer and where it lands there. Pure, and transposable.
+
+Every move that only re-arranges elements along one mesh axis is a route: a halo, a change of cut, Shard(i) ->
+Shard(j), a roll, a flip. Its adjoint is the same route walked backwards, adding where pieces overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..layout import starts
+
+
+class Piece(NamedTuple):
+    """A box of a block: `(dim, start, length)` for the dims it does not span whole; `flip` lists reversed dims."""
+
+    box: tuple[tuple[int, int, int], ...]
+    flip: tuple[int, ...] = ()
+
+    def of(self, block: Tensor) -> Tensor:
+        """The box as a view of `block` (in block order, not flipped)."""
+        for dim, start, length in self.box:
+            block = block.narrow(dim, start, length)
+        return block
+
+    def shape(self, block: Sequence[int]) -> list[int]:
+        """The box's shape inside a block of shape `block`."""
+        shape = list(block)
+        for dim, _, length in self.box:
+            shape[dim] = length
+        return shape
+
+
+class Route(NamedTuple):
+    """`send[c]` is read from this rank's block for coord c; `recv[c]` is where coord c's pieces land here.
+
+    `sizes_in` and `sizes_out` are the `(dim, length)` of the dims that the route changes. With `add`, what lands is
+    added onto zeros (pieces may overlap); without, pieces are disjoint and what none covers is the fill.
+    """
+
+    send: tuple[tuple[Piece, ...], ...]
+    recv: tuple[tuple[Piece, ...], ...]
+    sizes_in: tuple[tuple[int, int], ...]
+    sizes_out: tuple[tuple[int, int], ...]
+    add: bool = False
+
+    @property
+    def transposed(self) -> Route:
+        return Route(self.recv, self.send, self.sizes_out, self.sizes_in, not self.add)
+
+
+class Run(NamedTuple):
+    """A request for consecutive global indices: `length` of them from `source`, to land at `target`.
+
+    With `flip` they land in reverse order: the index `source + length - 1` at `target`.
+    """
+
+    source: int
+    length: int
+    target: int = 0
+    flip: bool = False
+
+
+def fetch_route(
+    dim: int, lengths: Sequence[int], coord: int, requests: Sequence[Sequence[Run]], sizes: Sequence[int]
+) -> Route:
+    """Each coord c asks for the runs `requests[c]` of a dim cut as `lengths`; its block becomes `sizes[c]` long.
+
+    >>> fetch_route(0, [2, 2], 0, [[Run(0, 3)], [Run(1, 3)]], [3, 3]).recv
+    ((Piece(box=((0, 0, 2),), flip=()),), (Piece(box=((0, 2, 1),), flip=()),))
+    """
+    begins = starts(lengths)
+    flip = (dim,)
+
+    def overlaps(owner: int, asker: int) -> list[tuple[Piece, Piece]]:
+        found = []
+        lo, hi = begins[owner], begins[owner] + lengths[owner]
+        for run in requests[asker]:
+            first, last = max(lo, run.source), min(hi, run.source + run.length)
+            if first >= last:
+                continue
+            n = last - first
+            skip = run.source + run.length - last if run.flip else first - run.source
+            here = Piece(((dim, first - lo, n),), flip if run.flip else ())
+            there = Piece(((dim, run.target + skip, n),))
+            found.append((here, there))
+        return found
+
+    parts = range(len(lengths))
+    return Route(
+        send=tuple(tuple(a for a, _ in overlaps(coord, peer)) for peer in parts),
+        recv=tuple(tuple(b for _, b in overlaps(peer, coord)) for peer in parts),
+        sizes_in=((dim, lengths[coord]),),
+        sizes_out=((dim, sizes[coord]),),
+    )
+
+
+def recut_route(dim: int, lengths: Sequence[int], target: Sequence[int], coord: int) -> Route:
+    """The same dim on the same axis, cut elsewhere: only the rows that change hands travel."""
+    requests = [[Run(start, length)] for start, length in zip(starts(target), target, strict=True)]
+    return fetch_route(dim, lengths, coord, requests, target)
+
+
+def swap_route(source: int, lengths: Sequence[int], target: int, new_lengths: Sequence[int], coord: int) -> Route:
+    """Shard(source) -> Shard(target) on one axis: each peer gets its range of `target` of this rank's block."""
+    new, old = starts(new_lengths), starts(lengths)
+    parts = range(len(lengths))
+    return Route(
+        send=tuple((Piece(((target, new[p], new_lengths[p]),)),) for p in parts),
+        recv=tuple((Piece(((source, old[p], lengths[p]),)),) for p in parts),
+        sizes_in=((source, lengths[coord]), (target, sum(new_lengths))),
+        sizes_out=((source, sum(lengths)), (target, new_lengths[coord])),
+    )

@@ -1,0 +1,347 @@
+"""Who owns what: the layout of a tensor that lies in pieces on a device mesh.
+
+A `Layout` is a value: mesh, global shape, and for every tensor dim how it is cut. It is known on every rank
+without communication, equal layouts are the same object (they are interned), and it answers questions about
+ownership. Nothing in this file touches data or the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from .errors import ShardingError
+
+
+class Factor(NamedTuple):
+    """One index of a tensor dim: its global size and, if it is cut, by which mesh axes and where.
+
+    `lengths` holds one length per coordinate over `axes`, row-major (two axes on one dim nest: the first axis
+    cuts, the second cuts the pieces). A dim that is the merge of several others, as (H, W) -> (HW,), keeps one
+    factor for each of them, so that a cut inside it stays where it is.
+    """
+
+    size: int
+    axes: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+
+class Span(NamedTuple):
+    """A half-open range of global indices."""
+
+    start: int
+    stop: int
+
+
+def chunk(size: int, parts: int) -> tuple[int, ...]:
+    """The lengths torch.chunk gives: equal ones, then a shorter one, then zeros.
+
+    >>> chunk(5, 4)
+    (2, 2, 1, 0)
+    """
+    step = -(-size // parts)
+    return tuple(max(0, min(step, size - i * step)) for i in range(parts))
+
+
+def balanced(size: int, parts: int) -> tuple[int, ...]:
+    """Lengths that differ by at most one.
+
+    >>> balanced(5, 4)
+    (2, 1, 1, 1)
+    """
+    base, extra = divmod(size, parts)
+    return tuple(base + (i < extra) for i in range(parts))
+
+
+def starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where each piece begins."""
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+_INTERNED: dict[tuple, Layout] = {}
+
+
+class Layout:
+    """Mesh, global shape, and the cut of every dim. Build with `Layout.of`, `Layout.replicate` or a transform."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    dims: tuple[tuple[Factor, ...], ...]
+    partial: tuple[tuple[int, str], ...]
+
+    # ------------------------------------------------------------------ making one
+
+    @staticmethod
+    def make(mesh: DeviceMesh, dims: Iterable[Iterable[Factor]], partial: Iterable[tuple[int, str]] = ()) -> Layout:
+        """The one layout with these cuts (equal arguments give the same object)."""
+        key = (mesh, tuple(tuple(d) for d in dims), tuple(sorted(partial)))
+        found = _INTERNED.get(key)
+        if found is None:
+            found = object.__new__(Layout)
+            found.mesh, found.dims, found.partial = key
+            found.shape = torch.Size(math.prod(f.size for f in d) for d in found.dims)
+            found._check()
+            _INTERNED[key] = found
+        return found
+
+    @staticmethod
+    def replicate(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
+        """The whole tensor on every rank."""
+        return Layout.make(mesh, [(Factor(int(n)),) for n in shape])
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        lengths: Mapping[int, Sequence[int]] | None = None,
+    ) -> Layout:
+        """A layout from DTensor-style placements; `lengths` gives the cut of a tensor dim, else it is torch.chunk's."""
+        shape = tuple(int(n) for n in shape)
+        if len(placements) != mesh.ndim:
+            raise ShardingError(f"{len(placements)} placements for a mesh of {mesh.ndim} axes: one each is needed")
+        axes: dict[int, list[int]] = {}
+        partial = []
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+                if not 0 <= dim < len(shape):
+                    raise ShardingError(f"{placement} asks for a dim that a tensor of shape {shape} does not have")
+                axes.setdefault(dim, []).append(axis)
+            elif isinstance(placement, Partial):
+                partial.append((axis, str(placement.reduce_op)))
+            elif not isinstance(placement, Replicate):
+                raise ShardingError(f"placement {placement!r} is not one of Shard, Replicate, Partial")
+        dims = []
+        for dim, size in enumerate(shape):
+            if dim not in axes:
+                dims.append((Factor(size),))
+                continue
+            if lengths is not None and dim in lengths:
+                cut = tuple(int(n) for n in lengths[dim])
+            else:
+                cut = nested_chunk(size, [mesh.size(a) for a in axes[dim]])
+            dims.append((Factor(size, tuple(axes[dim]), cut),))
+        return Layout.make(mesh, dims, partial)
+
+    def _check(self) -> None:
+        used: set[int] = {axis for axis, _ in self.partial}
+        for dim, factors in enumerate(self.dims):
+            for size, axes, lengths in factors:
+                if not axes:
+                    continue
+                if used & set(axes):
+                    raise ShardingError(f"a mesh axis is used twice by the layout of shape {tuple(self.shape)}")
+                used |= set(axes)
+                parts = math.prod(self.mesh.size(a) for a in axes)
+                if len(lengths) != parts:
+                    raise ShardingError(f"dim {dim}: {len(lengths)} shard lengths {lengths} for {parts} ranks")
+                if sum(lengths) != size or min(lengths) < 0:
+                    raise ShardingError(f"dim {dim}: shard lengths {lengths} do not sum to its size {size}")
+        if used and not used <= set(range(self.mesh.ndim)):
+            raise ShardingError(f"the mesh has {self.mesh.ndim} axes; the layout names {sorted(used)}")
+
+    # ------------------------------------------------------------------ this rank's part
+
+    @cached_property
+    def coords(self) -> tuple[int, ...]:
+        """This rank's position on every mesh axis."""
+        coords = self.mesh.get_coordinate()
+        if coords is None:
+            raise ShardingError(f"this rank is not on the mesh {self.mesh}")
+        return tuple(coords)
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        """The shape this rank holds."""
+        return self.local_shape_at(self.coords)
+
+    def local_shape_at(self, coords: Sequence[int]) -> torch.Size:
+        """The shape the rank at `coords` holds."""
+        return torch.Size(math.prod(self.factor_length(f, coords) for f in d) for d in self.dims)
+
+    def factor_length(self, factor: Factor, coords: Sequence[int] | None = None) -> int:
+        """How much of one factor the rank at `coords` holds."""
+        return factor.lengths[self.index(factor.axes, coords)] if factor.axes else factor.size
+
+    def index(self, axes: Sequence[int], coords: Sequence[int] | None = None) -> int:
+        """Row-major position of `coords` over `axes`."""
+        coords = self.coords if coords is None else coords
+        flat = 0
+        for axis in axes:
+            flat = flat * self.mesh.size(axis) + coords[axis]
+        return flat
+
+    def span(self, dim: int, coords: Sequence[int] | None = None) -> Span:
+        """The global index range of a simple dim that the rank at `coords` (default: this one) holds."""
+        (factor,) = self.dims[dim]
+        if not factor.axes:
+            return Span(0, factor.size)
+        i = self.index(factor.axes, coords)
+        start = sum(factor.lengths[:i])
+        return Span(start, start + factor.lengths[i])
+
+    # ------------------------------------------------------------------ questions
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """One DTensor placement per mesh axis."""
+        found: list[Placement] = [Replicate()] * self.mesh.ndim
+        for dim, factors in enumerate(self.dims):
+            for factor in factors:
+                for axis in factor.axes:
+                    found[axis] = Shard(dim)
+        for axis, op in self.partial:
+            found[axis] = Partial(op)
+        return tuple(found)
+
+    @cached_property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def shard_axes(self) -> tuple[int, ...]:
+        """Mesh axes that cut a dim."""
+        return tuple(sorted(a for d in self.dims for f in d for a in f.axes))
+
+    @cached_property
+    def partial_axes(self) -> tuple[int, ...]:
+        """Mesh axes over which the value is still to be reduced."""
+        return tuple(a for a, _ in self.partial)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """True if every rank holds the whole value (axes of size 1 do not count)."""
+        return not self.wide(self.shard_axes) and not self.wide(self.partial_axes)
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """True if no dim is the merge of several cut ones."""
+        return all(len(d) == 1 for d in self.dims)
+
+    def wide(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Those of `axes` that have more than one rank."""
+        return tuple(a for a in axes if self.mesh.size(a) > 1)
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The mesh axes that cut a dim, outermost first."""
+        return tuple(a for f in self.dims[dim] for a in f.axes)
+
+    def is_cut(self, dim: int) -> bool:
+        """True if a dim lies on more than one rank."""
+        return bool(self.wide(self.axes_of(dim)))
+
+    @cached_property
+    def cut_dims(self) -> tuple[int, ...]:
+        """The dims that lie on more than one rank."""
+        return tuple(d for d in range(self.ndim) if self.is_cut(d))
+
+    def lengths(self, dim: int) -> tuple[int, ...]:
+        """The length of every piece of a simple dim."""
+        (factor,) = self.dims[dim]
+        return factor.lengths or (factor.size,)
+
+    # ------------------------------------------------------------------ transforms
+
+    def with_dims(self, dims: Iterable[Iterable[Factor]]) -> Layout:
+        """The same mesh and partial axes, other dims."""
+        return Layout.make(self.mesh, dims, self.partial)
+
+    def with_partial(self, axes: Iterable[int], op: str = "sum") -> Layout:
+        """The same dims, partial over exactly `axes`."""
+        return Layout.make(self.mesh, self.dims, [(a, op) for a in axes])
+
+    def with_dim(self, dim: int, *factors: Factor) -> Layout:
+        """One dim replaced."""
+        dims = list(self.dims)
+        dims[dim] = factors
+        return self.with_dims(dims)
+
+    def uncut(self, dims: Iterable[int]) -> Layout:
+        """The same layout with `dims` whole on every rank."""
+        chosen = {d % self.ndim for d in dims}
+        return self.with_dims([(Factor(self.shape[d]),) if d in chosen else f for d, f in enumerate(self.dims)])
+
+    def without(self, dims: Iterable[int]) -> Layout:
+        """The layout of the tensor after `dims` are dropped."""
+        chosen = {d % self.ndim for d in dims}
+        return self.with_dims([f for d, f in enumerate(self.dims) if d not in chosen])
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        """The layout of the tensor after its dims are reordered."""
+        return self.with_dims([self.dims[d] for d in order])
+
+    def insert(self, dim: int, size: int = 1) -> Layout:
+        """The layout after a new whole dim is put before `dim`."""
+        dims = list(self.dims)
+        dims.insert(dim, (Factor(size),))
+        return self.with_dims(dims)
+
+    def unmerged(self) -> Layout:
+        """The layout with every factor of every dim as a dim of its own."""
+        return self.with_dims([(f,) for d in self.dims for f in d])
+
+    # ------------------------------------------------------------------ the documented spec surface
+
+    def sharding_shapes(self) -> list[list[torch.Size]]:
+        """`[axis][coord]` -> the local shape of the rank at that coord, the other coords being this rank's."""
+        table = []
+        for axis in range(self.mesh.ndim):
+            at = [self.coords[:axis] + (c,) + self.coords[axis + 1 :] for c in range(self.mesh.size(axis))]
+            table.append([self.local_shape_at(coords) for coords in at])
+        return table
+
+    def offsets(self) -> tuple[int, ...]:
+        """The global index of this rank's first element, dim by dim (the first factor of a merged dim)."""
+        return tuple(self._start(d) for d in range(self.ndim))
+
+    def _start(self, dim: int) -> int:
+        flat = 0
+        for f in self.dims[dim]:
+            start = sum(f.lengths[: self.index(f.axes)]) if f.axes else 0
+            flat = flat * f.size + start
+        return flat
+
+    def __reduce__(self) -> Any:
+        return Layout.make, (self.mesh, self.dims, self.partial)
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        names = self.mesh.mesh_dim_names or tuple(str(a) for a in range(self.mesh.ndim))
+        parts = []
+        for dim, factors in enumerate(self.dims):
+            for f in factors:
+                if f.axes:
+                    over = ",".join(names[a] for a in f.axes)
+                    inner = "" if len(factors) == 1 else f" (of {'x'.join(str(g.size) for g in factors)})"
+                    parts.append(f"Shard({dim}) as {'+'.join(map(str, f.lengths))}{inner} over {over!r}")
+        parts += [f"Partial({op}) over {names[a]!r}" for a, op in self.partial]
+        return f"{tuple(self.shape)} {'; '.join(parts) or 'Replicate'}"
+
+
+def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """torch.chunk by the first number of parts, each piece by the second, and so on; row-major."""
+    if not parts:
+        return (size,)
+    return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))
+
+
+def outer_lengths(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
+    """Lengths over all but the innermost axis, which has `inner` coordinates."""
+    return tuple(sum(lengths[i : i + inner]) for i in range(0, len(lengths), inner))
