@@ -1,0 +1,22 @@
+"""Run a function on several ranks from an ordinary test, and get every rank's verdict or a full report.
+
+`run_on_ranks` keeps one pool of processes per world size, so a test does not pay for starting them, and
+it never hangs: a deadlock, a dead rank or an error on one rank ends as `RanksFailed` within seconds, with
+what happened on each rank. Put the checked function at module level of the test file:
+
+    import torch
+    import torch.distributed as dist
+    from shardfield.testing import run_on_ranks
+
+    def total(x):
+        x = x + dist.get_rank()
+        dist.all_reduce(x)
+        return x
+
+    def test_total():
+        assert [float(x) for x in run_on_ranks(total, 3, torch.zeros(()))] == [3.0, 3.0, 3.0]
+"""
+
+from ._failures import RankError as RankError
+from ._failures import RanksFailed as RanksFailed
+from ._run import run_on_ranks as run_on_ranks

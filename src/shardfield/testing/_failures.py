@@ -1,0 +1,78 @@
+"""What went wrong on which rank, and the one message that tells it."""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ShardfieldError
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What happened on one rank.
+
+    `kind` is "raised" (the function raised: `type_name`, `message` and `traceback` are those of the
+    exception, and `exception` is the exception itself where it pickles), "stuck" (it had not returned when
+    the call was given up: `message` names the call it was in and `traceback` is its stack) or "died" (the
+    process ended: `message` gives the exit code or signal). `type_name` is empty unless something was raised.
+    """
+
+    kind: Literal["raised", "stuck", "died"]
+    type_name: str
+    message: str
+    traceback: str = ""
+    exception: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}" if self.kind == "raised" else self.message
+
+
+class RanksFailed(ShardfieldError):
+    """A call of `run_on_ranks` failed on at least one rank; `errors` maps those ranks to their `RankError`."""
+
+    def __init__(self, call: str, errors: dict[int, RankError]) -> None:
+        self.call = call
+        self.errors = errors
+        super().__init__(_report(call, errors))
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[int, RankError]]]:
+        return type(self), (self.call, self.errors)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"; [3] -> "rank 3"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
+    return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def name_exit(code: int | None) -> str:
+    """An exit code in words; a negative one is the signal that ended the process."""
+    if code is None:
+        return "died"
+    if code >= 0:
+        return f"exited with code {code} before the call returned"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _report(call: str, errors: dict[int, RankError]) -> str:
+    """One line per distinct error, then one traceback per distinct error; deaths first, since they explain the rest."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for rank, error in sorted(errors.items()):
+        groups.setdefault((("died", "raised", "stuck").index(error.kind), str(error)), []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[1]))
+    lines = [f"{call} failed on {name_ranks(errors)}"]
+    lines += [f"  {name_ranks(ranks)}: {text}" for (_, text), ranks in ordered]
+    for _, ranks in ordered:
+        if text := errors[ranks[0]].traceback.rstrip():
+            lines += ["", f"--- {name_ranks(ranks)} ---", text]
+    return "\n".join(lines)
