@@ -1,0 +1,16 @@
+"""The 2-D set-up of device_mesh_2d.py in two lines.
+
+torchrun --standalone --nproc-per-node 8 examples/device_mesh.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+device_mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (2, 4))
+
+rank = dist.get_rank()
+replicate_ranks = dist.get_process_group_ranks(device_mesh.get_group(0))
+shard_ranks = dist.get_process_group_ranks(device_mesh.get_group(1))
+print(f"{rank=} shards with {shard_ranks} and replicates with {replicate_ranks}")
+dist.destroy_process_group()

@@ -1,0 +1,42 @@
+"""A 2-D set-up of process groups by hand, which is what a DeviceMesh saves (device_mesh.py does it in two lines).
+
+torchrun --standalone --nproc-per-node 8 examples/device_mesh_2d.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+# Understand world topology
+rank = int(os.environ["RANK"])
+world_size = int(os.environ["WORLD_SIZE"])
+print(f"Running example on {rank=} in a world with {world_size=}")
+
+# Create process groups to manage 2-D like parallel pattern
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+# Create shard groups (e.g. (0, 1, 2, 3), (4, 5, 6, 7))
+# and assign the correct shard group to each rank
+num_node_devices = torch.cuda.device_count() if torch.cuda.is_available() else world_size
+shard_rank_lists = list(range(0, num_node_devices // 2)), list(range(num_node_devices // 2, num_node_devices))
+shard_groups = (
+    dist.new_group(shard_rank_lists[0]),
+    dist.new_group(shard_rank_lists[1]),
+)
+current_shard_group = shard_groups[0] if rank in shard_rank_lists[0] else shard_groups[1]
+
+# Create replicate groups (for example, (0, 4), (1, 5), (2, 6), (3, 7))
+# and assign the correct replicate group to each rank
+current_replicate_group = None
+shard_factor = len(shard_rank_lists[0])
+for i in range(num_node_devices // 2):
+    replicate_group_ranks = list(range(i, num_node_devices, shard_factor))
+    replicate_group = dist.new_group(replicate_group_ranks)
+    if rank in replicate_group_ranks:
+        current_replicate_group = replicate_group
+
+shard_ranks = dist.get_process_group_ranks(current_shard_group)
+replicate_ranks = dist.get_process_group_ranks(current_replicate_group)
+print(f"{rank=} shards with {shard_ranks} and replicates with {replicate_ranks}")
+dist.destroy_process_group()
