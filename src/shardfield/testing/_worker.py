@@ -101,7 +101,8 @@ class _State:
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: over a second
+            torch.use_deterministic_algorithms(False)
         torch.set_rng_state(self.torch_rng)
         np.random.set_state(self.numpy_rng)
         random.setstate(self.python_rng)
