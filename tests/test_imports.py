@@ -19,9 +19,9 @@ LAYERS = [
     {"comm", "report"},
     # The documented names over comm/. The package's __init__ lists them, so it stands here too.
     {"distributed"},
-    {"plan"},
-    {"dispatch"},
+    {"plan", "names"},
     {"redistribute"},
+    {"dispatch"},
     {"tensor"},
     {"ops"},
     {"models", "data"},

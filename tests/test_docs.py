@@ -1,0 +1,181 @@
+"""Every code block of the README and the docs is run, every command checked: CONTRIBUTING.md has the convention.
+
+```python          the plain blocks of a page are one program, run in one process in the order they stand
+```python ranks=2  a program of its own, run on that many ranks by torchrun
+```output          right after a block: all that the block prints (rank by rank where there are several)
+```bash            commands: make targets exist, scripts that launchers start exist
+```bash run        commands that are run, from the root of the repository
+```text, toml, ... nothing to run
+"""
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from launch import ROOT, python, run, torchrun
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PLAIN = {"text", "toml", "yaml", "ini", "make", "mermaid"}
+# Started by hand on other machines or under a scheduler: the command is not run, the script it names must exist.
+LAUNCHERS = {"python", "torchrun", "mpirun", "srun", "sbatch"}
+END = "<end of block>"
+# Guarded, because ranks that a block starts may import its file again.
+MARK = f"if __name__ == '__main__': print({END!r})"
+
+
+@dataclass
+class Block:
+    page: Path
+    line: int  # of the first line of code, counted from 1
+    lang: str
+    options: dict[str, str]
+    code: str
+    output: str | None = None
+    where: str = field(init=False)
+
+    def __post_init__(self):
+        self.where = f"{self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path, text: str | None = None) -> list[Block]:
+    """The fenced blocks of a page, an output block joined to the block above it."""
+    blocks: list[Block] = []
+    lines = (page.read_text() if text is None else text).splitlines()
+    start, fence, previous_end = 0, None, -1
+    for number, line in enumerate(lines, 1):
+        opening = re.match(r"( *)(`{3,})(.*)$", line)
+        if fence is None and opening:
+            fence, start = opening, number
+        elif fence is not None and line.strip() == fence[2]:
+            indent = len(fence[1])
+            code = "".join(f"{x[indent:]}\n" for x in lines[start : number - 1])
+            words = fence[3].split() or [""]
+            block = Block(page, start + 1, words[0], dict((w.split("=", 1) + [""])[:2] for w in words[1:]), code)
+            if block.lang == "output":
+                between = "".join(lines[previous_end : start - 1]).strip() if blocks else "no block"
+                assert not between, f"{block.where}: an output block stands right after the block that prints it"
+                blocks[-1].output = code
+            else:
+                blocks.append(block)
+            fence, previous_end = None, number
+    assert fence is None, f"{page.name}: the block that opens on line {start} does not close"
+    return blocks
+
+
+def program(blocks: list[Block], path: Path) -> Path:
+    """One file of the blocks, each on the lines it has in its page, so that a traceback points there."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines() + [MARK]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def check_output(block: Block, printed: str) -> None:
+    if block.output is not None:
+        assert printed == block.output, f"{block.where} printed\n{printed}\nand the page says\n{block.output}"
+
+
+BLOCKS = [b for page in PAGES for b in blocks_of(page)]
+
+
+def name(value):
+    return value.where if isinstance(value, Block) else value.name
+
+
+def plain_blocks(page: Path) -> list[Block]:
+    return [b for b in BLOCKS if b.page == page and b.lang == "python" and "ranks" not in b.options]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p)], ids=name)
+def test_python(page, tmp_path):
+    blocks = plain_blocks(page)
+    printed = python(program(blocks, tmp_path / f"{page.stem}.py"), cwd=tmp_path)
+    for block, text in zip(blocks, printed.split(f"{END}\n"), strict=False):
+        check_output(block, text)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.lang == "python" and "ranks" in b.options], ids=name)
+def test_python_on_ranks(block, tmp_path):
+    path = program([block], tmp_path / f"{block.page.stem}.py")
+    printed = torchrun(path, int(block.options["ranks"]), tmp_path / "logs", cwd=tmp_path)
+    check_output(block, "".join(text.removesuffix(f"{END}\n") for text in printed))
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a shell block, one list of words each, comments and variables in front left out."""
+    text = block.code.replace("\\\n", " ")
+    words = [shlex.split(line, comments=True) for line in text.splitlines()]
+    words = [[w for i, w in enumerate(ws) if not (re.match(r"\w+=", w) and i == 0)] for ws in words]
+    return [ws for ws in words if ws]
+
+
+def problem(words: list[str]) -> str | None:
+    """What is wrong with a command that is shown and not run."""
+    if words[0] == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+        missing = [w for w in words[1:] if "=" not in w and w not in targets]
+        return f"no target {missing} in the Makefile" if missing or len(words) == 1 else None
+    if words[0] in LAUNCHERS:
+        missing = [w for w in words[1:] if re.search(r"\.(py|sh|sbatch)$", w) and not (ROOT / w).is_file()]
+        return f"no file {missing}" if missing else None
+    return "is not run: write the block as ```bash run, or ```text if it is no command"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.lang == "bash"], ids=name)
+def test_bash(block):
+    if "run" in block.options:
+        check_output(block, run("bash", "-euo", "pipefail", "-c", block.code))
+    else:
+        wrong = [f"{' '.join(c)}: {problem(c)}" for c in commands(block) if problem(c)]
+        assert not wrong, f"{block.where}: {wrong}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name)
+def test_every_block_is_of_a_known_kind(block):
+    known = {"python": {"ranks"}, "bash": {"run"}}
+    assert block.lang in PLAIN | known.keys(), f"{block.where}: {block.lang or 'no language'}; see CONTRIBUTING.md"
+    assert block.options.keys() <= known.get(block.lang, set()), f"{block.where}: unknown option in {block.options}"
+
+
+def has_examples(module: Path) -> bool:
+    return bool(re.search(r"^\s*>>> ", module.read_text(), re.M))
+
+
+@pytest.mark.parametrize("module", [p for p in sorted((ROOT / "src").rglob("*.py")) if has_examples(p)], ids=name)
+def test_docstring_examples(module):
+    dotted = ".".join(module.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    check = f"import doctest, importlib, sys; m = importlib.import_module({dotted!r}); r = doctest.testmod(m)"
+    run(sys.executable, "-c", f"{check}; sys.exit(r.failed > 0 or r.attempted == 0)")
+
+
+def test_the_architecture_page_lists_what_exists():
+    rows = re.findall(r"^\| `([\w.]+/[\w/.]*)`( \(to come\))? \|", (ROOT / "docs/architecture.md").read_text(), re.M)
+    assert len(rows) > 10
+    wrong = [path for path, to_come in rows if exists(ROOT / path) == bool(to_come)]
+    assert not wrong, f"docs/architecture.md, 'Where things live': mend the mark 'to come' of {wrong}"
+
+
+def exists(path: Path) -> bool:
+    """Whether the path is a file or a folder with some Python in it."""
+    return path.is_file() or any(path.rglob("*.py"))
+
+
+def test_the_reader_of_pages():
+    page = ROOT / "README.md"
+    one, two = blocks_of(page, "a\n```python ranks=2\nx = 1\n```\n\n```output\n1\n```\n\n  ```bash run\n  ls\n  ```\n")
+    assert (one.line, one.options, one.code, one.output) == (3, {"ranks": "2"}, "x = 1\n", "1\n")
+    assert (two.lang, two.options, two.code, two.output) == ("bash", {"run": ""}, "ls\n", None)
+    with pytest.raises(AssertionError, match="right after"):
+        blocks_of(page, "```python\n```\nwords\n```output\n```\n")
+    with pytest.raises(AssertionError, match="does not close"):
+        blocks_of(page, "```python\n")
+    with pytest.raises(AssertionError, match="printed"):
+        check_output(one, "2\n")
+    assert problem(["make", "no-such-target"]) and not problem(["make", "test"])
+    assert problem(["srun", "-n", "2", "python", "no_such.py"]) and problem(["rm", "x"])
+    assert not problem(["mpirun", "-np", "2", "python", "examples/train_ddp.py"])
