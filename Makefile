@@ -38,7 +38,7 @@ test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/.dev
 
