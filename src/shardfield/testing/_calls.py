@@ -4,6 +4,7 @@ Plain pickle, not multiprocessing's: tensors go by value, so nothing depends on 
 how long the sender lives.
 """
 
+import functools
 import importlib
 import importlib.util
 import io
@@ -18,10 +19,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """The caller's surroundings, sent ahead of the pickled function and arguments."""
+    """The caller's surroundings, sent ahead of the pickled function and arguments.
+
+    A rank's environment is `environ`, then what a launcher would set for it, then `env`.
+    """
 
     environ: dict[str, str]
-    unset: tuple[str, ...]
+    env: dict[str, str | None]
     cwd: str
     path: list[str]
     modules: dict[str, str | None]
@@ -41,7 +45,9 @@ class _NotingPickler(pickle.Pickler):
 
 
 def name_function(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
 def pack(
@@ -55,10 +61,10 @@ def pack(
         pickler.dump((fn, args, kwargs))
     except Exception as error:
         raise TypeError(_blame(fn, args, kwargs)) from error
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     call = Call(
-        environ=environ | {k: v for k, v in (env or {}).items() if v is not None},
-        unset=tuple(k for k, v in (env or {}).items() if v is None),
+        # The caller may itself run under torchrun, whose variables would point ranks to torchrun's store.
+        environ={name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
+        env=dict(env or {}),
         cwd=os.getcwd(),
         path=[os.path.abspath(entry) for entry in sys.path],
         modules={name: getattr(sys.modules.get(name), "__file__", None) for name in pickler.modules},
@@ -107,7 +113,7 @@ def load_modules(modules: dict[str, str | None]) -> None:
             module = importlib.import_module(name)
         except ImportError:
             module = None
-        if module is not None and (found := getattr(module, "__file__", None)) and os.path.samefile(found, file):
+        if module is not None and os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):
             continue
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None

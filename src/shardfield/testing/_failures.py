@@ -1,5 +1,6 @@
 """What went wrong on which rank, and the one message that tells it."""
 
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def name_exit(code: int | None) -> str:
     if code is None:
         return "died"
     if code >= 0:
-        return f"exited with code {code} before the call returned"
+        return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
@@ -68,11 +69,12 @@ def _report(call: str, errors: dict[int, RankError]) -> str:
     """One line per distinct error, then one traceback per distinct error; deaths first, since they explain the rest."""
     groups: dict[tuple[int, str], list[int]] = {}
     for rank, error in sorted(errors.items()):
-        groups.setdefault((("died", "raised", "stuck").index(error.kind), str(error)), []).append(rank)
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[1]))
+        text = re.sub(r"\]:\d+", "]", str(error))  # gloo's errors differ in the port of the peer
+        groups.setdefault((("died", "raised", "stuck").index(error.kind), text), []).append(rank)
+    ordered = [ranks for _, ranks in sorted(groups.items(), key=lambda item: (item[0][0], item[1]))]
     lines = [f"{call} failed on {name_ranks(errors)}"]
-    lines += [f"  {name_ranks(ranks)}: {text}" for (_, text), ranks in ordered]
-    for _, ranks in ordered:
+    lines += [f"  {name_ranks(ranks)}: {errors[ranks[0]]}" for ranks in ordered]
+    for ranks in ordered:
         if text := errors[ranks[0]].traceback.rstrip():
             lines += ["", f"--- {name_ranks(ranks)} ---", text]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -10,7 +11,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,17 @@ import torch.distributed as dist
 
 from . import _stacks
 from ._failures import RankError, RanksFailed, name_exit
-from ._worker import serve
+from ._worker import BARRIER, serve
 
+PROCESS_NAME = "shardfield rank"
 START_S = 120.0
 GRACE_S = 2.0
+BARRIER_S = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_UNMATCHED = (
+    "the function returned on all ranks, but a barrier after it does not complete: "
+    "some ranks started a collective that others did not"
+)
 
 
 class Pool:
@@ -35,54 +44,66 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.alive = True
-        self._folder = tempfile.TemporaryDirectory(prefix="shardfield-ranks-", ignore_cleanup_errors=True)
-        self._stacks = [Path(self._folder.name, f"rank{rank}") for rank in range(world_size)]
+        self._processes: list[BaseProcess] = []
+        self._conns: list[Connection] = []
+        self._threads: list[int] = []  # the ids of the ranks' main threads, once the world stands
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master = _hold_port()
-        context = multiprocessing.get_context("forkserver")
-        preload = ["numpy", "torch.distributed", "shardfield.testing._worker"]
-        # Every rank imports the caller's __main__; under pytest that is most of pytest.
-        context.set_forkserver_preload(preload + ["pytest"] * ("pytest" in sys.modules))
-        self._conns, self._processes = [], []
+        self._folder = Path(tempfile.mkdtemp(prefix="shardfield-ranks-"))
+        self._stacks = [self._folder / f"rank{rank}" for rank in range(world_size)]
         try:
-            with _environ(_ONE_THREAD):
-                for rank in range(world_size):
-                    ours, theirs = context.Pipe()
-                    env = self._rank_env(rank, world_size)
-                    args = (env, self._store.port, str(self._stacks[rank]), theirs)
-                    process = context.Process(target=serve, args=args, name=f"rank {rank} of {world_size}")
-                    process.start()
-                    theirs.close()
-                    self._conns.append(ours)
-                    self._processes.append(process)
-            self._threads: list[int] = []
-            answers = self._collect(f"starting {world_size} ranks", time.monotonic() + START_S, START_S)
+            self._start(world_size)
+            answers = self._collect(f"starting {world_size} ranks", START_S)
             self._threads = [pickle.loads(answer) for answer in answers]
         except BaseException:
             self.close()
             raise
 
-    def call(self, name: str, head: bytes, body: bytes, timeout: float) -> list[Any]:
-        """Run a packed call on every rank; any failure ends the pool, since the ranks may be out of step."""
-        try:
-            for conn in self._conns:
-                try:
-                    conn.send_bytes(head)
-                    conn.send_bytes(body)
-                except OSError:  # the rank has died; collecting says so
-                    pass
-            answers = self._collect(name, time.monotonic() + timeout, timeout)
-            if self.alive:
-                for conn in self._conns:
-                    conn.send_bytes(b"")
-                self._collect(name, time.monotonic() + timeout, timeout)
-        except BaseException:
-            self.close()
-            raise
-        return [_load(rank, answer) for rank, answer in enumerate(answers)]
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        preload = ["numpy", "torch.distributed", "shardfield.testing._worker"]
+        # Every rank imports the caller's __main__; under pytest that is most of pytest.
+        context.set_forkserver_preload(preload + ["pytest"] * ("pytest" in sys.modules))
+        with _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
+            for rank, stack in enumerate(self._stacks):
+                stack.touch()
+                ours, theirs = context.Pipe()
+                args = (self._rank_env(rank, world_size), self._store.port, str(stack), theirs)
+                process = context.Process(target=serve, args=args, name=f"{PROCESS_NAME} {rank}")
+                process.start()
+                theirs.close()
+                self._conns.append(ours)
+                self._processes.append(process)
+
+    def _rank_env(self, rank: int, world_size: int) -> dict[str, str]:
+        return _ONE_THREAD | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._master.getsockname()[1]),
+            # Otherwise gloo looks up the host name, which need not resolve on a test machine.
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
 
     def usable(self) -> bool:
         return self.alive and not wait([process.sentinel for process in self._processes], 0)
+
+    def call(self, name: str, head: bytes, body: bytes, timeout: float) -> list[Any]:
+        """Run a packed call on every rank; any failure ends the pool, since the ranks may be out of step."""
+        try:
+            self._send(head, body)
+            answers = self._collect(name, timeout)
+            if self.alive:
+                self._send(BARRIER)
+                self._collect(name, BARRIER_S, _UNMATCHED)
+            else:  # a rank left the world or is worn out
+                self.close()
+        except BaseException:
+            self.close()
+            raise
+        return [_load_result(rank, answer) for rank, answer in enumerate(answers)]
 
     def close(self) -> None:
         """End the ranks, whatever they are doing."""
@@ -94,24 +115,22 @@ class Pool:
         for conn in self._conns:
             conn.close()
         self._master.close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _rank_env(self, rank: int, world_size: int) -> dict[str, str]:
-        return _ONE_THREAD | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._master.getsockname()[1]),
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        }
+    def _send(self, *messages: bytes) -> None:
+        for conn in self._conns:
+            try:
+                for message in messages:
+                    conn.send_bytes(message)
+            except OSError:  # the rank has died; collecting finds that, and how
+                pass
 
-    def _collect(self, name: str, deadline: float, timeout: float) -> list[bytes]:
+    def _collect(self, name: str, timeout: float, late: str = "") -> list[bytes]:
         """One answer per rank, or RanksFailed once all have answered or waiting longer makes no sense."""
         answers: dict[int, bytes] = {}
         errors: dict[int, RankError] = {}
         waiting = set(range(len(self._conns)))
+        deadline = time.monotonic() + timeout
         while waiting:
             sources: dict[Any, int] = {self._conns[rank]: rank for rank in waiting}
             sources |= {self._processes[rank].sentinel: rank for rank in waiting}
@@ -120,53 +139,63 @@ class Pool:
                 break
             for rank in {sources[source] for source in ready}:
                 waiting.discard(rank)
-                try:
-                    error, reusable = pickle.loads(self._conns[rank].recv_bytes())
-                    answers[rank] = self._conns[rank].recv_bytes()
-                    self.alive &= reusable
-                except (EOFError, OSError):
-                    error = self._death(rank)
+                error = self._receive(rank, answers)
                 if error is not None:
                     errors[rank] = error
                     # The others may wait for this rank in a collective: they get a moment to find out, no more.
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if waiting:
-            after = f"not done after {timeout:g} s" if not errors else "still running when another rank had failed"
-            errors |= self._stuck(sorted(waiting), after)
+        if waiting and late:
+            errors |= {rank: RankError("stuck", "", late) for rank in waiting}
+        elif waiting:
+            late = "still running after another rank failed" if errors else f"not done after {timeout:g} s"
+            errors |= self._locate(sorted(waiting), late)
         if errors:
             raise RanksFailed(name, errors)
         return [answers[rank] for rank in range(len(self._conns))]
 
+    def _receive(self, rank: int, answers: dict[int, bytes]) -> RankError | None:
+        """Take what a rank sends; an error, also its death, is returned."""
+        try:
+            if not self._conns[rank].poll():  # a child of the rank may hold the pipe open
+                return self._death(rank)
+            error, reusable = pickle.loads(self._conns[rank].recv_bytes())
+            answers[rank] = self._conns[rank].recv_bytes()
+        except (EOFError, OSError):
+            return self._death(rank)
+        self.alive &= reusable
+        if error is None:
+            return None
+        try:
+            return replace(error, exception=pickle.loads(answers[rank]))
+        except Exception:  # not every exception can be made again from its pickle; its text is there
+            return error
+
     def _death(self, rank: int) -> RankError:
         self._processes[rank].join(GRACE_S)
-        text = self._stacks[rank].read_text() if self._stacks[rank].exists() else ""
-        frames = _stacks.read_stack(text, self._threads[rank]) if self._threads else []
-        where = f", {_stacks.describe(frames)}" if frames else ""
-        message = name_exit(self._processes[rank].exitcode) + where
-        return RankError("died", "", message, _stacks.format_stack(frames))
+        how = name_exit(self._processes[rank].exitcode)
+        if not self._threads:
+            return RankError("died", "", f"{how} while starting; what it had to say is on stderr")
+        frames = _stacks.read_stack(self._stacks[rank].read_text(), self._threads[rank])
+        where = f", {_stacks.describe(frames)}" if frames else " before the call returned"
+        return RankError("died", "", how + where, _stacks.format_stack(frames))
 
-    def _stuck(self, ranks: list[int], after: str) -> dict[int, RankError]:
-        """Ask the given ranks for their stacks and say where they are."""
-        paths = [self._stacks[rank] for rank in ranks]
-        for path in paths:
-            path.touch()
-        sizes = [path.stat().st_size for path in paths]
+    def _locate(self, ranks: list[int], late: str) -> dict[int, RankError]:
+        """Ask ranks that have not answered for their stacks."""
+        if not self._threads:  # they may not listen to the signal yet
+            return {rank: RankError("stuck", "", late) for rank in ranks}
         for rank in ranks:
             pid = self._processes[rank].pid
             assert pid is not None
-            if self._threads:  # before it is ready, a rank may not have its handler yet and the signal would end it
-                os.kill(pid, signal.SIGUSR1)
-        _stacks.wait_for_dumps(paths, sizes, seconds=2.0 if self._threads else 0.0)
+            os.kill(pid, signal.SIGUSR1)
+        dumps = _stacks.wait_for_dumps([self._stacks[rank] for rank in ranks], seconds=2.0)
         errors = {}
-        for rank in ranks:
-            text = self._stacks[rank].read_text()
-            frames = _stacks.read_stack(text, self._threads[rank]) if self._threads else []
-            message = f"{after}, {_stacks.describe(frames)}"
-            errors[rank] = RankError("stuck", "", message, _stacks.format_stack(frames))
+        for rank, dump in zip(ranks, dumps, strict=True):
+            frames = _stacks.read_stack(dump, self._threads[rank])
+            errors[rank] = RankError("stuck", "", f"{late}, {_stacks.describe(frames)}", _stacks.format_stack(frames))
         return errors
 
 
-def _load(rank: int, answer: bytes) -> Any:
+def _load_result(rank: int, answer: bytes) -> Any:
     try:
         return pickle.loads(answer)
     except Exception as error:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ._calls import name_function, pack
-from ._pool import Pool
+from ._pool import PROCESS_NAME, Pool
 
 T = TypeVar("T")
 
-_pools: dict[int, Pool] = {}
-_lock = threading.RLock()
+# By process too: a forked child of the caller must neither use nor end its parent's ranks.
+_pools: dict[tuple[int, int], Pool] = {}
+_lock = threading.Lock()
 
 
 def run_on_ranks(
@@ -51,13 +52,17 @@ def run_on_ranks(
     error, whatever the caller's filters; warnings attributed to other modules are left to Python's defaults.
     """
     name = f"run_on_ranks({name_function(fn)}, {world_size})"
-    if multiprocessing.parent_process() is not None and multiprocessing.current_process().name.startswith("rank "):
-        raise RuntimeError(f"{name}: called on a rank; only the process that runs the tests can start ranks")
+    if multiprocessing.current_process().name.startswith(PROCESS_NAME):
+        raise RuntimeError(
+            f"{name}: called on a rank, which cannot start ranks of its own; "
+            'in a script, put the call under `if __name__ == "__main__":`, since ranks import the script'
+        )
     if world_size < 1:
         raise ValueError(f"{name}: world_size must be at least 1")
     head, body = pack(fn, args, kwargs, env)
+    key = os.getpid(), world_size
     with _lock:
-        pool = _pools.pop(world_size, None)
+        pool = _pools.pop(key, None)
         if pool is not None and not pool.usable():
             pool.close()
             pool = None
@@ -66,16 +71,10 @@ def run_on_ranks(
             return pool.call(name, head, body, timeout)
         finally:
             if pool.alive:
-                _pools[world_size] = pool
-            else:
-                pool.close()
+                _pools[key] = pool
 
 
 @atexit.register
 def _close_pools() -> None:
-    while _pools:
-        _pools.popitem()[1].close()
-
-
-# A forked child must not end its parent's ranks when it exits.
-os.register_at_fork(after_in_child=_pools.clear)
+    for key in [key for key in _pools if key[0] == os.getpid()]:
+        _pools.pop(key).close()

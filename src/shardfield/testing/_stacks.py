@@ -38,16 +38,14 @@ class Frame(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def wait_for_dumps(paths: list[Path], sizes: list[int], seconds: float) -> None:
-    """Return once every file has grown past its size and all have stopped growing, or the time is up."""
+def wait_for_dumps(paths: list[Path], seconds: float) -> list[str]:
+    """What the files hold once all have been written to and none still grows, or the time is up."""
     limit = time.monotonic() + seconds
-    before: list[int] = []
-    while time.monotonic() < limit:
-        now = [path.stat().st_size for path in paths]
-        if now == before and all(n > size for n, size in zip(now, sizes, strict=True)):
-            return
-        before = now
+    before, now = [""], [path.read_text() for path in paths]
+    while time.monotonic() < limit and not (all(now) and now == before):
         time.sleep(0.05)
+        before, now = now, [path.read_text() for path in paths]
+    return now
 
 
 def read_stack(text: str, thread: int) -> list[Frame]:

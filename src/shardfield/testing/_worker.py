@@ -1,16 +1,17 @@
 """The process behind one rank: join the world, then serve calls until the caller goes away."""
 
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,127 +23,121 @@ import torch.distributed as dist
 from ._calls import Call, load_modules
 from ._failures import RankError
 
-CLOSING_BARRIER_S = 10.0
+BARRIER = b""  # sent in place of a call
 
 
 def serve(rank_env: dict[str, str], store_port: int, stack_path: str, conn: Connection) -> None:
-    """Body of the process: report readiness with the id of the main thread, then answer calls."""
+    """Body of the process: say that the world stands, then answer calls one by one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's: it ends the pool
-    stacks = open(stack_path, "a")  # noqa: SIM115 - faulthandler keeps writing to it
+    stacks = open(stack_path, "a")  # stays open: faulthandler writes to it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    torch.set_num_threads(1)
-    random.seed(0)
-    np.random.seed(0)
-    os.environ.update(rank_env)
-    rank, world_size = int(rank_env["RANK"]), int(rank_env["WORLD_SIZE"])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a killed rank has printed what it had to say
     try:
+        fresh = _Fresh(rank_env)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        world_size = int(rank_env["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=store, rank=int(rank_env["RANK"]), world_size=world_size)
     except BaseException as error:
-        _answer(conn, _raised(error), False, b"")
+        _answer(conn, error)
         return
     world = dist.group.WORLD
-    fresh = _State()
-    _answer(conn, None, True, pickle.dumps(threading.get_ident()))
+    _answer(conn, result=pickle.dumps(threading.get_ident()))
     while True:
         try:
             head = conn.recv_bytes()
-            body = conn.recv_bytes() if head else b""
-        except EOFError:
+            if head == BARRIER:
+                dist.barrier()
+                _answer(conn)
+            else:
+                _answer_call(conn, pickle.loads(head), conn.recv_bytes(), fresh, world)
+        except (EOFError, OSError):
             return
-        if not head:
-            _answer(conn, *_closing_barrier())
-            continue
-        error, result = _run(pickle.loads(head), body, rank_env, fresh)
-        sys.stdout.flush()
-        _answer(conn, error, dist.is_initialized() and dist.group.WORLD is world, result)
 
 
-def _run(call: Call, body: bytes, rank_env: dict[str, str], fresh: "_State") -> tuple[RankError | None, bytes]:
+def _answer_call(conn: Connection, call: Call, body: bytes, fresh: "_Fresh", world: Any) -> None:
     """Run one call in the caller's surroundings; whatever it raises is an answer, not an end."""
     try:
-        fresh.restore(call, rank_env)
+        fresh.restore(call)
         with warnings.catch_warnings():
             for category in (UserWarning, FutureWarning, DeprecationWarning):
-                warnings.filterwarnings("error", category=category, module=r"shardfield(\.|$)")
+                warnings.filterwarnings("error", category=category, module=r"shardfield(?!\.testing\b)(\.|$)")
             load_modules(call.modules)
             fn, args, kwargs = pickle.loads(body)
             result = fn(*args, **kwargs)
+        answer = _pickle_result(result)
     except BaseException as error:
-        return _raised(error), b""
+        _answer(conn, error)
+    else:
+        _answer(conn, result=answer, reusable=dist.is_initialized() and dist.group.WORLD is world and not _is_worn())
+
+
+def _pickle_result(result: Any) -> bytes:
     try:
-        return None, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        error.add_note(f"while pickling the return value, a {type(result).__name__}, for the caller")
-        return _raised(error), b""
+        raise TypeError(
+            f"the return value, a {type(result).__name__}, cannot be sent to the caller: {error}"
+        ) from error
 
 
-class _State:
-    """What calls may change about a process, as it was before the first of them."""
+def _answer(
+    conn: Connection, error: BaseException | None = None, *, result: bytes = b"", reusable: bool = True
+) -> None:
+    """Two messages: what the caller must know of this rank, and the pickled result or exception."""
+    told = None
+    if error is not None:
+        trace = error.__traceback__
+        if trace is not None and trace.tb_frame.f_code is _answer_call.__code__:
+            trace = trace.tb_next or trace
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        told = RankError("raised", type(error).__name__, str(error), text)
+        try:
+            result = pickle.dumps(error)
+        except Exception:  # an exception may hold anything; its text has to do then
+            result = b""
+    conn.send_bytes(pickle.dumps((told, reusable)))
+    conn.send_bytes(result)
 
-    def __init__(self) -> None:
-        self.torch_rng = torch.get_rng_state()
-        self.numpy_rng = np.random.get_state()
-        self.python_rng = random.getstate()
-        self.dtype = torch.get_default_dtype()
 
-    def restore(self, call: Call, rank_env: dict[str, str]) -> None:
-        environ = {k: v for k, v in (rank_env | call.environ).items() if k not in call.unset}
+class _Fresh:
+    """What a call may change about the process, as it is before the first one."""
+
+    def __init__(self, rank_env: dict[str, str]) -> None:
+        self.rank_env = rank_env
+        os.environ.update(rank_env)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        torch.set_num_threads(1)
+        random.seed(0)
+        np.random.seed(0)
+        self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def restore(self, call: Call) -> None:
+        environ = {k: v for k, v in (call.environ | self.rank_env | call.env).items() if v is not None}
         if dict(os.environ) != environ:
             for name in set(os.environ) - set(environ):
                 del os.environ[name]
             os.environ.update(environ)
         os.chdir(call.cwd)
         sys.path[:] = call.path
-        torch.set_default_dtype(self.dtype)
+        torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        if torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: over a second
+        if torch.are_deterministic_algorithms_enabled():  # to set it is to import the compiler: over a second
             torch.use_deterministic_algorithms(False)
-        torch.set_rng_state(self.torch_rng)
-        np.random.set_state(self.numpy_rng)
-        random.setstate(self.python_rng)
+        random.setstate(self.random[0])
+        np.random.set_state(self.random[1])
+        torch.set_rng_state(self.random[2])
 
 
-def _closing_barrier() -> tuple[RankError | None, bool, bytes]:
-    """Find collectives that some rank started and others did not, before they reach the next call."""
-    try:
-        dist.monitored_barrier(timeout=timedelta(seconds=CLOSING_BARRIER_S))
-    except Exception as error:
-        text = f"the function returned on all ranks, but its collectives do not match across ranks ({error})"
-        return replace(_raised(error), message=text), False, b""
-    return None, True, b""
-
-
-def _answer(conn: Connection, error: RankError | None, reusable: bool, result: bytes) -> None:
-    try:
-        head = pickle.dumps((error, reusable))
-    except Exception:  # an exception may hold anything; its text always travels
-        assert error is not None
-        head = pickle.dumps((replace(error, exception=None), reusable))
-    conn.send_bytes(head)
-    conn.send_bytes(result)
-
-
-def _raised(error: BaseException) -> RankError:
-    trace = error.__traceback__
-    if trace is not None and trace.tb_next is not None and trace.tb_frame.f_code is _run.__code__:
-        trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return RankError("raised", type(error).__name__, str(error), text, _travels(error))
-
-
-def _travels(error: BaseException) -> BaseException | None:
-    """The exception if a pickled copy can be made and read back: some take other arguments than they keep."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
-    return error
+def _is_worn() -> bool:
+    """Whether to retire this process: each process group keeps threads and some seven files open until the end."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return len(os.listdir("/dev/fd")) > min(2000, limit // 2)
 
 
 def _end_with_caller() -> None:
