@@ -5,8 +5,46 @@ Nothing else in the package may name a private torch attribute (a test holds thi
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import torch
+import torch.distributed
 
 # torch 2.11-2.15: `Function.apply` as torch has it (a classmethod in 2.13, a C method descriptor in 2.15), before
 # `bridge` replaces it. Reached through the class's __dict__ because an attribute access would bind it.
 function_apply = torch.autograd.Function.__dict__["apply"]
+
+# torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Until 2.13 is the oldest.
+all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+# torch 2.11-2.15: the only way to make a tensor subclass that has a shape but no storage of its own.
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+# torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+# torch 2.11-2.15: the groups that a DeviceMesh makes have torch's time-outs, and init_device_mesh takes no other.
+set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
+
+def open_body(func: Any) -> Any:
+    """A Python function of torch without its own `__torch_function__` check, so that the calls inside it dispatch.
+
+    torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None where there is no such check.
+    """
+    if not isinstance(func, types.FunctionType) or not any(n.startswith("has_torch_function") for n in func.__code__.co_names):
+        return None
+    scope = dict(func.__globals__)
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        scope[name] = _never
+    opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+# torch 2.11-2.15: the C functions behind torch.* and torch.nn.functional.*, which Python wrappers call by these names.
+NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)

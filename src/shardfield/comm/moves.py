@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .._compat import function_apply
+from ..errors import ShardingError
 from . import wire
 from .route import Piece, Route
 
@@ -38,6 +39,19 @@ def enter(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 def reduce(tensor: Tensor, groups: Groups) -> Tensor:
     """Partial -> Replicate. Forward: all-reduce (sum). Adjoint: identity."""
     return _Reduce.apply(groups, tensor)[0] if groups else tensor
+
+
+def reduce_by(tensor: Tensor, op: str, group: ProcessGroup) -> Tensor:
+    """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P; max and min share among equals."""
+    if op == "sum":
+        return reduce(tensor, (group,))
+    if op == "avg":
+        return reduce(tensor / dist.get_world_size(group), (group,))
+    if op in ("max", "min"):
+        return _Extreme.apply(tensor, op, group)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ShardingError(f"Partial({op}) has no gradient here: reduce it by sum, avg, max or min")
+    return wire.all_reduce(tensor, group, op)
 
 
 def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -81,12 +95,12 @@ def walk(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Te
         shape[dim] = size
     shapes = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in route.recv]
     pending = wire.start_exchange(sends, shapes, group)
-    out = tensor.new_zeros(shape) if route.add else tensor.new_full(shape, fill)
+    out = tensor.new_zeros(shape, dtype=wire.wider(tensor.dtype)) if route.add else tensor.new_full(shape, fill)
     _unpack(out, route.recv[coord], sends[coord], route.add)  # this rank's own part lands while messages fly
     for peer, flat in enumerate(pending.wait()):
         if peer != coord:
             _unpack(out, route.recv[peer], flat, route.add)
-    return out
+    return out.to(tensor.dtype)
 
 
 def _pack(block: Tensor, pieces: Sequence[Piece]) -> Tensor:
@@ -157,6 +171,22 @@ class _Reduce(_Move):
         return None, *_Enter.apply(ctx.groups, *grads)
 
 
+class _Extreme(_Move):
+    @staticmethod
+    def forward(ctx, tensor, op, group):
+        out = wire.all_reduce(tensor, group, op)
+        chosen = (tensor == out) | (tensor.isnan() & out.isnan())
+        ctx.group = group
+        ctx.save_for_backward(chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (chosen,) = ctx.saved_tensors
+        count = wire.all_reduce(chosen.to(grad.dtype), ctx.group)
+        return _Enter.apply((ctx.group,), grad)[0] * (chosen / count), None, None
+
+
 class _Gather(_Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
@@ -222,4 +252,17 @@ class _ToPartial(_Move):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return _PartialGrad.apply(grad, ctx.groups), None
+
+
+class _PartialGrad(_Move):
+    """The adjoint of `_ToPartial`. The identity, but not for its own adjoint, which meets an all-reduce further on."""
+
+    @staticmethod
+    def forward(ctx, grad, groups):
+        ctx.groups = groups
+        return grad
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ToPartial.apply(grad, ctx.groups), None

@@ -1,25 +1,46 @@
 """The one place where messages leave this rank.
 
 Plain tensors in, new plain tensors out, no autograd: the differentiable moves are in `moves.py`. Every function
-takes a process group, works for pieces of any sizes (0 too) and any dtype the group's backend can carry, and
-tells the traffic meter what this rank sent. A group of one rank sends nothing.
+takes a process group, works for pieces of any sizes (0 too) and any dtype, and tells the traffic meter what this
+rank sent. A group of one rank sends nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from .._compat import all_gather_flat
+
+T = TypeVar("T")
 Shape = Sequence[int]
 
 # Called as meter(kind, messages, bytes) for everything this rank sends; None when nobody listens.
 meter: Callable[[str, int, int], None] | None = None
 
 _started: set[ProcessGroup] = set()
+
+
+class Pending(Generic[T]):
+    """Messages in flight; `wait()` gives what they bring, the same every time it is called."""
+
+    def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T]):
+        # `kept` is what is being sent: it must not be freed under the backend.
+        self._works, self._kept, self._finish = works, kept, finish
+        self._value: list[T] = []
+
+    def wait(self) -> T:
+        if not self._value:
+            for work in self._works:
+                work.wait()
+            self._value = [self._finish()]
+            self._works = self._kept = ()
+        return self._value[0]
 
 
 def _sent(kind: str, messages: int, nbytes: float) -> None:
@@ -31,31 +52,35 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """The reduction of every rank's tensor, on every rank. Half precision is summed in fp32."""
-    size = dist.get_world_size(group)
-    if size == 1 or tensor.numel() == 0:
-        return tensor
-    work = tensor
-    if tensor.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "prod"):
-        work = tensor.float()
-    elif tensor.dtype is torch.bool:
-        work, op = tensor.to(torch.uint8), {"sum": "max", "prod": "min"}.get(op, op)
-    if work is tensor:
-        work = tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.is_complex() and op == "prod":
-        work = torch.stack(all_gather(tensor, [tensor.shape] * size, group)).prod(0)
-    elif op == "avg":  # gloo has no AVG
-        dist.all_reduce(work, ReduceOp.SUM, group=group)
-        work = work / size
-    else:
-        dist.all_reduce(work, _OPS[op], group=group)
-    _sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
-    return work.to(tensor.dtype)
+# What both gloo and NCCL carry; anything else (bool, complex, int16, float8) travels as bytes.
+_CARRIED = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
 
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Contiguous, and no lazy conjugate or negation: a backend sends the memory, which knows of neither."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _on_wire(packed: Tensor) -> Tensor:
+    """A packed tensor as the backend sees it: a flat view in a dtype it carries."""
+    flat = packed.view(-1)
+    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+
+
+# ---------------------------------------------------------------------- reductions
 
 _OPS = {
     "sum": ReduceOp.SUM,
+    "avg": ReduceOp.SUM,  # and a division: gloo has no AVG
     "max": ReduceOp.MAX,
     "min": ReduceOp.MIN,
     "prod": ReduceOp.PRODUCT,
@@ -63,6 +88,93 @@ _OPS = {
     "band": ReduceOp.BAND,
     "bor": ReduceOp.BOR,
 }
+
+# Where sums are taken: half precision in fp32, small integers in ones the backends add.
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """The reduction of every rank's tensor, on every rank. Half precision is summed in fp32; max and min keep NaN."""
+    return start_all_reduce(tensor, group, op).wait()
+
+
+def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pending[Tensor]:
+    """`all_reduce` in flight."""
+    if op not in _OPS:
+        raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"all_reduce: the average of {tensor.dtype} is not {tensor.dtype}; convert it first")
+    size = dist.get_world_size(group)
+    if size == 1 or tensor.numel() == 0:
+        return Pending((), (), lambda: tensor)
+    if tensor.is_complex() and op not in ("sum", "avg"):
+        if op in ("prod", "product"):
+            parts = all_gather(tensor, [tensor.shape] * size, group)
+            return Pending((), (), lambda: torch.stack(parts).prod(0))
+        raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
+    dtype = tensor.dtype
+    reduce_op = _OPS[op]
+    ordered = dtype.is_floating_point and op in ("max", "min")
+    if dtype is torch.bool:
+        work = tensor.to(torch.uint8)
+        reduce_op = {"sum": ReduceOp.MAX, "prod": ReduceOp.MIN, "product": ReduceOp.MIN}.get(op, reduce_op)
+    elif ordered:
+        work = _as_ordered(tensor.to(wider(dtype)), op)
+    elif dtype in _WIDER:
+        work = tensor.to(_WIDER[dtype]).contiguous()
+    else:
+        work = _packed(tensor)
+        work = work.clone() if work is tensor else work
+    buffer = torch.view_as_real(work) if work.is_complex() else work
+    handle = dist.all_reduce(buffer, reduce_op, group=group, async_op=True)
+    _sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
+
+    def finish() -> Tensor:
+        out = _from_ordered(work, op) if ordered else work / size if op == "avg" else work
+        return out.to(dtype)
+
+    return Pending([handle], work, finish)
+
+
+def _as_ordered(tensor: Tensor, op: str) -> Tensor:
+    """Floats as integers of the same order, NaN beyond all others: backends lose NaN in a max of floats."""
+    ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
+    bits = _packed(tensor).view(ints)
+    bits = torch.where(bits < 0, bits ^ flip, bits)
+    return torch.where(tensor.isnan(), flip if op == "max" else -flip, bits)
+
+
+def _from_ordered(bits: Tensor, op: str) -> Tensor:
+    floats, flip = (torch.float32, 0x7FFFFFFF) if bits.dtype is torch.int32 else (torch.float64, 0x7FFFFFFFFFFFFFFF)
+    values = torch.where(bits < 0, bits ^ flip, bits).view(floats)
+    return torch.where(bits == (flip if op == "max" else -flip), float("nan"), values)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which several values of `dtype` are added."""
+    return _WIDER.get(dtype, dtype)
+
+
+def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """The sum over ranks of the piece meant for this coord: pieces travel once, sums are taken in fp32 or better."""
+    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return pieces[0]
+    mine = pieces[coord]
+    received = exchange(pieces, [mine.shape] * size, group)
+    total = received[0].to(wider(mine.dtype), copy=True)
+    for piece in received[1:]:
+        total += piece
+    return total.to(mine.dtype)
+
+
+# ---------------------------------------------------------------------- copies
 
 
 def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
@@ -73,33 +185,11 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
     first = tuple(shapes[0])
     if any(tuple(s) != first for s in shapes):
         return exchange([tensor] * size, shapes, group)
-    if tensor.numel() == 0:
-        return [tensor.new_empty(first) for _ in range(size)]
-    source = as_bytes_if_bool(tensor.contiguous())
-    flat = source.new_empty(size * source.numel())
-    dist.all_gather_into_tensor(flat, source.reshape(-1), group=group)
-    _sent("all_gather", 1, (size - 1) * _nbytes(source))
-    return [piece.view(first).to(tensor.dtype) for piece in flat.chunk(size)]
-
-
-def as_bytes_if_bool(tensor: Tensor) -> Tensor:
-    """uint8 for bool, which not every backend carries."""
-    return tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor
-
-
-def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """The sum over ranks of the piece meant for this coord: pieces travel once, sums are taken in fp32 or better."""
-    size, coord = dist.get_world_size(group), dist.get_rank(group)
-    if size == 1:
-        return pieces[0]
-    mine = pieces[coord]
-    received = exchange(pieces, [mine.shape] * size, group)
-    if mine.dtype in (torch.float16, torch.bfloat16):
-        received = [piece.float() for piece in received]
-    total = received[0].clone()
-    for piece in received[1:]:
-        total += piece
-    return total.to(mine.dtype)
+    out = tensor.new_empty((size, *first))
+    if tensor.numel():
+        all_gather_flat(_on_wire(out), _on_wire(_packed(tensor)), group=group)
+        _sent("all_gather", 1, (size - 1) * _nbytes(tensor))
+    return list(out.unbind(0))
 
 
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
@@ -107,53 +197,37 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     if size == 1 or tensor.numel() == 0:
         return tensor
-    work = as_bytes_if_bool(tensor).clone(memory_format=torch.contiguous_format)
-    dist.broadcast(work, group_src=source, group=group)
+    work = _packed(tensor)
+    work = work.clone() if work is tensor else work
+    dist.broadcast(_on_wire(work), group_src=source, group=group)
     _sent("broadcast", 1, _nbytes(work) if dist.get_rank(group) == source else 0)
-    return work.to(tensor.dtype)
+    return work
 
 
-class Pending:
-    """Messages in flight; `wait()` gives the received pieces by coord."""
-
-    def __init__(self, pieces: list[Tensor], works: list, kept: list[Tensor], dtype: torch.dtype):
-        self._pieces, self._works, self._kept, self._dtype = pieces, works, kept, dtype
-
-    def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
-        self._works, self._kept = [], []
-        return [piece.to(self._dtype) for piece in self._pieces]
-
-
-def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending:
+def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending[list[Tensor]]:
     """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message a peer, empty ones none.
 
-    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message.
+    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's
+    own piece is not copied.
     """
     coord = dist.get_rank(group)
     like = sends[coord]
     ops, kept, pieces = [], [], []
-    wire_dtype = torch.uint8 if like.dtype is torch.bool else like.dtype
     messages = nbytes = 0
     for peer, shape in enumerate(shapes):
-        if peer == coord:
-            pieces.append(sends[coord])
-            continue
-        piece = torch.empty(tuple(shape), dtype=wire_dtype, device=like.device)
+        piece = like if peer == coord else like.new_empty(tuple(shape))
         pieces.append(piece)
-        if piece.numel():
-            ops.append(dist.P2POp(dist.irecv, piece, group=group, group_peer=peer))
+        if peer != coord and piece.numel():
+            ops.append(dist.P2POp(dist.irecv, _on_wire(piece), group=group, group_peer=peer))
     for peer, piece in enumerate(sends):
         if peer != coord and piece.numel():
-            piece = as_bytes_if_bool(piece).contiguous()
-            kept.append(piece)
-            ops.append(dist.P2POp(dist.isend, piece, group=group, group_peer=peer))
+            kept.append(_packed(piece))
+            ops.append(dist.P2POp(dist.isend, _on_wire(kept[-1]), group=group, group_peer=peer))
             messages, nbytes = messages + 1, nbytes + _nbytes(piece)
     _start(group, like.device)
     works = dist.batch_isend_irecv(ops) if ops else []
     _sent("exchange", messages, nbytes)
-    return Pending(pieces, works, kept, like.dtype)
+    return Pending(works, kept, lambda: pieces)
 
 
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
