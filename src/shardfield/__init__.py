@@ -1,1 +1,11 @@
 """Train scientific models on fields that no single device can hold."""
+
+from . import ops as ops
+from .dispatch import composed as composed
+from .dispatch import rule as rule
+from .errors import ShardfieldError as ShardfieldError
+from .errors import ShardingError as ShardingError
+from .plan import Plan as Plan
+from .report import strict as strict
+from .spec import ShardTensorSpec as ShardTensorSpec
+from .tensor import ShardTensor as ShardTensor

@@ -33,7 +33,9 @@ def open_body(func: Any) -> Any:
 
     torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None where there is no such check.
     """
-    if not isinstance(func, types.FunctionType) or not any(n.startswith("has_torch_function") for n in func.__code__.co_names):
+    if not isinstance(func, types.FunctionType) or not any(
+        n.startswith("has_torch_function") for n in func.__code__.co_names
+    ):
         return None
     scope = dict(func.__globals__)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
@@ -45,6 +47,7 @@ def open_body(func: Any) -> Any:
 
 def _never(*args: Any) -> bool:
     return False
+
 
 # torch 2.11-2.15: the C functions behind torch.* and torch.nn.functional.*, which Python wrappers call by these names.
 NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)

@@ -81,7 +81,7 @@ class Layout:
     @staticmethod
     def make(mesh: DeviceMesh, dims: Iterable[Iterable[Factor]], partial: Iterable[tuple[int, str]] = ()) -> Layout:
         """The one layout with these cuts (equal arguments give the same object)."""
-        key = (mesh, tuple(tuple(d) for d in dims), tuple(sorted(partial)))
+        key = (mesh, tuple(canonical(d) for d in dims), tuple(sorted(partial)))
         found = _INTERNED.get(key)
         if found is None:
             found = object.__new__(Layout)
@@ -333,6 +333,54 @@ class Layout:
                     parts.append(f"Shard({dim}) as {'+'.join(map(str, f.lengths))}{inner} over {over!r}")
         parts += [f"Partial({op}) over {names[a]!r}" for a, op in self.partial]
         return f"{tuple(self.shape)} {'; '.join(parts) or 'Replicate'}"
+
+
+def canonical(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """The shortest list of factors for a dim: at most one uncut factor, in front; a cut one takes in what follows.
+
+    (A, B, C cut, D) is (AB, CD cut): a cut of C with D whole behind it is a contiguous cut of CD.
+    """
+    found: list[Factor] = []
+    for size, axes, lengths in factors:
+        if not axes and found:
+            last = found[-1]
+            found[-1] = Factor(last.size * size, last.axes, tuple(n * size for n in last.lengths))
+        elif found and found[-1] == Factor(1):
+            found[-1] = Factor(size, axes, lengths)
+        else:
+            found.append(Factor(size, axes, lengths))
+    return tuple(found) or (Factor(1),)
+
+
+def regroup(factors: Iterable[Factor], sizes: Sequence[int]) -> list[tuple[Factor, ...]] | None:
+    """The same cuts seen as dims of other sizes (of the same product), or None where a cut falls inside a new dim.
+
+    This is what a view does to a layout: an uncut factor may be split anywhere, a cut one only where every
+    piece is a whole number of the inner part.
+    """
+    rest = list(canonical(factors))
+    found = []
+    if 0 in sizes:
+        return None
+    for size in sizes:
+        taken: list[Factor] = []
+        need = size
+        while need > 1 or (rest and rest[0].size == 1 and rest[0].axes):
+            if not rest:
+                return None
+            factor = rest.pop(0)
+            if need % factor.size == 0:
+                need //= factor.size
+                taken.append(factor)
+                continue
+            inner, over = divmod(factor.size, need)
+            if over or any(n % inner for n in factor.lengths):
+                return None
+            taken.append(Factor(need, factor.axes, tuple(n // inner for n in factor.lengths)))
+            rest.insert(0, Factor(inner))
+            need = 1
+        found.append(canonical(taken))
+    return None if any(f.axes for f in rest) else found
 
 
 def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:

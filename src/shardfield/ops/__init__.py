@@ -1,0 +1,5 @@
+"""The rules, one file per family. Importing this package registers them."""
+
+from . import pointwise as pointwise
+from . import reduce as reduce
+from . import view as view

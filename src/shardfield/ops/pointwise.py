@@ -1,0 +1,157 @@
+"""Functions of one element at a time: operands are aligned, the rest is local.
+
+The table is a list of names; the algorithm exists once. A few of them are linear and pass Partial on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import admit, handler, map_tensors, mesh_of, replicated, write_out
+from ..layout import Layout
+from ..tensor import ShardTensor, wrap
+from .align import align, align_to
+
+UNARY = """
+abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp i0 isfinite isinf isnan
+isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num polygamma rad2deg
+reciprocal relu relu6 round rsqrt selu celu elu gelu leaky_relu hardshrink hardsigmoid hardswish hardtanh
+logsigmoid mish sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
+tanhshrink threshold trunc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+special_digamma special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit
+special_expm1 special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p special_log_ndtr
+special_logit special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi
+special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
+special_spherical_bessel_j0 clamp clamp_max clamp_min clip
+float double half bfloat16 int long short char byte bool cfloat cdouble chalf type
+""".split()
+
+BINARY = """
+add atan2 arctan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div divide eq
+float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
+ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
+nextafter not_equal polar pow remainder rsub special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc special_gammaincc
+special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+special_legendre_polynomial_p special_xlog1py special_xlogy special_zeta sub subtract true_divide xlogy complex
+fake_quantize_per_tensor_affine
+""".split()
+
+TERNARY = "addcdiv addcmul lerp masked_fill".split()
+
+# Linear in the operands together ("sum": all of them Partial alike) or in one of them ("product": the first for div).
+LINEAR = dict.fromkeys(
+    "neg negative positive clone detach contiguous conj resolve_conj resolve_neg alias add sub subtract __add__ "
+    "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_".split(),
+    "sum",
+) | dict.fromkeys(
+    "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ mul_ div_ __imul__ __itruediv__".split(),
+    "product",
+)
+QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__"}
+
+
+def kept_partial(name: str, layouts: tuple[Layout, ...], scalars: bool) -> tuple[int, ...]:
+    """The operands whose Partial can stay: the op is linear in them."""
+    kind = LINEAR.get(name)
+    partials = [i for i, x in enumerate(layouts) if x.partial]
+    if kind is None or not partials or any(op != "sum" for i in partials for _, op in layouts[i].partial):
+        return ()
+    if kind == "sum":
+        alike = len({layouts[i].partial for i in partials}) == 1
+        return tuple(partials) if alike and len(partials) == len(layouts) and not scalars else ()
+    if len(partials) != 1 or (name in QUOTIENT and partials[0] != 0):
+        return ()
+    axes = set(layouts[partials[0]].partial_axes)
+    busy = any(axes & set(x.shard_axes) for x in layouts)
+    return () if busy else (partials[0],)
+
+
+def pointwise(func, types, args, kwargs):
+    if not kwargs:
+        first = args[0]
+        if first.__class__ is ShardTensor and not first._layout.partial:
+            if len(args) == 1:
+                return wrapped(func(first._local_tensor), first._layout)
+            second = args[1]
+            if len(args) == 2:
+                if second.__class__ is ShardTensor:
+                    if second._layout is first._layout:
+                        return wrapped(func(first._local_tensor, second._local_tensor), first._layout)
+                elif not isinstance(second, (Tensor, list, tuple)):
+                    return wrapped(func(first._local_tensor, second), first._layout)
+    if "out" in kwargs:
+        out = kwargs["out"]
+        result = pointwise(func, types, args, {k: v for k, v in kwargs.items() if k != "out"})
+        for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
+            write_out(target, part)
+        return out
+    locals_, layouts, put_back, scalars = collect(args, kwargs)
+    keep = kept_partial(func.__name__, tuple(layouts), scalars)
+    how = align(tuple(layouts), keep)
+    args, kwargs = put_back(how.bring(locals_, layouts))
+    return wrapped(func(*args, **kwargs), how.result)
+
+
+def in_place(func, types, args, kwargs):
+    target = args[0]
+    if target.__class__ is not ShardTensor:  # a plain tensor takes in what ShardTensors hold: whole
+        whole = map_tensors((args[1:], kwargs), lambda t: replicated(t) if isinstance(t, ShardTensor) else t)
+        return func(target, *whole[0], **whole[1])
+    target._writable()
+    locals_, layouts, put_back, scalars = collect(args, kwargs)
+    keep = kept_partial(func.__name__, tuple(layouts), scalars)
+    if target._layout.partial and 0 not in keep:
+        whole_value = target._whole_value()
+        target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
+        locals_[0], layouts[0] = target._local_tensor, target._layout
+    how = align_to(target._layout, tuple(layouts), keep)
+    moved = how.bring(locals_, layouts)
+    moved[0] = target._local_tensor
+    args, kwargs = put_back(moved)
+    func(*args, **kwargs)
+    return target
+
+
+def collect(args: Any, kwargs: Any):
+    """The tensors among the arguments, their layouts, a way to put others in their place, and: are there numbers?"""
+    mesh = mesh_of(args, kwargs)
+    locals_: list[Tensor] = []
+    layouts: list[Layout] = []
+
+    def take(value: Tensor) -> None:
+        local, layout = admit(value, mesh, partial=True, merged=True)
+        locals_.append(local)
+        layouts.append(layout)
+
+    map_tensors((args, kwargs), take)
+    scalars = any(isinstance(v, (int, float, complex)) for v in args)
+
+    def put_back(moved: list[Tensor]):
+        left = iter(moved)
+        return map_tensors((args, kwargs), lambda _: next(left))
+
+    return locals_, layouts, put_back, scalars
+
+
+def wrapped(out: Any, layout: Layout) -> Any:
+    """The result, or each of several."""
+    if isinstance(out, Tensor):
+        return wrap(out, layout)
+    return map_tensors(out, lambda t: wrap(t, layout))
+
+
+CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf type".split())
+PLAIN = ["neg", "negative", "positive", "clone", "detach", "contiguous", "conj", "resolve_conj", "resolve_neg", "alias"]
+
+for _name in [*UNARY, *BINARY, *TERNARY, *PLAIN]:
+    handler(_name)(pointwise)
+    if _name not in CASTS and hasattr(torch.Tensor, _name + "_"):
+        handler(_name + "_")(in_place)
+handler("copy_")(in_place)
+handler(torch.where)(pointwise)

@@ -1,0 +1,191 @@
+"""Layout -> layout: the steps that take a tensor from where it lies to where it is wanted.
+
+Steps are planned once for each pair of layouts (pure, cached) and each is one differentiable move along one mesh
+axis. The order keeps messages few and small: sums first (into shards where the target wants shards), then cuts
+that cost nothing, then swaps and changes of cut, and whole gathers last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .comm import moves
+from .comm.route import recut_route, swap_route
+from .errors import ShardingError
+from .layout import Factor, Layout, nested_chunk, outer_lengths, regroup
+
+
+class Step(NamedTuple):
+    """One move: its name for reports, what it does to the local tensor, and the layout after it."""
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    after: Layout
+
+
+def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """The local tensor under `target` of the value whose local tensor under `source` is `local`.
+
+    Differentiable. The result may share memory with `local`.
+    """
+    if source is target:
+        return local
+    for step in steps(source, target):
+        local = step.run(local)
+    return local
+
+
+@lru_cache(maxsize=4096)
+def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The moves from `source` to `target`: pure."""
+    if source.shape != target.shape:
+        raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot be laid out as {target}")
+    if source.mesh != target.mesh:
+        raise ShardingError(f"moving between meshes is not supported: {source.mesh} to {target.mesh}")
+    if source.is_simple and target.is_simple:
+        return tuple(_simple(source, target))
+    clash = [d for d in range(source.ndim) if _finest(source.dims[d], target.dims[d]) is None]
+    if clash:
+        middle = source.uncut(clash)
+        return steps(source, middle) + steps(middle, target)
+    return tuple(_merged(source, target))
+
+
+def _finest(a: tuple[Factor, ...], b: tuple[Factor, ...]) -> list[int] | None:
+    """Sizes of factors in which both cuts of one dim can be written, if there are any."""
+    for one, other in ((a, b), (b, a)):
+        sizes = [f.size for f in one]
+        seen = regroup(other, sizes)
+        if seen is not None and all(len(factors) == 1 for factors in seen):
+            return sizes
+    return None
+
+
+def _merged(source: Layout, target: Layout) -> Iterator[Step]:
+    """Steps between layouts with merged dims: seen as one dim per factor, they are simple."""
+    sizes = [_finest(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
+
+    def spread(layout: Layout) -> Layout:
+        return layout.with_dims([d for f, n in zip(layout.dims, sizes, strict=True) for d in regroup(f, n) or ()])
+
+    first, last = spread(source), spread(target)
+    yield Step("view", lambda t: t.reshape(first.local_shape), first)
+    yield from _simple(first, last)
+    yield Step("view", lambda t: t.reshape(target.local_shape), target)
+
+
+def _simple(now: Layout, target: Layout) -> Iterator[Step]:
+    mesh, coords = now.mesh, now.coords
+
+    def group(axis: int):
+        return mesh.get_group(axis)
+
+    def step(name: str, run: Callable[[Tensor], Tensor], after: Layout) -> Iterator[Step]:
+        nonlocal now
+        now = after
+        yield Step(name, run, after)
+
+    kept = set(target.partial)
+    for axis, op in now.partial:
+        if (axis, op) in kept:
+            continue
+        rest = [p for p in now.partial if p[0] != axis]
+        dim = next((d for d in range(now.ndim) if target.axes_of(d) == (axis,) and not now.axes_of(d)), None)
+        if op == "sum" and dim is not None:
+            cut = target.lengths(dim)
+            dims = list(now.dims)
+            dims[dim] = target.dims[dim]
+            after = Layout.make(mesh, dims, rest)
+            yield from step(
+                "reduce_scatter", lambda t, d=dim, c=cut, a=axis: moves.reduce_scatter(t, d, c, group(a)), after
+            )
+        else:
+            after = Layout.make(mesh, now.dims, rest)
+            yield from step(f"reduce {op}", lambda t, a=axis, o=op: moves.reduce_by(t, o, group(a)), after)
+
+    while now.dims != target.dims:
+        yield from step(*_next(now, target, group, coords))
+
+    for axis, op in target.partial:
+        if axis not in now.partial_axes:
+            if op != "sum":
+                raise ShardingError(f"a value cannot be turned into Partial({op})")
+            after = Layout.make(mesh, now.dims, [*now.partial, (axis, op)])
+            yield from step("to_partial", lambda t, a=axis: moves.to_partial(t, (group(a),)), after)
+
+
+def _prefix(factor: Factor, depth: int, now: Layout) -> Factor:
+    """A nested cut seen from its first `depth` axes alone."""
+    lengths = factor.lengths
+    for axis in reversed(factor.axes[depth:]):
+        lengths = outer_lengths(lengths, now.mesh.size(axis))
+    return Factor(factor.size, factor.axes[:depth], lengths if depth else ())
+
+
+def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Tensor], Tensor], Layout]:
+    """The next move on the cuts; the cheapest kind that applies."""
+    have = [f for (f,) in now.dims]
+    want = [f for (f,) in target.dims]
+    busy = {a for f in have for a in f.axes}
+
+    def innermost(dim: int, depth: int) -> tuple[int, ...]:
+        """The lengths by the last of `depth` axes, inside this rank's piece by the others."""
+        cut = _prefix(want[dim], depth, now)
+        size = now.mesh.size(cut.axes[-1])
+        at = now.index(cut.axes[:-1]) * size
+        return cut.lengths[at : at + size]
+
+    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # a free cut: each rank keeps its part
+        depth = len(h.axes) + 1
+        if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
+            axis, cut = w.axes[depth - 1], innermost(dim, depth)
+            after = now.with_dim(dim, _prefix(w, depth, now))
+            return "split", lambda t: moves.split(t, dim, cut, group(axis)), after
+
+    for source, h in enumerate(have):  # an axis that cuts one dim here and another there
+        axis = h.axes[-1] if h.axes else None
+        if axis is None or axis in want[source].axes:
+            continue
+        for dim, w in enumerate(want):
+            depth = len(have[dim].axes) + 1
+            if dim != source and w.axes[:depth][-1:] == (axis,) and _prefix(w, depth - 1, now) == have[dim]:
+                size = now.mesh.size(axis)
+                at = now.index(h.axes[:-1]) * size
+                route = swap_route(source, h.lengths[at : at + size], dim, innermost(dim, depth), coords[axis])
+                after = now.with_dim(source, _prefix(h, len(h.axes) - 1, now)).with_dim(dim, _prefix(w, depth, now))
+                return "swap", lambda t: moves.travel(t, route, group(axis)), after
+
+    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # the same axis, cut elsewhere
+        if len(h.axes) == 1 and w.axes[:1] == h.axes and _prefix(w, 1, now) != h:
+            axis = h.axes[0]
+            cut = _prefix(w, 1, now)
+            route = recut_route(dim, h.lengths, cut.lengths, coords[axis])
+            return "recut", lambda t: moves.travel(t, route, group(axis)), now.with_dim(dim, cut)
+
+    for dim, (h, w) in enumerate(zip(have, want, strict=True)):
+        if h.axes and h != _prefix(w, len(h.axes), now):
+            axis, size = h.axes[-1], now.mesh.size(h.axes[-1])
+            at = now.index(h.axes[:-1]) * size
+            cut = h.lengths[at : at + size]
+            after = now.with_dim(dim, _prefix(h, len(h.axes) - 1, now))
+            return "gather", lambda t: moves.gather(t, dim, cut, group(axis)), after
+    raise AssertionError(f"no step from {now} to {target}")
+
+
+def simplified(layout: Layout) -> Layout:
+    """A layout without merged dims that is a swap away: every cut of a merged dim moves to its first factor."""
+    dims = []
+    for factors in layout.dims:
+        if len(factors) > 1:
+            first, inner = factors[0], math.prod(f.size for f in factors[1:])
+            parts = [layout.mesh.size(a) for f in factors[1:] for a in f.axes]
+            cut = [n * inner for piece in first.lengths or (first.size,) for n in nested_chunk(piece, parts)]
+            axes = tuple(a for f in factors for a in f.axes)
+            factors = (Factor(first.size * inner, axes, tuple(cut)),)
+        dims.append(factors)
+    return layout.with_dims(dims)

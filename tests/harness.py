@@ -1,0 +1,304 @@
+"""One op against one device: values and all gradients, for every way of cutting its operands.
+
+A case is a call, `Case(torch.sum, T(5, 6), dim=1)`: T stands for a tensor argument. The harness draws layouts for the
+tensors, runs the call on ShardTensors and on plain whole tensors, and compares in float64. It runs on the ranks;
+what it returns is a list of complaints, empty when all is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from shardfield import ShardingError, ShardTensor, strict
+from shardfield.comm import wire
+from shardfield.dispatch import run_backward
+from shardfield.layout import Layout
+from shardfield.redistribute import redistribute
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor argument: its shape, dtype, how it is filled, and whether it may be cut.
+
+    fill: "normal", "positive", "unit" (in (0, 1)), "ints" (0..high-1), "bool", "distinct" (no ties), or a function of
+    (shape, generator). cut: dims that may be sharded (None: all; (): always whole and plain).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
+    fill: Any = "normal"
+    high: int = 5
+    grad: bool = True
+    cut: tuple[int, ...] | None = None
+
+    def __init__(self, *shape: int, dtype=torch.float64, fill="normal", high=5, grad=True, cut=None):
+        for name, value in dict(shape=shape, dtype=dtype, fill=fill, high=high, grad=grad, cut=cut).items():
+            object.__setattr__(self, name, value)
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        kind = torch.complex128 if self.dtype.is_complex else torch.float64
+        if callable(self.fill):
+            return self.fill(self.shape, generator)
+        if self.fill == "ints":
+            return torch.randint(self.high, self.shape, generator=generator).to(
+                self.dtype if self.dtype != torch.float64 else torch.int64
+            )
+        if self.fill == "bool":
+            return torch.rand(self.shape, generator=generator) > 0.5
+        if self.fill == "distinct":
+            n = torch.Size(self.shape).numel()
+            return (torch.randperm(n, generator=generator).double() / 3 - n / 6).view(self.shape).to(self.dtype)
+        x = torch.randn(self.shape, dtype=kind, generator=generator)
+        if self.fill == "positive":
+            x = x.abs() + 0.1
+        if self.fill == "unit":
+            x = x.abs() / (1 + x.abs()) * 0.98 + 0.01
+        return x.to(self.dtype)
+
+
+@dataclass
+class Case:
+    """`fn(*args, **kwargs)` with T for tensors.
+
+    free: no message in forward, for any layout drawn. gather: no rule is claimed; a gather is fine.
+    layouts: how many assignments of layouts are drawn on each mesh. partial: a Partial operand is tried too.
+    refused: raising ShardingError is fine (on all ranks). exact=False: compare to 1e-6 only (float32 inside torch).
+    """
+
+    fn: Callable
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+    name: str = ""
+    free: bool = False
+    gather: bool = False
+    partial: bool = True
+    refused: bool = False
+    grad: bool = True
+    layouts: int = 10
+    tolerance: float = 1e-10
+
+    def __post_init__(self):
+        shapes = ",".join("x".join(map(str, t.shape)) or "0d" for t in _leaves(self.args) if isinstance(t, T))
+        rest = ",".join(f"{a}" for a in self.args if not isinstance(a, T) and not _leaves_t(a))
+        more = ",".join(f"{k}={'T' if isinstance(v, T) else v}" for k, v in self.kwargs.items())
+        base = self.name or getattr(self.fn, "__name__", str(self.fn))
+        self.name = " ".join(p for p in (base, shapes, rest, more) if p)
+
+
+def case(fn: Callable, *args: Any, how: dict | None = None, **kwargs: Any) -> Case:
+    """A row of the table: `case(torch.sum, T(5, 6), dim=1)`; `how` holds the Case's own options."""
+    return Case(fn, args, kwargs, **(how or {}))
+
+
+def _leaves(value: Any) -> list:
+    if isinstance(value, (list, tuple)):
+        return [leaf for v in value for leaf in _leaves(v)]
+    return [value]
+
+
+def _leaves_t(value: Any) -> bool:
+    return any(isinstance(v, T) for v in _leaves(value))
+
+
+def _swap(value: Any, take: Callable[[T], Any]) -> Any:
+    if isinstance(value, T):
+        return take(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_swap(v, take) for v in value)
+    if isinstance(value, dict):
+        return {k: _swap(v, take) for k, v in value.items()}
+    return value
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+@lru_cache
+def mesh_of(shape: tuple[int, ...]):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("h", "w", "d")[: len(shape)])
+
+
+def draw_cut(size: int, parts: int, rng: random.Random) -> list[int]:
+    """Lengths: chunked, random, or with empty pieces."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        step = -(-size // parts)
+        return [max(0, min(step, size - i * step)) for i in range(parts)]
+    if kind == 1:
+        who = rng.randrange(parts)
+        return [size if i == who else 0 for i in range(parts)]
+    marks = sorted(rng.randint(0, size) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *marks], [*marks, size], strict=True)]
+
+
+def draw_layout(mesh, t: T, rng: random.Random, partial: bool) -> Layout:
+    placements: list[Placement] = []
+    dims = list(range(len(t.shape))) if t.cut is None else list(t.cut)
+    for _ in range(mesh.ndim):
+        choice = rng.random()
+        if partial and choice < 0.15 and t.fill in ("normal", "positive", "unit", "distinct"):
+            placements.append(Partial())
+        elif dims and choice < 0.9:
+            placements.append(Shard(rng.choice(dims)))
+        else:
+            placements.append(Replicate())
+    chunked = Layout.of(mesh, placements, t.shape)
+    lengths = {d: draw_cut(t.shape[d], len(chunked.lengths(d)), rng) for d in range(len(t.shape)) if chunked.axes_of(d)}
+    return Layout.of(mesh, placements, t.shape, lengths)
+
+
+def shard(full: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's piece of a whole tensor; a Partial is spread unevenly over its axes."""
+    whole = layout.with_partial(())
+    local = redistribute(full, Layout.replicate(layout.mesh, full.shape), whole).clone()
+    for axis in layout.partial_axes:
+        size, coord = layout.mesh.size(axis), layout.coords[axis]
+        # addends of very different sizes that sum to the value: all but the last carry a quarter more each
+        local = local * (coord + 1) / (size * (size + 1) / 2)
+    return local
+
+
+# ---------------------------------------------------------------------- one case
+
+
+def check(case: Case, mesh_shape: tuple[int, ...], seed: int = 0) -> list[str]:
+    """Run a case on this rank (every rank of the world calls this); the complaints."""
+    mesh = mesh_of(mesh_shape)
+    complaints: list[str] = []
+    for number in range(case.layouts):
+        rng = random.Random(f"{case.name}|{mesh_shape}|{number}|{seed}")
+        complaints += _check_once(case, mesh, rng, number)
+    return complaints
+
+
+def _check_once(case: Case, mesh, rng: random.Random, number: int) -> list[str]:
+    generator = torch.Generator().manual_seed(1234)
+    tensors = [t for t in _leaves((case.args, list(case.kwargs.values()))) if isinstance(t, T)]
+    values = [t.make(generator) for t in tensors]
+    cuttable = [i for i, t in enumerate(tensors) if t.cut != ()]
+    alone = rng.choice(cuttable) if cuttable else 0
+    together = number % 2 == 0
+    layouts: list[Layout | None] = []
+    for i, t in enumerate(tensors):
+        use = i == alone or (together and i in cuttable and rng.random() < 0.8)
+        layouts.append(draw_layout(mesh, t, rng, case.partial) if use else None)
+    label = f"{case.name} on {tuple(mesh.shape)} with {[repr(x) if x else 'plain' for x in layouts]}"
+
+    def wants_grad(t: T, v: torch.Tensor) -> bool:
+        return case.grad and t.grad and (v.is_floating_point() or v.is_complex())
+
+    ref_in = [v.clone().requires_grad_(wants_grad(t, v)) for t, v in zip(tensors, values, strict=True)]
+    got_in: list[Any] = []
+    for t, v, layout in zip(tensors, values, layouts, strict=True):
+        local = v.clone() if layout is None else shard(v, layout)
+        local.requires_grad_(wants_grad(t, v))
+        got_in.append(local if layout is None else ShardTensor(local, layout))
+    ref_error = got_error = None
+    try:
+        ref = _call(case, ref_in)
+    except Exception as error:  # noqa: BLE001: what one device raises, we must raise
+        ref_error, ref = error, None
+    sent = [0, 0]
+    wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
+    try:
+        with contextlib.nullcontext() if case.gather else strict():
+            got = _call(case, got_in)
+    except ShardingError as error:
+        got_error, got = error, None
+        if not case.refused and ref_error is None:
+            return [f"{label}: refused: {error}"]
+    except Exception as error:  # noqa: BLE001
+        got_error, got = error, None
+        if ref_error is None:
+            return [f"{label}: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"]
+    finally:
+        wire.meter = None
+    if ref_error is not None:
+        return [] if got_error is not None else [f"{label}: one device raises {ref_error!r}, this did not"]
+    if got_error is not None:
+        return []
+    out = []
+    if case.free and sent[0]:
+        out.append(f"{label}: sent {sent[0]} messages in forward, should send none")
+    return out + _compare(case, label, ref_in, got_in, ref, got)
+
+
+def _call(case: Case, tensors: Sequence[Any]) -> Any:
+    left = iter(tensors)
+    args = _swap(case.args, lambda _: next(left))
+    kwargs = _swap(case.kwargs, lambda _: next(left))
+    return case.fn(*args, **kwargs)
+
+
+def _flat(out: Any) -> list[Any]:
+    return [x for o in out for x in _flat(o)] if isinstance(out, (list, tuple)) else [out]
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def differs(got: Any, ref: Any, tolerance: float) -> str | None:
+    """Why two whole values are not the same, or None."""
+    if not isinstance(ref, torch.Tensor):
+        return None if got == ref or (got != got and ref != ref) else f"{got!r} is not {ref!r}"
+    if not isinstance(got, torch.Tensor):
+        return f"{type(got).__name__} instead of a tensor"
+    if got.shape != ref.shape or got.dtype != ref.dtype:
+        return f"shape/dtype {tuple(got.shape)} {got.dtype}, should be {tuple(ref.shape)} {ref.dtype}"
+    if ref.numel() == 0 or torch.equal(got, ref):
+        return None
+    if not (ref.is_floating_point() or ref.is_complex()):
+        return f"values differ: {got.flatten()[:8].tolist()} should be {ref.flatten()[:8].tolist()}"
+    if torch.allclose(got, ref, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return None
+    return f"values differ by {(got - ref).abs().max().item():.3g}: {got.flatten()[:6].tolist()} vs {ref.flatten()[:6].tolist()}"
+
+
+def _compare(case: Case, label: str, ref_in, got_in, ref, got) -> list[str]:
+    refs, gots = _flat(ref), _flat(got)
+    if len(refs) != len(gots):
+        return [f"{label}: {len(gots)} results, should be {len(refs)}"]
+    out = []
+    for i, (r, g) in enumerate(zip(refs, gots, strict=True)):
+        if isinstance(g, ShardTensor) and g._local_tensor.shape != g._layout.local_shape:
+            out.append(
+                f"{label}: result {i} holds {tuple(g._local_tensor.shape)}, its layout says {g._layout.local_shape}"
+            )
+            return out
+        why = differs(whole(g), r, case.tolerance)
+        if why:
+            out.append(f"{label}: result {i}: {why}")
+        if isinstance(r, torch.Tensor) and isinstance(g, torch.Tensor) and r.requires_grad != g.requires_grad:
+            out.append(f"{label}: result {i}: requires_grad is {g.requires_grad}, should be {r.requires_grad}")
+    pairs = [(r, g) for r, g in zip(refs, gots, strict=True) if isinstance(r, torch.Tensor) and r.requires_grad]
+    if out or not pairs:
+        return out
+    generator = torch.Generator().manual_seed(99)
+    seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r, _ in pairs]
+    torch.autograd.backward([r for r, _ in pairs], seeds)
+    run_backward([g for _, g in pairs], seeds, None, False, None)
+    for i, (r, g) in enumerate(zip(ref_in, got_in, strict=True)):
+        if r.grad is None:
+            if g.grad is not None and whole(g.grad).abs().max() > 0:
+                out.append(f"{label}: input {i} got a gradient, should have none")
+            continue
+        if g.grad is None:
+            out.append(f"{label}: input {i} got no gradient")
+            continue
+        why = differs(whole(g.grad), r.grad, case.tolerance)
+        if why:
+            out.append(f"{label}: gradient of input {i}: {why}")
+    return out
