@@ -7,3 +7,7 @@ class ShardfieldError(RuntimeError):
 
 class ShardingError(ShardfieldError):
     """An operation cannot be done on the layouts it was given; raised on every rank alike."""
+
+
+class WorldError(ShardfieldError):
+    """The process world cannot be set up, or has no group or mesh of the name that was asked for."""

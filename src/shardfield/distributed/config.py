@@ -1,0 +1,92 @@
+"""A tree of named process groups: give the sizes of the leaves, and the sizes above follow."""
+
+import math
+from dataclasses import dataclass
+
+from ..errors import WorldError
+
+
+@dataclass(eq=False)
+class ProcessGroupNode:
+    """A process group by name, with its size once that is known."""
+
+    name: str
+    size: int | None = None
+
+
+class ProcessGroupConfig:
+    """How the groups of a model lie within each other.
+
+    The children of a node are orthogonal: together they span their parent, whose size is the product of theirs.
+    So it is enough to set the sizes of the leaves. `DistributedManager.create_groups_from_config` makes the groups.
+
+    >>> world = ProcessGroupNode("world")
+    >>> config = ProcessGroupConfig(world)
+    >>> config.add_node(ProcessGroupNode("model_parallel"), parent=world)
+    >>> config.add_node(ProcessGroupNode("data_parallel"), parent="world")
+    >>> config.add_node(ProcessGroupNode("spatial_parallel"), parent="model_parallel")
+    >>> config.add_node(ProcessGroupNode("channel_parallel"), parent="model_parallel")
+    >>> config.leaf_groups()
+    ['data_parallel', 'spatial_parallel', 'channel_parallel']
+    >>> config.set_leaf_group_sizes({"channel_parallel": 3, "spatial_parallel": 2, "data_parallel": 4})
+    >>> config.get_node("model_parallel").size, config.get_node("world").size
+    (6, 24)
+    """
+
+    def __init__(self, node: ProcessGroupNode):
+        self.root = node
+        self.root_id = node.name
+        self._nodes = {node.name: node}
+        self._children: dict[str, list[str]] = {node.name: []}
+
+    def add_node(self, node: ProcessGroupNode, parent: str | ProcessGroupNode) -> None:
+        """Put `node` under `parent`, a node of this tree or its name."""
+        above = self.get_node(parent.name if isinstance(parent, ProcessGroupNode) else parent)
+        if node.name in self._nodes:
+            raise WorldError(f"the tree has a process group {node.name!r} already")
+        self._nodes[node.name] = node
+        self._children[node.name] = []
+        self._children[above.name].append(node.name)
+
+    def get_node(self, name: str) -> ProcessGroupNode:
+        """The node of that name."""
+        if name not in self._nodes:
+            raise WorldError(f"no process group {name!r} in the tree; it has {', '.join(self._nodes)}")
+        return self._nodes[name]
+
+    def children(self, name: str) -> list[ProcessGroupNode]:
+        """The nodes right under a node, in the order they were added."""
+        return [self._nodes[child] for child in self._children[self.get_node(name).name]]
+
+    def leaf_groups(self) -> list[str]:
+        """The names of the groups that have no group below them, in the order they were added."""
+        return [name for name, below in self._children.items() if not below]
+
+    def set_leaf_group_sizes(self, group_sizes: dict[str, int], update_parent_sizes: bool = True) -> None:
+        """Set the sizes of leaves, and with them (unless told otherwise) all sizes above."""
+        for name, size in group_sizes.items():
+            node = self.get_node(name)
+            if self._children[name]:
+                raise WorldError(f"{name!r} is no leaf: its size follows from {', '.join(self._children[name])}")
+            if size < 1:
+                raise WorldError(f"process group {name!r}: a size of {size}")
+            node.size = size
+        if update_parent_sizes:
+            self.update_parent_sizes()
+
+    def update_parent_sizes(self, verbose: bool = False) -> int:
+        """Compute every size above the leaves from those below it; returns the size of the root."""
+        unset = [name for name in self.leaf_groups() if self._nodes[name].size is None]
+        if unset:
+            raise WorldError(f"the sizes of these leaf groups are not set: {', '.join(unset)}")
+        return self._update(self.root_id, verbose)
+
+    def _update(self, name: str, verbose: bool) -> int:
+        node = self._nodes[name]
+        if self._children[name]:
+            size = math.prod(self._update(child, verbose) for child in self._children[name])
+            if verbose and node.size != size:
+                print(f"Updating size of node {name} from {node.size} to {size}")
+            node.size = size
+        assert node.size is not None
+        return node.size

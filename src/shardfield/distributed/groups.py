@@ -1,0 +1,56 @@
+"""Which ranks form which groups. Pure: every rank computes the same lists, or raises the same error."""
+
+import math
+from collections.abc import Sequence
+
+from ..errors import WorldError
+
+RankLists = list[list[int]]
+
+
+def split(parents: RankLists, size: int) -> RankLists:
+    """Cut every parent group into groups of `size` neighbours.
+
+    >>> split([[0, 1, 2, 3]], 2)
+    [[0, 1], [2, 3]]
+    """
+    length = len(parents[0])
+    if size < 1 or length % size:
+        raise WorldError(f"{length} ranks cannot be cut into groups of {size}")
+    return [ranks[i : i + size] for ranks in parents for i in range(0, length, size)]
+
+
+def orthogonal(groups: RankLists) -> RankLists:
+    """The groups of those ranks that hold the same place in each of `groups`.
+
+    >>> orthogonal([[0, 1], [2, 3]])
+    [[0, 2], [1, 3]]
+    """
+    return [list(ranks) for ranks in zip(*groups, strict=True)]
+
+
+def complete_shape(shape: Sequence[int], names: Sequence[str], world_size: int) -> tuple[int, ...]:
+    """The mesh shape with its -1 filled in, or an error that says why it does not fit the world.
+
+    >>> complete_shape((-1, 2), ("data", "domain"), 8)
+    (4, 2)
+    """
+    asked = f"mesh {tuple(shape)} with axes {tuple(names)}"
+    if not shape:
+        raise WorldError("a mesh needs at least one axis, and the shape is empty")
+    if len(shape) != len(names):
+        raise WorldError(f"{asked}: {len(shape)} sizes and {len(names)} names")
+    if len(set(names)) != len(names):
+        raise WorldError(f"{asked}: two axes have the same name")
+    if not all(isinstance(n, str) and n for n in names):
+        raise WorldError(f"{asked}: an axis name is a string with at least one letter")
+    if any(size < 1 and size != -1 for size in shape):
+        raise WorldError(f"{asked}: sizes are at least 1, or -1 for what is left")
+    free = [i for i, size in enumerate(shape) if size == -1]
+    if len(free) > 1:
+        raise WorldError(f"{asked}: only one size can be -1")
+    known = math.prod(size for size in shape if size != -1)
+    if world_size % known or (not free and known != world_size):
+        fit = "divide" if free else "multiply to"
+        raise WorldError(f"{asked}: the sizes must {fit} the number of processes, which is {world_size}")
+    return tuple(world_size // known if size == -1 else int(size) for size in shape)

@@ -1,0 +1,212 @@
+"""Who a process is, read from what its launcher left in the environment.
+
+Pure: a mapping goes in, a `Launch` comes out, nothing is opened or set. The readers are tried in the order
+torchrun (or anything else that sets torch's own variables), SLURM, Open MPI; a process that no launcher
+started is a world of one.
+"""
+
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import WorldError
+
+# The second name is the one PhysicsNeMo reads: scripts and job files carry over.
+FORCE = ("SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD", "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD")
+TIMEOUT = "SHARDFIELD_TIMEOUT"
+DEFAULT_PORT = 12355
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among `world_size`, and where they meet: rank 0 listens at `addr:port`.
+
+    `local_rank` is None where the launcher does not tell. `job` is the same on all processes of a launch and
+    differs between launches as far as the launcher says, so that two jobs that meet at one port notice.
+    """
+
+    method: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    addr: str = "localhost"
+    port: int = DEFAULT_PORT
+    job: str = ""
+    agent: str = ""  # see agent_at
+
+    def __post_init__(self):
+        if not 0 < self.port < 65536:
+            raise WorldError(f"{self.method}: {self.port} is no port")
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise WorldError(f"{self.method}: rank {self.rank} in a world of {self.world_size} processes")
+
+
+def detect(env: Env) -> Launch:
+    """The launch that `env` describes; an error where it describes half of one."""
+    name, forced = next(((n, env[n]) for n in FORCE if env.get(n)), (None, None))
+    if forced:
+        if forced.upper() not in READERS:
+            raise WorldError(f"{name}={forced} is no launch method; there are {', '.join(READERS)}")
+        return READERS[forced.upper()](env)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return from_env(env)
+    # mpirun inside a SLURM job hands on the variables of the batch script, or of the daemons it starts with srun:
+    # they are there, and they are not about this process. srun does not set Open MPI's.
+    if "SLURM_PROCID" in env and "OMPI_COMM_WORLD_RANK" not in env:
+        return from_slurm(env)
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return from_open_mpi(env)
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return from_env(env)  # says what is missing
+    return Launch("single")
+
+
+def from_env(env: Env) -> Launch:
+    """Torch's own variables, as torchrun sets them or a user by hand."""
+    world_size = _int(env, "WORLD_SIZE", default=None)
+    needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if world_size != 1 else [])
+    missing = [n for n in needed if not env.get(n)]
+    if missing:
+        given = ", ".join(f"{n}={env[n]}" for n in needed if env.get(n)) or "none of its variables"
+        raise WorldError(
+            f"env launch: {given} set, but not {', '.join(missing)}. Start the program with torchrun, which sets "
+            f"them all, or set all of {', '.join(needed)}; unset them to run a single process"
+        )
+    rank = _int(env, "RANK")
+    local_rank = _int(env, "LOCAL_RANK", default=None)
+    if local_rank is None and env.get("LOCAL_WORLD_SIZE"):
+        local_rank = rank % _int(env, "LOCAL_WORLD_SIZE")
+    here = _at_master(Launch("env", rank, _int(env, "WORLD_SIZE"), local_rank), env)
+    return replace(here, job=env.get("TORCHELASTIC_RUN_ID", ""), agent=agent_at(here.port, env))
+
+
+def from_slurm(env: Env, port: int | None = None) -> Launch:
+    """A task that srun started, or the one process of a batch script."""
+    rank = _int(env, "SLURM_PROCID")
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    world_size = _int(env, next((n for n in sizes if env.get(n)), "SLURM_NTASKS"))
+    if world_size > 1 and "SLURM_STEP_ID" not in env and env.get("ENVIRONMENT") == "BATCH":
+        # Waiting for the other tasks would never end: sbatch reserves them and starts one process, the script.
+        warnings.warn(
+            f"sbatch reserved {world_size} tasks and started one process; `srun python ...` starts them all",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        rank, world_size = 0, 1
+    job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    here = Launch("slurm", rank, world_size, _int(env, "SLURM_LOCALID"), _slurm_addr(env), _port_of(job), job)
+    return _at_master(here, env, port=port)
+
+
+def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) -> Launch:
+    """A process that Open MPI's mpirun started."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    rank, world_size, local_rank = (_int(env, n) for n in names)
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    guess = "localhost"
+    if _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size) < world_size:
+        hosts = expand_hosts(env.get("SLURM_JOB_NODELIST", ""))
+        mpirun_host = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+        guess = hosts[0] if hosts else mpirun_host[1] if mpirun_host else ""
+        if not (addr or env.get("MASTER_ADDR") or guess):
+            raise WorldError(
+                "openmpi launch: the ranks are on several hosts and none says where rank 0 is. Tell them: "
+                "mpirun -x MASTER_ADDR=<host of rank 0> ..."
+            )
+    here = Launch("openmpi", rank, world_size, local_rank, guess, _port_of(job), job)
+    return _at_master(here, env, addr, port)
+
+
+READERS: dict[str, Callable[[Env], Launch]] = {"ENV": from_env, "SLURM": from_slurm, "OPENMPI": from_open_mpi}
+
+
+def agent_at(port: int, env: Env) -> str:
+    """Our place in torchrun's own store, if that is what listens on `port`; it has one per restart of the ranks."""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("MASTER_PORT") != str(port):
+        return ""
+    return f"shardfield/attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def local_rank_from(env: Env) -> int | None:
+    """The place on its host of a process whose world was set up by somebody else."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return next((_int(env, n) for n in names if env.get(n)), None)
+
+
+def timeout_from(env: Env) -> float | None:
+    """The user's time limit in seconds, if one is set."""
+    text = env.get(TIMEOUT)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e8:
+        raise WorldError(f"{TIMEOUT}={text} is no number of seconds above 0")
+    return seconds
+
+
+def expand_hosts(nodes: str) -> list[str]:
+    """The hosts of a SLURM node list, in its order.
+
+    >>> expand_hosts("gpu[08-10,3],login")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes):
+        names = [""]
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+            parts = [literal] if literal else [n for r in ranges.split(",") for n in _numbers(r)]
+            names = [name + part for name in names for part in parts]
+        hosts += [name.strip() for name in names]
+    return hosts
+
+
+def _numbers(text: str) -> list[str]:
+    """'08-10' as 08, 09, 10: the zeros in front are part of the names."""
+    first, _, last = text.partition("-")
+    return [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
+
+
+def _slurm_addr(env: Env) -> str:
+    """Where rank 0 is: on the first node of the step.
+
+    SLURM_LAUNCH_NODE_IPADDR is where srun was typed, often a login node, so it is asked last.
+    """
+    if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES"))) == "1":
+        return "localhost"
+    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = next((h for n in lists if (h := expand_hosts(env.get(n, "")))), [])
+    return hosts[0] if hosts else env.get("SLURM_LAUNCH_NODE_IPADDR") or "localhost"
+
+
+def _at_master(launch: Launch, env: Env, addr: str | None = None, port: int | str | None = None) -> Launch:
+    """Meet where the caller says, else where the user says, else where the launcher's variables point."""
+    master_port = _int(env, "MASTER_PORT", default=launch.port)
+    return replace(
+        launch,
+        addr=addr or env.get("MASTER_ADDR") or launch.addr,
+        port=int(port) if port else master_port,
+    )
+
+
+def _port_of(job: str) -> int:
+    """A port that two jobs on one host are unlikely to share, below the range that systems hand out themselves."""
+    return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
+
+
+def _int(env: Env, name: str, default=...):
+    text = env.get(name)
+    if not text:
+        if default is ...:
+            raise WorldError(f"{name} is not set: the program was not started by the launcher that was asked for")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"{name}={text} is not a whole number") from None

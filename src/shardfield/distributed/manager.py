@@ -1,0 +1,408 @@
+"""The process world as one object: who this process is, which device it has, which groups and meshes there are."""
+
+import atexit
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .._compat import set_group_timeout
+from ..errors import WorldError
+from . import launch as launching
+from . import world as worlds
+from .config import ProcessGroupConfig, ProcessGroupNode
+from .groups import RankLists, complete_shape, orthogonal, split
+from .launch import Launch
+
+
+class DistributedManager:
+    """The process world. All instances share one state, so any code can ask `DistributedManager()`.
+
+    `initialize()` finds out how the program was started (torchrun or anything else that sets torch's variables,
+    SLURM's srun, Open MPI's mpirun, plain python) and brings the processes together, with NCCL where there are
+    CUDA devices and gloo otherwise. A world that torch.distributed has already is taken as it is. Nothing else is
+    touched: no seed, no environment variable.
+
+    >>> DistributedManager.initialize()
+    >>> dm = DistributedManager()
+    >>> dm.rank, dm.world_size
+    (0, 1)
+    >>> mesh = dm.initialize_mesh((-1,), mesh_dim_names=["domain"])
+    >>> dm.mesh("domain").size()
+    1
+    """
+
+    _shared_state: dict[str, Any] = {}
+    # What the shared state holds.
+    _world: worlds.World
+    _broadcast_buffers: bool
+    _find_unused_parameters: bool
+    _groups: dict[str, dist.ProcessGroup]
+    _group_ranks: dict[str, RankLists]
+    _group_names: dict[dist.ProcessGroup, str]
+    _global_mesh: DeviceMesh | None
+    _mesh_dims: dict[str, int]
+    _mesh_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    _meshes: list[DeviceMesh]
+
+    def __new__(cls):
+        manager = super().__new__(cls)
+        manager.__dict__ = cls._shared_state
+        return manager
+
+    def __init__(self):
+        if not self.is_initialized():
+            raise WorldError("DistributedManager() before DistributedManager.initialize(): call that first")
+
+    def __getattr__(self, name: str):
+        # Reached for what is missing alone: a manager that is kept beyond cleanup() has lost its state.
+        if name.startswith("_") and not name.startswith("__") and not self.is_initialized():
+            raise WorldError("this DistributedManager was cleaned up; call DistributedManager.initialize() again")
+        raise AttributeError(f"DistributedManager has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        return f"process {self.rank} of {self.world_size} on {self.device}, started by {self.method!r}"
+
+    # Who this process is.
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self._world.launch.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those on its host."""
+        return self._world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self._world.launch.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process: its own CUDA device where there are any, else the CPU."""
+        return self._world.device
+
+    @property
+    def distributed(self) -> bool:
+        """Whether a launcher started this process; False for plain `python train.py`."""
+        return self._world.distributed
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this process works on a CUDA device."""
+        return self._world.device.type == "cuda"
+
+    @property
+    def method(self) -> str:
+        """How the world was found: env, slurm, openmpi, single, or existing for one that torch had already."""
+        return self._world.launch.method
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """What to hand to DistributedDataParallel; False unless set."""
+        return self._broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, broadcast: bool) -> None:
+        self._broadcast_buffers = broadcast
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """What to hand to DistributedDataParallel; False unless set."""
+        return self._find_unused_parameters
+
+    @find_unused_parameters.setter
+    def find_unused_parameters(self, find: bool) -> None:
+        self._find_unused_parameters = find
+
+    # Groups by name.
+
+    @property
+    def group_names(self) -> list[str]:
+        """The names of the process groups made so far."""
+        return list(self._groups)
+
+    def group(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """The group of that name that this rank is in; None, torch's word for all ranks, for no name."""
+        if name is None:
+            return None
+        if name not in self._groups:
+            raise WorldError(f"no process group is named {name!r}; there are {_listed(self._groups)}")
+        return self._groups[name]
+
+    def group_size(self, name: str | None = None) -> int:
+        """How many ranks are in a group."""
+        return self.world_size if name is None else dist.get_world_size(self.group(name))
+
+    def group_rank(self, name: str | None = None) -> int:
+        """This rank's place in a group."""
+        return self.rank if name is None else dist.get_rank(self.group(name))
+
+    def group_name(self, group: dist.ProcessGroup | None = None) -> str | None:
+        """The name a group was made under; None for None."""
+        if group is None:
+            return None
+        if group not in self._group_names:
+            raise WorldError(f"that process group was not made by name here; there are {_listed(self._groups)}")
+        return self._group_names[group]
+
+    # Meshes.
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        """The axes of the mesh: name to size."""
+        return self._mesh_dims
+
+    def mesh_names(self) -> list[str]:
+        """The names of the mesh's axes."""
+        return list(self._mesh_dims)
+
+    def mesh_sizes(self) -> list[int]:
+        """The sizes of the mesh's axes."""
+        return list(self._mesh_dims.values())
+
+    @property
+    def global_mesh(self) -> DeviceMesh:
+        """The mesh over all ranks; one axis "world" if none was initialised."""
+        if self._global_mesh is None:
+            self.initialize_mesh((-1,), ("world",))
+        return self._global_mesh
+
+    def mesh(self, name: str | Sequence[str] | None = None) -> DeviceMesh:
+        """The mesh along one axis, along several in the mesh's order, or the whole of it for no name."""
+        if self._global_mesh is None:
+            raise WorldError("there is no mesh yet: call initialize_mesh(mesh_shape, mesh_dim_names) first")
+        if name is None:
+            return self._global_mesh
+        names = (name,) if isinstance(name, str) else tuple(name)
+        unknown = [n for n in names if n not in self._mesh_dims]
+        if unknown:
+            raise WorldError(f"no mesh axis is named {_listed(unknown)}; the mesh has {_listed(self._mesh_dims)}")
+        if names != tuple(n for n in self._mesh_dims if n in names):
+            raise WorldError(f"axes {_listed(names)}: name each once, in the mesh's order {_listed(self._mesh_dims)}")
+        return self._global_mesh[names]
+
+    def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """One process group of all ranks of a mesh of any number of axes.
+
+        The first call for a mesh of several axes makes the group, so all ranks of that mesh make it together.
+        """
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        if ranks == tuple(range(self.world_size)):
+            return dist.group.WORLD
+        if self.rank not in ranks:
+            raise WorldError(f"rank {self.rank} asks for the group of a mesh over the ranks {list(ranks)}")
+        if ranks not in self._mesh_groups:
+            self._mesh_groups[ranks] = dist.new_group(
+                list(ranks), timeout=self._world.timeout, use_local_synchronization=True
+            )
+        return self._mesh_groups[ranks]
+
+    @staticmethod
+    def initialize_mesh(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+        """Lay all ranks out as a mesh with named axes; one size may be -1. All ranks call this together."""
+        self = DistributedManager()
+        names = tuple(mesh_dim_names)
+        shape = complete_shape(mesh_shape, names, self.world_size)
+        self._need_process_group()
+        self._global_mesh = mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        if self._world.timeout:
+            for group in mesh.get_all_groups():
+                set_group_timeout(self._world.timeout, group)
+        self._meshes.append(mesh)
+        self._mesh_dims = dict(zip(names, shape, strict=True))
+        return self._global_mesh
+
+    # Making groups. All ranks call these together, with the same arguments.
+
+    @staticmethod
+    def create_process_subgroup(name: str, size: int, group_name: str | None = None, verbose: bool = False) -> None:
+        """Cut the group `group_name` (all ranks, for None) into groups of `size` neighbours."""
+        self = DistributedManager()
+        if group_name is None:
+            parents = [list(range(self.world_size))]
+        else:
+            self.group(group_name)  # raises for an unknown name
+            parents = self._group_ranks[group_name]
+        self._make_groups(name, split(parents, size), verbose)
+
+    @staticmethod
+    def create_orthogonal_process_group(orthogonal_group_name: str, group_name: str, verbose: bool = False) -> None:
+        """Group the ranks that have the same place in their groups `group_name`."""
+        self = DistributedManager()
+        self.group(group_name)
+        self._make_groups(orthogonal_group_name, orthogonal(self._group_ranks[group_name]), verbose)
+
+    @staticmethod
+    def create_group_from_node(node: ProcessGroupNode, parent: str | None = None, verbose: bool = False) -> str:
+        """Make the group of a node, and the group orthogonal to it, whose name is returned."""
+        if node.size is None:
+            raise WorldError(f"process group {node.name!r} has no size yet: call config.set_leaf_group_sizes first")
+        DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
+        across = f"__orthogonal_to_{node.name}"
+        DistributedManager.create_orthogonal_process_group(across, node.name, verbose)
+        return across
+
+    @staticmethod
+    def create_groups_from_config(config: ProcessGroupConfig, verbose: bool = False) -> None:
+        """Make all groups of a tree. The children of a node are orthogonal to each other."""
+        DistributedManager.create_group_from_node(config.root, verbose=verbose)
+        pending = [config.root_id]
+        while pending:
+            parent = pending.pop(0)
+            for child in config.children(parent):
+                pending.append(child.name)
+                # Each child is cut from what is orthogonal to the one before.
+                parent = DistributedManager.create_group_from_node(child, parent, verbose)
+
+    def _make_groups(self, name: str, ranks_of_groups: RankLists, verbose: bool) -> None:
+        if name in self._groups:
+            raise WorldError(f"there is a process group {name!r} already")
+        self._need_process_group()
+        # Every rank makes every group, in the same order, also those it is not in: torch asks for that.
+        for ranks in ranks_of_groups:
+            group = dist.new_group(ranks, timeout=self._world.timeout)
+            if self.rank in ranks:
+                self._groups[name] = group
+                self._group_names[group] = name
+        self._group_ranks[name] = ranks_of_groups
+        if verbose and self.rank == 0:
+            print(f"Process group '{name}':", *ranks_of_groups, sep="\n    ")
+
+    def _need_process_group(self) -> None:
+        """A single process gets a process group when something asks for one; it opens no connection."""
+        if not dist.is_initialized():
+            worlds.start_group(self._world, dist.HashStore())
+
+    # Beginning and end.
+
+    @staticmethod
+    def is_initialized() -> bool:
+        """Whether `initialize` was called, and no `cleanup` since."""
+        return DistributedManager._shared_state.get("_is_initialized", False)
+
+    @staticmethod
+    def get_available_backend() -> str:
+        """The backend for the devices of this machine."""
+        return worlds.available_backend()
+
+    @staticmethod
+    def initialize() -> None:
+        """Set the world up as the launcher of this program has it; see `shardfield.distributed.launch.detect`.
+
+        SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD=ENV|SLURM|OPENMPI forces one launcher's variables. A second
+        call does nothing.
+        """
+        if DistributedManager.is_initialized():
+            return
+        if dist.is_initialized():
+            DistributedManager._settle(worlds.adopt())
+            return
+        launch = launching.detect(os.environ)
+        DistributedManager._settle(worlds.single(launch) if launch.method == "single" else worlds.start(launch))
+
+    @staticmethod
+    def initialize_env() -> None:
+        """Set the world up from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+        DistributedManager._start(launching.from_env(os.environ))
+
+    @staticmethod
+    def initialize_slurm(port: int | str | None = None) -> None:
+        """Set the world up from SLURM's variables; without `port`, on one that follows from the job."""
+        DistributedManager._start(launching.from_slurm(os.environ, _port(port)))
+
+    @staticmethod
+    def initialize_open_mpi(addr: str | None = None, port: int | str | None = None) -> None:
+        """Set the world up from Open MPI's variables; `addr` is the host of rank 0."""
+        DistributedManager._start(launching.from_open_mpi(os.environ, addr, _port(port)))
+
+    @staticmethod
+    def setup(
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int | None = None,
+        addr: str = "localhost",
+        port: int | str = "12355",
+        backend: str | None = None,
+        method: str = "env",
+        timeout: float | None = None,
+    ) -> None:
+        """Set the world up as told: rank 0 listens at addr:port until all have come.
+
+        `timeout` is in seconds: how long to wait for the others, how long a collective may take, and how long
+        the others outlive a rank that dies. Without it SHARDFIELD_TIMEOUT holds, else each has its default.
+        """
+        number = _port(port) or launching.DEFAULT_PORT
+        agent = launching.agent_at(number, os.environ)
+        launch = Launch(method, rank, world_size, local_rank, addr, number, agent=agent)
+        DistributedManager._start(launch, backend, timeout)
+
+    @staticmethod
+    def _start(launch: Launch, backend: str | None = None, timeout: float | None = None) -> None:
+        if DistributedManager.is_initialized():
+            raise WorldError("DistributedManager is initialised already; call DistributedManager.cleanup() first")
+        DistributedManager._settle(worlds.start(launch, backend, timeout))
+
+    @staticmethod
+    def _settle(world: worlds.World) -> None:
+        """Fill the shared state: from here on the manager is initialised."""
+        DistributedManager._shared_state.update(
+            _world=world,
+            _broadcast_buffers=False,
+            _find_unused_parameters=False,
+            _groups={},
+            _group_ranks={},
+            _group_names={},
+            _global_mesh=None,
+            _mesh_dims={},
+            _mesh_groups={},
+            _meshes=[],
+            _pid=os.getpid(),
+            _is_initialized=True,
+        )
+
+    @staticmethod
+    def cleanup(barrier: bool = False) -> None:
+        """Leave the world and end what this class set up; what was there before it is left as it was.
+
+        Called at exit by itself. After it, `initialize` may be called again; a second call does nothing.
+        """
+        if not DistributedManager.is_initialized():
+            return
+        self = DistributedManager()
+        of_meshes = [group for mesh in self._meshes for group in mesh.get_all_groups()]
+        made_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
+        try:
+            worlds.end(self._world, barrier, made_here)
+        finally:
+            DistributedManager._shared_state.clear()
+
+
+def _port(port: int | str | None) -> int | None:
+    try:
+        return None if port is None else int(port)
+    except ValueError:
+        raise WorldError(f"{port!r} is no port") from None
+
+
+def _listed(names) -> str:
+    return ", ".join(repr(n) for n in names) or "none"
+
+
+def _at_exit() -> None:
+    # A forked child shares the connections of its parent and must not end them.
+    if DistributedManager.is_initialized() and DistributedManager._shared_state["_pid"] == os.getpid():
+        with contextlib.suppress(Exception):
+            DistributedManager.cleanup()
+
+
+atexit.register(_at_exit)
