@@ -53,6 +53,12 @@ def fail_on(ranks, then_wait=False):
         dist.barrier()
 
 
+def assert_in_two_places():
+    if dist.get_rank() == 1:
+        assert dist.get_rank() == 0
+    assert dist.get_rank() == 1
+
+
 class KeepsOtherArguments(Exception):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -240,6 +246,12 @@ def test_error_on_all_ranks_is_told_once():
     assert sorted(error.errors) == [0, 1, 2]
 
 
+def test_bare_asserts_in_two_places_are_two_errors():
+    error = failure(assert_in_two_places)
+    assert "  ranks 0, 2: AssertionError\n  rank 1: AssertionError\n" in str(error)
+    assert str(error).count("Traceback (most recent call last)") == 2
+
+
 def test_ranks_that_wait_for_a_failed_one_are_named():
     error = failure(fail_on, [1], then_wait=True)
     assert "  rank 1: ValueError: a bad shard" in str(error)
@@ -292,8 +304,9 @@ def test_rank_that_dies_between_calls_is_replaced():
     assert not set(run_on_ranks(process_ids, 2)) & set(pids)
 
 
-def test_collective_that_only_one_rank_starts_is_found():
-    error = failure(start_reduce_on, 0, world_size=2, within=8.0)
+def test_collective_that_only_one_rank_starts_is_found(monkeypatch):
+    monkeypatch.setattr("shardfield.testing._pool.BARRIER_S", 1.0)
+    error = failure(start_reduce_on, 0, world_size=2)
     assert "ranks 0-1: the function returned on all ranks, but a barrier after it does not complete" in str(error)
 
 

@@ -26,7 +26,7 @@ class RankError:
     exception: BaseException | None = None
 
     def __str__(self) -> str:
-        return f"{self.type_name}: {self.message}" if self.kind == "raised" else self.message
+        return ": ".join(part for part in (self.type_name, self.message) if part)
 
 
 class RanksFailed(ShardfieldError):
@@ -67,10 +67,13 @@ def name_exit(code: int | None) -> str:
 
 def _report(call: str, errors: dict[int, RankError]) -> str:
     """One line per distinct error, then one traceback per distinct error; deaths first, since they explain the rest."""
-    groups: dict[tuple[int, str], list[int]] = {}
+    groups: dict[tuple[int, str, str], list[int]] = {}
     for rank, error in sorted(errors.items()):
         text = re.sub(r"\]:\d+", "]", str(error))  # gloo's errors differ in the port of the peer
-        groups.setdefault((("died", "raised", "stuck").index(error.kind), text), []).append(rank)
+        # Bare asserts all read alike: the line that raised tells them apart.
+        place = re.findall(r"^  File .*$", error.traceback, re.MULTILINE)[-1:] if error.kind == "raised" else []
+        key = ("died", "raised", "stuck").index(error.kind), text, "".join(place)
+        groups.setdefault(key, []).append(rank)
     ordered = [ranks for _, ranks in sorted(groups.items(), key=lambda item: (item[0][0], item[1]))]
     lines = [f"{call} failed on {name_ranks(errors)}"]
     lines += [f"  {name_ranks(ranks)}: {errors[ranks[0]]}" for ranks in ordered]

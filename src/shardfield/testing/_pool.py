@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ from ._worker import BARRIER, serve
 PROCESS_NAME = "shardfield rank"
 START_S = 120.0
 GRACE_S = 2.0
-BARRIER_S = 5.0
+BARRIER_S = 10.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _UNMATCHED = (
     "the function returned on all ranks, but a barrier after it does not complete: "
@@ -49,24 +48,27 @@ class Pool:
         self._threads: list[int] = []  # the ids of the ranks' main threads, once the world stands
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master = _hold_port()
-        self._folder = Path(tempfile.mkdtemp(prefix="shardfield-ranks-"))
-        self._stacks = [self._folder / f"rank{rank}" for rank in range(world_size)]
+        self._stacks: list[TextIO] = []
         try:
-            self._start(world_size)
-            answers = self._collect(f"starting {world_size} ranks", START_S)
+            with tempfile.TemporaryDirectory(
+                prefix="shardfield-ranks-"
+            ) as folder:  # once all have opened, names can go
+                self._start(world_size, Path(folder))
+                answers = self._collect(f"starting {world_size} ranks", START_S)
             self._threads = [pickle.loads(answer) for answer in answers]
         except BaseException:
             self.close()
             raise
 
-    def _start(self, world_size: int) -> None:
+    def _start(self, world_size: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         preload = ["numpy", "torch.distributed", "shardfield.testing._worker"]
         # Every rank imports the caller's __main__; under pytest that is most of pytest.
         context.set_forkserver_preload(preload + ["pytest"] * ("pytest" in sys.modules))
         with _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
-            for rank, stack in enumerate(self._stacks):
-                stack.touch()
+            for rank in range(world_size):
+                stack = folder / f"rank{rank}"
+                self._stacks.append(open(stack, "w+"))
                 ours, theirs = context.Pipe()
                 args = (self._rank_env(rank, world_size), self._store.port, str(stack), theirs)
                 process = context.Process(target=serve, args=args, name=f"{PROCESS_NAME} {rank}")
@@ -112,10 +114,9 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        for conn in self._conns:
-            conn.close()
-        self._master.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        ends: list[Connection | TextIO | socket.socket] = [*self._conns, *self._stacks, self._master]
+        for end in ends:
+            end.close()
 
     def _send(self, *messages: bytes) -> None:
         for conn in self._conns:
@@ -175,7 +176,7 @@ class Pool:
         how = name_exit(self._processes[rank].exitcode)
         if not self._threads:
             return RankError("died", "", f"{how} while starting; what it had to say is on stderr")
-        frames = _stacks.read_stack(self._stacks[rank].read_text(), self._threads[rank])
+        frames = _stacks.read_stack(_stacks.read_all(self._stacks[rank]), self._threads[rank])
         where = f", {_stacks.describe(frames)}" if frames else " before the call returned"
         return RankError("died", "", how + where, _stacks.format_stack(frames))
 

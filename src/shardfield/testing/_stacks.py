@@ -10,7 +10,7 @@ import re
 import sysconfig
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 
@@ -38,13 +38,19 @@ class Frame(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def wait_for_dumps(paths: list[Path], seconds: float) -> list[str]:
+def read_all(file: TextIO) -> str:
+    """What the file holds by now."""
+    file.seek(0)
+    return file.read()
+
+
+def wait_for_dumps(files: list[TextIO], seconds: float) -> list[str]:
     """What the files hold once all have been written to and none still grows, or the time is up."""
     limit = time.monotonic() + seconds
-    before, now = [""], [path.read_text() for path in paths]
+    before, now = [""], [read_all(file) for file in files]
     while time.monotonic() < limit and not (all(now) and now == before):
         time.sleep(0.05)
-        before, now = now, [path.read_text() for path in paths]
+        before, now = now, [read_all(file) for file in files]
     return now
 
 
