@@ -51,3 +51,12 @@ def _never(*args: Any) -> bool:
 
 # torch 2.11-2.15: the C functions behind torch.* and torch.nn.functional.*, which Python wrappers call by these names.
 NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)
+
+
+def replace_function_apply(apply: Any) -> None:
+    """Make `autograd.Function.apply` call `apply(function_class, *args)`.
+
+    torch 2.11-2.15 record a Function on the tensors it is given below every override; there is no hook to see
+    ShardTensors go in. Can go when Function.apply honours `__torch_function__`.
+    """
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]

@@ -39,6 +39,8 @@ PLANS_BOUND = 8192
 
 ShardTensor: Any = None  # the class; tensor.py, which stands on this module, sets it
 wrap: Callable[[Tensor, Layout], Any]
+bridging = 0  # inside a user's autograd.Function that was given ShardTensors
+ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
 
 class Ready:
@@ -416,6 +418,9 @@ def below(cls, func, types, args, kwargs):
     """
     if func in BELOW:
         return BELOW[func](*args, **kwargs)
+    if bridging and func in ALIASES and args[0].__class__ is ShardTensor:
+        # C++ makes a view of an input that a Function returns as it is; it keeps the graph, we keep the value
+        return wrap(args[0]._local_tensor.detach(), args[0]._layout)
     tensors: list[Any] = []
     map_tensors((args, kwargs), lambda t: tensors.append(t) if isinstance(t, ShardTensor) else None)
     if torch.is_grad_enabled() and any(t._local_tensor.requires_grad for t in tensors):

@@ -86,6 +86,11 @@ def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
     return _ToPartial.apply(tensor, groups)
 
 
+def leave(tensor: Tensor, groups: Groups) -> Tensor:
+    """A Partial's gradient (whole on every rank) becomes a Replicate value. Forward: identity. Adjoint: `to_partial`."""
+    return _Leave.apply(tensor, groups) if groups and tensor.requires_grad else tensor
+
+
 def walk(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """`travel` without autograd."""
     coord = dist.get_rank(group)

@@ -107,6 +107,8 @@ def in_place(func, types, args, kwargs):
     locals_, layouts, put_back, scalars = collect(args, kwargs)
     keep = kept_partial(func.__name__, tuple(layouts), scalars)
     if target._layout.partial and 0 not in keep:
+        if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         whole_value = target._whole_value()
         target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
         locals_[0], layouts[0] = target._local_tensor, target._layout
