@@ -450,6 +450,12 @@ def test_function_typed_into_a_session_is_refused():
     assert done.returncode == 1 and "put it into a module and import it from there" in done.stderr
 
 
+def test_program_read_from_a_pipe_can_run_imported_functions():
+    code = "import torch.distributed as d, shardfield.testing as t; print(t.run_on_ranks(d.get_rank, 2), __file__)"
+    done = run_python("-", code=code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1] <stdin>\n", "")
+
+
 def test_module_that_is_not_on_the_path(tmp_path, monkeypatch):
     for number in (1, 2):  # the same name for another file, as conftest.py in two directories
         file = tmp_path / str(number) / "held_elsewhere.py"

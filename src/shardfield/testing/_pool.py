@@ -65,7 +65,7 @@ class Pool:
         preload = ["numpy", "torch.distributed", "shardfield.testing._worker"]
         # Every rank imports the caller's __main__; under pytest that is most of pytest.
         context.set_forkserver_preload(preload + ["pytest"] * ("pytest" in sys.modules))
-        with _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
+        with _importable_main(), _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
             for rank in range(world_size):
                 stack = folder / f"rank{rank}"
                 self._stacks.append(open(stack, "w+"))
@@ -210,6 +210,21 @@ def _hold_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide the file name "<stdin>" of a program read from a pipe: ranks would try to import it as a file."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    hide = file is not None and not os.path.isfile(file)
+    if hide:
+        del main.__file__
+    try:
+        yield
+    finally:
+        if hide:
+            main.__file__ = file
 
 
 @contextmanager
