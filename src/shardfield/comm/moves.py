@@ -257,10 +257,10 @@ class _ToPartial(_Move):
 
     @staticmethod
     def backward(ctx, grad):
-        return _PartialGrad.apply(grad, ctx.groups), None
+        return _Leave.apply(grad, ctx.groups), None
 
 
-class _PartialGrad(_Move):
+class _Leave(_Move):
     """The adjoint of `_ToPartial`. The identity, but not for its own adjoint, which meets an all-reduce further on."""
 
     @staticmethod
