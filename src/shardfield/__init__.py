@@ -7,5 +7,7 @@ from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
 from .plan import Plan as Plan
 from .report import strict as strict
+from .scatter import scatter_tensor as scatter_tensor
+from .scatter import sync_module_over_mesh as sync_module_over_mesh
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor

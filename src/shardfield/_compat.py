@@ -60,3 +60,12 @@ def replace_function_apply(apply: Any) -> None:
     ShardTensors go in. Can go when Function.apply honours `__torch_function__`.
     """
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def tensor_getter(name: str, method: str = "__get__") -> Any:
+    """The function object under which `__torch_function__` sees an attribute of Tensor being read (or set).
+
+    torch 2.11-2.15: attributes are C descriptors of TensorBase; newer versions have some that older ones lack (None).
+    """
+    found = torch._C.TensorBase.__dict__.get(name)
+    return None if found is None else getattr(found, method, None)

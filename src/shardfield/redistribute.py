@@ -8,7 +8,7 @@ that cost nothing, then swaps and changes of cut, and whole gathers last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -189,3 +189,11 @@ def simplified(layout: Layout) -> Layout:
             factors = (Factor(first.size * inner, axes, tuple(cut)),)
         dims.append(factors)
     return layout.with_dims(dims)
+
+
+def cut_out(full: Tensor, layout: Layout, coords: Sequence[int]) -> Tensor:
+    """The piece of a whole tensor that the rank at `coords` holds under a simple layout: a view."""
+    for dim in range(layout.ndim):
+        start, stop = layout.span(dim, coords)
+        full = full.narrow(dim, start, stop - start)
+    return full

@@ -71,7 +71,7 @@ def infer_layout(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], global_shape: Sequence[int] | None
 ) -> Layout:
     """The layout of pieces of unknown sizes: ranks tell each other their shapes, and all agree or all raise."""
-    row = [local.ndim, _DTYPES.index(local.dtype), *local.shape] + [0] * (MAX_DIMS - local.ndim)
+    row = [local.ndim, DTYPES.index(local.dtype), *local.shape] + [0] * (MAX_DIMS - local.ndim)
     table = [row]
     for axis in reversed(range(mesh.ndim)):  # rows end up in row-major order of coords
         flat = [n for r in table for n in r]
@@ -172,4 +172,4 @@ def _prod(values: Any) -> int:
 
 
 MAX_DIMS = 16
-_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)

@@ -188,7 +188,7 @@ class ShardTensor(torch.Tensor):
 
     def to_dtensor(self) -> DTensor:
         """A DTensor with the same pieces where torch.chunk cuts so, else after moving to such a cut."""
-        value = self.redistribute(placements=self.placements)
+        value = self.redistribute(placements=self.placements, sharding_shapes="chunk")
         return DTensor.from_local(
             value._local_tensor,
             self.device_mesh,
@@ -329,16 +329,16 @@ class ShardTensor(torch.Tensor):
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(dispatch.replicated(self))
+        return bool(dispatch.replicated(self).detach())
 
     def __int__(self) -> int:
-        return int(dispatch.replicated(self))
+        return int(dispatch.replicated(self).detach())
 
     def __float__(self) -> float:
-        return float(dispatch.replicated(self))
+        return float(dispatch.replicated(self).detach())
 
     def __complex__(self) -> complex:
-        return complex(dispatch.replicated(self))
+        return complex(dispatch.replicated(self).detach())
 
     def __index__(self) -> int:
         return dispatch.replicated(self).__index__()

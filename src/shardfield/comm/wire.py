@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat import all_gather_flat
 
@@ -27,11 +28,14 @@ _started: set[ProcessGroup] = set()
 
 
 class Pending(Generic[T]):
-    """Messages in flight; `wait()` gives what they bring, the same every time it is called."""
+    """Messages in flight; `wait()` gives what they bring, the same every time it is called.
 
-    def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T]):
+    `landing`, where there is one, is that value already, but what it holds counts only after `wait()`.
+    """
+
+    def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T], landing: T | None = None):
         # `kept` is what is being sent: it must not be freed under the backend.
-        self._works, self._kept, self._finish = works, kept, finish
+        self._works, self._kept, self._finish, self.landing = works, kept, finish, landing
         self._value: list[T] = []
 
     def wait(self) -> T:
@@ -142,6 +146,16 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
     return Pending([handle], work, finish)
 
 
+def all_reduce_narrow(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum, with half precision on the wire: each rank sums one piece in fp32 and sends it round, rounded."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
+        return all_reduce(tensor, group)
+    size = dist.get_world_size(group)
+    lengths = [tensor.numel() // size + (c < tensor.numel() % size) for c in range(size)]
+    mine = reduce_scatter(tensor.reshape(-1).split(lengths), group)
+    return torch.cat(all_gather(mine, [(n,) for n in lengths], group)).view(tensor.shape)
+
+
 def _as_ordered(tensor: Tensor, op: str) -> Tensor:
     """Floats as integers of the same order, NaN beyond all others: backends lose NaN in a max of floats."""
     ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
@@ -227,7 +241,7 @@ def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: Proc
     _start(group, like.device)
     works = dist.batch_isend_irecv(ops) if ops else []
     _sent("exchange", messages, nbytes)
-    return Pending(works, kept, lambda: pieces)
+    return Pending(works, kept, lambda: pieces, landing=pieces)
 
 
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
@@ -250,3 +264,44 @@ def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device
         return [list(values)]
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     return [t.tolist() for t in all_gather(mine, [mine.shape] * size, group)]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device on which this rank's messages over `mesh` live."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def coords_of(mesh: DeviceMesh, position: int) -> tuple[int, ...]:
+    """The coordinates of the rank at a row-major position on the mesh."""
+    coords = []
+    for size in reversed(mesh.shape):
+        position, coord = divmod(position, size)
+        coords.append(coord)
+    return tuple(reversed(coords))
+
+
+def broadcast_over(tensor: Tensor, mesh: DeviceMesh, position: int) -> Tensor:
+    """The tensor of the rank at a row-major position on the mesh, on all its ranks; one message per axis."""
+    for axis, coord in enumerate(coords_of(mesh, position)):
+        tensor = broadcast(tensor, coord, mesh.get_group(axis))
+    return tensor
+
+
+def deliver(
+    pieces: dict[int, Tensor] | None, shape: Shape, dtype: torch.dtype, device: torch.device, source: int
+) -> Tensor:
+    """Rank `source` (global) hands each rank its piece; the others pass None and get theirs. Empty ones: no message."""
+    if pieces is None:
+        piece = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if piece.numel():
+            dist.recv(_on_wire(piece), src=source)
+        return piece
+    kept = {rank: _packed(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
+    works = [dist.isend(_on_wire(piece), dst=rank) for rank, piece in kept.items()]
+    _sent("deliver", len(kept), sum(map(_nbytes, kept.values())))
+    for work in works:
+        if work is not None:
+            work.wait()
+    return _packed(pieces[source].to(device, copy=True))

@@ -1,0 +1,232 @@
+"""The tensor as an object: making one, moving it, asking it, copying it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tracemalloc
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import mesh_of
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardfield
+from shardfield import ShardingError, ShardTensor, scatter_tensor, sync_module_over_mesh
+from shardfield.comm import wire
+from shardfield.testing import run_on_ranks
+
+
+def field(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def scattered(mesh, placements, shape, source):
+    mesh = mesh_of(mesh)
+    x = scatter_tensor(
+        field(*shape) if dist.get_rank() == source else None, source, mesh, placements, requires_grad=True
+    )
+    assert x.shape == shape and x.requires_grad and x.is_leaf and x.placements == tuple(placements)
+    assert torch.equal(x.full_tensor(), field(*shape))
+    return tuple(x._local_tensor.shape)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "shape", "locals_"),
+    [
+        ((4,), [Shard(0)], (5, 3), [(2, 3), (2, 3), (1, 3), (0, 3)]),
+        ((2,), [Replicate()], (5,), [(5,), (5,)]),
+        ((2, 2), [Shard(1), Shard(0)], (3, 5), [(2, 3), (1, 3), (2, 2), (1, 2)]),
+        ((2, 2), [Shard(0), Shard(0)], (7,), [(2,), (2,), (2,), (1,)]),
+        ((2, 2), [Replicate(), Shard(0)], (3, 1), [(2, 1), (1, 1), (2, 1), (1, 1)]),
+    ],
+)
+@pytest.mark.parametrize("source", [0, 1])
+def test_scatter(mesh, placements, shape, locals_, source):
+    assert run_on_ranks(scattered, torch.Size(mesh).numel(), mesh, placements, shape, source) == locals_
+
+
+def scatter_memory():
+    """Peak memory on a rank that is not the source is its piece."""
+    mesh = mesh_of((4,))
+    whole = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
+    sent = []
+    wire.meter = lambda kind, messages, nbytes: sent.append(nbytes)
+    before = _rss()
+    x = scatter_tensor(whole, 0, mesh, [Shard(0)])
+    wire.meter = None
+    assert x._local_tensor.untyped_storage().nbytes() == 4_000_000
+    if dist.get_rank():
+        assert sum(sent) < 1000
+        assert _rss() - before < 10_000_000
+    else:
+        assert 12_000_000 <= sum(sent) < 12_001_000
+
+
+def _rss() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+
+def test_scatter_memory():
+    run_on_ranks(scatter_memory, 4)
+
+
+def bad_scatter(what):
+    mesh = mesh_of((2,))
+    mine = dist.get_rank() == 0
+    calls = {
+        "no tensor": lambda: scatter_tensor(None, 0, mesh, [Shard(0)]),
+        "shape": lambda: scatter_tensor(field(4) if mine else None, 0, mesh, [Shard(0)], global_shape=(5,)),
+        "dtype": lambda: scatter_tensor(field(4) if mine else None, 0, mesh, [Shard(0)], dtype=torch.float32),
+        "rank": lambda: scatter_tensor(field(4), 7, mesh, [Shard(0)]),
+        "dim": lambda: scatter_tensor(field(4) if mine else None, 0, mesh, [Shard(1)]),
+        "partial": lambda: scatter_tensor(field(4) if mine else None, 0, mesh, [Partial()]),
+        "placements": lambda: scatter_tensor(field(4) if mine else None, 0, mesh, [Shard(0), Shard(0)]),
+    }
+    with pytest.raises(ShardingError) as error:
+        calls[what]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["no tensor", "shape", "dtype", "rank", "dim", "partial", "placements"])
+def test_bad_scatter(what):
+    first, second = run_on_ranks(bad_scatter, 2, what)
+    assert first == second
+
+
+def from_locals(mesh_shape, placements, shapes, sharding_shapes="infer"):
+    mesh = mesh_of(mesh_shape)
+    local = torch.full(shapes[dist.get_rank()], float(dist.get_rank()))
+    x = ShardTensor.from_local(local, mesh, placements, sharding_shapes)
+    return tuple(x.shape), [[tuple(s) for s in row] for row in x._spec.sharding_shapes()], x.offsets()
+
+
+def test_from_local():
+    shapes = [(2, 3), (0, 3), (4, 3)]
+    for how in ("infer", {0: shapes}, {0: [(2, 9), (0, 9), (4, 9)]}):
+        got = run_on_ranks(from_locals, 3, (3,), [Shard(0)], shapes, how)
+        assert [g[0] for g in got] == [(6, 3)] * 3
+        assert got[0][1] == [[(2, 3), (0, 3), (4, 3)]]
+        assert [g[2] for g in got] == [(0, 0), (2, 0), (2, 0)]
+    got = run_on_ranks(from_locals, 4, (2, 2), [Shard(0), Shard(1)], [(1, 2), (1, 3), (4, 2), (4, 3)])
+    assert got[3][0] == (5, 5) and got[3][1] == [[(1, 3), (4, 3)], [(4, 2), (4, 3)]] and got[3][2] == (1, 2)
+    got = run_on_ranks(from_locals, 2, (2,), [Shard(0)], [(3, 2), (3, 2)], "chunk")
+    assert got[0][0] == (6, 2)
+
+
+def misfit(shapes, placements):
+    with pytest.raises(ShardingError) as error:
+        ShardTensor.from_local(torch.zeros(shapes[dist.get_rank()]), mesh_of((len(shapes),)), placements)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (2, 4)], [(2, 3), (2,)]])
+def test_pieces_that_do_not_fit(shapes):
+    told = run_on_ranks(misfit, 2, shapes, [Shard(0)])
+    assert told[0] == told[1]
+    assert str(shapes[0]) in told[0] and str(shapes[1]) in told[0]
+
+
+def as_object():
+    mesh = mesh_of((2,))
+    full = field(5, 3)
+    x = scatter_tensor(full, 0, mesh, [Shard(0)], requires_grad=True)
+    sent = []
+    wire.meter = lambda *a: sent.append(a)
+    assert "Shard(0) as 3+2 over 'h'" in repr(x) and len(x) == 5 and x.dim() == 2 and x.size(1) == 3 and x.numel() == 15
+    assert x.stride() == full.stride() and x.size() == full.shape and x.ndim == 2 and x.dtype == full.dtype
+    assert x.device.type == "cpu" and x.is_floating_point() and not x.is_complex() and x.element_size() == 8
+    assert not sent
+    wire.meter = None
+    loss = (x * x).sum()
+    ref = (full * full).sum()
+    assert loss.item() == ref.item() == float(loss) and f"{loss:.2f}" == f"{ref:.2f}" and str(ref.item()) in str(loss)
+    assert bool((x.detach() >= 0).all()) and int(loss) == int(ref)
+    assert (x.detach().numpy() == full.numpy()).all() and x.tolist() == full.tolist()
+    y = copy.deepcopy(x)
+    assert y is not x and torch.equal(y.full_tensor(), full) and y.requires_grad
+    buffer = io.BytesIO()
+    torch.save(x._local_tensor, buffer)
+    p = torch.nn.Parameter(x.detach())
+    assert isinstance(p, ShardTensor) and p.requires_grad and isinstance(p, torch.nn.Parameter)
+    assert isinstance(torch.zeros_like(x), ShardTensor)
+    rows = list(x)
+    assert len(rows) == 5 and all(torch.equal(r.full_tensor(), f) for r, f in zip(rows, full, strict=True))
+    assert hash(x) == hash(x) and {x: 1}[x] == 1
+    with pytest.raises(TypeError):
+        len(loss)
+
+
+def test_object():
+    run_on_ranks(as_object, 2)
+
+
+def dtensors():
+    mesh = mesh_of((2,))
+    full = field(5, 3)
+    d = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+    x = ShardTensor.from_dtensor(d)
+    assert torch.equal(x.full_tensor(), full)
+    (x * x).sum().backward()
+    assert torch.equal(d.grad.full_tensor(), 2 * full)
+    back = scatter_tensor(full, 0, mesh, [Shard(0)]).redistribute(sharding_shapes={0: [1, 4]}).to_dtensor()
+    assert isinstance(back, DTensor) and torch.equal(back.full_tensor(), full)
+    w = distribute_tensor(torch.ones(3, dtype=torch.float64), mesh, [Replicate()]).requires_grad_()
+    y = scatter_tensor(full, 0, mesh, [Shard(0)]) * w
+    y.sum().backward()
+    assert torch.equal(w.grad.full_tensor(), full.sum(0))
+
+
+def test_dtensor():
+    run_on_ranks(dtensors, 2)
+
+
+def redistributed():
+    mesh = mesh_of((2,))
+    full = field(5, 4)
+    x = scatter_tensor(full, 0, mesh, [Shard(0)])
+    for placed in ([Shard(1)], [Replicate()], [Partial()], [Shard(0)]):
+        y = x.redistribute(placements=placed)
+        assert y.placements == tuple(placed) and torch.equal(y.full_tensor(), full)
+    y = x.redistribute(placements=[Shard(0)], sharding_shapes={0: [0, 5]})
+    assert y._spec.sharding_shapes()[0][0] == (0, 4) and torch.equal(y.full_tensor(), full)
+    assert x.redistribute(sharding_shapes="balanced")._layout.lengths(0) == (3, 2)
+    z = y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)])
+    z.add_(1)
+    assert torch.equal(y.full_tensor(), full)
+    for bad in ({0: [1, 1]}, {0: [6, -1]}, {0: [5]}):
+        with pytest.raises(ShardingError):
+            x.redistribute(sharding_shapes=bad)
+    with pytest.raises(ShardingError):
+        x.redistribute(placements=[Shard(2)])
+    with pytest.raises(ShardingError, match="meshes"):
+        x + scatter_tensor(full, 0, mesh_of((1, 2)), [Replicate(), Shard(0)])
+
+
+def test_redistribute():
+    run_on_ranks(redistributed, 2)
+
+
+def synced(mesh, source):
+    mesh = mesh_of(mesh)
+    torch.manual_seed(dist.get_rank())
+    module = torch.nn.BatchNorm1d(4)
+    with torch.no_grad():
+        module.weight.fill_(dist.get_rank())
+    assert sync_module_over_mesh(module, mesh, source, verify=True) is module
+    wrong = torch.nn.Linear(2, 2 + dist.get_rank() % 2)
+    if mesh.size() > 1:
+        with pytest.raises(ShardingError, match="different"):
+            sync_module_over_mesh(wrong, mesh, verify=True)
+    return module.weight[0].item()
+
+
+def test_sync_module():
+    assert run_on_ranks(synced, 4, (2, 2), 2) == [2.0] * 4
+    assert run_on_ranks(synced, 2, (2,), 0) == [0.0] * 2
+
+
+def test_names():
+    assert shardfield.ShardTensorSpec and tracemalloc
