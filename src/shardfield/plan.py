@@ -50,6 +50,8 @@ class Plan:
     """One call, planned.
 
     local: called with local tensors; its parameters are named like the rule's (those it wants).
+    takes: the names of what `local` is called with, in order, where its own parameters do not say it (torch's own
+        functions, which are called with no Python in between).
     layout: of the result: a Layout, a tuple of them for several tensors, or None for what is not a tensor.
     operands: parameter name -> the layout its tensor must have first (a sequence for a list of tensors); the
         others stay where they are.
@@ -63,6 +65,7 @@ class Plan:
     operands: Mapping[str, Layout | Sequence[Layout]] = field(default_factory=dict)
     whole: Sequence[str] = ()
     copied: bool = False
+    takes: Sequence[str] = ()
 
 
 def groups(layout: Layout, axes: Sequence[int]) -> tuple[ProcessGroup, ...]:
