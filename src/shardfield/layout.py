@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -335,28 +335,36 @@ class Layout:
         return f"{tuple(self.shape)} {'; '.join(parts) or 'Replicate'}"
 
 
-def canonical(factors: Iterable[Factor]) -> tuple[Factor, ...]:
-    """The shortest list of factors for a dim: at most one uncut factor, in front; a cut one takes in what follows.
+def pieces(factor: Factor) -> tuple[int, ...]:
+    """The lengths of a factor's pieces; an uncut one is a single piece."""
+    return factor.lengths if factor.axes else (factor.size,)
 
-    (A, B, C cut, D) is (AB, CD cut): a cut of C with D whole behind it is a contiguous cut of CD.
+
+def canonical(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """The shortest list of factors for a dim: a factor is taken into the one before it where that keeps pieces whole.
+
+    (A cut, B) is (AB cut): a cut of A with B whole behind it is a contiguous cut of AB. So it is where one rank holds
+    all of B, though B is cut (as a dim of size 1 is), and where A has one index only.
     """
     found: list[Factor] = []
-    for size, axes, lengths in factors:
-        if not axes and found:
-            last = found[-1]
-            found[-1] = Factor(last.size * size, last.axes, tuple(n * size for n in last.lengths))
-        elif found and found[-1] == Factor(1):
-            found[-1] = Factor(size, axes, lengths)
-        else:
-            found.append(Factor(size, axes, lengths))
+    for factor in factors:
+        while found and (found[-1].size < 2 or sum(n > 0 for n in pieces(factor)) < 2):
+            last = found.pop()
+            axes = last.axes + factor.axes
+            cut = tuple(m * n for m in pieces(last) for n in pieces(factor)) if axes else ()
+            factor = Factor(last.size * factor.size, axes, cut)
+        found.append(factor)
     return tuple(found) or (Factor(1),)
 
 
-def regroup(factors: Iterable[Factor], sizes: Sequence[int]) -> list[tuple[Factor, ...]] | None:
+def regroup(factors: Iterable[Factor], sizes: Sequence[int], snap: bool = False) -> list[tuple[Factor, ...]] | None:
     """The same cuts seen as dims of other sizes (of the same product), or None where a cut falls inside a new dim.
 
     This is what a view does to a layout: an uncut factor may be split anywhere, a cut one only where every
-    piece is a whole number of the inner part.
+    piece is a whole number of the inner part. With `snap`, cuts that are not so are moved to the nearest such place.
+
+    >>> regroup([Factor(6, (0,), (2, 4))], [3, 2])
+    [(Factor(size=3, axes=(0,), lengths=(1, 2)),), (Factor(size=2, axes=(), lengths=()),)]
     """
     rest = list(canonical(factors))
     found = []
@@ -374,9 +382,10 @@ def regroup(factors: Iterable[Factor], sizes: Sequence[int]) -> list[tuple[Facto
                 taken.append(factor)
                 continue
             inner, over = divmod(factor.size, need)
-            if over or any(n % inner for n in factor.lengths):
+            if over or (not snap and any(n % inner for n in factor.lengths)):
                 return None
-            taken.append(Factor(need, factor.axes, tuple(n // inner for n in factor.lengths)))
+            marks = [(start + inner // 2) // inner for start in (*starts(factor.lengths), factor.size)]
+            taken.append(Factor(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ()))
             rest.insert(0, Factor(inner))
             need = 1
         found.append(canonical(taken))

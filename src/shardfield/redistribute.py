@@ -8,16 +8,16 @@ that cost nothing, then swaps and changes of cut, and whole gathers last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .comm import moves
-from .comm.route import recut_route, swap_route
+from .comm.route import recut_route, swap_route, tile_route
 from .errors import ShardingError
-from .layout import Factor, Layout, nested_chunk, outer_lengths, regroup
+from .layout import Factor, Layout, Span, nested_chunk, outer_lengths, pieces, regroup, starts
 
 
 class Step(NamedTuple):
@@ -50,14 +50,22 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source.is_simple and target.is_simple:
         return tuple(_simple(source, target))
     clash = [d for d in range(source.ndim) if _finest(source.dims[d], target.dims[d]) is None]
-    if clash:
-        middle = source.uncut(clash)
-        return steps(source, middle) + steps(middle, target)
-    return tuple(_merged(source, target))
+    if not clash:
+        return tuple(_merged(source, target))
+    for dim in clash:
+        step = _retile(source, target, dim)
+        if step is not None:
+            return (step, *steps(step.after, target))
+    middle = simplified(source, clash)
+    if middle is source:
+        middle = simplified(target, clash)
+    return steps(source, middle) + steps(middle, target)
 
 
 def _finest(a: tuple[Factor, ...], b: tuple[Factor, ...]) -> list[int] | None:
     """Sizes of factors in which both cuts of one dim can be written, if there are any."""
+    if len(a) == len(b) == 1:
+        return [a[0].size]
     for one, other in ((a, b), (b, a)):
         sizes = [f.size for f in one]
         seen = regroup(other, sizes)
@@ -66,12 +74,38 @@ def _finest(a: tuple[Factor, ...], b: tuple[Factor, ...]) -> list[int] | None:
     return None
 
 
+def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
+    """The index ranges of a dim that each coord of its one wide axis holds; None if many or cut by others."""
+    *outer, last = layout.dims[dim]
+    rows = outer[0].size if outer else 1
+    if len(outer) > 1 or (outer and outer[0].axes) or layout.wide(last.axes) != (axis,) or rows > 64:
+        return None
+    cuts = zip(starts(last.lengths), last.lengths, strict=True)
+    return [[Span(r * last.size + s, r * last.size + s + n) for r in range(rows)] for s, n in cuts]
+
+
+def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
+    """A dim whose tiles change on the one axis that cuts it: each index goes straight to its new place."""
+    axes = source.axes_of(dim)
+    wide = source.wide(axes)
+    if len(wide) != 1 or set(axes) != set(target.axes_of(dim)):
+        return None
+    have, want = _tiles(source, dim, wide[0]), _tiles(target, dim, wide[0])
+    if have is None or want is None:
+        return None
+    route = tile_route(dim, have, want, source.coords[wide[0]])
+    group = source.mesh.get_group(wide[0])
+    return Step("retile", lambda t: moves.travel(t, route, group), source.with_dim(dim, *target.dims[dim]))
+
+
 def _merged(source: Layout, target: Layout) -> Iterator[Step]:
     """Steps between layouts with merged dims: seen as one dim per factor, they are simple."""
     sizes = [_finest(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
 
     def spread(layout: Layout) -> Layout:
-        return layout.with_dims([d for f, n in zip(layout.dims, sizes, strict=True) for d in regroup(f, n) or ()])
+        return layout.with_dims(
+            [d for f, n in zip(layout.dims, sizes, strict=True) for d in regroup(f, n or ()) or [f]]
+        )
 
     first, last = spread(source), spread(target)
     yield Step("view", lambda t: t.reshape(first.local_shape), first)
@@ -177,18 +211,20 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Te
     raise AssertionError(f"no step from {now} to {target}")
 
 
-def simplified(layout: Layout) -> Layout:
-    """A layout without merged dims that is a swap away: every cut of a merged dim moves to its first factor."""
-    dims = []
-    for factors in layout.dims:
-        if len(factors) > 1:
+def simplified(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
+    """A layout without merged dims (or without those of `dims`) that is a swap away: every cut of a merged dim moves
+    to its first factor."""
+    chosen = range(layout.ndim) if dims is None else set(dims)
+    found = []
+    for dim, factors in enumerate(layout.dims):
+        if len(factors) > 1 and dim in chosen:
             first, inner = factors[0], math.prod(f.size for f in factors[1:])
             parts = [layout.mesh.size(a) for f in factors[1:] for a in f.axes]
-            cut = [n * inner for piece in first.lengths or (first.size,) for n in nested_chunk(piece, parts)]
+            cut = [n * inner for piece in pieces(first) for n in nested_chunk(piece, parts)]
             axes = tuple(a for f in factors for a in f.axes)
             factors = (Factor(first.size * inner, axes, tuple(cut)),)
-        dims.append(factors)
-    return layout.with_dims(dims)
+        found.append(factors)
+    return layout.with_dims(found)
 
 
 def cut_out(full: Tensor, layout: Layout, coords: Sequence[int]) -> Tensor:

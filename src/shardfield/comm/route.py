@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..layout import starts
+from ..layout import Span, starts
 
 
 class Piece(NamedTuple):
@@ -102,6 +102,36 @@ def recut_route(dim: int, lengths: Sequence[int], target: Sequence[int], coord: 
     """The same dim on the same axis, cut elsewhere: only the rows that change hands travel."""
     requests = [[Run(start, length)] for start, length in zip(starts(target), target, strict=True)]
     return fetch_route(dim, lengths, coord, requests, target)
+
+
+def tile_route(dim: int, have: Sequence[Sequence[Span]], want: Sequence[Sequence[Span]], coord: int) -> Route:
+    """Coord c's block is the index ranges `have[c]` of a dim, one after the other, and becomes `want[c]`.
+
+    >>> tile_route(0, [[Span(0, 2)], [Span(2, 4)]], [[Span(0, 1), Span(2, 3)], [Span(1, 2), Span(3, 4)]], 0).send
+    ((Piece(box=((0, 0, 1),), flip=()),), (Piece(box=((0, 1, 1),), flip=()),))
+    """
+
+    def overlaps(owner: int, asker: int) -> list[tuple[Piece, Piece]]:
+        found = []
+        at = 0
+        for lo, hi in have[owner]:
+            to = 0
+            for begin, end in want[asker]:
+                first, last = max(lo, begin), min(hi, end)
+                if first < last:
+                    here = Piece(((dim, at + first - lo, last - first),))
+                    found.append((here, Piece(((dim, to + first - begin, last - first),))))
+                to += end - begin
+            at += hi - lo
+        return found
+
+    parts = range(len(have))
+    return Route(
+        send=tuple(tuple(a for a, _ in overlaps(coord, peer)) for peer in parts),
+        recv=tuple(tuple(b for _, b in overlaps(peer, coord)) for peer in parts),
+        sizes_in=((dim, sum(hi - lo for lo, hi in have[coord])),),
+        sizes_out=((dim, sum(hi - lo for lo, hi in want[coord])),),
+    )
 
 
 def swap_route(source: int, lengths: Sequence[int], target: int, new_lengths: Sequence[int], coord: int) -> Route:
