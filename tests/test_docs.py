@@ -160,6 +160,15 @@ def test_the_architecture_page_lists_what_exists():
     assert not wrong, f"docs/architecture.md, 'Where things live': mend the mark 'to come' of {wrong}"
 
 
+def test_the_import_lines_of_the_moving_page():
+    page = (ROOT / "docs/moving-from-physicsnemo.md").read_text()
+    rows = re.findall(r"^\| `(.*physicsnemo.*)` \| `(.*)` \|$", page, re.M)
+    assert len(rows) > 10
+    for there, here in rows:
+        assert there.split(" import ")[1] == here.split(" import ")[1], f"not the same names: {there}"
+    run(sys.executable, "-c", "\n".join(here for _, here in rows))
+
+
 def exists(path: Path) -> bool:
     """Whether the path is a file or a folder with some Python in it."""
     return path.is_file() or any(path.rglob("*.py"))

@@ -1,0 +1,60 @@
+"""The public surface, frozen: a name that scripts import does not come or go by accident."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+# Public is what an __init__ lists as `from .x import X as X`.
+PUBLIC: dict[str, list[str]] = {
+    "shardfield": [
+        "Plan",
+        "ShardTensor",
+        "ShardTensorSpec",
+        "ShardfieldError",
+        "ShardingError",
+        "composed",
+        "ops",
+        "rule",
+        "scatter_tensor",
+        "strict",
+        "sync_module_over_mesh",
+    ],
+    "shardfield.distributed": [
+        "DistributedIRFFT2",
+        "DistributedManager",
+        "DistributedRFFT2",
+        "ProcessGroupConfig",
+        "ProcessGroupNode",
+        "all_gather_v",
+        "fused_all_reduce",
+        "gather_v",
+        "indexed_all_to_all_v",
+        "mark_module_as_shared",
+        "reduce_loss",
+        "scatter_v",
+        "unmark_module_as_shared",
+    ],
+}
+
+
+def exported(module) -> set[str]:
+    """The names that a module re-exports under their own name."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_surface(name):
+    module = importlib.import_module(name)
+    now, frozen = exported(module), set(PUBLIC[name])
+    assert now == frozen, (
+        f"{name}: new {sorted(now - frozen)}, gone {sorted(frozen - now)}. If this is meant, change PUBLIC in "
+        f"tests/test_public.py and add a line to CHANGELOG.md. A name that scripts may use already goes only after "
+        f"one release in which it warns."
+    )
+    assert PUBLIC[name] == sorted(PUBLIC[name]), f"keep PUBLIC[{name!r}] sorted"
+    missing = [n for n in PUBLIC[name] if not hasattr(module, n)]
+    assert not missing
