@@ -1,0 +1,75 @@
+"""How a size is cut into a piece for each rank, and what is done to a tensor around a cut. No communication."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
+    """The length of each of `num_chunks` pieces of `size`.
+
+    All but the last are equal: rounded up if that leaves something for the last one, else rounded down.
+
+    >>> compute_split_shapes(10, 4), compute_split_shapes(9, 4), compute_split_shapes(2, 3)
+    ([3, 3, 3, 1], [2, 2, 2, 3], [0, 0, 2])
+    """
+    if size < 0 or num_chunks < 1:
+        raise ValueError(f"compute_split_shapes: cannot cut {size} into {num_chunks} pieces")
+    length = -(-size // num_chunks)
+    if size - length * (num_chunks - 1) <= 0:
+        length = size // num_chunks
+    return [length] * (num_chunks - 1) + [size - length * (num_chunks - 1)]
+
+
+def split_tensor_along_dim(tensor: Tensor, dim: int, num_chunks: int) -> tuple[Tensor, ...]:
+    """The pieces of a tensor, as views, cut as `compute_split_shapes` says; pieces may be empty."""
+    return tensor.split(compute_split_shapes(tensor.shape[_dim(tensor, dim)], num_chunks), dim)
+
+
+def get_memory_format(tensor: Tensor) -> torch.memory_format:
+    """channels_last (or its 3-D form) for a tensor that lies so and not also in plain order; else contiguous_format."""
+    if not tensor.is_contiguous():
+        for ndim, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if tensor.dim() == ndim and tensor.is_contiguous(memory_format=form):
+                return form
+    return torch.contiguous_format
+
+
+def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> Tensor:
+    """Lengthen `dim` to `new_size` at its end, with zeros or, for mode "conj", by Hermitian symmetry.
+
+    With "conj" the dim holds the first part of a spectrum of `new_size` whose rest is the conjugate in reverse: what
+    `torch.fft.rfft` leaves out.
+
+    >>> full = torch.fft.fft(torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0]))
+    >>> torch.allclose(pad_helper(full[:3], 0, 5, mode="conj"), full)
+    True
+    """
+    dim = _dim(tensor, dim)
+    size = tensor.shape[dim]
+    added = new_size - size
+    if added < 0:
+        raise ValueError(f"pad_helper: dim {dim} has {size} already, more than {new_size}")
+    if mode == "zero":
+        return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, added])
+    if mode != "conj":
+        raise ValueError(f"pad_helper: mode {mode!r} is neither 'zero' nor 'conj'")
+    if added > max(0, size - 1):
+        raise ValueError(f"pad_helper: {size} frequencies do not determine {new_size} by symmetry")
+    return torch.cat([tensor, tensor.narrow(dim, 1, added).flip(dim).conj()], dim)
+
+
+def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:
+    """Shorten `dim` to `new_size` at its end; the result has memory of its own format's order."""
+    dim = _dim(tensor, dim)
+    if not 0 <= new_size <= tensor.shape[dim]:
+        raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be cut to {new_size}")
+    return tensor.narrow(dim, 0, new_size).contiguous(memory_format=get_memory_format(tensor))
+
+
+def _dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no dim {dim}")
+    return dim % tensor.dim()

@@ -1,0 +1,142 @@
+"""Collectives on plain tensors, without gradients, and what else PhysicsNeMo scripts import from here.
+
+The `*_wrapper`s are the functions of `shardfield.distributed.autograd` without autograd: the same arguments, the
+same checks, the same errors on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm import moves, wire
+from ..comm.agree import agree
+from . import autograd
+from .fused import fused_all_reduce as fused_all_reduce
+from .manager import DistributedManager
+from .pieces import Sizes, agree_on_pieces, place
+from .shared import mark_module_as_shared as mark_module_as_shared
+from .shared import unmark_module_as_shared as unmark_module_as_shared
+from .splits import compute_split_shapes as compute_split_shapes
+from .splits import get_memory_format as get_memory_format
+from .splits import pad_helper as pad_helper
+from .splits import split_tensor_along_dim as split_tensor_along_dim
+from .splits import truncate_helper as truncate_helper
+
+
+@torch.no_grad()
+def all_gather_v_wrapper(
+    tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """All pieces of a tensor cut along `dim`, joined, on every rank; `sizes` None: found from the tensors."""
+    return autograd.all_gather_v(tensor.detach(), sizes, dim, group=group)
+
+
+@torch.no_grad()
+def all_gather_v_bwd_wrapper(
+    tensor: Tensor, sizes: Sizes, dim: int = 0, use_fp32: bool = True, group: ProcessGroup | None = None
+) -> Tensor:
+    """The adjoint of `all_gather_v_wrapper`: this rank's piece of the sum over ranks of whole tensors."""
+    given = agree_on_pieces("all_gather_v_bwd", tensor.detach(), sizes, dim, group, held="whole")
+    if given.group is None:
+        return given.tensor
+    return moves.reduce_scatter(given.tensor, given.dim, given.sizes, given.group)
+
+
+@torch.no_grad()
+def gather_v_wrapper(
+    tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, dst: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """All pieces, joined, at position `dst` of the group; zeros of that shape elsewhere."""
+    return autograd.gather_v(tensor.detach(), sizes, dim, dst, group)
+
+
+@torch.no_grad()
+def scatter_v_wrapper(
+    tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, src: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """To each rank its piece of the tensor at position `src`; the others pass one like it but for `dim`."""
+    return autograd.scatter_v(tensor.detach(), sizes, dim, src, group)
+
+
+@torch.no_grad()
+def indexed_all_to_all_v_wrapper(
+    tensor: Tensor,
+    indices: Sequence[Tensor],
+    sizes: Sequence[Sizes],
+    dim: int = 0,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Send the slices `indices[r]` to each rank r; `sizes[s][r]` is how many rank s sends to rank r."""
+    return autograd.indexed_all_to_all_v(tensor.detach(), indices, sizes, dim=dim, group=group)
+
+
+def indexed_all_to_all_v_wrapper_bwd(
+    tensor: Tensor,
+    indices: Sequence[Tensor],
+    sizes: Sequence[Sizes],
+    tensor_size_along_dim: int,
+    use_fp32: bool = True,
+    dim: int = 0,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """The adjoint of `indexed_all_to_all_v_wrapper`: slices go back and are added where they came from."""
+    group, count, coord = place(group)
+    shape = list(tensor.shape)
+    problem = None
+    if -tensor.dim() <= dim < tensor.dim() and [len(row) for row in sizes] == [count] * count:
+        received = sum(row[coord] for row in sizes)
+        if shape[dim] != received:
+            problem = f"its tensor has {shape[dim]} along dim {dim}, sizes says that it received {received}"
+        shape[dim] = tensor_size_along_dim
+    agree("indexed_all_to_all_v_bwd", group, {"sizes": sizes, "dim": dim}, {"shape": tuple(tensor.shape)}, problem)
+    with torch.enable_grad():
+        source = tensor.new_zeros(shape).requires_grad_()
+        sent = autograd.indexed_all_to_all_v(source, indices, sizes, use_fp32, dim, group)
+    return torch.autograd.grad(sent, source, tensor.detach())[0]
+
+
+def distributed_transpose(
+    tensor: Tensor, dim0: int, dim1: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> tuple[list[Tensor], Any]:
+    """Cut `dim0` over the ranks of a tensor that is cut along `dim1`: `torch.cat(pieces, dim1)` is the new local part.
+
+    Returns one piece from each rank, and None or, with `async_op`, a handle: the pieces are there once `wait()` has
+    returned. `dim0` is cut as `compute_split_shapes` says; `dim1` may be cut in any way.
+    """
+    given = agree_on_pieces("distributed_transpose", tensor.detach(), None, dim1, group, {"dim0": dim0})
+    if not -tensor.dim() <= dim0 < tensor.dim() or dim0 % tensor.dim() == given.dim:  # the same on all ranks by now
+        raise ValueError(f"distributed_transpose: dims {dim0} and {dim1} of a tensor of {tensor.dim()} dims")
+    if given.group is None:
+        return [given.tensor], _Done() if async_op else None
+    pieces = [p.contiguous() for p in split_tensor_along_dim(given.tensor, dim0, len(given.sizes))]
+    pieces[given.coord] = pieces[given.coord].clone()
+    shape = list(pieces[given.coord].shape)
+    shapes = [[*shape[: given.dim], n, *shape[given.dim + 1 :]] for n in given.sizes]
+    pending = wire.start_exchange(pieces, shapes, given.group)
+    if not async_op:
+        return pending.wait(), None
+    assert pending.landing is not None
+    return pending.landing, pending
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is in flight."""
+
+
+def reduce_loss(loss: float | Tensor, dst_rank: int = 0, mean: bool = True) -> float | None:
+    """The mean (or sum) of every rank's loss as a float on `dst_rank`, None elsewhere: for logging."""
+    manager = DistributedManager()
+    if not 0 <= dst_rank < manager.world_size:
+        raise ValueError(f"reduce_loss: there is no rank {dst_rank} among {manager.world_size}")
+    group, size, rank = place(None)
+    if group is None or size == 1:
+        return float(loss)
+    value = torch.tensor([float(loss)], dtype=torch.float64, device=manager.device)
+    total = wire.all_reduce(value, group, "avg" if mean else "sum")
+    return float(total) if rank == dst_rank else None
