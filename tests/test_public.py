@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ PUBLIC: dict[str, list[str]] = {
         "strict",
         "sync_module_over_mesh",
     ],
+    "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",
         "DistributedManager",
@@ -58,3 +60,13 @@ def test_public_surface(name):
     assert PUBLIC[name] == sorted(PUBLIC[name]), f"keep PUBLIC[{name!r}] sorted"
     missing = [n for n in PUBLIC[name] if not hasattr(module, n)]
     assert not missing
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_in_the_reference(name):
+    module = importlib.import_module(name)
+    page = (Path(__file__).parents[1] / "docs/api.md").read_text()
+    section = page.split(f"\n::: {name}\n")[1].split("\n:::")[0]
+    listed = [line.strip()[2:] for line in section.splitlines() if line.strip().startswith("- ")]
+    wanted = [n for n in PUBLIC[name] if not inspect.ismodule(getattr(module, n))]
+    assert sorted(listed) == sorted(wanted), f"docs/api.md: list the names of {name} as PUBLIC has them"
