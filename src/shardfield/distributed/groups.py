@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import torch
+
 from ..errors import WorldError
 
 RankLists = list[list[int]]
@@ -27,6 +29,17 @@ def orthogonal(groups: RankLists) -> RankLists:
     [[0, 2], [1, 3]]
     """
     return [list(ranks) for ranks in zip(*groups, strict=True)]
+
+
+def along(mesh: torch.Tensor, axes: Sequence[int]) -> RankLists:
+    """The groups that a mesh of ranks falls into along some of its axes.
+
+    >>> along(torch.arange(8).reshape(2, 2, 2), [0, 1])
+    [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    size = math.prod(mesh.shape[a] for a in axes)
+    last = range(mesh.ndim - len(axes), mesh.ndim)
+    return mesh.movedim(tuple(axes), tuple(last)).reshape(-1, size).tolist()
 
 
 def complete_shape(shape: Sequence[int], names: Sequence[str], world_size: int) -> tuple[int, ...]:

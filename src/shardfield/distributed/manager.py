@@ -15,7 +15,7 @@ from ..errors import WorldError
 from . import launch as launching
 from . import world as worlds
 from .config import ProcessGroupConfig, ProcessGroupNode
-from .groups import RankLists, complete_shape, orthogonal, split
+from .groups import RankLists, along, complete_shape, orthogonal, split
 from .launch import Launch
 
 
@@ -46,7 +46,7 @@ class DistributedManager:
     _group_names: dict[dist.ProcessGroup, str]
     _global_mesh: DeviceMesh | None
     _mesh_dims: dict[str, int]
-    _mesh_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    _mesh_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]
     _meshes: list[DeviceMesh]
 
     def __new__(cls):
@@ -192,20 +192,35 @@ class DistributedManager:
     def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """One process group of all ranks of a mesh of any number of axes.
 
-        The first call for a mesh of several axes makes the group, so all ranks of that mesh make it together.
+        For several axes of the manager's mesh the first call makes the groups of all ranks, so all ranks call it;
+        for a mesh made elsewhere, all ranks of that mesh do.
         """
         if mesh.ndim == 1:
             return mesh.get_group()
-        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        if ranks == tuple(range(self.world_size)):
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        if ranks == list(range(self.world_size)):
             return dist.group.WORLD
         if self.rank not in ranks:
-            raise WorldError(f"rank {self.rank} asks for the group of a mesh over the ranks {list(ranks)}")
-        if ranks not in self._mesh_groups:
-            self._mesh_groups[ranks] = dist.new_group(
-                list(ranks), timeout=self._world.timeout, use_local_synchronization=True
-            )
-        return self._mesh_groups[ranks]
+            raise WorldError(f"rank {self.rank} asks for the group of a mesh over the ranks {ranks}")
+        siblings = self._siblings(mesh)
+        key = tuple(map(tuple, siblings or [ranks]))
+        if key not in self._mesh_groups:
+            # torch names groups by counting them, so with siblings every rank makes them all, in the same order.
+            made = {
+                members: dist.new_group(
+                    list(members), timeout=self._world.timeout, use_local_synchronization=not siblings
+                )
+                for members in key
+            }
+            self._mesh_groups[key] = next(group for members, group in made.items() if self.rank in members)
+        return self._mesh_groups[key]
+
+    def _siblings(self, mesh: DeviceMesh) -> RankLists | None:
+        """The ranks of this part of the manager's mesh and of all parts like it; None for any other mesh."""
+        names = tuple(mesh.mesh_dim_names or ())
+        if not names or names != tuple(n for n in self._mesh_dims if n in names) or mesh != self.mesh(names):
+            return None
+        return along(self.mesh().mesh, [self.mesh_names().index(n) for n in names])
 
     @staticmethod
     def initialize_mesh(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:

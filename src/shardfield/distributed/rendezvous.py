@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -53,6 +54,7 @@ class Host(threading.Thread):
         self.launch, self.me, self.server, self.timeout = launch, me, server, timeout
         self.store = store  # lives as long as somebody may ask it
         self.peers: dict[Wire, Peer] = {}
+        self.own, self.own_left = own, threading.Event()
         self.selector = selectors.DefaultSelector()
         self.selector.register(server, selectors.EVENT_READ)
         self._admit(own)
@@ -61,8 +63,11 @@ class Host(threading.Thread):
         error = self._gather()
         self.selector.unregister(self.server)
         self.server.close()
-        for wire in self.peers:
-            wire.send({"error": error} if error else {"store": self.store.port, "host": vars(self.me)})
+        answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.me)}
+        for key in list(self.selector.get_map().values()):
+            key.data.send(answer)
+            if key.data not in self.peers:
+                self._dismiss(key.data)
         while self.peers and not error:
             for key, _ in self.selector.select():
                 self._hear(key.data)
@@ -146,6 +151,8 @@ class Host(threading.Thread):
         peer = self._dismiss(wire)
         for other in self.peers:
             other.send({"gone": vars(peer), "how": how})
+        if wire is self.own:
+            self.own_left.set()
 
 
 class Member:
@@ -156,16 +163,15 @@ class Member:
         self.timeout = timeout
         self.lost: dict[int, str] = {}  # in the order of the news: the first is the cause
         self.left: set[int] = set()
+        self.failed = False
         self._host: Host | None = None
-        self._leaving = False
         self._done = threading.Event()
         self._news = threading.Event()
         self._wire = self._meet(launch)
         self.store = self._open_store(launch)
         self._watcher = threading.Thread(target=self._watch, name="shardfield-watch", daemon=True)
         self._watcher.start()
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._hook
+        _install_hook(self)
 
     def _meet(self, launch: Launch) -> Wire:
         """Come to the meeting point; rank 0 opens it."""
@@ -175,10 +181,11 @@ class Member:
         if launch.agent:
             agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.agent}/{meeting}"
         if launch.rank == 0:
+            limit = timedelta(seconds=self.timeout)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
             server = listen(launch.addr, 0 if agent else launch.port)
             if agent:
                 agent.set(key, str(server.getsockname()[1]))
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._delta)
             near, far = (Wire(sock) for sock in socket.socketpair())
             self._host = Host(launch, self.me, server, far, store, self.timeout)
             self._host.start()
@@ -208,15 +215,11 @@ class Member:
             return self._host.store
         return _store_client(self._wire.sock.getpeername()[0], answer["store"], self.timeout)
 
-    @property
-    def _delta(self) -> timedelta:
-        return timedelta(seconds=self.timeout)
-
     def _watch(self) -> None:
         """Sleep until rank 0 says that somebody is gone, or is gone itself."""
         while not self.lost:
             message = self._wire.receive()
-            if self._leaving or (message is None and 0 in self.left):
+            if self._done.is_set() or (message is None and 0 in self.left):
                 return
             peer, how = (Peer(**message["gone"]), message["how"]) if message else (self._rank0, "died")
             if how == "left":
@@ -229,37 +232,59 @@ class Member:
             self._say(f"ends now, {self.timeout:g} s after {next(iter(self.lost.values()))}")
             os._exit(1)
 
-    def _hook(self, kind, error, trace) -> None:
-        """Report an error that ends this rank, here with what is known of the cause and to the others."""
-        if self._done.is_set() or os.getpid() != self.me.pid:
-            return self._previous_hook(kind, error, trace)
-        if _from_torch_distributed(error):
+    def report(self, error: BaseException, show: Callable[[], object]) -> None:
+        """Report the error that ends this rank: `show` it, say what is known of the cause, and tell the others."""
+        echo = _from_torch_distributed(error)
+        if echo:
             self._news.wait(NEWS_SECONDS)
-        self._previous_hook(kind, error, trace)
+        show()
+        if self.left and echo:
+            self._say(f"before the error above, these ranks had left the world: {sorted(self.left)}")
         if self.lost:
             self._say(f"the error above follows from this: {next(iter(self.lost.values()))}")
-        elif self.left and _from_torch_distributed(error):
-            self._say(f"before the error above, these ranks had left the world: {sorted(self.left)}")
         text = str(error).strip().split("\n")[0][:200]
-        self.leave(f"failed with {kind.__name__}" + (f": {text}" if text else ""))
+        self.leave(f"failed with {type(error).__name__}" + (f": {text}" if text else ""))
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"shardfield, rank {self.me.rank}: {text}\n")
         sys.stderr.flush()
 
+    def active(self) -> bool:
+        """Whether this process is in the world still. A forked child never is."""
+        return not self._done.is_set() and os.getpid() == self.me.pid
+
     def leave(self, how: str = "left") -> None:
-        """Part from the others. The second call does nothing."""
-        if self._done.is_set() or os.getpid() != self.me.pid:
+        """Part from the others, who are told how. The second call does nothing."""
+        if not self.active():
             return
-        self._leaving = True
+        self.failed = how != "left"
         self._done.set()
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._previous_hook
         self._wire.send({"leave": how})
-        if self._host:
+        if self._host and how == "left":
             self._host.join(LINGER_SECONDS)
+        elif self._host:
+            # The others may be waiting for this rank in a collective: it must go, once they were told.
+            self._host.own_left.wait(LINGER_SECONDS)
         self._wire.close()
         self._watcher.join(1.0)
+
+
+_members: list[Member] = []  # the one that is in a world, if any
+
+
+def _install_hook(member: Member) -> None:
+    """Have errors that end the process reported by its member. Once for good: others may hook in on top."""
+    if not _members:
+        show = sys.excepthook
+
+        def hook(kind, error, trace):
+            if _members[0].active():
+                _members[0].report(error, lambda: show(kind, error, trace))
+            else:
+                show(kind, error, trace)
+
+        sys.excepthook = hook
+    _members[:] = [member]
 
 
 def _store_client(addr: str, port: int, timeout: float):

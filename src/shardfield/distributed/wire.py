@@ -11,7 +11,7 @@ from collections import deque
 from ..errors import WorldError
 
 # How long a program at the meeting point may keep silent before it is taken for somebody else's.
-GREETING_SECONDS = 10.0
+GREETING_SECONDS = 5.0
 
 _open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
@@ -80,8 +80,7 @@ class Wire:
 
 def listen(addr: str, port: int) -> socket.socket:
     """A socket that takes connections on every interface; port 0 takes any free port."""
-    families = [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]
-    for family in families:
+    for family in [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]:
         try:
             both = family == socket.AF_INET6
             server = socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=both)
@@ -91,10 +90,9 @@ def listen(addr: str, port: int) -> socket.socket:
             problem = error
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # what a host without IPv6 says
                 break
-    raise WorldError(
-        f"rank 0 cannot listen at {addr}:{port}: {problem.strerror}. If another program or another job on this host "
-        f"uses the port, set MASTER_PORT to a free one"
-    )
+    taken = problem.errno == errno.EADDRINUSE
+    why = "the port is taken by another program" if taken else os.strerror(problem.errno or 0)
+    raise WorldError(f"rank 0 cannot listen at {addr}:{port}: {why}; set MASTER_PORT to one that is free on its host")
 
 
 def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> Wire:

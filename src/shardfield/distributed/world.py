@@ -96,8 +96,8 @@ def start_group(world: World, store, backend: str | None = None) -> None:
 
 def end(world: World, barrier: bool, made_here: list[dist.ProcessGroup]) -> None:
     """End what was started here: the whole world, or in somebody else's the groups that were made since."""
-    broken = world.member is not None and bool(world.member.lost)
-    # With a rank lost, a barrier would wait for it, and so may NCCL on its way out; the end of the process does it.
+    # With a rank lost, a barrier would wait for it, and so may NCCL on its way out. The end of the process will do.
+    broken = world.member is not None and (world.member.failed or bool(world.member.lost))
     if dist.is_initialized() and dist.group.WORLD is world.group and not broken:
         if barrier:
             dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
