@@ -24,6 +24,9 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 # torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
+same_memory = torch._C._is_alias_of
+
 # torch 2.11-2.15: the groups that a DeviceMesh makes have torch's time-outs, and init_device_mesh takes no other.
 set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 

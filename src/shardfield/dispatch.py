@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from . import report
-from ._compat import open_body
+from ._compat import open_body, same_memory
 from .comm import moves
 from .errors import ShardingError
 from .layout import Layout
@@ -47,10 +47,10 @@ ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.
 class Ready:
     """A plan bound to the positions of its tensors."""
 
-    __slots__ = ("local", "slots", "targets", "enters", "layout", "many", "copied", "straight")
+    __slots__ = ("local", "slots", "targets", "enters", "layout", "many", "copied", "view", "straight")
 
     def __init__(self, plan: Plan, bound: dict[str, Any], operands: list[Operand]):
-        self.local, self.layout, self.copied = plan.local, plan.layout, plan.copied
+        self.local, self.layout, self.copied, self.view = plan.local, plan.layout, plan.copied, plan.view
         self.many = isinstance(plan.layout, (tuple, list))
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
@@ -85,8 +85,9 @@ class Ready:
         self.straight = in_order and not self.targets and not self.enters and isinstance(plan.layout, Layout)
 
     def run(self, locals_: list[Tensor]) -> Any:
+        base = locals_[0] if self.view else None
         if self.straight:  # nothing moves: the way most calls go
-            return self._wrapped(self.local(*locals_), self.layout)
+            return self._wrapped(self.local(*locals_), self.layout, base)
         for i, source, target in self.targets:
             locals_[i] = redistribute(locals_[i], source, target)
         for over, which in self.enters:
@@ -104,19 +105,26 @@ class Ready:
         if self.layout is None:
             return out
         if not self.many:
-            return self._wrapped(out, self.layout)
-        parts = [o if spec is None else self._wrapped(o, spec) for o, spec in zip(out, self.layout, strict=True)]
+            return self._wrapped(out, self.layout, base)
+        parts = [o if spec is None else self._wrapped(o, spec, base) for o, spec in zip(out, self.layout, strict=True)]
         # torch.return_types.* take one sequence; tuples and lists too
         return type(out)(parts) if isinstance(out, (tuple, list)) else tuple(parts)
 
-    def _wrapped(self, out: Tensor, layout: Layout) -> Any:
+    def _wrapped(self, out: Tensor, layout: Layout, base: Tensor | None) -> Any:
         assert out.shape == layout.local_shape, (
             f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
         )
         result = wrap(out, layout)
-        if self.copied:
+        if self.copied or (base is not None and out.numel() and not same_memory(out, base)):
             result._copied_view = True
         return result
+
+    def inherit(self, out: Any, args: tuple) -> Any:
+        """A view of what is already a copy of what torch would view is no better."""
+        if self.view and args and getattr(args[0], "_copied_view", False):
+            for part in out if self.many else (out,):
+                part._copied_view = True
+        return out
 
 
 # ---------------------------------------------------------------------- registering
@@ -180,7 +188,7 @@ def _planned(planner: Callable, partial: bool, merged: bool) -> Handler:
         if known is not None:
             ready = PLANS.get(known[0])
             if ready is not None:
-                return ready.run(known[1])
+                return ready.inherit(ready.run(known[1]), args)
         if kwargs and "out" in kwargs:
             return _into_out(run, func, types, args, kwargs)
         mesh = mesh_of(args, kwargs)
@@ -222,7 +230,7 @@ def _planned(planner: Callable, partial: bool, merged: bool) -> Handler:
                 _remember(found, ready)
         if known is not None and all(a is b for a, b in zip(locals_, known[1], strict=True)):
             _remember(known[0], ready)  # the operands came as they are: next time they need no admission
-        return ready.run(locals_)
+        return ready.inherit(ready.run(locals_), args)
 
     return run
 

@@ -58,6 +58,7 @@ class Plan:
     whole: names of Replicate operands that enter replicated work only. All other Replicate operands get their
         gradients summed over the axes on which the work differs from rank to rank.
     copied: the result is a copy although torch would return a view: writing into it is refused.
+    view: torch returns a view of the first tensor: where the local result is none, it counts as copied.
     """
 
     local: Callable[..., Any]
@@ -65,6 +66,7 @@ class Plan:
     operands: Mapping[str, Layout | Sequence[Layout]] = field(default_factory=dict)
     whole: Sequence[str] = ()
     copied: bool = False
+    view: bool = False
     takes: Sequence[str] = ()
 
 
