@@ -270,6 +270,10 @@ def _remember(key: tuple, ready: Ready) -> None:
         PLANS.popitem(last=False)
 
 
+# torch takes numpy's names for these arguments too
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
 def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) -> Ready | None:
     pairs = zip(locals_, layouts, strict=True)
     operands = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
@@ -283,7 +287,7 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) ->
         return value
 
     positional = [swap(v) for v in args]
-    named = {k: swap(v) for k, v in kwargs.items()} if kwargs else {}
+    named = {k if k in signature.parameters else _NUMPY.get(k, k): swap(v) for k, v in kwargs.items()}
     extra = {"fn": func} if wants_fn else {}
     try:
         bound = signature.bind(*positional, **named, **extra)
