@@ -103,6 +103,7 @@ def table(dim, lengths):
         "enter": ("replicate", "entered", lambda x: moves.enter([x], (group,))[0], lambda x: x),
         "reduce": ("partial", "replicate", lambda x: moves.reduce(x, (group,)), lambda x: x),
         "to_partial": ("replicate", "partial", lambda x: moves.to_partial(x, (group,)), lambda x: x),
+        "leave": ("entered", "replicate", lambda x: moves.leave(x, (group,)), lambda x: x),
         "gather": ("shard", "replicate", lambda x: moves.gather(x, dim, lengths, group), lambda x: x),
         "split": ("replicate", "shard", lambda x: moves.split(x, dim, lengths, group), lambda x: part(x, dim, lengths)),
         "reduce_scatter": (
@@ -135,7 +136,7 @@ def table(dim, lengths):
     }
 
 
-MOVES = "enter reduce to_partial gather split reduce_scatter gather_enter halo reverse roll recut swap".split()
+MOVES = "enter reduce to_partial leave gather split reduce_scatter gather_enter halo reverse roll recut swap".split()
 
 
 def held(kind, x, dim, lengths):
@@ -347,6 +348,8 @@ def odd_shapes():
     assert torch.equal(wire.broadcast(wide, 1, group), wide)
     assert torch.equal(wire.all_reduce(wide, group), 3 * wide)
     assert torch.equal(wire.all_reduce(torch.ones(1).expand(4), group), torch.full((4,), 3.0))
+    single = torch.arange(6).to(torch.complex64).reshape(2, 3)[rank % 2 :: 2, 1]  # one element, of stride 6
+    assert [t.tolist() for t in wire.all_gather(single, [(1,)] * 3, group)] == [[1], [4], [1]]
     lazy = torch.tensor([1 + 2j]).conj().imag  # contiguous, and its minus is a flag, not in memory
     assert lazy.is_neg() and lazy.is_contiguous()
     assert [t.tolist() for t in wire.all_gather(lazy, [(1,)] * 3, group)] == [[-2.0]] * 3

@@ -23,6 +23,8 @@ Shape = Sequence[int]
 
 # Called as meter(kind, messages, bytes) for everything this rank sends; None when nobody listens.
 meter: Callable[[str, int, int], None] | None = None
+# The call on whose behalf messages are sent, while someone listens; moves remember it for their backward.
+tag: Any = None
 
 _started: set[ProcessGroup] = set()
 
@@ -76,7 +78,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 def _on_wire(packed: Tensor) -> Tensor:
     """A packed tensor as the backend sees it: a flat view in a dtype it carries."""
-    flat = packed.view(-1)
+    flat = packed.as_strided((packed.numel(),), (1,))  # not view: a single element may keep an odd stride
     return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
 
 
