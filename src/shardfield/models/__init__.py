@@ -1,0 +1,1 @@
+"""Models that the tutorials use, written for one process and for many."""

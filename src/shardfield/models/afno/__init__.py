@@ -1,0 +1,1 @@
+"""Adaptive Fourier neural operators."""

@@ -1,0 +1,120 @@
+"""The adaptive Fourier neural operator of FourCastNet (arXiv:2202.11214), channel-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ....distributed.splits import compute_split_shapes
+from ....distributed.utils import all_gather_v_wrapper
+from .channels import Ranks, cuts_of
+from .layers import ChannelMLP, ChannelNorm, FourierMixing, PatchEmbedding, PatchHead
+
+GROUP = "model_parallel"
+
+
+class DistributedAFNO(nn.Module):
+    """Maps images to images of the same size, with its channels shared by the ranks of the group "model_parallel".
+
+    Every rank of the group gets the same images (batch, in_channels, H, W) and returns the same
+    (batch, out_channels, H, W); with `channel_parallel_inputs` or `channel_parallel_outputs`, its own channels of
+    them, cut by `compute_split_shapes`. Result and gradients are those of the model on one process, whose parameters
+    the ranks hold in slices: the same seed gives the same model for any number of ranks, and `load_full_state_dict`
+    and `full_state_dict` go between the two. Without such a group it is that one-process model.
+
+    The images are cut into patches of `patch_size`; `depth` blocks mix the `embed_dim` channels of the patches in
+    Fourier space, in `num_blocks` blocks of channels, and then point by point. The channels are cut between blocks,
+    so there must be at least as many of those as ranks. A block costs one all-gather and one reduce-scatter of the
+    patches, and four numbers a patch for its norms.
+
+    >>> model = DistributedAFNO((32, 64), in_channels=3, out_channels=2, patch_size=8, embed_dim=16, depth=2)
+    >>> model(torch.zeros(1, 3, 32, 64)).shape
+    torch.Size([1, 2, 32, 64])
+    """
+
+    def __init__(
+        self,
+        inp_shape: Sequence[int],
+        in_channels: int,
+        out_channels: int | None = None,
+        patch_size: int = 16,
+        embed_dim: int = 256,
+        depth: int = 4,
+        num_blocks: int = 4,
+        channel_parallel_inputs: bool = False,
+        channel_parallel_outputs: bool = False,
+    ):
+        super().__init__()
+        ranks = Ranks.of(GROUP)
+        height, width = inp_shape
+        if height % patch_size or width % patch_size:
+            raise ValueError(f"DistributedAFNO: {height} x {width} is not made of patches of {patch_size}")
+        if embed_dim % num_blocks:
+            raise ValueError(f"DistributedAFNO: {embed_dim} channels are not made of {num_blocks} equal blocks")
+        if num_blocks < ranks.size:
+            raise ValueError(
+                f"DistributedAFNO: {num_blocks} blocks of channels are too few for the {ranks.size} ranks of {GROUP!r}"
+            )
+        self.inp_shape = (height, width)
+        self.in_channels, self.out_channels = in_channels, out_channels or in_channels
+        inputs = compute_split_shapes(in_channels, ranks.size)
+        self._channels_in = inputs[ranks.coord] if channel_parallel_inputs else in_channels
+        blocks = compute_split_shapes(num_blocks, ranks.size)
+        size = embed_dim // num_blocks
+        channels = [n * size for n in blocks]
+        grid = (height // patch_size, width // patch_size)
+        self.embedding = PatchEmbedding(ranks, grid, patch_size, in_channels, channels, channel_parallel_inputs)
+        self.blocks = nn.ModuleList(Block(ranks, blocks, size) for _ in range(depth))
+        self.head = PatchHead(ranks, channels, self.out_channels, patch_size, channel_parallel_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        expected = (self._channels_in, *self.inp_shape)
+        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
+            raise ValueError(
+                f"DistributedAFNO: expected (batch, {', '.join(map(str, expected))}), got {tuple(x.shape)}"
+            )
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load the parameters of the one-process model; every rank passes them all and keeps its slices."""
+        cuts, coord = cuts_of(self), self.embedding.ranks.coord
+        own = {}
+        for name, value in state_dict.items():
+            if name in cuts:
+                expected = cuts[name].full_shape(self.get_parameter(name).shape)
+                if tuple(value.shape) != expected:
+                    raise ValueError(f"{name} has shape {tuple(value.shape)}, the one-process model's is {expected}")
+                value = cuts[name].of(value, coord)
+            own[name] = value
+        self.load_state_dict(own)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The parameters of the one-process model, on every rank; all ranks of the group call this together."""
+        cuts, ranks = cuts_of(self), self.embedding.ranks
+        state = {name: value.detach() for name, value in self.state_dict().items()}
+        if ranks.size == 1:
+            return {name: value.clone() for name, value in state.items()}
+        return {
+            name: all_gather_v_wrapper(value, cuts[name].lengths, cuts[name].dim, ranks.group)
+            for name, value in state.items()
+        }
+
+
+class Block(nn.Module):
+    """Fourier mixing, then an MLP, each of the normed tokens and added to them."""
+
+    def __init__(self, ranks: Ranks, blocks: Sequence[int], size: int):
+        super().__init__()
+        channels = [n * size for n in blocks]
+        self.norm1 = ChannelNorm(ranks, channels)
+        self.mixing = FourierMixing(ranks, blocks, size)
+        self.norm2 = ChannelNorm(ranks, channels)
+        self.mlp = ChannelMLP(ranks, channels, 4 * sum(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixing(self.norm1(x))
+        return x + self.mlp(self.norm2(x))

@@ -1,0 +1,141 @@
+"""The layers of an adaptive Fourier neural operator.
+
+They work on tokens (batch, rows, columns, channels), of which a rank holds its own channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....distributed.splits import compute_split_shapes
+from .channels import ChannelParallel, Ranks, random_weight
+
+
+class PatchEmbedding(ChannelParallel):
+    """Images (batch, channels, H, W) -> tokens: each patch of p x p pixels becomes one, plus an embedding of its place.
+
+    With `own_inputs` a rank gets its own channels of the images, else all of them.
+    """
+
+    def __init__(
+        self, ranks: Ranks, grid: tuple[int, int], patch: int, inputs: int, channels: Sequence[int], own_inputs: bool
+    ):
+        super().__init__(ranks)
+        self.patch, self.channels, self.own_inputs = patch, tuple(channels), own_inputs
+        size = sum(channels)
+        self.inputs = compute_split_shapes(inputs, ranks.size)
+        weight = random_weight(size, inputs, patch, patch)
+        self.weight = self.cut(weight, *((1, self.inputs) if own_inputs else (0, channels)), "weight")
+        self.bias = self.cut(torch.zeros(size), 0, channels, "bias")
+        self.position = self.cut(random_weight(1, *grid, size), 3, channels, "position")
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.patch
+        batch, _, height, width = x.shape
+        patches = x.reshape(batch, -1, height // p, p, width // p, p)
+        if self.own_inputs:
+            tokens = torch.einsum("bchpwq,ecpq->bhwe", patches, self.weight)  # an addend of all channels
+            tokens = self.ranks.reduce_scatter(tokens, 3, self.channels)
+        else:
+            tokens = torch.einsum("bchpwq,ecpq->bhwe", self.ranks.enter(patches), self.weight)
+        return tokens + self.bias + self.position
+
+
+class ChannelNorm(ChannelParallel):
+    """Layer norm over channels: each rank's mean and sum of squares about it are merged, two numbers a token."""
+
+    def __init__(self, ranks: Ranks, channels: Sequence[int], eps: float = 1e-6):
+        super().__init__(ranks)
+        self.channels, self.eps = tuple(channels), eps
+        self.weight = self.cut(torch.ones(sum(channels)), 0, channels, "weight")
+        self.bias = self.cut(torch.zeros(sum(channels)), 0, channels, "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean = wide.mean(-1)
+        squares = (wide - mean.unsqueeze(-1)).square().sum(-1)
+        moments = self.ranks.gather(torch.stack([mean, squares]).unsqueeze(0), 0, [1] * self.ranks.size)
+        counts = torch.tensor(self.channels, dtype=wide.dtype, device=x.device).reshape(-1, *[1] * mean.dim())
+        total = sum(self.channels)
+        means, squares = moments.unbind(1)
+        mean = (means * counts).sum(0) / total
+        variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+        normed = (wide - mean.unsqueeze(-1)) * torch.rsqrt(variance + self.eps).unsqueeze(-1)
+        return (normed * self.weight + self.bias).to(x.dtype)
+
+
+class FourierMixing(ChannelParallel):
+    """Mixes tokens in Fourier space: every mode goes through a two-layer network whose weights are block-diagonal.
+
+    The channels are cut between blocks, so each rank mixes its own without a message. Soft shrinkage sets small
+    coefficients to zero. Complex weights are kept as pairs of real ones.
+    """
+
+    def __init__(self, ranks: Ranks, blocks: Sequence[int], width: int, threshold: float = 0.01):
+        super().__init__(ranks)
+        self.width, self.threshold = width, threshold
+        count = sum(blocks)
+        self.w1 = self.cut(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w1")
+        self.b1 = self.cut(0.02 * torch.randn(count, width, 2), 0, blocks, "b1")
+        self.w2 = self.cut(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w2")
+        self.b2 = self.cut(0.02 * torch.randn(count, width, 2), 0, blocks, "b2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # there is no FFT in half precision
+        size = wide.shape[1:3]
+        modes = torch.fft.rfft2(wide, dim=(1, 2), norm="ortho").unflatten(-1, (-1, self.width))
+        modes = _separately(F.relu, self._dense(modes, self.w1, self.b1))
+        modes = _separately(lambda t: F.softshrink(t, self.threshold), self._dense(modes, self.w2, self.b2))
+        mixed = torch.fft.irfft2(modes.flatten(-2), s=size, dim=(1, 2), norm="ortho")
+        return mixed.to(x.dtype) + x
+
+    def _dense(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        weight, bias = (torch.view_as_complex(t.to(x.real.dtype)) for t in (weight, bias))
+        return torch.einsum("...ki,kio->...ko", x, weight) + bias
+
+
+def _separately(fn, x: Tensor) -> Tensor:
+    """A function of real numbers on the real and the imaginary parts."""
+    return torch.view_as_complex(fn(torch.view_as_real(x)))
+
+
+class ChannelMLP(ChannelParallel):
+    """Two linear layers over all channels with a GELU between: each rank has its own hidden features."""
+
+    def __init__(self, ranks: Ranks, channels: Sequence[int], hidden: int):
+        super().__init__(ranks)
+        self.channels = tuple(channels)
+        size, own = sum(channels), compute_split_shapes(hidden, ranks.size)
+        self.w1 = self.cut(random_weight(hidden, size), 0, own, "w1")
+        self.b1 = self.cut(torch.zeros(hidden), 0, own, "b1")
+        self.w2 = self.cut(random_weight(size, hidden), 1, own, "w2")
+        self.b2 = self.cut(torch.zeros(size), 0, channels, "b2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ranks.gather(x, 3, self.channels)  # all channels
+        x = F.gelu(F.linear(x, self.w1, self.b1))  # own hidden features
+        x = F.linear(x, self.w2)  # an addend of all channels
+        return self.ranks.reduce_scatter(x, 3, self.channels) + self.b2
+
+
+class PatchHead(ChannelParallel):
+    """Tokens -> images (batch, channels, H, W): all channels, or with `own_outputs` a rank's own."""
+
+    def __init__(self, ranks: Ranks, channels: Sequence[int], outputs: int, patch: int, own_outputs: bool):
+        super().__init__(ranks)
+        self.patch, self.outputs, self.own_outputs = patch, outputs, own_outputs
+        self.weight = self.cut(random_weight(outputs, patch, patch, sum(channels)), 3, channels, "weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, _ = x.shape
+        image = torch.einsum("bhwe,cpqe->bchpwq", x, self.weight)  # an addend
+        image = image.reshape(batch, self.outputs, rows * self.patch, columns * self.patch)
+        if self.own_outputs:
+            return self.ranks.reduce_scatter(image, 1, compute_split_shapes(self.outputs, self.ranks.size))
+        return self.ranks.reduce(image)

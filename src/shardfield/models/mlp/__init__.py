@@ -1,0 +1,3 @@
+"""Multi-layer perceptrons."""
+
+from .fully_connected import FullyConnected as FullyConnected
