@@ -6,6 +6,7 @@ from .dispatch import rule as rule
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
 from .plan import Plan as Plan
+from .report import explain as explain
 from .report import strict as strict
 from .scatter import scatter_tensor as scatter_tensor
 from .scatter import sync_module_over_mesh as sync_module_over_mesh

@@ -53,7 +53,22 @@ def _never(*args: Any) -> bool:
 
 
 # torch 2.11-2.15: the C functions behind torch.* and torch.nn.functional.*, which Python wrappers call by these names.
-NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)
+NAMESPACES = (
+    torch._C._VariableFunctions,
+    torch._C._nn,
+    torch._C._special,
+    torch._C._linalg,
+    torch._C._fft,
+    torch.Tensor,
+)
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory: some backward formulas (of sgn, say) give "efficient zeros" that have none to send.
+
+    torch 2.11-2.15; no public name tells them.
+    """
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
 
 def replace_function_apply(apply: Any) -> None:
@@ -72,3 +87,15 @@ def tensor_getter(name: str, method: str = "__get__") -> Any:
     """
     found = torch._C.TensorBase.__dict__.get(name)
     return None if found is None else getattr(found, method, None)
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether something else (a view, a detached tensor, an array) uses the memory of a plain tensor.
+
+    torch 2.11-2.15: there is no public count of a storage's users. A tensor of its own sets the measure.
+    """
+    return _storage_users(tensor) > _storage_users(torch.empty(1))
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

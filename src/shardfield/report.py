@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-active: Any = None
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .comm import wire
+from .names import title
+
+active: Report | None = None
 strict_depth = 0
-
-
-def ending(kind: str) -> None:
-    """Note how the current call ends."""
-    if active is not None:
-        active.ending(kind)
 
 
 @contextmanager
@@ -25,3 +25,147 @@ def strict() -> Iterator[None]:
         yield
     finally:
         strict_depth -= 1
+
+
+def ending(kind: str) -> None:
+    """Note how the current call ends."""
+    if active is not None and active._row is not None:
+        active._row.ending = kind
+
+
+class Row:
+    """One call: where it was made, how it ended, the layouts, and what this rank sent for it.
+
+    `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
+    collectives of both by name.
+    """
+
+    def __init__(self, module: str, op: str, inputs: list[Any]):
+        self.module, self.op, self.inputs = module, op, inputs
+        self.ending, self.output = "rule", None
+        self.messages = self.bytes = self.back_messages = self.back_bytes = 0
+        self.kinds: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.module} {self.op}: {self.ending}, {self.messages}+{self.back_messages} messages>"
+
+
+class Report:
+    """What happened inside `explain()`. Print it for a table; `rows` for programs."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._row: Row | None = None
+        self._path: list[tuple[nn.Module, str]] = []
+        self._outside = Row("", "(outside any call)", [])
+
+    @property
+    def messages(self) -> int:
+        """Messages this rank sent, backward included."""
+        return sum(r.messages + r.back_messages for r in self._all())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank sent, backward included."""
+        return sum(r.bytes + r.back_bytes for r in self._all())
+
+    @property
+    def gathers(self) -> list[Row]:
+        """The calls that had no rule."""
+        return [r for r in self.rows if r.ending == "gather"]
+
+    def _all(self) -> list[Row]:
+        return [*self.rows, self._outside] if self._outside.kinds else self.rows
+
+    # ------------------------------------------------------------------ collecting
+
+    def watch(self, func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call; calls made inside it count towards it."""
+        if self._row is not None:
+            return found(func, types, args, kwargs)
+        row = Row("/".join(name for _, name in self._path), title(func), layouts([args, kwargs]))
+        self._row = wire.tag = row
+        try:
+            out = found(func, types, args, kwargs)
+        finally:
+            self._row = wire.tag = None
+        row.output = next(iter(layouts(out)), None)
+        if row.output is not None or row.kinds:
+            self.rows.append(row)
+        return out
+
+    def sent(self, kind: str, messages: int, nbytes: int) -> None:
+        row = wire.tag or self._outside
+        row.kinds[kind] = row.kinds.get(kind, 0) + 1
+        if self._row is row:
+            row.messages += messages
+            row.bytes += nbytes
+        else:
+            row.back_messages += messages
+            row.back_bytes += nbytes
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        name = type(module).__name__
+        if self._path:
+            parent = self._path[-1][0]
+            name = next((n for n, child in parent.named_modules() if child is module and n), name)
+        self._path.append((module, name))
+
+    def leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._path and self._path[-1][0] is module:
+            self._path.pop()
+
+    # ------------------------------------------------------------------ showing
+
+    def __str__(self) -> str:
+        head = ("module", "op", "by", "in", "out", "messages", "bytes", "backward", "bytes")
+        body = [
+            (r.module, r.op, r.ending, "; ".join(map(str, r.inputs)), str(r.output or ""))
+            + tuple(str(n) for n in (r.messages, r.bytes, r.back_messages, r.back_bytes))
+            for r in self._all()
+        ]
+        total = [sum(getattr(r, n) for r in self._all()) for n in ("messages", "bytes", "back_messages", "back_bytes")]
+        body.append(("total", "", f"{len(self.gathers)} gathered", "", "", *map(str, total)))
+        table = [tuple(cell if len(cell) <= 48 else cell[:45] + "..." for cell in row) for row in [head, *body]]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+
+        def line(row: tuple[str, ...]) -> str:
+            cells = [c.ljust(w) if i < 5 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            return "  ".join(cells).rstrip()
+
+        return "\n".join(map(line, table))
+
+
+def layouts(value: Any) -> list[Any]:
+    """The layouts of the ShardTensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        found = getattr(value, "_layout", None)
+        return [] if found is None else [found]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [layout for v in value for layout in layouts(v)]
+    return []
+
+
+@contextmanager
+def explain() -> Iterator[Report]:
+    """Watch every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
+
+    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather did it, the layouts in
+    and out, and the messages and bytes this rank sent for it, forward and backward.
+    """
+    global active
+    report = Report()
+    before, old_meter = active, wire.meter
+    hooks = [
+        register_module_forward_pre_hook(report.enter_module),
+        register_module_forward_hook(report.leave_module, always_call=True),
+    ]
+    active, wire.meter = report, report.sent
+    try:
+        yield report
+    finally:
+        active, wire.meter = before, old_meter
+        for hook in hooks:
+            hook.remove()

@@ -73,8 +73,10 @@ def _fingerprint(what: str, claim: Mapping[str, Any]) -> int:
 
 def _device(group: ProcessGroup) -> torch.device:
     """Where the check's few integers live: the CPU if the group has a backend for it, whatever the tensors are on."""
-    config = dist.get_backend_config(group)
-    return torch.device("cpu") if "cpu" in config else torch.device("cuda", torch.cuda.current_device())
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def _shown(claim: Mapping[str, Any], facts: Mapping[str, Any] | None) -> str:

@@ -87,7 +87,7 @@ def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
 
 
 def leave(tensor: Tensor, groups: Groups) -> Tensor:
-    """A Partial's gradient (whole on every rank) becomes a Replicate value. Forward: identity. Adjoint: `to_partial`."""
+    """A Partial's gradient (whole on every rank) becomes a Replicate value. Identity; adjoint: `to_partial`."""
     return _Leave.apply(tensor, groups) if groups and tensor.requires_grad else tensor
 
 
@@ -151,7 +151,25 @@ def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 
 
 class _Move(torch.autograd.Function):
+    """Base of the moves: what its backward sends is told to the call that its forward was made for."""
+
     apply = function_apply  # the bridge for users' Functions need not look at ours
+
+    def __init_subclass__(cls) -> None:
+        forward, backward = cls.forward, cls.backward
+
+        def tagged_forward(ctx, *args):
+            ctx.tag = wire.tag
+            return forward(ctx, *args)
+
+        def tagged_backward(ctx, *grads):
+            before, wire.tag = wire.tag, ctx.tag
+            try:
+                return backward(ctx, *grads)
+            finally:
+                wire.tag = before
+
+        cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
 
 
 class _Enter(_Move):
@@ -169,7 +187,9 @@ class _Reduce(_Move):
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
-        return tuple(_sum_over(tensors, groups))
+        # An empty piece comes back as it went in. Returned as it is, autograd would call it a view, and writing into it
+        # would be an error on this rank alone.
+        return tuple(s.clone() if s is t else s for s, t in zip(_sum_over(tensors, groups), tensors, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -180,6 +200,7 @@ class _Extreme(_Move):
     @staticmethod
     def forward(ctx, tensor, op, group):
         out = wire.all_reduce(tensor, group, op)
+        out = out.clone() if out is tensor else out
         chosen = (tensor == out) | (tensor.isnan() & out.isnan())
         ctx.group = group
         ctx.save_for_backward(chosen)
@@ -218,7 +239,8 @@ class _ReduceScatter(_Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
-        return wire.reduce_scatter(tensor.split(lengths, dim), group)
+        out = wire.reduce_scatter(tensor.split(lengths, dim), group)
+        return out.clone() if len(lengths) == 1 else out
 
     @staticmethod
     def backward(ctx, grad):

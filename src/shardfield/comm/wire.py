@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat import all_gather_flat
+from .._compat import all_gather_flat, materialized
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -73,7 +73,7 @@ _CARRIED = {
 
 def _packed(tensor: Tensor) -> Tensor:
     """Contiguous, and no lazy conjugate or negation: a backend sends the memory, which knows of neither."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return materialized(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def _on_wire(packed: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import admit, handler, map_tensors, mesh_of, replicated, write_out
+from ..dispatch import admit, composed, handler, map_tensors, mesh_of, replicated, write_out
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
 from .align import align, align_to
@@ -56,9 +56,10 @@ LINEAR = dict.fromkeys(
 QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__"}
 
 
-def kept_partial(name: str, layouts: tuple[Layout, ...], scalars: bool) -> tuple[int, ...]:
+def kept_partial(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
     """The operands whose Partial can stay: the op is linear in them."""
-    kind = LINEAR.get(name)
+    kind = None if kwargs.get("rounding_mode") else LINEAR.get(name)
+    scalars = any(isinstance(v, (int, float, complex)) for v in args)
     partials = [i for i, x in enumerate(layouts) if x.partial]
     if kind is None or not partials or any(op != "sum" for i in partials for _, op in layouts[i].partial):
         return ()
@@ -91,8 +92,8 @@ def pointwise(func, types, args, kwargs):
         for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
             write_out(target, part)
         return out
-    locals_, layouts, put_back, scalars = collect(args, kwargs)
-    keep = kept_partial(func.__name__, tuple(layouts), scalars)
+    locals_, layouts, put_back = collect(args, kwargs)
+    keep = kept_partial(func.__name__, tuple(layouts), args, kwargs)
     how = align(tuple(layouts), keep)
     args, kwargs = put_back(how.bring(locals_, layouts))
     return wrapped(func(*args, **kwargs), how.result)
@@ -104,8 +105,8 @@ def in_place(func, types, args, kwargs):
         whole = map_tensors((args[1:], kwargs), lambda t: replicated(t) if isinstance(t, ShardTensor) else t)
         return func(target, *whole[0], **whole[1])
     target._writable()
-    locals_, layouts, put_back, scalars = collect(args, kwargs)
-    keep = kept_partial(func.__name__, tuple(layouts), scalars)
+    locals_, layouts, put_back = collect(args, kwargs)
+    keep = kept_partial(func.__name__, tuple(layouts), args, kwargs)
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -121,7 +122,7 @@ def in_place(func, types, args, kwargs):
 
 
 def collect(args: Any, kwargs: Any):
-    """The tensors among the arguments, their layouts, a way to put others in their place, and: are there numbers?"""
+    """The tensors among the arguments, their layouts, and a way to put others in their place."""
     mesh = mesh_of(args, kwargs)
     locals_: list[Tensor] = []
     layouts: list[Layout] = []
@@ -132,13 +133,12 @@ def collect(args: Any, kwargs: Any):
         layouts.append(layout)
 
     map_tensors((args, kwargs), take)
-    scalars = any(isinstance(v, (int, float, complex)) for v in args)
 
     def put_back(moved: list[Tensor]):
         left = iter(moved)
         return map_tensors((args, kwargs), lambda _: next(left))
 
-    return locals_, layouts, put_back, scalars
+    return locals_, layouts, put_back
 
 
 def wrapped(out: Any, layout: Layout) -> Any:
@@ -157,3 +157,20 @@ for _name in [*UNARY, *BINARY, *TERNARY, *PLAIN]:
         handler(_name + "_")(in_place)
 handler("copy_")(in_place)
 handler(torch.where)(pointwise)
+
+
+@composed("prelu")
+def prelu(input, weight):
+    """A slope per channel, or one for all."""
+    if weight.numel() != 1:
+        weight = weight.reshape([-1] + [1] * (input.ndim - 2)) if input.ndim > 1 else weight
+    return torch.where(input > 0, input, weight * input)
+
+
+@composed("glu")
+def glu(input, dim=-1):
+    """One half times the sigmoid of the other."""
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}")
+    value, gate = input.chunk(2, dim)
+    return value * gate.sigmoid()
