@@ -81,6 +81,14 @@ def travel(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> 
     return _Travel.apply(tensor, route, group, fill)
 
 
+def shift(tensor: Tensor, shape: Sequence[int], step: int, group: ProcessGroup) -> Tensor:
+    """Pass blocks around the ring of a group: this rank's goes `step` coords on, one of `shape` comes from `step` back.
+
+    Adjoint: the gradient goes `step` coords back.
+    """
+    return _Shift.apply(tensor, tuple(shape), step, group)
+
+
 def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
     """Replicate -> Partial. Forward: the value on coord 0, zeros elsewhere. Adjoint: identity."""
     return _ToPartial.apply(tensor, groups)
@@ -268,6 +276,24 @@ class _Travel(_Move):
     def backward(ctx, grad):
         route, group = ctx.how
         return _Travel.apply(grad, route.transposed, group, 0), None, None, None
+
+
+class _Shift(_Move):
+    @staticmethod
+    def forward(ctx, tensor, shape, step, group):
+        ctx.how = tensor.shape, -step, group
+        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        if size == 1:
+            return tensor.clone()
+        nothing = tensor.new_empty(0)
+        sends, shapes = [nothing] * size, [(0,)] * size
+        sends[(coord + step) % size] = tensor
+        shapes[(coord - step) % size] = shape
+        return wire.exchange(sends, shapes, group)[(coord - step) % size].view(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Shift.apply(grad, *ctx.how), None, None, None
 
 
 class _ToPartial(_Move):

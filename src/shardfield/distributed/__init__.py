@@ -13,3 +13,12 @@ from .manager import DistributedManager as DistributedManager
 from .shared import mark_module_as_shared as mark_module_as_shared
 from .shared import unmark_module_as_shared as unmark_module_as_shared
 from .utils import reduce_loss as reduce_loss
+
+
+def __getattr__(name: str):
+    """Names that scripts written for older releases of other libraries look for here."""
+    if name in ("ShardTensor", "scatter_tensor"):
+        import shardfield
+
+        return getattr(shardfield, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

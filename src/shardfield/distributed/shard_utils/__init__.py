@@ -1,0 +1,1 @@
+"""An older path of `shardfield.shard_utils`, kept for scripts that use it."""
