@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -210,6 +211,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int) -> list[str]:
         ref = _call(case, ref_in)
     except Exception as error:  # noqa: BLE001: what one device raises, we must raise
         ref_error, ref = error, None
+    failed: list[str] = []
     sent = [0, 0]
     wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
     try:
@@ -218,13 +220,17 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int) -> list[str]:
     except ShardingError as error:
         got_error, got = error, None
         if not case.refused and ref_error is None:
-            return [f"{label}: refused: {error}"]
+            failed = [f"{label}: refused: {error}"]
     except Exception as error:  # noqa: BLE001
         got_error, got = error, None
         if ref_error is None:
-            return [f"{label}: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"]
+            failed = [f"{label}: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"]
     finally:
         wire.meter = None
+    if anyone(got_error is not None) and got_error is None:
+        return [f"{label}: another rank raised, this one did not"]
+    if failed:
+        return failed
     if ref_error is not None:
         return [] if got_error is not None else [f"{label}: one device raises {ref_error!r}, this did not"]
     if got_error is not None:
@@ -248,6 +254,13 @@ def _flat(out: Any) -> list[Any]:
 
 def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def anyone(flag: bool) -> bool:
+    """Whether any rank says so. A rank that stops alone would leave the others waiting in their next message."""
+    said = torch.tensor(int(flag))
+    dist.all_reduce(said, dist.ReduceOp.MAX)
+    return bool(said)
 
 
 def differs(got: Any, ref: Any, tolerance: float) -> str | None:
@@ -277,6 +290,7 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got) -> list[str]:
             out.append(
                 f"{label}: result {i} holds {tuple(g._local_tensor.shape)}, its layout says {g._layout.local_shape}"
             )
+        if anyone(bool(out)):
             return out
         why = differs(whole(g), r, case.tolerance)
         if why:
@@ -284,7 +298,7 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got) -> list[str]:
         if isinstance(r, torch.Tensor) and isinstance(g, torch.Tensor) and r.requires_grad != g.requires_grad:
             out.append(f"{label}: result {i}: requires_grad is {g.requires_grad}, should be {r.requires_grad}")
     pairs = [(r, g) for r, g in zip(refs, gots, strict=True) if isinstance(r, torch.Tensor) and r.requires_grad]
-    if out or not pairs:
+    if anyone(bool(out)) or not pairs:
         return out
     generator = torch.Generator().manual_seed(99)
     seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r, _ in pairs]
