@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import wire
 from .manager import DistributedManager
 from .pieces import place
 
-# On the parameter: the name of each group it is shared over -> the hook that sums over it.
-_MARKS = "_shardfield_shared"
+# Parameter -> the name of each group it is shared over -> the hook that sums over it. Beside the parameter and not on
+# it, so that a marked model can still be pickled.
+_marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mark_module_as_shared(
@@ -28,13 +30,10 @@ def mark_module_as_shared(
     group, size, _ = place(DistributedManager().group(process_group))
     named = list(module.named_parameters(recurse=recurse))
     for name, parameter in named:
-        if process_group in getattr(parameter, _MARKS, {}):
+        if process_group in _marks.get(parameter, {}):
             raise RuntimeError(f"parameter {name} is marked as shared over {process_group!r} already")
     for _, parameter in named:
-        marks = getattr(parameter, _MARKS, None)
-        if marks is None:
-            marks = {}
-            setattr(parameter, _MARKS, marks)
+        marks = _marks.setdefault(parameter, {})
         marks[process_group] = _sum_gradient(parameter, group if size > 1 else None, use_fp32_reduction)
     return module
 
@@ -43,12 +42,11 @@ def unmark_module_as_shared(module: nn.Module, recurse: bool = True) -> nn.Modul
     """Undo every `mark_module_as_shared` of the module's parameters."""
     named = list(module.named_parameters(recurse=recurse))
     for name, parameter in named:
-        if not hasattr(parameter, _MARKS):
+        if parameter not in _marks:
             raise RuntimeError(f"parameter {name} is not marked as shared")
     for _, parameter in named:
-        for handle in getattr(parameter, _MARKS).values():
+        for handle in _marks.pop(parameter).values():
             handle.remove()
-        delattr(parameter, _MARKS)
     return module
 
 
