@@ -66,6 +66,7 @@ def starts(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 _INTERNED: dict[tuple, Layout] = {}
+_REPLICATED: dict[tuple, tuple[DeviceMesh, Layout]] = {}
 
 
 class Layout:
@@ -94,7 +95,11 @@ class Layout:
     @staticmethod
     def replicate(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
         """The whole tensor on every rank."""
-        return Layout.make(mesh, [(Factor(int(n)),) for n in shape])
+        key = (id(mesh), tuple(shape))  # the layout found keeps its mesh alive; a mesh that equals it has its own entry
+        found = _REPLICATED.get(key)
+        if found is None or found[0] is not mesh:
+            found = _REPLICATED[key] = (mesh, Layout.make(mesh, [(Factor(int(n)),) for n in shape]))
+        return found[1]
 
     @staticmethod
     def of(

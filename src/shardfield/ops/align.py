@@ -25,7 +25,9 @@ class Alignment(NamedTuple):
 
     def bring(self, locals_: list[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
         """The operands' local tensors, moved."""
-        moved = [redistribute(t, a, b) for t, a, b in zip(locals_, layouts, self.targets, strict=True)]
+        moved = locals_
+        if layouts != self.targets:
+            moved = [redistribute(t, a, b) for t, a, b in zip(locals_, layouts, self.targets, strict=True)]
         for over, which in self.enters:
             for i, entered in zip(which, moves.enter([moved[i] for i in which], over), strict=True):
                 moved[i] = entered

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..dispatch import admit, composed, handler, map_tensors, mesh_of, replicated, write_out
 from ..layout import Layout
@@ -58,10 +59,12 @@ QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__
 
 def kept_partial(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
     """The operands whose Partial can stay: the op is linear in them."""
+    partials = [i for i, x in enumerate(layouts) if x.partial]
+    if not partials:
+        return ()
     kind = None if kwargs.get("rounding_mode") else LINEAR.get(name)
     scalars = any(isinstance(v, (int, float, complex)) for v in args)
-    partials = [i for i, x in enumerate(layouts) if x.partial]
-    if kind is None or not partials or any(op != "sum" for i in partials for _, op in layouts[i].partial):
+    if kind is None or any(op != "sum" for i in partials for _, op in layouts[i].partial):
         return ()
     if kind == "sum":
         alike = len({layouts[i].partial for i in partials}) == 1
@@ -92,9 +95,9 @@ def pointwise(func, types, args, kwargs):
         for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
             write_out(target, part)
         return out
-    locals_, layouts, put_back = collect(args, kwargs)
-    keep = kept_partial(func.__name__, tuple(layouts), args, kwargs)
-    how = align(tuple(layouts), keep)
+    locals_, layouts, put_back = flat(args, kwargs) or collect(args, kwargs)
+    keep = kept_partial(func.__name__, layouts, args, kwargs)
+    how = align(layouts, keep)
     args, kwargs = put_back(how.bring(locals_, layouts))
     return wrapped(func(*args, **kwargs), how.result)
 
@@ -105,20 +108,50 @@ def in_place(func, types, args, kwargs):
         whole = map_tensors((args[1:], kwargs), lambda t: replicated(t) if isinstance(t, ShardTensor) else t)
         return func(target, *whole[0], **whole[1])
     target._writable()
-    locals_, layouts, put_back = collect(args, kwargs)
-    keep = kept_partial(func.__name__, tuple(layouts), args, kwargs)
+    locals_, layouts, put_back = flat(args, kwargs) or collect(args, kwargs)
+    keep = kept_partial(func.__name__, layouts, args, kwargs)
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         whole_value = target._whole_value()
         target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
-        locals_[0], layouts[0] = target._local_tensor, target._layout
-    how = align_to(target._layout, tuple(layouts), keep)
+        locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
+    how = align_to(target._layout, layouts, keep)
     moved = how.bring(locals_, layouts)
     moved[0] = target._local_tensor
     args, kwargs = put_back(moved)
     func(*args, **kwargs)
     return target
+
+
+def flat(args: Any, kwargs: Any):
+    """`collect` for the common call: plain and ShardTensors among the positional arguments, no lists."""
+    locals_, layouts, at, mesh = [], [], [], None
+    for i, value in enumerate(args):
+        if value.__class__ is ShardTensor:
+            locals_.append(value._local_tensor)
+            layouts.append(value._layout)
+            at.append(i)
+            mesh = mesh or value._layout.mesh
+        elif value.__class__ is Tensor or value.__class__ is Parameter:
+            locals_.append(value)
+            layouts.append(None)
+            at.append(i)
+        elif isinstance(value, (Tensor, list, tuple, dict)):
+            return None
+    if mesh is None or any(isinstance(v, (Tensor, list, tuple, dict)) for v in kwargs.values()):
+        return None
+    placed = tuple(Layout.replicate(mesh, t.shape) if x is None else x for t, x in zip(locals_, layouts, strict=True))
+    if any(x.mesh is not mesh for x in placed):
+        return None
+
+    def put_back(moved: list[Tensor]):
+        new = list(args)
+        for i, t in zip(at, moved, strict=True):
+            new[i] = t
+        return new, kwargs
+
+    return locals_, placed, put_back
 
 
 def collect(args: Any, kwargs: Any):
@@ -138,7 +171,7 @@ def collect(args: Any, kwargs: Any):
         left = iter(moved)
         return map_tensors((args, kwargs), lambda _: next(left))
 
-    return locals_, layouts, put_back
+    return locals_, tuple(layouts), put_back
 
 
 def wrapped(out: Any, layout: Layout) -> Any:
