@@ -1,90 +1,335 @@
-"""Views. A cut goes where its dim goes; a merged dim remembers its tiles, so merging and splitting are free."""
+"""Views. A cut goes where its dim goes; a merged dim remembers its tiles, so merging and splitting are free.
+
+What a view does to a shape is asked of torch, on a tensor without data: how arguments are read and which errors are
+raised is torch's, on every rank. The results share memory with their operand wherever nothing had to move.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..dispatch import rule
-from ..layout import Factor, Layout, chunk, regroup
+from .._compat import tensor_getter
+from ..dispatch import TABLE, composed, rule
+from ..layout import Factor, Layout, canonical, nested_chunk, pieces, regroup
 from ..plan import Operand, Plan
+from ..redistribute import redistribute
 
 
-def resolved_shape(shape: Sequence[int], numel: int) -> list[int]:
-    """A view's shape with its -1 worked out, or torch's error."""
-    shape = [int(n) for n in shape]
-    if shape.count(-1) > 1:
-        raise RuntimeError("only one dimension can be inferred")
-    known = math.prod(n for n in shape if n != -1)
-    if -1 in shape:
-        if known == 0 or numel % known:
-            raise RuntimeError(f"shape '{shape}' is invalid for input of size {numel}")
-        shape[shape.index(-1)] = numel // known
-    if math.prod(shape) != numel:
-        raise RuntimeError(f"shape '{shape}' is invalid for input of size {numel}")
-    return shape
+def ghost(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
+    """A tensor without data that looks like the operand."""
+    if strides is None:
+        return torch.empty(operand.shape, dtype=operand.dtype, device="meta")
+    return torch.empty_strided(operand.shape, strides, dtype=operand.dtype, device="meta")
 
 
-def viewed(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout]:
-    """(where the operand must lie, where the view lies): the operand stays where the cuts allow."""
-    factors = [f for d in layout.dims for f in d]
-    groups = regroup(factors, shape)
-    if groups is not None:
-        return layout, layout.with_dims(groups)
-    # A cut falls inside a new dim: move it to the nearest multiple of the inner part, or give it up.
-    for dim in layout.cut_dims:
-        for source in _shifted(layout, dim, shape):
-            groups = regroup([f for d in source.dims for f in d], shape)
-            if groups is not None:
-                return source, source.with_dims(groups)
-    source = layout
-    for dim in layout.cut_dims:
-        source = source.uncut([dim])
-        groups = regroup([f for d in source.dims for f in d], shape)
+# ---------------------------------------------------------------------- other sizes, same order
+
+
+def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The shortest runs of old and new dims, in order, that hold the same number of elements (none of size 0).
+
+    >>> segments([2, 3, 4, 5], [6, 4, 5, 1])
+    [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None)), (slice(3, 4, None), slice(2, 4, None))]
+    """
+    found: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, then = (i, j), (old[i], new[j])
+        i, j = i + 1, j + 1
+        while then[0] != then[1]:
+            if then[0] < then[1]:
+                then, i = (then[0] * old[i], then[1]), i + 1
+            else:
+                then, j = (then[0], then[1] * new[j]), j + 1
+        found.append((slice(first[0], i), slice(first[1], j)))
+    if i < len(old) or j < len(new):  # what is left has size 1 and goes with its neighbour
+        at = (found[-1][0].start, found[-1][1].start) if found else (0, 0)
+        found[-1:] = [(slice(at[0], len(old)), slice(at[1], len(new)))]
+    return found
+
+
+def viewed(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
+    """Three layouts: the operand's with some dims flattened, the same after what must move has moved, the view's.
+
+    The first two are the same where every cut falls between the new dims. `shape` has at least one dim.
+    """
+    flat: list[tuple[Factor, ...]] = []
+    moved: list[tuple[Factor, ...]] = []
+    found: list[tuple[Factor, ...]] = []
+    if 0 in shape:
+        flat = moved = [tuple(f for d in layout.uncut(range(layout.ndim)).dims for f in d)]
+        found = [(Factor(n),) for n in shape]
+        return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
+    for before, after in segments(layout.shape, shape):
+        dims, sizes = layout.dims[before], shape[after]
+        if len(dims) == len(sizes) == 1:
+            groups: list[tuple[Factor, ...]] | None = list(dims)
+        else:
+            groups = regroup([f for d in dims for f in d], sizes)
         if groups is not None:
-            return source, source.with_dims(groups)
-    source = layout.uncut(range(layout.ndim))
-    return source, Layout.make(layout.mesh, [(Factor(n),) for n in shape], layout.partial)
+            flat += dims
+            moved += dims
+        else:
+            factors = canonical(f for d in dims for f in d)
+            groups = _shifted(layout, factors, sizes)
+            flat.append(factors)
+            moved.append(tuple(f for g in groups for f in g))
+        found += groups
+    return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
 
 
-def _shifted(layout: Layout, dim: int, shape: Sequence[int]):
-    """Layouts whose cut of `dim` falls on multiples of a product of trailing new sizes."""
-    if len(layout.dims[dim]) != 1 or len(layout.axes_of(dim)) != 1:
-        return
-    (factor,) = layout.dims[dim]
-    inner = 1
-    for size in reversed(shape):
-        inner *= size
-        if inner > 1 and inner <= factor.size and factor.size % inner == 0:
-            cut = tuple(n * inner for n in chunk(factor.size // inner, len(factor.lengths)))
-            yield layout.with_dim(dim, Factor(factor.size, factor.axes, cut))
+def _shifted(layout: Layout, factors: Sequence[Factor], sizes: Sequence[int]) -> list[tuple[Factor, ...]]:
+    """Cuts near `factors` that fall between dims of `sizes`: the nearest, or where those would be lopsided, even ones."""
+
+    def largest(factors: Sequence[Factor]) -> int:
+        return math.prod(max(pieces(f)) for f in factors)
+
+    axes = tuple(a for f in factors for a in f.axes)
+    parts = [layout.mesh.size(a) for a in axes]
+    wanted = math.prod(parts)
+    best = next((k for k, n in enumerate(sizes) if n >= wanted), max(range(len(sizes)), key=sizes.__getitem__))
+    even = [(Factor(n, axes, nested_chunk(n, parts)) if k == best else Factor(n),) for k, n in enumerate(sizes)]
+    near = regroup(factors, sizes, snap=True)
+    if near is not None:
+        most = largest([f for g in near for f in g])
+        if most <= max(1.5 * largest(factors), largest([f for g in even for f in g])):
+            return near
+    return even
 
 
-@rule("view", "reshape", partial=True, merged=True)
-def view(input: Operand, *shape, fn):
+def alone(layout: Layout) -> Plan:
+    """A tensor of one element as a scalar: the rank that holds it adds it, the others add nothing."""
+    holders = layout.wide(layout.shard_axes)
+    result = Layout.make(layout.mesh, [], [*layout.partial, *((a, "sum") for a in holders)])
+    if not holders:
+        return Plan(local=lambda input: input.reshape(()), layout=result, view=True, copied=bool(layout.partial))
+    return Plan(local=only, layout=result, copied=True)
+
+
+def only(input: Tensor) -> Tensor:
+    """The sum of no or one element, in its own dtype."""
+    return input.any() if input.dtype is torch.bool else input.sum(dtype=input.dtype)
+
+
+@rule("reshape", "view", "flatten", "ravel", "unflatten", partial=True, merged=True)
+def view(input: Operand, *args, fn, **kwargs):
     """Local, where every cut falls between the new dims."""
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
-        shape = tuple(shape[0])
-    if shape and isinstance(shape[0], torch.dtype):
-        return None
-    source, result = viewed(input.layout, resolved_shape(shape, input.numel()))
-    local_shape = result.local_shape
+    if args and isinstance(args[0], torch.dtype) or "dtype" in kwargs:
+        return as_dtype(input, *args, **kwargs)
+    shape = fn(ghost(input), *args, **kwargs).shape
+    layout = input.layout
+    if not shape:
+        return alone(layout)
+    flat, moved, result = viewed(layout, shape)
+    # torch's reshape copies what it cannot view; then nobody expects a write to reach the operand
+    strict = fn.__name__ == "view" or flat is not moved or layout.partial
     return Plan(
-        local=lambda input: input.reshape(local_shape),
-        operands={"input": source},
+        local=_through(layout, flat, moved, result),
         layout=result,
-        copied=source is not input.layout,
+        view=bool(strict and layout.numel),
+        copied=bool(layout.partial and layout.numel),
     )
 
 
-@rule("permute", partial=True, merged=True)
-def permute(input: Operand, *dims):
+def _through(layout: Layout, flat: Layout, moved: Layout, result: Layout) -> Callable[[Tensor], Tensor]:
+    shape, between = result.local_shape, flat.local_shape
+    if flat is moved:
+        return lambda input: input.reshape(shape)
+    return lambda input: redistribute(input.reshape(between), flat, moved).reshape(shape)
+
+
+def as_dtype(input: Operand, dtype: torch.dtype) -> Plan:
+    """The same bits as another type: the last dim grows or shrinks with the size of an element."""
+    shape = ghost(input).view(dtype).shape
+    layout = source = input.layout.with_partial(())
+    if shape != input.shape:
+        *dims, last = layout.dims
+        if shape[-1] > input.shape[-1]:
+            layout = layout.with_dims([*dims, (*last, Factor(shape[-1] // input.shape[-1]))])
+        elif input.numel():
+            sizes = [shape[-1], input.shape[-1] // shape[-1]]
+            groups = regroup(last, sizes) or regroup(last, sizes, snap=True)
+            if groups is None or any(f.axes for f in groups[1]):
+                groups = [(Factor(n),) for n in sizes]
+            source = layout.with_dims([*dims, (*groups[0], *groups[1])])
+            layout = layout.with_dims([*dims, groups[0]])
+        else:
+            source, layout = layout.uncut([-1]), layout.with_dims([*dims, (Factor(shape[-1]),)])
+    resized, local_shape = shape != input.shape, layout.local_shape
+
+    def local(input):
+        if resized and not input.numel():  # torch refuses the strides of some empty tensors
+            return input.new_empty(local_shape, dtype=dtype)
+        return (input.contiguous() if resized else input).view(dtype)
+
+    return Plan(local=local, operands={"input": source}, layout=layout, view=True)
+
+
+def _at_least(fn: Callable) -> Callable:
+    def each(*tensors):
+        if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+            shape = fn(torch.empty(tensors[0].shape, device="meta")).shape
+            return tensors[0] if shape == tensors[0].shape else tensors[0].reshape(shape)
+        return tuple(each(t) for t in (tensors[0] if len(tensors) == 1 else tensors))
+
+    return each
+
+
+for _fn in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
+    composed(_fn)(_at_least(_fn))
+
+
+@composed("view_as", "reshape_as")
+def view_as(input, other):
+    return input.reshape(other.shape)
+
+
+# ---------------------------------------------------------------------- other order, same sizes
+
+
+def dropped(layout: Layout, dims: Sequence[int]) -> Layout | None:
+    """The layout after dims of size 1 are dropped; a cut of one goes to its neighbour. None if no dim is left.
+
+    Only one rank along the axes of such a cut holds anything; that is a cut of the neighbour with one piece.
+    """
+    kept = [d for d in range(layout.ndim) if d not in dims]
+    found = {d: list(layout.dims[d]) for d in kept}
+    for d in reversed(sorted(dims)):
+        factors = [f for f in layout.dims[d] if f.axes]
+        if factors and not kept:
+            return None
+        after = next((k for k in kept if k > d), None)
+        if after is not None:
+            found[after][:0] = factors
+        elif factors:
+            found[kept[-1]] += factors
+    return layout.with_dims([found[d] for d in kept])
+
+
+@rule("permute", "transpose", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "adjoint", "squeeze", "numpy_T",
+      *(tensor_getter(name) for name in ("T", "mT", "H", "mH")), partial=True, merged=True)  # fmt: skip
+def reorder(input: Operand, *args, fn, **kwargs):
     """The cut goes with its dim."""
-    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
-        dims = tuple(dims[0])
-    order = [d % input.ndim for d in dims]
-    if sorted(order) != list(range(input.ndim)):
-        raise RuntimeError(f"permute(dims): {dims} is not an order of {input.ndim} dims")
-    return Plan(local=lambda input: input.permute(order), layout=input.layout.permute(order))
+    layout = input.layout
+    marks = tuple(range(1, input.ndim + 1))
+    out = fn(ghost(input, marks), *args, **kwargs)
+    order = [s - 1 for s in out.stride()]
+    gone = [d for d in range(input.ndim) if d not in order]
+    if gone and not order and layout.shard_axes:
+        return alone(layout)
+    left = layout if not gone else dropped(layout, gone)
+    assert left is not None
+    at = {d: i for i, d in enumerate(sorted(order))}
+    result = left.permute([at[d] for d in order])
+    if any(layout.is_cut(d) for d in gone):
+        shape = result.local_shape
+        local: Any = lambda input: input.permute(*order, *gone).reshape(shape)  # noqa: E731
+    elif gone:
+        local = lambda input: input.permute(*order, *gone).squeeze(tuple(range(len(order), input.ndim)))  # noqa: E731
+    elif out.is_conj():
+        local = lambda input: input.permute(order).conj()  # noqa: E731
+    else:
+        local = lambda input: input.permute(order)  # noqa: E731
+    return Plan(local=local, layout=result, view=True, copied=bool(layout.partial))
+
+
+@rule("unsqueeze", partial=True, merged=True)
+def unsqueeze(input: Operand, dim):
+    """A new whole dim."""
+    ghost(input).unsqueeze(dim)
+    at, layout = dim % (input.ndim + 1), input.layout
+    return Plan(
+        local=lambda input: input.unsqueeze(at), layout=layout.insert(at), view=True, copied=bool(layout.partial)
+    )
+
+
+# ---------------------------------------------------------------------- the same elements again
+
+
+@rule("expand", "broadcast_to", partial=True, merged=True)
+def expand(input: Operand, *size, fn, **kwargs):
+    """Local. A dim of size 1 that is cut lies on one rank: it is made whole first, before it grows."""
+    shape = fn(ghost(input), *size, **kwargs).shape
+    skip = len(shape) - input.ndim
+    grown = [d for d in range(input.ndim) if shape[skip + d] != input.shape[d]]
+    source = input.layout.uncut(grown) if input.ndim else input.layout
+    dims = [(Factor(n),) if i < skip or i - skip in grown else source.dims[i - skip] for i, n in enumerate(shape)]
+    result = source.with_dims(dims)
+    local_shape = result.local_shape
+    return Plan(
+        local=lambda input: input.expand(local_shape),
+        operands={"input": source},
+        layout=result,
+        view=True,
+        copied=bool(source.partial),
+    )
+
+
+@composed("expand_as")
+def expand_as(input, other):
+    return input.expand(other.shape)
+
+
+@composed("broadcast_tensors")
+def broadcast_tensors(*tensors):
+    if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+        tensors = tuple(tensors[0])
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(t.expand(shape) for t in tensors)
+
+
+# ---------------------------------------------------------------------- complex numbers as pairs
+
+
+@rule("view_as_real", partial=True, merged=True)
+def view_as_real(input: Operand):
+    torch.view_as_real(ghost(input))
+    layout = input.layout
+    return Plan(
+        local=lambda input: torch.view_as_real(input),
+        layout=layout.insert(layout.ndim, 2),
+        view=True,
+        copied=bool(layout.partial),
+    )
+
+
+@rule("view_as_complex", partial=True, merged=True)
+def view_as_complex(input: Operand):
+    """Both parts of a number must be on one rank."""
+    torch.view_as_complex(ghost(input))
+    source = input.layout.uncut([-1])
+
+    def local(input):
+        fits = input.stride(-1) == 1 and not any(s % 2 for s in (*input.stride()[:-1], input.storage_offset()))
+        return torch.view_as_complex(input if fits else input.contiguous())
+
+    return Plan(
+        local=local,
+        operands={"input": source},
+        layout=source.without([-1]),
+        view=True,
+        copied=bool(source.partial),
+    )
+
+
+@rule("real", "imag", tensor_getter("real"), tensor_getter("imag"), partial=True, merged=True)
+def part(input: Operand, *, fn):
+    """Of each number by itself."""
+    fn(ghost(input))
+    layout = input.layout
+    return Plan(local=fn, takes=["input"], layout=layout, view=True, copied=bool(layout.partial))
+
+
+def set_part(func, types, args, kwargs):
+    """`x.real = y`."""
+    target, value = args
+    (target.real if func == tensor_getter("real", "__set__") else target.imag).copy_(value)
+
+
+for _name in ("real", "imag"):
+    TABLE[tensor_getter(_name, "__set__")] = set_part
