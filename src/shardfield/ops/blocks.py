@@ -7,6 +7,7 @@ total, a count, a few candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def simple_along(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
 class Blocks:
     """The blocks that some mesh axes (outermost first) make, and this rank's place among them."""
 
-    def __init__(self, layout: Layout, axes: Sequence[int], lengths: Sequence[int] = ()):
+    def __init__(self, layout: Layout, axes: Sequence[int], lengths: Sequence[int]):
         self.layout, self.axes, self.lengths = layout, tuple(axes), tuple(lengths)
         self.index = layout.index(axes)
         self.sizes = [layout.mesh.size(a) for a in axes]
@@ -48,9 +49,12 @@ class Blocks:
         return Blocks(layout, layout.axes_of(dim), layout.lengths(dim))
 
     @staticmethod
-    def of(layout: Layout) -> Blocks:
-        """Every rank that holds a different part of the tensor, in an order that is the same on all of them."""
-        return Blocks(layout, layout.shard_axes)
+    def all_of(layout: Layout) -> Blocks:
+        """All ranks that hold different elements, in an order of their own: elements count block after block."""
+        axes = layout.shard_axes
+        at = [dict(zip(axes, c, strict=True)) for c in product(*(range(layout.mesh.size(a)) for a in axes))]
+        coords = [[here.get(a, c) for a, c in enumerate(layout.coords)] for here in at]
+        return Blocks(layout, axes, [layout.local_shape_at(c).numel() for c in coords])
 
     @property
     def start(self) -> int:

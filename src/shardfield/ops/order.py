@@ -1,0 +1,269 @@
+"""Sorting and what follows from order, along any dim.
+
+Along a dim that is not cut all of it is local. Along a cut dim there are three ways, none of which brings the dim's
+whole length together for all rows on one rank:
+- another dim takes the cut (`freed`): one swap, torch's own function, for sorts a swap back;
+- where no dim has room for that, elements are sorted across the blocks (`samplesort`);
+- single order statistics are found by counting (`select`), and the k greatest among each block's k greatest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import moves
+from ..dispatch import rule
+from ..layout import Factor, Layout, balanced
+from ..plan import Operand, Plan
+from ..redistribute import redistribute
+from .across import after_reduction, probe, settled
+from .blocks import Blocks, simple_along
+from .samplesort import sort_rows
+from .select import counts_bytes, kth_index, longest_run, missing, pick
+
+
+def freed(layout: Layout, dim: int) -> Layout | None:
+    """The layout in which the largest other dim carries the cut of `dim` and `dim` is whole; None if none has room."""
+    axes = layout.axes_of(dim)[::-1]  # innermost first: that is the one a swap can take
+    sizes = [layout.mesh.size(a) for a in axes]
+    room = {d: min(layout.lengths(d)) for d in range(layout.ndim) if d != dim and len(layout.dims[d]) == 1}
+    other = max(room, key=lambda d: room[d], default=None)
+    if other is None or room[other] < math.prod(sizes):
+        return None
+    (factor,) = layout.dims[other]
+    lengths = [n for piece in layout.lengths(other) for n in _spread(piece, sizes)]
+    taken = Factor(factor.size, factor.axes + axes, tuple(lengths))
+    return layout.uncut([dim]).with_dim(other, taken)
+
+
+def _spread(size: int, parts: list[int]) -> list[int]:
+    return [n for piece in balanced(size, parts[0]) for n in _spread(piece, parts[1:])] if parts else [size]
+
+
+def as_rows(x: Tensor, dim: int) -> Tensor:
+    """(everything else, dim), each row in one piece as searchsorted likes it."""
+    x = x.movedim(dim, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """What `as_rows` undoes, for a tensor of `shape`."""
+    moved = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
+    return rows.reshape(moved).movedim(-1, dim)
+
+
+# ---------------------------------------------------------------------- sorts
+
+
+@rule("sort", merged=True)
+def sort(input: Operand, dim=-1, descending=False, *, stable=None):
+    return _sort_plan(input, dim, descending, stable, torch.return_types.sort)
+
+
+@rule("argsort", merged=True)
+def argsort(input: Operand, dim=-1, descending=False, *, stable=False):
+    return _sort_plan(input, dim, descending, stable, lambda pair: pair[1])
+
+
+@rule("msort", merged=True)
+def msort(input: Operand):
+    return _sort_plan(input, 0, False, False, lambda pair: pair[0])
+
+
+def _sort_plan(input: Operand, dim: int, descending: bool, stable: bool | None, finish: Callable) -> Plan:
+    """The result lies like the input. `finish` makes it of (values, global indices)."""
+    probe(torch.sort, input, dim=dim)
+    layout, dim, cut = simple_along(input.layout, dim)
+    many = (layout, layout) if finish is torch.return_types.sort else layout
+    target = freed(layout, dim) if cut else layout
+
+    def sorted_(x):
+        return torch.sort(x, stable=bool(stable), dim=dim, descending=bool(descending))
+
+    if not cut or not layout.numel:
+        return Plan(local=lambda input: finish(sorted_(input)), operands={"input": layout}, layout=many)
+    if target is not None:
+
+        def swapped(input):
+            back = _Later(lambda t: redistribute(t, target, layout), sorted_(input))
+            return finish(back)
+
+        return Plan(local=swapped, operands={"input": target}, layout=many)
+    blocks = Blocks.along(layout, dim)
+
+    def across(input):
+        pair = sort_rows(as_rows(input, dim), blocks, bool(descending))
+        return finish([from_rows(t, input.shape, dim) for t in pair])
+
+    return Plan(local=across, operands={"input": layout}, layout=many)
+
+
+class _Later(list):
+    """A pair of which each part is moved when it is taken, so that argsort does not send values back."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor], pair: Any):
+        super().__init__(pair)
+        self.move = move
+
+    def __getitem__(self, at):
+        return self.move(super().__getitem__(at))
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+@rule("topk", merged=True)
+def topk(input: Operand, k, dim=-1, largest=True, sorted=True, *, fn):
+    """The k greatest are among each block's k greatest: those travel. Where that is most of the tensor, it is sorted."""
+    probe(fn, input, min(1, *input.shape, 1), dim)
+    layout, dim, cut = simple_along(input.layout, dim)
+    n = layout.shape[dim] if layout.ndim else 1
+    if not 0 <= k <= n:
+        raise RuntimeError(f"topk: selected index k out of range: {k} of {n}")
+
+    def whole(input):
+        return fn(input, k, dim, largest, sorted)
+
+    if not cut:
+        result = layout.with_dim(dim, Factor(k)) if layout.ndim else layout
+        return Plan(local=whole, operands={"input": layout}, layout=(result, result))
+    blocks, target = Blocks.along(layout, dim), freed(layout, dim)
+    if k * blocks.count <= n:
+        lengths = [min(k, length) for length in blocks.lengths]
+
+        def candidates(input):
+            values, indices = fn(input, min(k, input.shape[dim]), dim, largest)
+            values = blocks.assembled(values, dim, lengths)
+            indices = blocks.assembled(indices + blocks.start, dim, lengths)
+            best, which = fn(values, k, dim, largest, sorted)
+            return torch.return_types.topk((best, indices.gather(dim, which)))
+
+        result = layout.with_dim(dim, Factor(k))
+        return Plan(local=candidates, operands={"input": layout}, layout=(result, result))
+    if target is not None:
+        result = target.with_dim(dim, Factor(k))
+        return Plan(local=whole, operands={"input": target}, layout=(result, result))
+    kept, left = [], k
+    for length in blocks.lengths:
+        kept.append(min(left, length))
+        left -= kept[-1]
+
+    def head(input):
+        pair = sort_rows(as_rows(input, dim), blocks, bool(largest))
+        parts = [from_rows(t, input.shape, dim).narrow(dim, 0, kept[blocks.index]) for t in pair]
+        return torch.return_types.topk(parts)
+
+    result = layout.with_dim(dim, Factor(k, blocks.axes, tuple(kept)))
+    return Plan(local=head, operands={"input": layout}, layout=(result, result))
+
+
+# ---------------------------------------------------------------------- one element of each row
+
+
+def _one_of_each(input: Operand, dim: int, keepdim: bool, fn: Callable, column: Callable, cost: int) -> Plan:
+    """A plan for functions that return (value, index) of one element of each row.
+
+    fn: torch's function of a tensor whose `dim` is whole. column(rows, blocks): the global column chosen in each row
+    of a cut dim, (rows, 1). cost: the bytes a row costs that way; where a swap sends fewer, it is a swap.
+    """
+    layout, dim, cut = simple_along(input.layout, dim)
+    target: Layout | None = layout
+    if cut:
+        target = freed(layout, dim)
+        held = layout.shape[dim] * input.dtype.itemsize / len(layout.lengths(dim))
+        if target is not None and held > cost:
+            target = None
+    if target is not None:
+        result = after_reduction(target, (dim,) if layout.ndim else (), keepdim, None)
+        return Plan(local=lambda input: fn(input, dim), operands={"input": target}, layout=(result, result))
+    blocks = Blocks.along(layout, dim)
+    result = after_reduction(layout, (dim,), keepdim, None)
+
+    def local(input):
+        rows = as_rows(input, dim)
+        index = column(rows, blocks)
+        parts = [t.reshape(result.local_shape) for t in (pick(rows, index, blocks), index)]
+        return getattr(torch.return_types, fn.__name__)(parts)
+
+    return Plan(local=local, operands={"input": layout}, layout=(result, result))
+
+
+def _named(name: str, call: Callable) -> Callable:
+    call.__name__ = name
+    return call
+
+
+@rule("kthvalue", merged=True)
+def kthvalue(input: Operand, k, dim=-1, keepdim=False, *, fn):
+    """By counting."""
+    probe(fn, input, 1, dim)
+    n = input.shape[dim] if input.ndim else 1
+    if not 1 <= k <= n:
+        raise RuntimeError(f"kthvalue(): selected number k out of range for dimension {dim}")
+
+    def column(rows, blocks):
+        return kth_index(rows, rows.new_full((len(rows), 1), k - 1, dtype=torch.int64), blocks)
+
+    call = _named("kthvalue", lambda x, d: fn(x, k, d, keepdim))
+    return _one_of_each(input, dim, keepdim, call, column, counts_bytes(input.dtype, 1))
+
+
+@rule("median", "nanmedian", merged=True)
+def median(input: Operand, dim=None, keepdim=False, *, fn):
+    """The lower of the two in the middle. A NaN is the median of a row that has one, unless it is left out."""
+    skip = fn.__name__ == "nanmedian"
+    if dim is None:
+        return _median_of_all(input, skip, fn)
+    probe(fn, input, dim)
+
+    def column(rows, blocks):
+        return kth_index(rows, _middle(missing(rows, blocks), sum(blocks.lengths), skip), blocks)
+
+    call = _named(fn.__name__, lambda x, d: fn(x, d, keepdim))
+    return _one_of_each(input, dim, keepdim, call, column, counts_bytes(input.dtype, 1))
+
+
+def _middle(nans: Tensor, n: int, skip: bool) -> Tensor:
+    """The rank of the median in each row, NaNs being the greatest."""
+    if skip:
+        return ((n - nans - 1).div(2, rounding_mode="floor")).clamp(min=0)
+    return torch.where(nans > 0, n - nans, (n - 1) // 2)
+
+
+def _median_of_all(input: Operand, skip: bool, fn: Callable) -> Plan:
+    """All elements equal to the median share its gradient, as in torch."""
+    probe(fn, input)
+    layout = input.layout
+    result = Layout.replicate(layout.mesh, ())
+    if layout.is_replicated or not layout.numel:
+        return Plan(local=lambda input: fn(input), layout=result)
+    blocks = Blocks.all_of(layout)
+
+    def local(input):
+        rows = input.reshape(1, -1)
+        ranks = _middle(missing(rows, blocks), layout.numel, skip)
+        value = pick(rows.detach(), kth_index(rows, ranks, blocks), blocks).reshape(())
+        if not rows.requires_grad:
+            return value
+        same = rows.isnan() if value.isnan() else rows == value
+        share = same.to(rows.dtype) / moves.reduce(same.sum(), blocks.groups)
+        return settled((rows * share).sum(), value, blocks.groups)
+
+    return Plan(local=local, layout=result)
+
+
+@rule("mode", merged=True)
+def mode(input: Operand, dim=-1, keepdim=False, *, fn):
+    """The longest run of equal elements in sorted order."""
+    probe(fn, input, dim)
+
+    def column(rows, blocks):
+        return longest_run(*sort_rows(rows.detach(), blocks, False), blocks) if len(rows) else rows.new_zeros(0, 1).long()
+
+    call = _named("mode", lambda x, d: fn(x, d, keepdim))
+    return _one_of_each(input, dim, keepdim, call, column, 1 << 62)

@@ -1,0 +1,74 @@
+"""Rows that lie in blocks, sorted across the blocks: for where no other dim can take the cut.
+
+A sample of each block tells which part of the order each rank should get; elements go there, are sorted, and then go
+to the ranks that own their places. Every element travels twice, no rank ever holds much more than its share, and the
+order is exact: equal elements stay in the order of their global index.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import Blocks
+from .owners import Hop, gather_counts
+from .select import order_key
+
+
+def sort_rows(rows: Tensor, blocks: Blocks, descending: bool) -> tuple[Tensor, Tensor]:
+    """(values, global columns) of rows (rows, this block's columns) sorted along their whole length. Differentiable.
+
+    An element's code, row * length + column, goes with it: codes tell rows and equal elements apart.
+    """
+    count, n, device = len(rows), sum(blocks.lengths), rows.device
+    if not count:  # then it is so on all the blocks' ranks
+        return rows, torch.zeros_like(rows, dtype=torch.int64)
+    keys, order = order_key(rows, descending).sort(dim=1, stable=True)
+    codes = order + blocks.start + torch.arange(count, device=device)[:, None] * n
+    values = rows.gather(1, order).flatten()
+    bounds = torch.tensor(_bounds(keys, codes, blocks, n), dtype=torch.int64, device=device)
+    bucket = torch.searchsorted(bounds, torch.arange(len(values), device=device), right=True)
+    values, codes = _sent([values, codes.flatten()], bucket, blocks)
+
+    # Here: one stretch of the global order, pieces from every block, equal ones in the order of their codes.
+    order = order_key(values, descending).argsort(stable=True)
+    order = order[(codes[order].div(n, rounding_mode="floor")).argsort(stable=True)] if count > 1 else order
+    held = gather_counts(len(values), blocks.layout, blocks.axes, device)
+    place = torch.arange(len(values), device=device) + sum(held[: blocks.index])
+    ends = torch.tensor(blocks.lengths, device=device).cumsum(0)
+    owner = torch.searchsorted(ends, place % n, right=True)
+    values, codes, place = _sent([values.index_select(0, order), codes[order], place], owner, blocks)
+
+    # Here: the elements whose places this rank owns, in any order; row-major order of places is block order.
+    order = place.argsort()
+    return values.index_select(0, order).view(rows.shape), (codes[order] % n).view(rows.shape)
+
+
+def _sent(columns: list[Tensor], peers: Tensor, blocks: Blocks) -> list[Tensor]:
+    """Entry i of each column goes to block `peers[i]`; arrivals keep the order of blocks, then their own."""
+    inner = 1
+    for axis, size in zip(reversed(blocks.axes), reversed(blocks.sizes), strict=True):
+        if size > 1:
+            hop = Hop.to(peers.div(inner, rounding_mode="floor") % size, axis, blocks.layout)
+            *columns, peers = [hop.there(c) for c in (*columns, peers)]
+        inner *= size
+    return columns
+
+
+def _bounds(keys: Tensor, codes: Tensor, blocks: Blocks, n: int) -> list[int]:
+    """Where in this block's sorted elements each rank's part begins, but the first: near-equal parts of the whole."""
+    count, parts = len(keys), blocks.count
+    step = max(1, count * n // (2 * parts * parts))  # parts come out at most 1.5 times their fair share
+    taken = [len(range(step // 2, count * length, step)) for length in blocks.lengths]
+    mine = torch.stack([keys.flatten(), codes.flatten()], 1)[step // 2 :: step]
+    sample = blocks.assembled(mine, 0, taken)
+    sample = sample[sample[:, 1].argsort()]
+    sample = sample[sample[:, 0].argsort(stable=True)]
+    sample = sample[sample[:, 1].div(n, rounding_mode="floor").argsort(stable=True)]
+    chosen = [len(sample) * part // parts for part in range(1, parts)]
+    bounds, length = [], keys.shape[1]
+    for key, code in sample[chosen].tolist():
+        row = code // n
+        low, high = (int(torch.searchsorted(keys[row], key, right=right)) for right in (False, True))
+        bounds.append(row * length + low + int(torch.searchsorted(codes[row, low:high].contiguous(), code)))
+    return bounds
