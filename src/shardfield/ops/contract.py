@@ -1,0 +1,278 @@
+"""Which dims the work of a product is divided over: the one planner behind matmul, einsum, cdist and the like. Pure.
+
+A product is an einsum: the dims of every operand carry labels, and labels that the result does not have are summed
+over. For each mesh axis one label is chosen, which this axis then divides in all operands that have it. A label of
+the result leaves the result cut; a summed one leaves it Partial. Operands without the label are whole on that axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..layout import Factor, Layout, canonical, nested_chunk, outer_lengths, starts
+
+Label = Hashable
+Cut = tuple[Factor, ...]
+
+# A Partial result this many times larger than the largest operand is not left to the next op: something moves instead.
+SPREAD = 4
+# How many labels that the axis does not cut yet are tried as places to move a cut to.
+TRIED = 4
+
+
+class Term(NamedTuple):
+    """An operand: its layout, a label for each dim (None: the dim must be whole), bytes per element."""
+
+    layout: Layout
+    labels: tuple[Label | None, ...]
+    itemsize: int = 1
+
+
+class Keep(NamedTuple):
+    """A choice for an axis: the operand that stays Partial on it."""
+
+    term: int
+
+
+class Work(NamedTuple):
+    """Where the operands go, where the result lies, and how each label is cut."""
+
+    targets: tuple[Layout, ...]
+    result: Layout
+    cuts: dict[Label, Cut]
+
+
+def contract(
+    terms: Sequence[Term],
+    out: Sequence[Label | tuple[Label, ...]],
+    *,
+    whole: Collection[Label] = (),
+    linear: bool = True,
+    stay: bool = True,
+    broadcast: bool = False,
+) -> Work:
+    """The cheapest division of a product, by bytes moved before it and to be summed after it.
+
+    `out` lists the result's labels; a tuple of them is one merged dim. Labels in `whole` are never cut. If the
+    function is not `linear`, no operand stays Partial and no summed label is cut. With `stay`, a way that moves
+    nothing is taken before a cheaper one that does, unless its Partial result is much larger than the operands.
+    A dim of size 1 broadcasts where its label is a number, or any label with `broadcast`.
+    """
+    mesh = terms[0].layout.mesh
+    found = [label for group in out for label in (group if type(group) is tuple else (group,))]
+    plan = _Search(mesh, terms, found, whole, linear, broadcast)
+    best, least = None, None
+    for choice in itertools.product(*(plan.choices(axis) for axis in plan.axes)):
+        cuts = plan.cuts(dict(zip(plan.axes, choice, strict=True)))
+        if cuts is None:
+            continue
+        moved, summed, size = plan.cost(cuts, choice)
+        # 0: nothing moves and the result is of a size to be left Partial
+        rank = 0 if stay and not moved and (not summed or size <= SPREAD * plan.largest) else 1
+        if least is None or (rank, moved + summed) < least:
+            best, least = (choice, cuts), (rank, moved + summed)
+    assert best is not None, "every axis may be left idle"
+    choice, cuts = best
+    kept = {(axis, c.term) for axis, c in zip(plan.axes, choice, strict=True) if isinstance(c, Keep)}
+    targets = tuple(plan.target(i, cuts, [a for a, term in kept if term == i]) for i in range(len(terms)))
+    dims = [[f for label in (g if type(g) is tuple else (g,)) for f in cuts[label]] for g in out]
+    partial = {a for label, cut in cuts.items() if label not in found for f in cut for a in f.axes}
+    partial |= {a for a, _ in kept}
+    wide = [a for a in sorted(partial) if mesh.size(a) > 1]
+    return Work(targets, Layout.make(mesh, dims, [(a, "sum") for a in wide]), cuts)
+
+
+class _Search:
+    """What is asked about one product while its division is chosen."""
+
+    def __init__(self, mesh: DeviceMesh, terms, found: Sequence[Label], whole: Collection[Label], linear, broadcast):
+        self.mesh, self.terms, self.whole, self.linear = mesh, terms, set(whole), linear
+        self.found = list(found)  # in order: ranks must round costs alike, and sets of strings are ordered by chance
+        self.sizes: dict[Label, int] = {}
+        for term in terms:
+            for label, size in zip(term.labels, term.layout.shape, strict=True):
+                known = self.sizes.setdefault(label, size)
+                if known != size and label is not None:
+                    if not (broadcast or isinstance(label, int)) or 1 not in (known, size):
+                        shapes = [tuple(t.layout.shape) for t in terms]
+                        raise RuntimeError(f"operands of shapes {shapes} do not fit: {known} meets {size}")
+                    self.sizes[label] = known if size == 1 else size
+        self.sizes.pop(None, None)
+        self.repeated = {x for t in terms for x in t.labels if x is not None and t.labels.count(x) > 1}
+        self.bytes = [t.layout.numel * t.itemsize for t in terms]
+        self.largest = max(self.bytes)
+        self.by_size = sorted(range(len(terms)), key=lambda i: -self.bytes[i])
+        self.itemsize = max(t.itemsize for t in terms)
+        used = {a for t in terms for a in t.layout.shard_axes + t.layout.partial_axes}
+        self.axes = sorted(used)
+
+    def choices(self, axis: int) -> list[Label | Keep | None]:
+        """What may be divided by an axis: labels it cuts already come first, larger operands before smaller ones."""
+        cutting: list[Label] = []
+        others: list[Label] = []
+        keeps: list[Keep] = []
+        for i in self.by_size:
+            term = self.terms[i]
+            if (axis, "sum") in term.layout.partial and self.linear:
+                keeps.append(Keep(i))
+            for label, dim in self._held(term):
+                if axis in term.layout.axes_of(dim):
+                    cutting.append(label)
+                elif axis in term.layout.shard_axes + term.layout.partial_axes and self.sizes[label] > 1:
+                    others.append(label)
+        allowed = [x for x in dict.fromkeys(cutting) if self._divides(x)]
+        allowed.sort(key=lambda x: x not in self.found)
+        new = [x for x in dict.fromkeys(others) if self._divides(x) and x not in allowed]
+        new.sort(key=lambda x: -self.sizes[x])
+        return [*allowed, *keeps, *new[:TRIED], None]
+
+    def _divides(self, label: Label) -> bool:
+        return label not in self.whole and (self.linear or label in self.found)
+
+    def _held(self, term: Term) -> Iterator[tuple[Label, int]]:
+        """The labels that a term really has (not as a dim of size 1 that is broadcast), and where."""
+        for dim, (label, size) in enumerate(zip(term.labels, term.layout.shape, strict=True)):
+            if label is not None and size == self.sizes[label]:
+                yield label, dim
+
+    def cuts(self, choice: dict[int, Label | Keep | None]) -> dict[Label, Cut] | None:
+        """How every label is cut if these are the choices; None where there is no such cut."""
+        cuts: dict[Label, Cut] = {}
+        for label, size in self.sizes.items():
+            axes = [a for a, chosen in choice.items() if chosen == label and not isinstance(chosen, Keep)]
+            cut = self._cut(label, axes) if axes else (Factor(size),)
+            if cut is None or (len(cut) > 1 and label in self.repeated):
+                return None
+            cuts[label] = cut
+        return cuts
+
+    def _cut(self, label: Label, axes: Sequence[int]) -> Cut | None:
+        """A label cut by `axes`: where the largest operand is cut so, by all or some of them, as it is there."""
+        for i in self.by_size:
+            for held, dim in self._held(self.terms[i]):
+                layout = self.terms[i].layout
+                if held == label and set(axes) & set(layout.axes_of(dim)):
+                    return _deeper(restrict(layout.dims[dim], axes, self.mesh), axes, self.mesh)
+        return _deeper((Factor(self.sizes[label]),), axes, self.mesh)
+
+    def dims(self, i: int, cuts: dict[Label, Cut]) -> list[Cut]:
+        """The dims of an operand; of several dims with one label, one is cut and the others are whole."""
+        term = self.terms[i]
+        dims: list[Cut] = [(Factor(n),) for n in term.layout.shape]
+        best: dict[Label, int] = {}
+        for label, dim in self._held(term):
+            axes = {a for f in cuts[label] for a in f.axes}
+            if label not in best or len(axes & set(term.layout.axes_of(dim))) > len(
+                axes & set(term.layout.axes_of(best[label]))
+            ):
+                best[label] = dim
+        for label, dim in best.items():
+            dims[dim] = cuts[label]
+        return dims
+
+    def target(self, i: int, cuts: dict[Label, Cut], kept: Sequence[int]) -> Layout:
+        """Where an operand goes; where it is, if the difference is on axes of one rank only."""
+        source = self.terms[i].layout
+        dims = self.dims(i, cuts)
+        partial = [(a, "sum") for a in kept]
+        wide = set(source.wide(range(self.mesh.ndim)))
+        same = all(
+            restrict(a, wide, self.mesh) == restrict(b, wide, self.mesh) for a, b in zip(source.dims, dims, strict=True)
+        )
+        if same and {p for p in source.partial if p[0] in wide} == {p for p in partial if p[0] in wide}:
+            return source
+        return Layout.make(self.mesh, dims, partial)
+
+    def cost(self, cuts: dict[Label, Cut], choice: Sequence[Label | Keep | None]) -> tuple[float, float, float]:
+        """Bytes moved to make the operands ready, bytes to be moved to sum the result, bytes of the result here."""
+        moved = 0.0
+        for i in range(len(self.terms)):
+            kept = [a for a, c in zip(self.axes, choice, strict=True) if c == Keep(i) and isinstance(c, Keep)]
+            moved += self._moved(i, self.dims(i, cuts), kept)
+        size = self.itemsize * math.prod(self.sizes[x] * _share(cuts[x]) for x in self.found)
+        summed = 0.0
+        for axis, chosen in zip(self.axes, choice, strict=True):
+            part = 1 - 1 / self.mesh.size(axis)
+            if isinstance(chosen, Keep):
+                summed += 2 * part * size
+            elif chosen is not None and chosen not in self.found:
+                summed += part * size
+        return moved, summed, size
+
+    def _moved(self, i: int, dims: Sequence[Cut], kept: Sequence[int]) -> float:
+        """Bytes that a rank sends to bring an operand from where it is to `dims`, about."""
+        layout, nbytes = self.terms[i].layout, float(self.bytes[i])
+        here = {a: d for d in range(layout.ndim) for a in layout.axes_of(d)}
+        there = {a: d for d, cut in enumerate(dims) for f in cut for a in f.axes}
+        parts = {a: self.mesh.size(a) for a in range(self.mesh.ndim)}
+        still = set()
+        for dim, cut in enumerate(dims):
+            common = [a for a in here if here[a] == dim and there.get(a) == dim]
+            if restrict(layout.dims[dim], common, self.mesh) == restrict(cut, common, self.mesh):
+                still |= set(common)
+        nbytes /= math.prod(parts[a] for a in still)
+        total = 0.0
+        for axis, size in parts.items():
+            part = 1 - 1 / size
+            if axis in layout.partial_axes:
+                total += 0 if axis in kept else part * nbytes * (1 if axis in there else 2)
+            elif axis in still or axis not in here:
+                continue
+            elif axis not in there:
+                total += part * nbytes
+            elif there[axis] != here[axis]:
+                total += part * nbytes * _share(dims[there[axis]])
+            else:
+                total += nbytes * _changing_hands(layout.dims[here[axis]], dims[here[axis]], part)
+        return total
+
+
+def restrict(cut: Cut, axes: Collection[int], mesh: DeviceMesh) -> Cut:
+    """A cut of a dim as it is by some of its axes alone; the pieces of an inner axis alone are chunks."""
+    found = []
+    for factor in cut:
+        kept = [a for a in factor.axes if a in axes]
+        lengths = factor.lengths
+        if kept == list(factor.axes[: len(kept)]):
+            for axis in reversed(factor.axes[len(kept) :]):
+                lengths = outer_lengths(lengths, mesh.size(axis))
+        elif all(a in kept or mesh.size(a) == 1 for a in factor.axes):
+            pass  # an axis of one rank cuts nothing
+        else:
+            lengths = nested_chunk(factor.size, [mesh.size(a) for a in kept])
+        found.append(Factor(factor.size, tuple(kept), lengths if kept else ()))
+    return canonical(found)
+
+
+def _deeper(cut: Cut, axes: Sequence[int], mesh: DeviceMesh) -> Cut | None:
+    """A cut by those of `axes` it has, its pieces chunked by those it has not."""
+    rest = [a for a in axes if not any(a in f.axes for f in cut)]
+    if not rest:
+        return cut
+    if len(cut) > 1:
+        return None
+    (factor,) = cut
+    parts = [mesh.size(a) for a in rest]
+    lengths = [n for piece in factor.lengths or (factor.size,) for n in nested_chunk(piece, parts)]
+    return (Factor(factor.size, (*factor.axes, *rest), tuple(lengths)),)
+
+
+def _share(cut: Cut) -> float:
+    """The part of a dim that the rank with the most of it holds."""
+    return math.prod(max(f.lengths) / f.size for f in cut if f.axes and f.size)
+
+
+def _changing_hands(old: Cut, new: Cut, part: float) -> float:
+    """The part of a dim that moves when the same axis cuts it elsewhere."""
+    if len(old) > 1 or len(new) > 1 or old[0].axes != new[0].axes or not old[0].size:
+        return part
+    stays = 0
+    begins = zip(starts(old[0].lengths), old[0].lengths, starts(new[0].lengths), new[0].lengths, strict=True)
+    for a, n, b, m in begins:
+        stays += max(0, min(a + n, b + m) - max(a, b))
+    return (old[0].size - stays) / old[0].size / len(old[0].lengths)
