@@ -1,67 +1,119 @@
-"""Reductions. What is cut along a reduced dim is reduced locally and stays Partial until someone needs it."""
+"""Reductions. What is cut along a reduced dim is reduced locally; sums stay Partial until someone needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 
+from ..comm import moves, wire
 from ..dispatch import rule
-from ..layout import Factor, Layout
-from ..plan import Operand, Plan
+from ..plan import Operand, Plan, groups
+from .across import HALF, after_reduction, cutting, probe, reduced_dims, stacked
 
 
-def reduced_dims(ndim: int, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The dims a reduction runs over, as torch reads its `dim` argument (None and () mean all)."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return tuple(range(ndim))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    for d in dims:
-        if not -max(ndim, 1) <= d < max(ndim, 1):
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
-    return tuple(d % ndim for d in dims) if ndim else ()
-
-
-def after_reduction(layout: Layout, dims: Sequence[int], keepdim: bool, op: str | None = "sum") -> Layout:
-    """The result's layout: reduced dims gone (or 1 long), Partial(op) over the axes that cut them (op None: reduced)."""
-    axes = [a for d in dims for a in layout.axes_of(d)]
-    partial = [*layout.partial, *((a, op) for a in axes)] if op else layout.partial
-    whole = [(Factor(1),) if d in dims else f for d, f in enumerate(layout.dims) if keepdim or d not in dims]
-    return Layout.make(layout.mesh, whole, partial)
+def _linear(input: Operand):
+    """The operand's layout for a linear reduction: addends may stay addends."""
+    layout = input.layout
+    return layout if all(op == "sum" for _, op in layout.partial) else layout.with_partial(())
 
 
 @rule("sum", "nansum", partial=True, merged=True)
 def total(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     """Each rank sums what it has; the addends are Partial over the axes that cut a summed dim."""
-    layout = input.layout
-    if layout.partial and (fn.__name__ == "nansum" or any(op != "sum" for _, op in layout.partial)):
-        layout = layout.with_partial(())
+    probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype)
+    layout = input.layout.with_partial(()) if fn.__name__ == "nansum" else _linear(input)
     dims = reduced_dims(layout.ndim, dim)
-    out = after_reduction(layout, dims, keepdim)
     return Plan(
         local=lambda input: fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if dims else fn(input, dtype=dtype),
         operands={"input": layout},
-        layout=out,
+        layout=after_reduction(layout, dims, keepdim),
     )
 
 
 @rule("mean", partial=True, merged=True)
 def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     """A sum over what each rank has, divided by the global count: exact for uneven and empty pieces."""
-    layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else input.layout.with_partial(())
+    result = probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype).dtype
+    layout = _linear(input)
     dims = reduced_dims(layout.ndim, dim)
-    if not any(layout.is_cut(d) for d in dims):
-        local = lambda input: fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if dims else fn(input, dtype=dtype)  # noqa: E731
-    else:
-        if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
-            return None  # torch's own error
-        count = 1
-        for d in dims:
-            count *= layout.shape[d]
+    count = math.prod(layout.shape[d] for d in dims)
+    # half precision: the quotient is taken before rounding, as torch does inside its kernel
+    wide = torch.float32 if result in HALF else result
+    cut = cutting(layout, dims)
 
-        def local(input):
-            # half precision: the quotient is taken before rounding, as torch does inside its kernel
-            wide = torch.float32 if (dtype or input.dtype) in (torch.float16, torch.bfloat16) else dtype
-            return (input.sum(dim=dims, keepdim=keepdim, dtype=wide) / count).to(dtype or input.dtype)
+    def local(input):
+        if not cut:
+            return fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if dims else fn(input, dtype=dtype)
+        return (input.sum(dim=dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
     return Plan(local=local, operands={"input": layout}, layout=after_reduction(layout, dims, keepdim))
+
+
+@rule("nanmean", merged=True)
+def nanmean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
+    """Sum and count of what is a number, in one message."""
+    result = probe(fn, input, dim=dim, keepdim=keepdim, dtype=dtype).dtype
+    layout = input.layout
+    dims = reduced_dims(layout.ndim, dim)
+    over = groups(layout, cutting(layout, dims))
+    wide = torch.float32 if result in HALF else result
+
+    def local(input):
+        if not over:
+            return fn(input, dim=dim, keepdim=keepdim, dtype=dtype)
+        added = input.nansum(dims, keepdim=keepdim, dtype=wide)
+        count = input.isnan().logical_not().sum(dims, keepdim=keepdim)
+        added, counted = moves.reduce(torch.stack([added, count.to(wide)]), over).unbind()
+        return (added / counted).to(result)
+
+    return Plan(local=local, layout=after_reduction(layout, dims, keepdim, None))
+
+
+@rule("prod", merged=True)
+def prod(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
+    """The product of every rank's product: taken from all of them, so that its gradient is right where one is zero."""
+    how = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+    result = probe(fn, input, **how, dtype=dtype).dtype
+    layout = input.layout
+    dims = reduced_dims(layout.ndim, dim)
+    axes = cutting(layout, dims)
+
+    def local(input):
+        if not axes:
+            return fn(input, **how, dtype=dtype)
+        part = fn(input, **how, dtype=torch.float32 if result in HALF else dtype)
+        return stacked(part, layout, axes).prod(0).to(result)
+
+    return Plan(local=local, layout=after_reduction(layout, dims, keepdim and dim is not None, None))
+
+
+@rule("any", "all", merged=True)
+def some(input: Operand, dim=None, keepdim=False, *, fn):
+    """True where any rank, or every rank, says so."""
+    probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None)
+    layout = input.layout
+    if dim is not None and not isinstance(dim, int) and not len(dim):  # here torch reduces nothing
+        return Plan(local=lambda input: fn(input, dim=dim, keepdim=keepdim), layout=layout)
+    dims = reduced_dims(layout.ndim, dim)
+    over = groups(layout, cutting(layout, dims))
+    op = "max" if fn.__name__ == "any" else "min"
+
+    def local(input):
+        found = fn(input, dim=dims, keepdim=keepdim) if dims else fn(input)
+        for group in over:
+            found = wire.all_reduce(found, group, op)
+        return found
+
+    return Plan(local=local, layout=after_reduction(layout, dims, keepdim, None))
+
+
+@rule("count_nonzero", merged=True)
+def count_nonzero(input: Operand, dim=None, *, fn):
+    """Each rank counts what it has."""
+    probe(fn, input, dim=dim)
+    dims = reduced_dims(input.ndim, dim)
+    return Plan(
+        local=lambda input: fn(input, dim=dims) if dims else fn(input),
+        layout=after_reduction(input.layout, dims, False),
+    )

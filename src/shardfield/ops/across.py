@@ -1,0 +1,113 @@
+"""What reductions share: torch's verdict on a call, and results of pieces brought together across ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import function_apply
+from ..comm import moves, wire
+from ..comm.moves import Groups
+from ..layout import Factor, Layout
+from ..plan import Operand, groups
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def probe(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What torch says to a call, tried on tensors of at most two elements a dim (none where the operand has none).
+
+    It raises torch's own errors (a dim out of range, an empty dim, a dtype it lacks) while planning, which all ranks
+    do alike; a rank with an empty piece might not see them otherwise. Arguments that are None are left out.
+    """
+
+    def tiny(value: Any) -> Any:
+        if not isinstance(value, Operand):
+            return value
+        return torch.ones([min(n, 2) for n in value.shape], dtype=value.dtype, device=value.device)
+
+    given = {k: tiny(v) for k, v in kwargs.items() if v is not None}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fn(*[tiny(a) for a in args], **given)
+
+
+def reduced_dims(ndim: int, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The dims a reduction runs over, as torch reads its `dim` argument (None and () mean all)."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    for d in dims:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
+    return tuple(sorted(d % ndim for d in dims)) if ndim else ()
+
+
+def after_reduction(layout: Layout, dims: Sequence[int], keepdim: bool, op: str | None = "sum") -> Layout:
+    """The result's layout: reduced dims gone (or 1 long), Partial(op) over the axes that cut them (op None: done)."""
+    axes = [a for d in dims for a in layout.axes_of(d)]
+    partial = [*layout.partial, *((a, op) for a in axes)] if op else layout.partial
+    whole = [(Factor(1),) if d in dims else f for d, f in enumerate(layout.dims) if keepdim or d not in dims]
+    return Layout.make(layout.mesh, whole, partial)
+
+
+def cutting(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
+    """The mesh axes, of more than one rank, that cut any of `dims`."""
+    return layout.wide(a for d in dims for a in layout.axes_of(d))
+
+
+def stacked(part: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
+    """Every rank's part along a new first dim, the last axis outermost. One small message an axis; adjoint: a slice."""
+    parts = part.unsqueeze(0)
+    for axis in axes:
+        size = layout.mesh.size(axis)
+        parts = moves.gather(parts, 0, [parts.shape[0]] * size, layout.mesh.get_group(axis))
+    return parts
+
+
+def extreme_of(part: Tensor, over: Groups, op: str) -> Tensor:
+    """The max or min of every rank's part. Not differentiable: see `settled`."""
+    part = part.detach()
+    for group in over:
+        part = wire.all_reduce(part, group, op)
+    return part
+
+
+def settled(part: Tensor, value: Tensor, over: Groups) -> Tensor:
+    """The sum of parts whose outcome `value` is known already: no message. Adjoint: the identity, as of `reduce`."""
+    return _Settled.apply(part, value, over) if part.requires_grad and torch.is_grad_enabled() else value
+
+
+class _Settled(torch.autograd.Function):
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, part, value, over):
+        ctx.over = over
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return moves.enter([grad], ctx.over)[0], None, None
+
+
+def refuse_if(bad: Tensor, over: Groups, error: Exception) -> None:
+    """Raise on all ranks what torch raises on one device for bad values on any of them.
+
+    On the CPU only: elsewhere torch does not raise either but stops the device, and reading a flag would stall it.
+    """
+    if bad.device.type == "cpu":
+        flag = bad.any()
+        for group in over:
+            flag = wire.all_reduce(flag, group, "max")
+        if flag:
+            raise error
+
+
+def held(layout: Layout) -> Groups:
+    """The groups over which a value is in pieces."""
+    return groups(layout, layout.shard_axes)

@@ -1,0 +1,104 @@
+"""Vector and matrix norms. The norm of the whole is the norm of the pieces' norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ..comm import moves
+from ..dispatch import composed, rule
+from ..plan import Operand, Plan, groups
+from .across import HALF, after_reduction, cutting, probe, reduced_dims, stacked
+from .extreme import shared_extreme
+
+
+@rule(torch.linalg.vector_norm, merged=True)
+def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
+    """Order 0 and 1 are sums and stay Partial, infinite orders are extremes, others fold the pieces' norms."""
+    result = probe(fn, x, ord, dim=dim, keepdim=keepdim, dtype=dtype).dtype
+    layout = x.layout
+    dims = reduced_dims(layout.ndim, dim)
+    axes = cutting(layout, dims)
+    over = groups(layout, axes)
+    wide = torch.float32 if result in HALF and axes else dtype
+    whole = after_reduction(layout, dims, keepdim, None)
+    if not axes:
+        return Plan(local=lambda x: fn(x, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)
+    if ord in (0, 1):
+        return Plan(
+            local=lambda x: fn(x, ord, dim=dims, keepdim=keepdim, dtype=dtype),
+            layout=after_reduction(layout, dims, keepdim),
+        )
+    if math.isinf(ord):
+
+        def extreme(x):
+            size = (x if dtype is None else x.to(dtype)).abs()
+            return shared_extreme(size, dims, over, "max" if ord > 0 else "min").reshape(whole.local_shape)
+
+        return Plan(local=extreme, layout=whole)
+
+    def fold(x):
+        if ord < 0 and not all(x.shape[d] for d in dims):
+            part = fn(x, 1, dim=dims, keepdim=keepdim, dtype=wide) + math.inf  # adds nothing: inf ** ord is 0
+        else:
+            part = fn(x, ord, dim=dims, keepdim=keepdim, dtype=wide)
+        return fn(stacked(part, layout, axes), ord, dim=0).to(result)
+
+    return Plan(local=fold, layout=whole)
+
+
+@rule(torch.linalg.matrix_norm, merged=True)
+def matrix_norm(A: Operand, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None, fn):
+    """Frobenius is a vector norm; 1 and inf are extremes of sums; the others need whole matrices for their SVD."""
+    result = probe(fn, A, ord, dim=dim, keepdim=keepdim, dtype=dtype).dtype
+    layout = A.layout
+    rows, columns = (d % layout.ndim for d in dim)
+    if not cutting(layout, (rows, columns)):
+        whole = after_reduction(layout, (rows, columns), keepdim, None)
+        return Plan(local=lambda A: fn(A, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)
+    if ord == "fro":
+        plan = vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype, fn=torch.linalg.vector_norm)
+        return replace(plan, takes=("A",))
+    if ord not in (1, -1, math.inf, -math.inf):
+        return None
+    summed, kept = (rows, columns) if abs(ord) == 1 else (columns, rows)
+    adding, choosing = (groups(layout, cutting(layout, (d,))) for d in (summed, kept))
+    out = after_reduction(layout, (rows, columns), keepdim, None)
+
+    def local(A):
+        sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=torch.float32 if result in HALF else dtype)
+        sums = moves.reduce(sums, adding)
+        return shared_extreme(sums, (kept,), choosing, "max" if ord > 0 else "min").to(result).reshape(out.local_shape)
+
+    return Plan(local=local, layout=out)
+
+
+@rule(torch.linalg.norm, merged=True)
+def norm(A: Operand, ord=None, dim=None, keepdim=False, *, dtype=None, fn):
+    """A vector norm or a matrix norm, as torch tells them apart."""
+    probe(fn, A, ord, dim=dim, keepdim=keepdim, dtype=dtype)
+    number = A.ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if ord is None or number == 1:
+        order = 2 if ord is None else ord
+        plan = vector_norm(A, order, dim, keepdim, dtype=dtype, fn=torch.linalg.vector_norm)
+        return replace(plan, takes=("A",))
+    pair = (0, 1) if dim is None else tuple(dim)
+    return matrix_norm(A, ord, pair, keepdim, dtype=dtype, fn=torch.linalg.matrix_norm)
+
+
+@composed("frobenius_norm")
+def frobenius_norm(input, dim=(), keepdim=False):
+    return torch.linalg.vector_norm(input, 2, dim or None, keepdim)
+
+
+@composed("nuclear_norm")
+def nuclear_norm(input, dim=(0, 1), keepdim=False):
+    return torch.linalg.matrix_norm(input, "nuc", dim, keepdim)
+
+
+@composed("dist")
+def dist(input, other, p=2):
+    """The norm of the difference."""
+    return torch.linalg.vector_norm(input - other, p)
