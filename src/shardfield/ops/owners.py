@@ -1,0 +1,208 @@
+"""Who holds the elements that an index asks for, and the way to them and back.
+
+An entry of an index is one flat global number over the indexed dims. `Owners` turns it into a mesh coord or a position
+in this rank's block, by arithmetic alone. Where entries lie on the axis that cuts what they ask for, they travel to
+the owners (`Trip`): bytes follow the entries, never the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm import moves, wire
+from ..comm.route import Piece, Route
+from ..layout import Factor, Layout, starts
+
+
+class Owners:
+    """The block that some dims of a layout span: which coord holds a flat global index over them, and where.
+
+    `axes` are those over which entries may be held by other ranks: all that cut the dims, unless it is known better.
+    """
+
+    def __init__(self, layout: Layout, dims: Sequence[int], axes: Sequence[int] | None = None):
+        self.layout, self.dims = layout, tuple(dims)
+        self.sizes = tuple(layout.shape[d] for d in self.dims)
+        self.axes = layout.wide(a for d in self.dims for a in layout.axes_of(d)) if axes is None else tuple(axes)
+
+    def _digits(self, flat: Tensor) -> list[list[tuple[Factor, Tensor]]]:
+        """One index for each factor of each dim."""
+        factors = [self.layout.dims[d] for d in self.dims]
+        if len(factors) == 1 and len(factors[0]) == 1:
+            return [[(factors[0][0], flat)]]
+        found = []
+        for dim in reversed(factors):
+            row = []
+            for factor in reversed(dim):
+                row.append((factor, flat % max(factor.size, 1)))
+                flat = flat.div(max(factor.size, 1), rounding_mode="floor")
+            found.append(row[::-1])
+        return found[::-1]
+
+    def coord(self, flat: Tensor, axis: int) -> Tensor:
+        """The position on `axis` of the rank that holds each entry."""
+        for row in self._digits(flat):
+            for factor, digit in row:
+                if axis in factor.axes:
+                    ends = torch.tensor(factor.lengths, device=flat.device).cumsum(0)
+                    piece = torch.searchsorted(ends, digit, right=True)
+                    inner = factor.axes[factor.axes.index(axis) + 1 :]
+                    piece = piece.div(math.prod(self.layout.mesh.size(a) for a in inner), rounding_mode="floor")
+                    return piece % self.layout.mesh.size(axis)
+        raise AssertionError(f"axis {axis} does not cut dims {self.dims} of {self.layout}")
+
+    def mine(self, flat: Tensor, axes: Iterable[int]) -> Tensor:
+        """Which entries this rank's coords on `axes` hold."""
+        held = torch.ones_like(flat, dtype=torch.bool)
+        for axis in axes:
+            held &= self.coord(flat, axis) == self.layout.coords[axis]
+        return held
+
+    def positions(self, flat: Tensor) -> list[Tensor]:
+        """Where entries that this rank holds lie in its block, dim by dim."""
+        found = []
+        for row in self._digits(flat):
+            here: Any = 0
+            for factor, digit in row:
+                start = starts(factor.lengths)[self.layout.index(factor.axes)] if factor.axes else 0
+                here = here * self.layout.factor_length(factor) + digit - start
+            found.append(here)
+        return found
+
+    def flat(self, indices: Sequence[Tensor]) -> Tensor:
+        """Global indices, dim by dim, as one number."""
+        total = indices[0]
+        for index, size in zip(indices[1:], self.sizes[1:], strict=True):
+            total = total * size + index
+        return total
+
+    def here(self, device: torch.device) -> list[Tensor]:
+        """The global indices of this rank's block, dim by dim, each in the shape that broadcasts with the others."""
+        found = []
+        for i, d in enumerate(self.dims):
+            along = torch.zeros(1, dtype=torch.int64, device=device)
+            for factor in self.layout.dims[d]:
+                start = starts(factor.lengths)[self.layout.index(factor.axes)] if factor.axes else 0
+                digit = torch.arange(start, start + self.layout.factor_length(factor), device=device)
+                along = (along[:, None] * factor.size + digit).flatten()
+            found.append(along.view([-1] + [1] * (len(self.dims) - 1 - i)))
+        return found
+
+
+class Hop(NamedTuple):
+    """One exchange along one axis: this rank's entries sorted by where they go, and the route there and back."""
+
+    order: Tensor
+    inverse: Tensor
+    route: Route
+    group: ProcessGroup
+
+    @staticmethod
+    def to(peers: Tensor, axis: int, layout: Layout) -> Hop:
+        """A hop that takes entry i to coord `peers[i]`. One small message tells each rank what it will get."""
+        group, size, me = layout.mesh.get_group(axis), layout.mesh.size(axis), layout.coords[axis]
+        counts = torch.bincount(peers, minlength=size).tolist()
+        table = wire.gather_ints(counts, group, peers.device)
+        order = torch.argsort(peers, stable=True)
+        arriving = [row[me] for row in table]
+        send = tuple((Piece(((0, at, n),)),) for at, n in zip(starts(counts), counts, strict=True))
+        recv = tuple((Piece(((0, at, n),)),) for at, n in zip(starts(arriving), arriving, strict=True))
+        route = Route(send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
+        return Hop(order, torch.argsort(order), route, group)
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows go to their peers. Adjoint: the way back."""
+        return moves.travel(rows.index_select(0, self.order), self.route, self.group)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Rows return to where they came from. Adjoint: the way there."""
+        r = self.route
+        home = Route(r.recv, r.send, r.sizes_out, r.sizes_in)
+        return moves.travel(rows, home, self.group).index_select(0, self.inverse)
+
+
+class Trip:
+    """Entries on their way to the ranks that hold what they name: one hop for each axis."""
+
+    def __init__(self, owners: Owners, flat: Tensor, axes: Sequence[int]):
+        self.hops: list[Hop] = []
+        for axis in axes:
+            self.hops.append(Hop.to(owners.coord(flat, axis), axis, owners.layout))
+            flat = self.hops[-1].there(flat)
+        self.flat = flat  # the entries that have arrived here
+
+    def there(self, rows: Tensor) -> Tensor:
+        for hop in self.hops:
+            rows = hop.there(rows)
+        return rows
+
+    def back(self, rows: Tensor) -> Tensor:
+        for hop in reversed(self.hops):
+            rows = hop.back(rows)
+        return rows
+
+
+def fetch(block: Tensor, owners: Owners, flat: Tensor, ask: Sequence[int]) -> Tensor:
+    """The rows of `block`'s indexed dims that the 1-D entries `flat` name: (entries, other dims).
+
+    Over the axes in `ask` the owners are asked. Over the other axes that cut the indexed dims every rank has the same
+    entries, and each gives the rows it holds and zeros for the others: the result is Partial over them.
+    """
+    trip = Trip(owners, flat, ask)
+    masked = [a for a in owners.axes if a not in ask]
+    if not masked:
+        return trip.back(rows_at(block, owners.dims, owners.positions(trip.flat)))
+    held = owners.mine(trip.flat, masked).nonzero().flatten()
+    rows = rows_at(block, owners.dims, owners.positions(trip.flat[held]))
+    return trip.back(rows.new_zeros(len(trip.flat), *rows.shape[1:]).index_copy(0, held, rows))
+
+
+def deliver(owners: Owners, flat: Tensor, rows: Tensor | None, ask: Sequence[int]) -> tuple[list[Tensor], Any]:
+    """Positions in this rank's block of the entries it holds, and their rows: asked for over `ask`, else picked."""
+    trip = Trip(owners, flat, ask)
+    flat = trip.flat
+    rows = None if rows is None else trip.there(rows)
+    masked = [a for a in owners.axes if a not in ask]
+    if masked:
+        held = owners.mine(flat, masked).nonzero().flatten()
+        flat = flat[held]
+        rows = None if rows is None else rows.index_select(0, held)
+    return owners.positions(flat), rows
+
+
+def rows_at(block: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> Tensor:
+    """(entries, other dims) of a block: what lies at the positions along `dims`."""
+    if len(dims) == 1:
+        return block.index_select(dims[0], positions[0]).movedim(dims[0], 0)
+    return block.movedim(list(dims), list(range(len(dims))))[tuple(positions)]
+
+
+def gather_counts(count: int, layout: Layout, axes: Sequence[int], device: torch.device) -> tuple[int, ...]:
+    """Every rank's count over `axes`, row-major."""
+    counts = [count]
+    for axis in reversed(axes):
+        counts = [n for row in wire.gather_ints(counts, layout.mesh.get_group(axis), device) for n in row]
+    return tuple(counts)
+
+
+def checked(
+    index: Tensor, size: int, layout: Layout, negative: bool = True, error: type[Exception] = IndexError
+) -> Tensor:
+    """The values of an index laid out as `layout`, negative ones counted from the end; all ranks raise or none.
+
+    Ranks that hold different parts of the index agree by one small reduction.
+    """
+    low = -size if negative else 0
+    wrong = ((index < low) | (index >= size)).any()
+    for axis in layout.wide(layout.shard_axes):
+        wrong = wire.all_reduce(wrong, layout.mesh.get_group(axis))
+    if bool(wrong):
+        raise error(f"index out of bounds for dimension with size {size}")
+    index = index.to(torch.int64)
+    return torch.where(index < 0, index + size, index) if negative else index

@@ -1,0 +1,241 @@
+"""Taking by index tensors: index, index_select, gather, take, take_along_dim.
+
+Ranks never gather the tensor they take from. Where the indexed dim is whole on each rank the work is local. Where it
+is cut and every rank has the whole index, each rank takes the entries it holds and leaves zeros: Partial, as large as
+the result. Where the index is cut over the same axis, each rank asks the owners of its own entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import _planned as planned
+from ..dispatch import composed, rule
+from ..layout import Factor, Layout
+from ..plan import Operand, Plan
+from .align import align, project
+from .index import dim_of, sliced
+from .owners import Owners, checked, fetch
+
+
+def meta(*operands: Operand) -> list[Tensor]:
+    """Tensors without data, by which torch itself judges the shapes and dtypes of a call."""
+    return [torch.empty(o.shape, dtype=o.dtype, device="meta") for o in operands]
+
+
+def meet(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> tuple[Layout, Layout]:
+    """(where the operand must lie, where the index must lie) for the operand to be indexed along `dims`.
+
+    An index cut over an axis that cuts an indexed dim, or that the operand does not use, stays as it is. One cut over
+    an axis that cuts another dim of the operand cannot: the smaller of the two is made whole there.
+    """
+    indexed = {a for d in dims for a in layout.axes_of(d)}
+    if indexed and any(op != "sum" for _, op in layout.partial):
+        layout = layout.with_partial(())
+    for b in range(index.ndim):
+        clash = set(index.axes_of(b)) & set(layout.shard_axes + layout.partial_axes) - indexed
+        if not clash:
+            continue
+        held = [d for d in range(layout.ndim) if d not in dims and clash & set(layout.axes_of(d))]
+        if index.numel * 8 > layout.numel * itemsize and not clash & set(layout.partial_axes):
+            layout = layout.uncut(held)
+        else:
+            index = index.uncut([b])
+    return layout, index
+
+
+def filled(layout: Layout) -> bool:
+    """True if torch sees something to index on every rank, so that it judges the index values itself on all alike."""
+    return layout.numel > 0 and all(min(f.lengths, default=1) > 0 for d in layout.dims for f in d)
+
+
+class Taking(NamedTuple):
+    """What a rank does to take by index tensors, the layout of the result, and those of the operands."""
+
+    local: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    result: Layout
+    source: Layout
+    indices: list[Layout]
+
+
+def taking(input: Operand, indices, dims, at: int, fn: Callable, negative: bool = True) -> Taking:
+    """`input` indexed along `dims` by `indices`; their broadcast dims go to place `at` of the result.
+
+    `fn(input, indices)` does it where the dims are whole on each rank.
+    """
+    dims = tuple(dims)
+    layout, where = meet(input.layout, dims, align(tuple(i.layout for i in indices)).result, input.dtype.itemsize)
+    owners = Owners(layout, dims)
+    busy = set(where.shard_axes)
+    ask = [a for a in owners.axes if a in busy]
+    rest = [d for d in range(layout.ndim) if d not in dims]
+    order = [layout.dims[d] for d in rest]
+    order[at:at] = where.dims
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    result = Layout.make(layout.mesh, order, partial)
+    torch_checks = filled(layout) and not where.wide(where.shard_axes) and not owners.axes
+    here = where.local_shape
+    rest_shape = [layout.local_shape[d] for d in rest]
+
+    def local(input, indices):
+        found = []
+        for dim, index in zip(dims, indices, strict=True):
+            index = index.to(input.device)
+            found.append(index if torch_checks else checked(index, layout.shape[dim], where, negative))
+        if not owners.axes:
+            return fn(input, found)
+        flat = owners.flat(found).expand(here).reshape(-1)
+        rows = fetch(input, owners, flat, ask).reshape(*here, *rest_shape)
+        return rows.movedim(list(range(len(here))), list(range(at, at + len(here))))
+
+    return Taking(local, result, layout, [project(where, i.shape) for i in indices])
+
+
+def _index(input: Operand, indices, dims, at):
+    def direct(input, indices):
+        where: list = [slice(None)] * input.ndim
+        for dim, index in zip(dims, indices, strict=True):
+            where[dim] = index
+        return input[tuple(where)]
+
+    plan = taking(input, indices, dims, at, direct)
+    return Plan(plan.local, plan.result, {"input": plan.source, "indices": plan.indices})
+
+
+_run_index = planned(_index, partial=True, merged=True)
+
+
+def place(dims: Sequence[int]) -> int:
+    """Where torch puts the dims of index tensors that apply to `dims`: in their place if they are neighbours."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
+
+
+def index_by(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
+    """`x` indexed by tensors along `dims`, at least one of all these a ShardTensor."""
+    return _run_index(torch.Tensor.__getitem__, (), (x, tuple(indices), tuple(dims), place(dims)), {})
+
+
+@rule("index_select", partial=True, merged=True)
+def index_select(input: Operand, dim: int, index: Operand, *, fn):
+    """Rows of one dim."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
+    if index.ndim > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    if not input.ndim:
+        return None
+    at = dim_of(dim, input.ndim)
+    one = not index.ndim  # a number for an index still gives a dim, one long
+
+    def direct(input, indices):
+        rows = fn(input, at, indices[0])
+        return rows.squeeze(at) if one else rows
+
+    plan = taking(input, [index], [at], at, direct, negative=False)
+
+    def local(input, index):
+        rows = plan.local(input, [index])
+        return rows.unsqueeze(at) if one else rows
+
+    result = plan.result.insert(at) if one else plan.result
+    return Plan(local, result, {"input": plan.source, "index": plan.indices[0]})
+
+
+# ---------------------------------------------------------------------- one element at a time
+
+
+def follow(x: Layout, dim: int, index: Layout) -> tuple[Layout, Layout]:
+    """(where the operand must lie, where the index must lie) for a gather or scatter along `dim`.
+
+    Along the other dims the index follows the operand, or the operand the index where it is not cut (which is free).
+    Along `dim` what the index has cut stays cut.
+    """
+    dims = [(Factor(n),) for n in index.shape]
+    for d in range(index.ndim):
+        (factor,) = x.dims[d]
+        if d != dim and factor.axes:
+            dims[d] = (sliced(factor, 0, index.shape[d], 1),)
+    along = set(x.axes_of(dim))
+    used = set(x.shard_axes) - along | set(x.partial_axes)
+    for d, (factor,) in enumerate(index.dims):
+        if not factor.axes or used & set(factor.axes) or dims[d][0].axes:
+            continue
+        if d != dim and not along & set(factor.axes):
+            x = x.with_dim(d, longer(factor, x.shape[d]))
+        dims[d] = (factor,)
+        used |= set(factor.axes)
+    return x, Layout.make(x.mesh, dims)
+
+
+def longer(factor: Factor, size: int) -> Factor:
+    """The same cut of a longer dim: the last piece takes what is added."""
+    return Factor(size, factor.axes, (*factor.lengths[:-1], factor.lengths[-1] + size - factor.size))
+
+
+def element_numbers(index: Tensor, dim: int, owners: Owners, where: Layout) -> Tensor:
+    """The flat global number of the element that each entry of a gather or scatter index names."""
+    at = list(Owners(where, range(where.ndim)).here(index.device))
+    at[dim] = index
+    return owners.flat(at).expand(index.shape).reshape(-1)
+
+
+@rule("gather", partial=True)
+def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
+    """One element for each entry of the index. (The gradient is dense: a sparse one could not be summed over ranks.)"""
+    fn(*meta(input), dim, *meta(index))
+    if not input.ndim or not index.ndim:
+        return None
+    dim = dim_of(dim, input.ndim)
+    layout = input.layout
+    if layout.is_cut(dim) and any(op != "sum" for _, op in layout.partial):
+        layout = layout.with_partial(())
+    layout, where = follow(layout, dim, index.layout)
+    owners = Owners(layout, range(layout.ndim), layout.wide(layout.axes_of(dim)))
+    ask = [a for a in owners.axes if a in where.shard_axes]
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    torch_checks = filled(layout) and not owners.axes and not where.wide(where.shard_axes)
+
+    def local(input, index):
+        if not torch_checks:
+            index = checked(index, layout.shape[dim], where, negative=False, error=RuntimeError)
+        if not owners.axes:
+            return fn(input, dim, index)
+        return fetch(input, owners, element_numbers(index, dim, owners, where), ask).reshape(index.shape)
+
+    result = Layout.make(layout.mesh, where.dims, partial)
+    return Plan(local=local, layout=result, operands={"input": layout, "index": where})
+
+
+@composed("take_along_dim")
+def take_along_dim(input, indices, dim=None):
+    """`gather` with the other dims broadcast."""
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    if input.ndim != indices.ndim:
+        raise RuntimeError(
+            f"torch.take_along_dim(): input and indices should have the same number of dimensions, but got "
+            f"{input.ndim} dimensions for input, and {indices.ndim} dimensions for indices"
+        )
+    dim = dim_of(dim, input.ndim)
+    shapes = [[1 if d == dim else n for d, n in enumerate(t.shape)] for t in (input, indices)]
+    shape = torch.broadcast_shapes(*shapes)
+
+    def widened(t):
+        full = [t.shape[dim] if d == dim else n for d, n in enumerate(shape)]
+        return t if list(t.shape) == full else t.expand(full)
+
+    return torch.gather(widened(input), dim, widened(indices))
+
+
+@composed("take")
+def take(input, index):
+    """Elements by their flat number."""
+    if index.dtype is not torch.int64:
+        raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.dtype}")
+    if not input.numel() and index.numel():
+        raise IndexError("take(): tried to take from an empty tensor")
+    return index_by(input.reshape(-1), [index], [0])
