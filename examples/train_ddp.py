@@ -1,16 +1,17 @@
-"""Data-parallel training that runs unchanged on one process or many.
+"""Data-parallel training that runs unchanged under python, torchrun, mpirun and srun.
 
-python examples/train_ddp.py
 torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
-mpirun -np 2 python examples/train_ddp.py
-srun -n 2 python examples/train_ddp.py
 """
 
+import warnings
+
 import torch
-from shardfield.models.mlp.fully_connected import FullyConnected
 from torch.nn.parallel import DistributedDataParallel
 
 from shardfield.distributed import DistributedManager
+from shardfield.models.mlp.fully_connected import FullyConnected
+
+warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # torch 2.13 is about to rename it
 
 
 def main():
@@ -34,13 +35,12 @@ def main():
     # The `distributed` property of DistributedManager can be used to
     # check this.
     if dist.distributed:
-        # A CPU has no streams: there, None makes the context do nothing.
-        ddps = torch.cuda.Stream() if dist.cuda else None
+        ddps = torch.cuda.Stream() if dist.cuda else None  # a CPU has no streams
         with torch.cuda.stream(ddps):
             arch = DistributedDataParallel(
                 arch,
-                # On a GPU, set the device_id to be the local rank of this process on this node
-                device_ids=[dist.local_rank] if dist.cuda else None,
+                device_ids=[dist.local_rank] if dist.cuda else None,  # Set the device_id to be
+                # the local rank of this process on this node
                 output_device=dist.device if dist.cuda else None,
                 broadcast_buffers=dist.broadcast_buffers,
                 find_unused_parameters=dist.find_unused_parameters,
@@ -49,10 +49,7 @@ def main():
             torch.cuda.current_stream().wait_stream(ddps)
 
     # Set up the optimizer
-    optimizer = torch.optim.Adam(
-        arch.parameters(),
-        lr=0.001,
-    )
+    optimizer = torch.optim.Adam(arch.parameters(), lr=0.001)
 
     def training_step(input, target):
         optimizer.zero_grad()
@@ -62,16 +59,21 @@ def main():
         optimizer.step()
         return loss
 
+    # Without a seed of its own every process would draw the same batches
+    torch.manual_seed(dist.rank)
+
     # Sample training loop
-    for i in range(20):
+    for _ in range(20):
         # Random inputs and targets for simplicity
         input = torch.randn(128, 32, device=dist.device)
         target = torch.randn(128, 64, device=dist.device)
 
         # Training step
         loss = training_step(input, target)
-        if dist.rank == 0:
-            print(f"step {i + 1:2d} of 20 on {dist.world_size} x {dist.device}: loss {loss.item():.1f}")
+
+    # Targets are noise, so the loss stays at their variance; ranks end with the same parameters
+    norm = torch.nn.utils.parameters_to_vector(arch.parameters()).norm().item()
+    print(f"rank {dist.rank} of {dist.world_size} on {dist.device}: loss {loss.item():.1f}, |parameters| {norm:.6f}")
 
 
 if __name__ == "__main__":
