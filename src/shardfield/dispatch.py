@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,8 +130,14 @@ class Ready:
 # ---------------------------------------------------------------------- registering
 
 
-def rule(*functions: Any, partial: bool = False, merged: bool = False) -> Callable[[Callable], Callable]:
-    """Register a pure planner for torch functions (and their method forms).
+def _spellings(function: Any, exact: bool) -> Iterable[Any]:
+    return (function,) if exact else aliases(function)
+
+
+def rule(
+    *functions: Any, partial: bool = False, merged: bool = False, exact: bool = False
+) -> Callable[[Callable], Callable]:
+    """Register a pure planner for torch functions (and their method forms; `exact`: for these objects alone).
 
     The planner's parameters are the function's; a keyword-only `fn` receives the function that was called. Partial
     operands are reduced and merged dims are laid out simply before it is asked, unless it says it can do with them.
@@ -139,7 +145,7 @@ def rule(*functions: Any, partial: bool = False, merged: bool = False) -> Callab
 
     def register(planner: Callable) -> Callable:
         for function in functions:
-            for alias in aliases(function):
+            for alias in _spellings(function, exact):
                 TABLE[alias] = _planned(planner, partial, merged)
                 RULES[alias] = planner
         return planner
@@ -147,12 +153,12 @@ def rule(*functions: Any, partial: bool = False, merged: bool = False) -> Callab
     return register
 
 
-def handler(*functions: Any) -> Callable[[Callable], Callable]:
+def handler(*functions: Any, exact: bool = False) -> Callable[[Callable], Callable]:
     """Register a function `(func, types, args, kwargs)` written in terms of other calls on ShardTensors."""
 
     def register(function_handler: Callable) -> Callable:
         for function in functions:
-            for alias in aliases(function):
+            for alias in _spellings(function, exact):
                 TABLE[alias] = function_handler
                 RULES[alias] = function_handler
         return function_handler
@@ -160,16 +166,16 @@ def handler(*functions: Any) -> Callable[[Callable], Callable]:
     return register
 
 
-def composed(*functions: Any) -> Callable[[Callable], Callable]:
+def composed(*functions: Any, exact: bool = False) -> Callable[[Callable], Callable]:
     """Register a plain Python function with the torch function's own parameters, made of other ShardTensor calls."""
 
     def register(body: Callable) -> Callable:
         def call_body(func, types, args, kwargs):
             return body(*args, **kwargs)
 
-        handler(*functions)(call_body)
+        handler(*functions, exact=exact)(call_body)
         for function in functions:
-            for alias in aliases(function):
+            for alias in _spellings(function, exact):
                 RULES[alias] = body
         return body
 
