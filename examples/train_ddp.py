@@ -59,9 +59,6 @@ def main():
         optimizer.step()
         return loss
 
-    # Without a seed of its own every process would draw the same batches
-    torch.manual_seed(dist.rank)
-
     # Sample training loop
     for _ in range(20):
         # Random inputs and targets for simplicity

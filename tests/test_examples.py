@@ -22,11 +22,10 @@ def trained(out: str) -> tuple[float, str]:
     return float(loss), norm
 
 
-def test_train_ddp_in_one_process(tmp_path):
-    loss, norm = trained(python(EXAMPLES / "train_ddp.py"))
+def test_train_ddp_in_one_process():
+    loss, _ = trained(python(EXAMPLES / "train_ddp.py"))
     # 128 x 64 targets of variance 1, and a model that can only learn to predict their mean.
     assert loss == pytest.approx(128 * 64, rel=0.1)
-    assert (loss, norm) == trained(*torchrun(EXAMPLES / "train_ddp.py", 1, tmp_path))
 
 
 @pytest.mark.slow
