@@ -42,7 +42,9 @@ def main():
     agree = torch.allclose(c_sharded.full_tensor(), f(a, b))
     ms = time_per_call(f, a_sharded, b_sharded)
     if dm.rank == 0:
-        print(f"{dm.world_size} ranks: c is {tuple(c_sharded.shape)} {c_sharded.placements}, agrees: {agree}, {ms:.2f} ms")
+        print(
+            f"{dm.world_size} ranks: c is {tuple(c_sharded.shape)} {c_sharded.placements}, agrees: {agree}, {ms:.2f} ms"
+        )
 
 
 if __name__ == "__main__":
