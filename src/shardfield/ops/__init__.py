@@ -5,6 +5,7 @@ from . import dims as dims
 from . import einsum as einsum
 from . import extreme as extreme
 from . import index as index
+from . import join as join
 from . import mask as mask
 from . import metadata as metadata
 from . import moments as moments

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +26,11 @@ def ghost(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
     return torch.empty_strided(operand.shape, strides, dtype=operand.dtype, device="meta")
 
 
-# ---------------------------------------------------------------------- other sizes, same order
-
-
 def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
     """The shortest runs of old and new dims, in order, that hold the same number of elements (none of size 0).
 
-    >>> segments([2, 3, 4, 5], [6, 4, 5, 1])
-    [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None)), (slice(3, 4, None), slice(2, 4, None))]
+    >>> segments([2, 3, 4], [6, 4])
+    [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None))]
     """
     found: list[tuple[slice, slice]] = []
     i = j = 0
@@ -84,7 +80,7 @@ def viewed(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, Layout
 
 
 def _shifted(layout: Layout, factors: Sequence[Factor], sizes: Sequence[int]) -> list[tuple[Factor, ...]]:
-    """Cuts near `factors` that fall between dims of `sizes`: the nearest, or where those would be lopsided, even ones."""
+    """Cuts that fall between dims of `sizes`: the nearest to `factors`, or where those would be lopsided, even ones."""
 
     def largest(factors: Sequence[Factor]) -> int:
         return math.prod(max(pieces(f)) for f in factors)
@@ -93,6 +89,7 @@ def _shifted(layout: Layout, factors: Sequence[Factor], sizes: Sequence[int]) ->
     parts = [layout.mesh.size(a) for a in axes]
     wanted = math.prod(parts)
     best = next((k for k, n in enumerate(sizes) if n >= wanted), max(range(len(sizes)), key=sizes.__getitem__))
+    even: list[tuple[Factor, ...]]
     even = [(Factor(n, axes, nested_chunk(n, parts)) if k == best else Factor(n),) for k, n in enumerate(sizes)]
     near = regroup(factors, sizes, snap=True)
     if near is not None:
@@ -187,100 +184,6 @@ for _fn in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
 @composed("view_as", "reshape_as")
 def view_as(input, other):
     return input.reshape(other.shape)
-
-
-# ---------------------------------------------------------------------- other order, same sizes
-
-
-def dropped(layout: Layout, dims: Sequence[int]) -> Layout | None:
-    """The layout after dims of size 1 are dropped; a cut of one goes to its neighbour. None if no dim is left.
-
-    Only one rank along the axes of such a cut holds anything; that is a cut of the neighbour with one piece.
-    """
-    kept = [d for d in range(layout.ndim) if d not in dims]
-    found = {d: list(layout.dims[d]) for d in kept}
-    for d in reversed(sorted(dims)):
-        factors = [f for f in layout.dims[d] if f.axes]
-        if factors and not kept:
-            return None
-        after = next((k for k in kept if k > d), None)
-        if after is not None:
-            found[after][:0] = factors
-        elif factors:
-            found[kept[-1]] += factors
-    return layout.with_dims([found[d] for d in kept])
-
-
-@rule("permute", "transpose", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "adjoint", "squeeze", "numpy_T",
-      *(tensor_getter(name) for name in ("T", "mT", "H", "mH")), partial=True, merged=True)  # fmt: skip
-def reorder(input: Operand, *args, fn, **kwargs):
-    """The cut goes with its dim."""
-    layout = input.layout
-    marks = tuple(range(1, input.ndim + 1))
-    out = fn(ghost(input, marks), *args, **kwargs)
-    order = [s - 1 for s in out.stride()]
-    gone = [d for d in range(input.ndim) if d not in order]
-    if gone and not order and layout.shard_axes:
-        return alone(layout)
-    left = layout if not gone else dropped(layout, gone)
-    assert left is not None
-    at = {d: i for i, d in enumerate(sorted(order))}
-    result = left.permute([at[d] for d in order])
-    if any(layout.is_cut(d) for d in gone):
-        shape = result.local_shape
-        local: Any = lambda input: input.permute(*order, *gone).reshape(shape)  # noqa: E731
-    elif gone:
-        local = lambda input: input.permute(*order, *gone).squeeze(tuple(range(len(order), input.ndim)))  # noqa: E731
-    elif out.is_conj():
-        local = lambda input: input.permute(order).conj()  # noqa: E731
-    else:
-        local = lambda input: input.permute(order)  # noqa: E731
-    return Plan(local=local, layout=result, view=True, copied=bool(layout.partial))
-
-
-@rule("unsqueeze", partial=True, merged=True)
-def unsqueeze(input: Operand, dim):
-    """A new whole dim."""
-    ghost(input).unsqueeze(dim)
-    at, layout = dim % (input.ndim + 1), input.layout
-    return Plan(
-        local=lambda input: input.unsqueeze(at), layout=layout.insert(at), view=True, copied=bool(layout.partial)
-    )
-
-
-# ---------------------------------------------------------------------- the same elements again
-
-
-@rule("expand", "broadcast_to", partial=True, merged=True)
-def expand(input: Operand, *size, fn, **kwargs):
-    """Local. A dim of size 1 that is cut lies on one rank: it is made whole first, before it grows."""
-    shape = fn(ghost(input), *size, **kwargs).shape
-    skip = len(shape) - input.ndim
-    grown = [d for d in range(input.ndim) if shape[skip + d] != input.shape[d]]
-    source = input.layout.uncut(grown) if input.ndim else input.layout
-    dims = [(Factor(n),) if i < skip or i - skip in grown else source.dims[i - skip] for i, n in enumerate(shape)]
-    result = source.with_dims(dims)
-    local_shape = result.local_shape
-    return Plan(
-        local=lambda input: input.expand(local_shape),
-        operands={"input": source},
-        layout=result,
-        view=True,
-        copied=bool(source.partial),
-    )
-
-
-@composed("expand_as")
-def expand_as(input, other):
-    return input.expand(other.shape)
-
-
-@composed("broadcast_tensors")
-def broadcast_tensors(*tensors):
-    if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
-        tensors = tuple(tensors[0])
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    return tuple(t.expand(shape) for t in tensors)
 
 
 # ---------------------------------------------------------------------- complex numbers as pairs

@@ -1,0 +1,239 @@
+"""Several tensors in one: cat, stack and their kin.
+
+Operands meet in the cuts of the largest. Along the joined dim, the cut of the result is chosen so that few rows change
+hands: each operand is then cut where the result is, which moves those rows and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import composed, rule
+from ..layout import Factor, Layout, balanced, pieces, starts
+from ..plan import Operand, Plan
+from ..redistribute import simplified
+from .split import overlap
+from .view import ghost
+
+
+def common(layouts: Sequence[Layout]) -> dict[int, tuple[Factor, ...]]:
+    """For tensors alike in all but one dim: the dims' cuts, each from the largest that cuts it with axes still free."""
+    used: set[int] = set()
+    found: dict[int, tuple[Factor, ...]] = {}
+    for layout in sorted(layouts, key=lambda x: -x.numel):
+        for dim, factors in enumerate(layout.dims):
+            axes = set(layout.axes_of(dim))
+            if axes and dim not in found and not axes & used:
+                found[dim] = factors
+                used |= axes
+    return found
+
+
+def shared_partial(operands: Sequence[Operand]) -> tuple[tuple[int, str], ...]:
+    """What all operands are still to be reduced by, if that is the same for all; else nothing is left to reduce."""
+    first = operands[0]
+    alike = all(t.layout.partial == first.layout.partial and t.dtype == first.dtype for t in operands)
+    busy = {a for t in operands for a in t.layout.shard_axes} & set(first.layout.partial_axes)
+    return first.layout.partial if alike and not busy else ()
+
+
+# ---------------------------------------------------------------------- cat
+
+
+class Rows(NamedTuple):
+    """An operand along the joined dim: where it begins in the result, its size, and its cut (none: it is anywhere)."""
+
+    at: int
+    size: int
+    cut: tuple[int, ...] | None
+
+    def moved(self, target: Factor) -> int:
+        """How many of its rows change hands where the result is cut as `target`."""
+        if self.cut is None:
+            return 0
+        goal = overlap(target, self.at, self.at + self.size).lengths
+        stay = [
+            max(0, min(a + m, b + n) - max(a, b))
+            for a, m, b, n in zip(starts(self.cut), self.cut, starts(goal), goal, strict=True)
+        ]
+        return self.size - sum(stay)
+
+
+def joint_cut(rows: Sequence[Rows], axes: tuple[int, ...], parts: int) -> Factor:
+    """The cut of the joined dim that moves the fewest rows without loading one rank with much more than before."""
+    total = sum(r.size for r in rows)
+    lying = [r for r in rows if r.cut is not None]
+    loose = balanced(sum(r.size for r in rows if r.cut is None), parts)
+    sums = tuple(n + sum(r.cut[c] for r in lying if r.cut) for c, n in enumerate(loose))
+    most = max(lying, key=lambda r: r.size)
+    assert most.cut is not None
+    marks = [0, *(most.at + s for s in starts(most.cut)[1:]), total]  # the largest stays where it is
+    anchored = tuple(b - a for a, b in zip(marks, marks[1:], strict=False))
+    found = [Factor(total, axes, cut) for cut in (anchored, sums, balanced(total, parts))]
+    bearable = 1.25 * max(max(sums), -(-total // parts))
+    fit = [f for f in found if max(f.lengths) <= bearable]
+    return min(fit, key=lambda f: sum(r.moved(f) for r in rows))
+
+
+@rule("cat", "concat", "concatenate", partial=True, merged=True)
+def cat(tensors, dim=0, *, fn):
+    """Along an uncut dim, local; along a cut one, after each operand is cut where the result is."""
+    whole = fn([ghost(t) for t in tensors], dim)
+    if not isinstance(tensors, (tuple, list)):
+        return None
+    dim %= whole.ndim
+    skipped = {i for i, t in enumerate(tensors) if t.ndim != whole.ndim}  # torch takes an empty vector for nothing
+    live = [t for i, t in enumerate(tensors) if i not in skipped]
+    partial = shared_partial(live)
+    layouts = [simplified(t.layout, [dim]) for t in live]
+    cuts = common(layouts)
+    rows, at = [], 0
+    for layout in layouts:
+        axes = cuts[dim][0].axes if dim in cuts else ()
+        same = axes and layout.axes_of(dim) == axes
+        rows.append(Rows(at, layout.shape[dim], layout.lengths(dim) if same else None))
+        at += layout.shape[dim]
+    joined = Factor(at)
+    if dim in cuts:
+        (first,) = cuts[dim]
+        joined = joint_cut(rows, first.axes, len(first.lengths))
+
+    def placed(factor: Factor) -> Layout:
+        dims = [(factor,) if d == dim else cuts.get(d, (Factor(n),)) for d, n in enumerate(whole.shape)]
+        return Layout.make(live[0].layout.mesh, dims, partial)
+
+    targets = iter([placed(overlap(joined, r.at, r.at + r.size)) for r in rows])
+    nothing = Layout.replicate(live[0].layout.mesh, (0,))  # a cut of it would count as divided work
+    dtype = whole.dtype
+    return Plan(
+        local=lambda tensors: torch.cat(tensors, dim).to(dtype),
+        operands={"tensors": [nothing if i in skipped else next(targets) for i in range(len(tensors))]},
+        layout=placed(joined),
+    )
+
+
+# ---------------------------------------------------------------------- stack
+
+
+@rule("stack", partial=True, merged=True)
+def stack(tensors, dim=0, *, fn):
+    """Operands meet in one layout, and a new dim is whole; but rows that single ranks hold stay there."""
+    whole = fn([ghost(t) for t in tensors], dim)
+    if not isinstance(tensors, (tuple, list)):
+        return None
+    dim %= whole.ndim
+    partial = shared_partial(tensors)
+    mesh = tensors[0].layout.mesh
+    held = _held([t.layout for t in tensors]) if not partial else None
+    if held is not None:
+        return _stack_held([t.layout for t in tensors], dim, *held)
+    cuts = common([t.layout for t in tensors])
+    dims = [cuts.get(d, (Factor(n),)) for d, n in enumerate(tensors[0].shape)]
+    target = Layout.make(mesh, dims, partial)
+    return Plan(
+        local=lambda tensors: torch.stack(tensors, dim),
+        operands={"tensors": [target] * len(tensors)},
+        layout=target.insert(dim, len(tensors)),
+    )
+
+
+def _held(layouts: Sequence[Layout]) -> tuple[int, int, list[int]] | None:
+    """(dim, axis, coord of every layout) where each is one piece on one coord of the same axis, else None."""
+    cuts = {(d, layout.axes_of(d)) for layout in layouts for d in layout.cut_dims}
+    if len(cuts) != 1 or any(len(layout.cut_dims) != 1 or layout.partial for layout in layouts):
+        return None
+    ((dim, axes),) = cuts
+    if len(axes) != 1 or any(sum(n > 0 for n in pieces(layout.dims[dim][-1])) != 1 for layout in layouts):
+        return None
+    coords = [next(c for c, n in enumerate(layout.lengths(dim)) if n) for layout in layouts]
+    return (dim, axes[0], coords) if len(set(coords)) > 1 else None
+
+
+def _stack_held(layouts: Sequence[Layout], dim: int, cut: int, axis: int, coords: Sequence[int]) -> Plan:
+    """Rows on different ranks: the new dim is cut, and as many rows as a rank has now lie there."""
+    parts, size = layouts[0].mesh.size(axis), layouts[0].shape[cut]
+    counts = tuple(sum(c == coord for c in coords) for coord in range(parts))
+
+    def on(coord: int) -> Layout:
+        return layouts[0].with_dim(cut, Factor(size, (axis,), tuple(size * (c == coord) for c in range(parts))))
+
+    owners = sorted(coords)
+    result = layouts[0].uncut([cut]).insert(dim).with_dim(dim, Factor(len(layouts), (axis,), counts))
+    rest = result.shape[:dim] + result.shape[dim + 1 :]
+    shapes = [(*rest[:dim], int(owner == layouts[0].coords[axis]), *rest[dim:]) for owner in owners]
+    return Plan(
+        local=lambda tensors: torch.cat([t.reshape(s) for t, s in zip(tensors, shapes, strict=True)], dim),
+        operands={"tensors": [on(owner) for owner in owners]},
+        layout=result,
+    )
+
+
+# ---------------------------------------------------------------------- made of these
+
+
+@composed("hstack")
+def hstack(tensors):
+    tensors = torch.atleast_1d(list(tensors))
+    return torch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
+
+
+@composed("vstack", "row_stack")
+def vstack(tensors):
+    return torch.cat(torch.atleast_2d(list(tensors)), 0)
+
+
+@composed("dstack")
+def dstack(tensors):
+    return torch.cat(torch.atleast_3d(list(tensors)), 2)
+
+
+@composed("column_stack")
+def column_stack(tensors):
+    return torch.hstack([t.reshape(t.numel(), 1) if t.ndim < 2 else t for t in tensors])
+
+
+@composed("block_diag")
+def block_diag(*tensors):
+    """Rows of blocks, each padded to the full width."""
+    blocks = torch.atleast_2d(list(tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors))
+    for i, block in enumerate(blocks):
+        if block.ndim != 2:
+            raise RuntimeError(f"block_diag: tensors must have 2 or fewer dims; number {i} has {block.ndim}")
+    width, at, rows = sum(b.shape[1] for b in blocks), 0, []
+    for block in blocks:
+        rows.append(F.pad(block, (at, width - at - block.shape[1])))
+        at += block.shape[1]
+    return torch.cat(rows, 0)
+
+
+@composed("meshgrid")
+def meshgrid(*tensors, indexing=None):
+    """Views: each tensor lies along a dim of its own and is expanded along the others."""
+    if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+        tensors = tuple(tensors[0])
+    chosen = {} if indexing is None else {"indexing": indexing}
+    ghosts = torch.meshgrid(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors), **chosen)
+    turned = indexing == "xy" and len(tensors) > 1
+    found = []
+    for i, (t, whole) in enumerate(zip(tensors, ghosts, strict=True)):
+        along = 1 - i if turned and i < 2 else i
+        shape = [t.numel() if d == along else 1 for d in range(whole.ndim)]
+        found.append(t.reshape(shape).expand(whole.shape))
+    return tuple(found)
+
+
+@composed("cartesian_prod")
+def cartesian_prod(*tensors: Tensor):
+    if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+        tensors = tuple(tensors[0])
+    for t in tensors:
+        if t.ndim != 1:
+            raise RuntimeError(f"Expect a 1D vector, but got shape {list(t.shape)}")
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.stack([grid.flatten() for grid in torch.meshgrid(*tensors, indexing="ij")], -1)
