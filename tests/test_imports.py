@@ -15,15 +15,18 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
     {"_compat"},
     {"errors"},
-    {"layout", "distributed"},
+    {"layout", "distributed", "names"},
     {"comm", "report"},
     # The documented names over comm/. The package's __init__ lists them, so it stands above comm/ too.
     {"distributed." + x for x in ("__init__", "pieces", "utils", "autograd", "mappings", "fft", "fused", "shared")},
-    {"plan", "names", "spec"},
+    {"plan", "spec"},
     {"redistribute"},
     {"dispatch"},
     {"tensor"},
     {"ops", "scatter"},
+    # Building blocks for users' own ops, and older paths of the same things.
+    {"shard_utils"},
+    {"distributed.shard_tensor", "distributed.shard_utils"},
     {"models", "data"},
     {"train"},
     {"cli"},

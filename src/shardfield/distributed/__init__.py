@@ -1,5 +1,8 @@
 """The process world: who this process is, its groups and meshes, and the collectives over them."""
 
+from importlib import import_module
+from typing import Any
+
 from .autograd import all_gather_v as all_gather_v
 from .autograd import gather_v as gather_v
 from .autograd import indexed_all_to_all_v as indexed_all_to_all_v
@@ -15,10 +18,8 @@ from .shared import unmark_module_as_shared as unmark_module_as_shared
 from .utils import reduce_loss as reduce_loss
 
 
-def __getattr__(name: str):
-    """Names that scripts written for older releases of other libraries look for here."""
+def __getattr__(name: str) -> Any:
+    """ShardTensor and scatter_tensor, which scripts written for an older release elsewhere look for here."""
     if name in ("ShardTensor", "scatter_tensor"):
-        import shardfield
-
-        return getattr(shardfield, name)
+        return getattr(import_module(__package__.split(".")[0]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
