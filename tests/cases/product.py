@@ -160,4 +160,126 @@ EINSUM = [
     case(torch.tensordot, T(3, 4), T(5, 2), dims=1, how=FEW),
 ]
 
-CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM]
+DISTANCES = [
+    case(torch.cdist, T(5, 3), T(6, 3), how={"layouts": 20}),
+    case(torch.cdist, T(2, 5, 3), T(6, 3)),
+    case(torch.cdist, T(2, 1, 5, 3), T(4, 6, 3), p=1.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=3.0),
+    case(torch.cdist, T(2, 16), T(3, 16), how={"layouts": 12}),
+    case(torch.cdist, T(2, 16), T(3, 16), p=1.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=float("inf"), how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=0.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=0.5, how=FEW),
+    case(torch.cdist, T(5, 3), T(6, 3), compute_mode="use_mm_for_euclid_dist", how=FEW | {"tolerance": 1e-7}),
+    case(torch.cdist, T(30, 2), T(4, 2), how=FEW | {"tolerance": 1e-7}),
+    case(lambda x: torch.cdist(x, x), T(4, 9), how=FEW | {"name": "cdist of points to themselves"}),
+    case(lambda x: torch.cdist(x[:2], x), T(4, 40), how={"name": "cdist of cut features, some distances zero"}),
+    case(torch.cdist, T(5, 3), T(6, 4), how=FEW),
+    case(F.pairwise_distance, T(5, 6), T(5, 6)),
+    case(F.pairwise_distance, T(5, 6), T(6), p=1.0, keepdim=True, how=FEW),
+    case(F.cosine_similarity, T(5, 6), T(5, 6)),
+    case(F.cosine_similarity, T(3, 5, 6), T(6), dim=-1, how=FEW),
+    case(F.cosine_similarity, T(5, 6), T(5, 6), dim=0, eps=10.0, how=FEW),
+]
+
+
+def apart(shape, generator):
+    """Matrices far from singular, with eigenvalues and singular values far from each other."""
+    rows, columns = shape[-2:]
+    eye = torch.eye(rows, columns, dtype=torch.float64) * torch.arange(1.0, columns + 1) * 3
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * 0.3 + eye
+
+
+def definite(shape, generator):
+    """Symmetric, positive definite, eigenvalues far from each other."""
+    half = apart(shape, generator)
+    return half @ half.mT
+
+
+def triangular(shape, generator):
+    return apart(shape, generator).tril()
+
+
+def on(fn, make, *shape, how=FEW, **kwargs):
+    """A row for a function of one batch of matrices."""
+    return case(fn, T(*shape, fill=make), how=how, **kwargs)
+
+
+def unsigned(fn):
+    """Factors are unique up to signs: what does not depend on them."""
+
+    def call(x, *args, **kwargs):
+        return [abs(part) for part in fn(x, *args, **kwargs)]
+
+    call.__name__ = fn.__name__
+    return call
+
+
+LA = torch.linalg
+ALONE = FEW | {"gather": True}  # one matrix, cut: nothing to divide but the matrix itself
+NO_GRAD = FEW | {"grad": False}  # torch has no gradient, or overwrites what its own gradient needs
+BATCHES = [
+    *(on(fn, apart, 5, 3, 3) for fn in (torch.det, LA.det, torch.slogdet, LA.slogdet, torch.inverse, LA.inv)),
+    *(on(fn, definite, 5, 3, 3) for fn in (torch.logdet, LA.cholesky, LA.eigvalsh, LA.cholesky_ex)),
+    on(LA.inv, apart, 2, 3, 4, 4, how={"layouts": 10}),
+    on(LA.inv, apart, 4, 4, how=ALONE),
+    on(LA.inv_ex, apart, 5, 3, 3),
+    on(LA.svdvals, apart, 5, 4, 3),
+    on(LA.pinv, apart, 5, 4, 3),
+    on(torch.pinverse, apart, 5, 4, 3),
+    on(LA.matrix_exp, apart, 5, 3, 3),
+    on(torch.matrix_exp, apart, 5, 3, 3),
+    on(LA.matrix_rank, apart, 5, 4, 3),
+    on(LA.cond, apart, 5, 3, 3),
+    on(LA.cond, apart, 5, 3, 3, p=1, how=NO_GRAD),
+    on(LA.lu, apart, 5, 3, 3),
+    on(LA.lu_factor, apart, 5, 3, 3),
+    on(LA.lu_factor_ex, apart, 5, 3, 3),
+    on(LA.ldl_factor, definite, 5, 3, 3, how=NO_GRAD),
+    on(LA.qr, apart, 5, 4, 3),
+    on(LA.qr, apart, 5, 3, 3, mode="complete"),
+    on(torch.geqrf, apart, 5, 4, 3, how=NO_GRAD),
+    on(torch.cholesky_inverse, triangular, 5, 3, 3),
+    on(LA.eigvals, definite, 5, 3, 3),
+    on(unsigned(LA.eigh), definite, 5, 3, 3),
+    on(unsigned(LA.svd), apart, 5, 3, 3),
+    on(unsigned(LA.svd), apart, 5, 4, 3, full_matrices=False),
+    on(unsigned(torch.svd), apart, 5, 4, 3),
+    case(LA.matrix_power, T(5, 3, 3, fill=apart), 3, how=FEW),
+    case(torch.matrix_power, T(5, 3, 3, fill=apart), -2, how=FEW),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3, 4), how={"layouts": 10}),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3), how=FEW),
+    case(LA.solve, T(3, 3, fill=apart), T(5, 3, 2), how=ALONE),
+    case(LA.solve, T(3, 3, fill=apart, cut=()), T(5, 3, 2), how=FEW),
+    case(LA.solve, T(3, 3, fill=apart), T(3, 6), how=ALONE),
+    case(LA.solve, T(3, 3, fill=apart, cut=()), T(3, 6, cut=(1,)), how=FEW | {"name": "solve, cut columns"}),
+    case(LA.solve, T(3, 3, fill=apart), T(3), how=ALONE),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 4, 3), left=False, how=FEW),
+    case(LA.solve_ex, T(5, 3, 3, fill=apart), T(5, 3, 4), how=FEW),
+    case(LA.solve_triangular, T(5, 3, 3, fill=triangular), T(5, 3, 4), upper=False, how=FEW),
+    case(LA.lstsq, T(5, 4, 3, fill=apart), T(5, 4, 2), how=FEW),
+    case(torch.cholesky_solve, T(5, 3, 4), T(5, 3, 3, fill=triangular), how=FEW),
+    case(
+        lambda a, b: LA.lu_solve(*LA.lu_factor(a), b),
+        T(5, 3, 3, fill=apart),
+        T(5, 3, 4),
+        how=FEW | {"name": "lu_solve"},
+    ),
+    case(
+        lambda a, b: LA.ldl_solve(*LA.ldl_factor(a), b),
+        T(5, 3, 3, fill=definite),
+        T(5, 3, 4),
+        how=FEW | {"name": "ldl_solve", "grad": False},
+    ),
+    case(lambda a: torch.lu_unpack(*LA.lu_factor(a)), T(5, 3, 3, fill=apart), how=FEW | {"name": "lu_unpack"}),
+    case(
+        lambda a: LA.householder_product(*torch.geqrf(a)),
+        T(5, 4, 3, fill=apart),
+        how=FEW | {"name": "householder_product", "grad": False},
+    ),
+    case(LA.vander, T(2, 5), N=4, how=FEW),
+    case(torch.vander, T(5), how=NO_GRAD),
+    on(LA.det, apart, 5, 3, 4),
+]
+
+CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]

@@ -53,19 +53,20 @@ def contract(
     *,
     whole: Collection[Label] = (),
     linear: bool = True,
+    sums: bool = True,
     stay: bool = True,
     broadcast: bool = False,
 ) -> Work:
     """The cheapest division of a product, by bytes moved before it and to be summed after it.
 
     `out` lists the result's labels; a tuple of them is one merged dim. Labels in `whole` are never cut. If the
-    function is not `linear`, no operand stays Partial and no summed label is cut. With `stay`, a way that moves
-    nothing is taken before a cheaper one that does, unless its Partial result is much larger than the operands.
+    function is not `linear`, no operand stays Partial; without `sums`, no summed label is cut. With `stay`, a way that
+    moves nothing is taken before a cheaper one that does, unless its Partial result is much larger than the operands.
     A dim of size 1 broadcasts where its label is a number, or any label with `broadcast`.
     """
     mesh = terms[0].layout.mesh
     found = [label for group in out for label in (group if type(group) is tuple else (group,))]
-    plan = _Search(mesh, terms, found, whole, linear, broadcast)
+    plan = _Search(mesh, terms, found, whole, linear, sums, broadcast)
     best, least = None, None
     for choice in itertools.product(*(plan.choices(axis) for axis in plan.axes)):
         cuts = plan.cuts(dict(zip(plan.axes, choice, strict=True)))
@@ -90,8 +91,10 @@ def contract(
 class _Search:
     """What is asked about one product while its division is chosen."""
 
-    def __init__(self, mesh: DeviceMesh, terms, found: Sequence[Label], whole: Collection[Label], linear, broadcast):
-        self.mesh, self.terms, self.whole, self.linear = mesh, terms, set(whole), linear
+    def __init__(
+        self, mesh: DeviceMesh, terms, found: Sequence[Label], whole: Collection[Label], linear, sums, broadcast
+    ):
+        self.mesh, self.terms, self.whole, self.linear, self.sums = mesh, terms, set(whole), linear, sums
         self.found = list(found)  # in order: ranks must round costs alike, and sets of strings are ordered by chance
         self.sizes: dict[Label, int] = {}
         for term in terms:
@@ -132,7 +135,7 @@ class _Search:
         return [*allowed, *keeps, *new[:TRIED], None]
 
     def _divides(self, label: Label) -> bool:
-        return label not in self.whole and (self.linear or label in self.found)
+        return label not in self.whole and (self.sums or label in self.found)
 
     def _held(self, term: Term) -> Iterator[tuple[Label, int]]:
         """The labels that a term really has (not as a dim of size 1 that is broadcast), and where."""

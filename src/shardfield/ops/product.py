@@ -275,7 +275,7 @@ def cross(input: Operand, other: Operand, dim: int | None = None, *, fn):
     over = batch(len(shape))
     three = over[dim]
     terms = [term(input, batch(input.ndim)), term(other, batch(other.ndim))]
-    work = contract(terms, over, whole={three}, linear=False)
+    work = contract(terms, over, whole={three}, linear=False, sums=False)
     return Plan(
         local=lambda input, other: fn(input, other, dim=dim),
         operands=dict(zip(("input", "other"), work.targets, strict=True)),

@@ -1,0 +1,202 @@
+"""Linear algebra on batches of matrices: the matrices are whole, the batch is cut, and all work is local.
+
+Cuts of a matrix move to a batch dim (or to the columns of a right-hand side). Where there is none the matrix would
+have to be gathered, and there is no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm import wire
+from ..dispatch import admit, composed, gathered, handler, map_tensors, mesh_of, write_out
+from ..layout import Factor, Layout
+from ..names import aliases, title
+from ..plan import groups
+from ..tensor import wrap
+from .align import Alignment, entering
+from .contract import Label, Term, contract
+from .product import batch
+
+LA = torch.linalg
+
+# The dims of every operand that belong to a matrix. The columns "k" of a right-hand side do not see each other, so
+# they may be cut, and lie in the result as in the operand.
+ROWS: dict[Any, str] = dict.fromkeys(
+    [
+        *"det logdet slogdet inverse pinverse cholesky cholesky_inverse qr svd lu geqrf".split(),
+        *"matrix_exp matrix_power".split(),
+        *(LA.det, LA.slogdet, LA.inv, LA.inv_ex, LA.pinv, LA.cholesky, LA.cholesky_ex, LA.qr, LA.svd, LA.svdvals),
+        *(LA.eig, LA.eigvals, LA.eigh, LA.eigvalsh, LA.lu, LA.lu_factor, LA.lu_factor_ex, LA.ldl_factor),
+        *(LA.ldl_factor_ex, LA.matrix_exp, LA.matrix_power, LA.matrix_rank, LA.cond),
+    ],
+    "mn",
+) | {
+    LA.solve: "nn nk",
+    LA.solve_ex: "nn nk",
+    LA.solve_triangular: "nn nk",
+    LA.lu_solve: "nn n nk",
+    LA.ldl_solve: "nn n nk",
+    LA.lstsq: "mn mq",
+    LA.householder_product: "mn q",
+    "cholesky_solve": "nk nn",
+    "triangular_solve": "nq nn",
+    "lu_solve": "nk nn n",
+    "orgqr": "mn q",
+    "ormqr": "xy q mn",
+    "lu_unpack": "mn q",
+}
+
+# These find no fault with the numbers, so the ranks need not ask each other.
+SURE = set("det logdet slogdet qr matrix_exp geqrf inv_ex cholesky_ex lu_factor_ex ldl_factor_ex solve_ex".split())
+
+HOLE = object()  # stands for a tensor among the arguments that are part of a key
+
+
+class Batch(NamedTuple):
+    """A planned call: where operands go, the result's layouts, and whom to ask whether all went well."""
+
+    how: Alignment
+    results: tuple[Layout, ...]
+    asked: tuple[ProcessGroup, ...]
+
+
+def matrix_dims(name: str, rows: str, shapes: Sequence[torch.Size], left: bool) -> list[str]:
+    """The matrix dims of every operand; a right-hand side may be a vector, as torch decides it, or stand left."""
+    found = rows.split() if left else rows.replace("nk", "qn").split()
+    if name in ("solve", "solve_ex", "lstsq"):
+        a, b = shapes
+        if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]):
+            found[1] = found[1][:1]
+    # what follows are tolerances: a number, or one number for each matrix
+    return found + [""] * (len(shapes) - len(found))
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    func: Any,
+    layouts: tuple[Layout, ...],
+    kinds: tuple[tuple[torch.dtype, torch.device], ...],
+    args: tuple,
+    kwargs: tuple,
+) -> Batch | None:
+    """Batch dims are cut, matrix dims are not. None: an axis would be left with nothing to divide."""
+    name = title(func).removeprefix("linalg_")
+    parts = matrix_dims(name, KNOWN[func], [x.shape for x in layouts], dict(kwargs).get("left", True))
+    counts = [x.ndim - len(core) for x, core in zip(layouts, parts, strict=True)]
+    if min(counts) < 0:
+        return None  # torch's own error
+    free = any(core.endswith("k") for core in parts)
+    over = batch(max(counts))
+    terms = [
+        Term(x, (*batch(n), *core), dtype.itemsize)
+        for x, n, core, (dtype, _) in zip(layouts, counts, parts, kinds, strict=True)
+    ]
+    whole: set[Label] = {c for core in parts for c in core if c != "k"}
+    work = contract(terms, (*over, "k") if free else over, whole=whole, linear=False, sums=False)
+    cut = {a for x in layouts for a in x.wide(x.shard_axes)}
+    if cut - set(work.result.shard_axes):
+        return None
+    # no matrices at all, in a batch of two dims: what comes back shows which results have the batch, and which not
+    empty = [
+        torch.zeros((0, 0, *x.shape[n:]), dtype=dtype, device=device)
+        for x, n, (dtype, device) in zip(layouts, counts, kinds, strict=True)
+    ]
+    results = []
+    for out in _flat(_call(func, args, kwargs, empty)):
+        dims: list[tuple[Factor, ...]] = [(Factor(n),) for n in out.shape]
+        if out.shape[:2] == (0, 0):
+            dims[:2] = work.result.dims[: len(over)]
+            if free and out.ndim == 4:
+                dims[-1] = work.cuts["k"]
+        results.append(Layout.make(work.result.mesh, dims))
+    asked = () if name in SURE else groups(work.result, sorted(cut))
+    return Batch(Alignment(work.targets, entering(work.result, work.targets), work.result), tuple(results), asked)
+
+
+def _call(func: Any, args: tuple, kwargs: tuple, tensors: Sequence[Tensor]) -> Any:
+    left = iter(tensors)
+    given = [next(left) if a is HOLE else a for a in args]
+    return func(*given, **{n: next(left) if v is HOLE else v for n, v in kwargs})
+
+
+def _flat(out: Any) -> Sequence[Tensor]:
+    return [out] if isinstance(out, Tensor) else out
+
+
+def on_batch(func, types, args, kwargs):
+    """Move the operands as planned, call torch on the pieces of the batch, and agree on failures."""
+    if kwargs.get("out") is not None:
+        result = on_batch(func, types, args, {n: v for n, v in kwargs.items() if n != "out"})
+        for target, part in zip(_flat(kwargs["out"]), _flat(result), strict=True):
+            write_out(target, part)
+        return kwargs["out"]
+    mesh = mesh_of(args, kwargs)
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    given = tuple(HOLE if isinstance(v, Tensor) else v for v in args)
+    named = tuple((n, HOLE if isinstance(v, Tensor) else v) for n, v in kwargs.items())
+    admitted = [admit(t, mesh) for t in tensors]
+    locals_, layouts = [t for t, _ in admitted], tuple(x for _, x in admitted)
+    found = plan(func, layouts, tuple((t.dtype, t.device) for t in tensors), given, named)
+    if found is None:
+        return gathered(func, types, args, kwargs)
+    moved = found.how.bring(locals_, layouts)
+    out = together(title(func), lambda: _call(func, given, named, moved), found.asked, moved[0].device)
+    left = iter(found.results)
+    return map_tensors(out, lambda t: wrap(in_graph(t, moved), next(left)))
+
+
+def in_graph(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """A result for no matrices, which torch may make from nothing: backward must run here as on the other ranks."""
+    if out.numel() or out.requires_grad or not (out.is_floating_point() or out.is_complex()):
+        return out
+    for operand in operands:
+        if operand.requires_grad and torch.is_grad_enabled():
+            none = operand.flatten()[:0].sum()
+            out = out + (none.real if none.is_complex() and not out.is_complex() else none)
+    return out
+
+
+def together(name: str, work: Callable[[], Any], asked: Sequence[ProcessGroup], device: torch.device) -> Any:
+    """Do the work; if it fails on some rank (a singular matrix), it fails on all: else the others would wait for it."""
+    if not asked:
+        return work()
+    failure, out = None, None
+    try:
+        out = work()
+    except RuntimeError as error:
+        failure = error
+    told = torch.tensor(int(failure is not None), dtype=torch.int32, device=device)
+    for group in asked:
+        told = wire.all_reduce(told, group, "max")
+    if failure is not None:
+        raise failure
+    if told.item():
+        raise LA.LinAlgError(f"{name}: failed for a matrix on another rank")
+    return out
+
+
+KNOWN = {alias: rows for function, rows in ROWS.items() for alias in aliases(function)}
+for _function in ROWS:
+    handler(_function)(on_batch)
+
+
+@composed(LA.vander)
+def vander(x, *, N=None):
+    """Powers, along a new last dim."""
+    LA.vander(torch.zeros(2), N=N)  # torch's own complaint about N
+    return x.unsqueeze(-1) ** torch.arange(x.shape[-1] if N is None else N, device=x.device)
+
+
+@composed("vander")
+def vander_down(x, N=None, increasing=False):
+    """Powers of a vector's numbers, the highest first."""
+    torch.vander(torch.zeros([2] * x.ndim), N, increasing)
+    powers = torch.arange(x.shape[0] if N is None else N, device=x.device)
+    return x.unsqueeze(-1) ** (powers if increasing else powers.flip(0))
