@@ -113,7 +113,8 @@ def in_place(func, types, args, kwargs):
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        whole_value = target._whole_value()
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):  # no_grad is about func alone
+            whole_value = target._whole_value()
         target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
         locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
     how = align_to(target._layout, layouts, keep)
