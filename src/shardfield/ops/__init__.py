@@ -2,10 +2,12 @@
 
 from . import autograd as autograd
 from . import classes as classes
+from . import diagonal as diagonal
 from . import difference as difference
 from . import dims as dims
 from . import distance as distance
 from . import einsum as einsum
+from . import embed as embed
 from . import extreme as extreme
 from . import histogram as histogram
 from . import index as index

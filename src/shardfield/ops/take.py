@@ -148,11 +148,12 @@ def index_select(input: Operand, dim: int, index: Operand, *, fn):
 # ---------------------------------------------------------------------- one element at a time
 
 
-def follow(x: Layout, dim: int, index: Layout) -> tuple[Layout, Layout]:
+def follow(x: Layout, dim: int, index: Layout, still: bool = False) -> tuple[Layout, Layout]:
     """(where the operand must lie, where the index must lie) for a gather or scatter along `dim`.
 
     Along the other dims the index follows the operand, or the operand the index where it is not cut (which is free).
-    Along `dim` what the index has cut stays cut.
+    Along `dim` what the index has cut stays cut. still: the operand stays as it is, and the index is not cut over axes
+    that the operand does not use.
     """
     dims = [(Factor(n),) for n in index.shape]
     for d in range(index.ndim):
@@ -162,12 +163,13 @@ def follow(x: Layout, dim: int, index: Layout) -> tuple[Layout, Layout]:
     along = set(x.axes_of(dim))
     used = set(x.shard_axes) - along | set(x.partial_axes)
     for d, (factor,) in enumerate(index.dims):
-        if not factor.axes or used & set(factor.axes) or dims[d][0].axes:
+        axes = set(factor.axes)
+        if not axes or used & axes or dims[d][0].axes or (still and not axes <= along):
             continue
-        if d != dim and not along & set(factor.axes):
+        if d != dim and not along & axes:
             x = x.with_dim(d, longer(factor, x.shape[d]))
         dims[d] = (factor,)
-        used |= set(factor.axes)
+        used |= axes
     return x, Layout.make(x.mesh, dims)
 
 

@@ -1,0 +1,222 @@
+"""Diagonals, windows along a dim, and views written out of place.
+
+A diagonal of a block is a diagonal of the whole, shifted: cut rows and cut columns give a cut diagonal, and nothing is
+sent. Windows that reach over a cut are fetched from the neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..comm import moves
+from ..comm.route import Run, fetch_route
+from ..dispatch import composed, rule
+from ..layout import Factor, Layout, outer_lengths, starts
+from ..plan import Operand, Plan
+from ..redistribute import simplified
+from ..tensor import ShardTensor, wrap
+from .index import dim_of
+from .take import meta
+
+
+def _simple(layout: Layout, *dims: int) -> Layout:
+    """The layout with some dims laid out simply."""
+    for d in dims:
+        if len(layout.dims[d]) > 1:
+            layout = layout.with_dim(d, *simplified(layout).dims[d])
+    return layout
+
+
+def _pieces(factor: Factor) -> list[tuple[int, int]]:
+    """Where each piece of a factor begins and ends."""
+    lengths = factor.lengths or (factor.size,)
+    return [(a, a + n) for a, n in zip(starts(lengths), lengths, strict=True)]
+
+
+@rule("diagonal", torch.linalg.diagonal, partial=True, merged=True)
+def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
+    """Each rank's part of a diagonal lies on a diagonal of its block."""
+    last = fn is torch.linalg.diagonal
+    dim1, dim2 = (-2 if last else 0) if dim1 is None else dim1, (-1 if last else 1) if dim2 is None else dim2
+    size = torch.diagonal(*meta(input), offset, dim1, dim2).shape[-1]
+    dim1, dim2 = dim_of(dim1, input.ndim), dim_of(dim2, input.ndim)
+    layout = _simple(input.layout, dim1, dim2)
+    (rows,), (columns,) = layout.dims[dim1], layout.dims[dim2]
+    top, left = max(0, -offset), max(0, offset)
+    cut = tuple(
+        max(0, min(b - top, d - left, size) - max(a - top, c - left, 0))
+        for a, b in _pieces(rows)
+        for c, d in _pieces(columns)
+    )
+    axes = rows.axes + columns.axes
+    along = Factor(size, axes, cut if axes else ())
+    here = offset + layout.span(dim1).start - layout.span(dim2).start
+    kept = [f for d, f in enumerate(layout.dims) if d not in (dim1, dim2)]
+    return Plan(
+        local=lambda input: input.diagonal(here, dim1, dim2),
+        layout=layout.with_dims([*kept, (along,)]),
+        operands={"input": layout},
+        view=True,
+        copied=bool(layout.partial) or layout is not input.layout,
+    )
+
+
+@rule("diag_embed", partial=True, merged=True)
+def diag_embed(input: Operand, offset=0, dim1=-2, dim2=-1):
+    """Matrices whose rows are cut as the diagonals are; the first and last rank hold the rows above and below."""
+    shape = torch.diag_embed(*meta(input), offset, dim1, dim2).shape
+    ndim = input.ndim + 1
+    dim1, dim2 = dim_of(dim1, ndim), dim_of(dim2, ndim)
+    layout = _simple(input.layout, input.ndim - 1)
+    (factor,) = layout.dims[-1]
+    size = shape[dim1]
+    top, left = max(0, -offset), max(0, offset)
+    rows = Factor(size)
+    if factor.axes:
+        ends = [0, *(end + top for _, end in _pieces(factor)[:-1]), size]
+        rows = Factor(size, factor.axes, tuple(b - a for a, b in zip(ends, ends[1:], strict=False)))
+    made = layout.with_dims([*layout.dims[:-1], (rows,), (Factor(size),)])
+    here = left - top + made.span(ndim - 2).start
+    block = made.local_shape
+    order = [d for d in range(ndim) if d not in (dim1, dim2)]
+    place = [order.index(d) if d in order else ndim - 2 if d == dim1 else ndim - 1 for d in range(ndim)]
+    return Plan(
+        local=lambda input: input.new_zeros(block).diagonal_scatter(input, here, -2, -1).permute(place),
+        layout=made.permute(place),
+        operands={"input": layout},
+    )
+
+
+@composed("diag")
+def diag(input, diagonal=0):
+    """A vector as the diagonal of a matrix, or the diagonal of a matrix."""
+    if input.ndim not in (1, 2):
+        raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
+    return torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
+
+
+@composed("diagflat")
+def diagflat(input, offset=0):
+    """All elements as the diagonal of a matrix."""
+    return torch.diag_embed(input.reshape(-1), offset)
+
+
+# ---------------------------------------------------------------------- windows
+
+
+@rule("unfold", partial=True, merged=True)
+def unfold(input: Operand, dimension, size, step):
+    """Windows along one dim. Each rank has those that begin in its part and fetches what they reach over to."""
+    shape = meta(input)[0].unfold(dimension, size, step).shape
+    if not input.ndim:
+        return None
+    dim = dim_of(dimension, input.ndim)
+    layout = _simple(input.layout, dim)
+    (factor,) = layout.dims[dim]
+    wide = layout.wide(factor.axes)
+    if not wide:
+        result = layout.with_dims([*layout.with_dim(dim, Factor(shape[dim])).dims, (Factor(size),)])
+        return Plan(
+            local=lambda input: input.unfold(dim, size, step),
+            layout=result,
+            operands={"input": layout},
+            view=True,
+            copied=bool(layout.partial) or layout is not input.layout,
+        )
+    if len(wide) > 1:  # a route goes along one axis: the inner ones give up their cut of this dim
+        lengths = factor.lengths
+        for axis in reversed(factor.axes[factor.axes.index(wide[0]) + 1 :]):
+            lengths = outer_lengths(lengths, layout.mesh.size(axis))
+        factor = Factor(factor.size, factor.axes[: factor.axes.index(wide[0]) + 1], lengths)
+        layout = layout.with_dim(dim, factor)
+    axis = wide[0]
+    marks = [min(-(-begin // step), shape[dim]) for begin, _ in _pieces(factor)] + [shape[dim]]
+    counts = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    reads = [Run(a * step, (n - 1) * step + size if n else 0) for a, n in zip(marks, counts, strict=False)]
+    me = layout.coords[axis]
+    own = [
+        a <= r.source and r.source + r.length <= b for r, (a, b) in zip(reads, _pieces(factor), strict=True) if r.length
+    ]
+    begin = _pieces(factor)[me][0]
+    group = layout.mesh.get_group(axis)
+    route = fetch_route(dim, factor.lengths, me, [[r] for r in reads], [r.length for r in reads])
+
+    def local(input):
+        if all(own):  # no window reaches over a cut
+            block = input.narrow(dim, reads[me].source - begin if counts[me] else 0, reads[me].length)
+        else:
+            block = moves.travel(input, route, group)
+        if not counts[me]:
+            return block.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * input.ndim, size)
+        return block.unfold(dim, size, step)
+
+    cut = Factor(shape[dim], factor.axes, tuple(counts))
+    return Plan(
+        local=local,
+        layout=layout.with_dims([*layout.with_dim(dim, cut).dims, (Factor(size),)]),
+        operands={"input": layout},
+        view=True,
+        copied=bool(layout.partial) or layout is not input.layout or not all(own),
+    )
+
+
+# ---------------------------------------------------------------------- copies of views, and views written out of place
+
+
+def _fresh(x):
+    """A copy of a tensor that can be written."""
+    if not isinstance(x, ShardTensor):
+        return x.clone()
+    x = x._simple_value()
+    return wrap(x._local_tensor.clone(), x._layout)
+
+
+def _same_shape(name: str, src, part) -> None:
+    if src.shape != part:
+        raise RuntimeError(
+            f"{name}: expected src to have a size equal to the slice: {list(part)}, not {list(src.shape)}"
+        )
+
+
+@composed("select_scatter")
+def select_scatter(input, src, dim, index):
+    """A copy with one row replaced."""
+    row = torch.empty(input.shape, device="meta").select(dim, index).shape
+    _same_shape("select_scatter", src, row)
+    made = _fresh(input)
+    made[(slice(None),) * dim_of(dim, input.ndim) + (index,)] = src
+    return made
+
+
+@composed("slice_scatter")
+def slice_scatter(input, src, dim=0, start=None, end=None, step=1):
+    """A copy with a slice replaced."""
+    index = (slice(None),) * dim_of(dim, input.ndim) + (slice(start, end, step),)
+    _same_shape("slice_scatter", src, torch.empty(input.shape, device="meta")[index].shape)
+    made = _fresh(input)
+    made[index] = src
+    return made
+
+
+@composed("diagonal_scatter")
+def diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
+    """A copy with a diagonal replaced."""
+    _same_shape("diagonal_scatter", src, torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape)
+    made = _fresh(input)
+    made.diagonal(offset, dim1, dim2).copy_(src)
+    return made
+
+
+def _copy_of(name: str) -> None:
+    view = getattr(torch.Tensor, name)
+    composed(name + "_copy")(lambda input, *args, **kwargs: view(input, *args, **kwargs).clone())
+
+
+for _name in ("select", "narrow", "diagonal", "unfold"):
+    _copy_of(_name)
+
+
+@composed("slice_copy")
+def slice_copy(input, dim=0, start=None, end=None, step=1):
+    """A copy of a slice."""
+    return input[(slice(None),) * dim_of(dim, input.ndim) + (slice(start, end, step),)].clone()

@@ -1,0 +1,185 @@
+"""Writing one element for each entry of an index: scatter, scatter_add, scatter_reduce, put, masked_scatter.
+
+As with rows (see `put`), an entry is written by the rank that holds its place. Where the dim of the index is whole on
+each rank the work is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import _planned as planned
+from ..dispatch import composed, handler, mesh_of
+from ..layout import Factor, Layout, nested_chunk
+from ..plan import Operand, Plan
+from ..redistribute import redistribute
+from ..tensor import ShardTensor, wrap
+from .index import as_shard, dim_of, sliced
+from .mask import put_where, with_mask
+from .owners import Owners, checked, deliver
+from .put import register, settle
+from .take import element_numbers, filled, follow, longer, meta
+
+
+def _entries(index: Layout, src: Layout | None) -> Layout:
+    """How the entries are cut: as the source is, then as the index is."""
+    if src is None:
+        return index
+    dims = list(index.dims)
+    for d, (factor,) in enumerate(src.dims):
+        taken = {a for e, (f,) in enumerate(dims) if e != d for a in f.axes}
+        if factor.axes and not taken & set(factor.axes):
+            dims[d] = (sliced(factor, 0, index.shape[d], 1),)
+    return Layout.make(index.mesh, dims)
+
+
+def _meet(x: Layout, dim: int, entries: Layout, adds: bool, still: bool) -> tuple[Layout, Layout]:
+    """Where the target and the entries must lie. Entries cut over axes that the target does not use write addends
+    into a Partial, or make the target be cut there, or are made whole."""
+    x, entries = follow(x, dim, entries, still)
+    # over an axis that x has no part in, all ranks must write the same
+    entries = entries.uncut([d for d in range(x.ndim) if d != dim and not set(entries.axes_of(d)) <= set(x.shard_axes)])
+    along = x.axes_of(dim)
+    free = tuple(a for a in entries.axes_of(dim) if a not in along)
+    if not free:
+        return x, entries
+    if adds:
+        return Layout.make(x.mesh, x.dims, [*x.partial, *((a, "sum") for a in free)]), entries
+    if along or x.shape[dim] < 2:
+        return x, entries.uncut([dim])
+    parts = [x.mesh.size(a) for a in free]
+    return x.with_dim(dim, Factor(x.shape[dim], free, nested_chunk(x.shape[dim], parts))), entries
+
+
+def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, fn: Callable, more: dict):
+    """`fn(input, dim, index, src, **more)`, planned; `src` is a tensor or a number."""
+    of_tensor = isinstance(src, Operand)
+    fn(*meta(input), dim, *meta(index), *(meta(src) if of_tensor else [src]), **more)
+    if not input.ndim or not index.ndim or (of_tensor and not src.ndim):
+        return None
+    dim, in_place = dim_of(dim, input.ndim), fn.__name__.endswith("_")
+    still = in_place and index.numel() <= input.numel()
+    entries = _entries(index.layout, src.layout if of_tensor else None)
+    layout, where = _meet(input.layout, dim, entries, adds, still)
+    owners = Owners(layout, range(layout.ndim), layout.wide(layout.axes_of(dim)))
+    ask = [a for a in owners.axes if a in where.shard_axes]
+    judged = filled(layout) and not owners.axes and not where.wide(where.shard_axes)
+    kept = layout is input.layout
+    shape = layout.local_shape
+
+    def local(input, index, src):
+        target = input.clone() if in_place and not kept else input
+        if not judged:
+            index = checked(index, layout.shape[dim], where, negative=False, error=RuntimeError)
+        if of_tensor:  # else torch has no gradient for a source larger than the index
+            src = src[tuple(slice(n) for n in index.shape)]
+        if not owners.axes:
+            return fn(target, dim, index, src, **more)
+        flat = element_numbers(index, dim, owners, where)
+        positions, rows = deliver(owners, flat, src.reshape(-1) if of_tensor else None, ask)
+        place = positions[0]
+        for position, size in zip(positions[1:], shape[1:], strict=True):
+            place = place * size + position
+        line = target.reshape(-1)
+        out = fn(line, 0, place, rows if of_tensor else src, **more)
+        if not in_place:
+            return out.reshape(shape)
+        return target if target.is_contiguous() else target.copy_(out.reshape(shape))
+
+    operands = {"input": layout, "index": where}
+    if of_tensor:
+        cuts = [longer(f, n) if f.axes else Factor(n) for (f,), n in zip(where.dims, src.shape, strict=True)]
+        operands["src"] = Layout.make(layout.mesh, [(f,) for f in cuts])
+    return Plan(local, layout, operands)
+
+
+def _scatter(input, dim, index, src=None, *, value=None, reduce=None, fn):
+    more = {} if reduce is None else {"reduce": reduce}
+    src = value if src is None else src
+    if src is None:
+        return None
+    plan = _elements(input, dim, index, src, False, fn, more)
+    if plan is None or isinstance(src, Operand):
+        return plan
+    # a number comes as `src` or as `value`: either way the plan has it
+    local = lambda input, index: plan.local(input, index, src)  # noqa: E731
+    return Plan(local, plan.layout, plan.operands)
+
+
+def _scatter_add(input, dim, index, src, *, fn):
+    return _elements(input, dim, index, src, True, fn, {})
+
+
+def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, fn):
+    adds = reduce == "sum" and include_self
+    return _elements(input, dim, index, src, adds, fn, {"reduce": reduce, "include_self": include_self})
+
+
+for _name, _planner in (("scatter", _scatter), ("scatter_add", _scatter_add), ("scatter_reduce", _scatter_reduce)):
+    register(_name, planned(_planner, partial=False, merged=False))
+
+
+# ---------------------------------------------------------------------- by flat number, and by mask
+
+
+@composed("put")
+def put(input, index, source, accumulate=False):
+    """Elements by their flat number."""
+    if source.numel() != index.numel():
+        raise IndexError(
+            f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
+            f"{source.numel()}, index.numel() = {index.numel()}"
+        )
+    line = torch.index_put(input.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
+    return line.reshape(input.shape)
+
+
+@handler("put_")
+def put_(func, types, args, kwargs):
+    """Elements by their flat number, in place."""
+    return args[0].copy_(put(*args, **kwargs))
+
+
+@composed("masked_scatter")
+def masked_scatter(input, mask, source):
+    """The elements of `source`, in order, where the mask is true."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    mesh = mesh_of((input, mask, source), None)
+    x, chosen = (as_shard(t if t.shape == shape else t.expand(shape), mesh)._whole_value() for t in (input, mask))
+    layout, _ = with_mask(x._layout, 0, chosen._layout)
+    made = wrap(redistribute(x._local_tensor, x._layout, layout).clone(), layout)
+    return _masked_scatter(made, chosen, source)
+
+
+@handler("masked_scatter_")
+def masked_scatter_(func, types, args, kwargs):
+    """The elements of `source`, in order, where the mask is true, in place."""
+    return _masked_scatter_(*args, **kwargs)
+
+
+def _masked_scatter_(input, mask, source):
+    if input.__class__ is not ShardTensor:
+        return input.copy_(masked_scatter(input, mask, source))
+    input._writable()
+    settle(input)
+    return _masked_scatter(input, mask if mask.shape == input.shape else mask.expand(input.shape), source)
+
+
+def _masked_scatter(x: ShardTensor, mask: Tensor, source: Tensor) -> ShardTensor:
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_scatter_ only supports boolean masks, but got mask with dtype " + str(mask.dtype))
+    if source.dtype != x.dtype:
+        raise RuntimeError(
+            f"masked_scatter: expected self and source to have same dtypes but got {x.dtype} and {source.dtype}"
+        )
+    count = int(mask.sum())
+    if source.numel() < count:
+        raise RuntimeError("Number of elements of source < number of ones in mask")
+    if not x.ndim:  # one element: a choice
+        return x.copy_(torch.where(mask, source.reshape(-1)[0], x)) if count else x
+    put_where(x, 0, mask, source.reshape(-1)[:count])
+    return x
