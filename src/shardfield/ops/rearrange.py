@@ -1,0 +1,265 @@
+"""The same elements elsewhere: flip, roll, repeat, triangles. Only rows that change hands travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm import moves
+from ..comm.route import Run, fetch_route
+from ..dispatch import TABLE, composed, gathered, handler, replicated, rule
+from ..layout import Factor, Layout, nested_chunk, outer_lengths, starts
+from ..plan import Operand, Plan
+from ..redistribute import simplified
+from ..tensor import ShardTensor, wrap
+from .view import ghost
+
+Local = Callable[[Tensor], Tensor]
+Ask = Callable[[int, int], list[Run]]
+
+
+def one_axis(layout: Layout, dims: Sequence[int]) -> Layout:
+    """The layout with each of `dims` simple and cut by one axis at most: inner axes go to a dim that is free, or go."""
+    found = simplified(layout, dims)
+    for dim in dims:
+        (factor,) = found.dims[dim]
+        wide = found.wide(factor.axes)
+        if len(wide) < 2:
+            continue
+        depth = factor.axes.index(wide[0]) + 1
+        kept, inner = factor.axes[:depth], factor.axes[depth:]
+        parts = [found.mesh.size(a) for a in inner]
+        found = found.with_dim(dim, Factor(factor.size, kept, outer_lengths(factor.lengths, math.prod(parts))))
+        free = [d for d in range(found.ndim) if d not in dims and not found.axes_of(d)]
+        roomy = [d for d in free if found.shape[d] >= math.prod(parts)]
+        if roomy:
+            found = found.with_dim(
+                roomy[0], Factor(found.shape[roomy[0]], inner, nested_chunk(found.shape[roomy[0]], parts))
+            )
+    return found
+
+
+def fetch(layout: Layout, dim: int, ask: Ask, sizes: Sequence[int]) -> tuple[Local, Layout]:
+    """A dim cut by one axis becomes cut as `sizes`; `ask(start, stop)` names the old indices of a range of new ones."""
+    (factor,) = layout.dims[dim]
+    (axis,) = layout.wide(factor.axes)
+    requests = [ask(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
+    route = fetch_route(dim, factor.lengths, layout.coords[axis], requests, sizes)
+    group = layout.mesh.get_group(axis)
+    result = layout.with_dim(dim, Factor(sum(sizes), factor.axes, tuple(sizes)))
+    return lambda t: moves.travel(t, route, group), result
+
+
+def chain(*steps: Local) -> Local:
+    """One after the other."""
+
+    def run(input: Tensor) -> Tensor:
+        for step in steps:
+            input = step(input)
+        return input
+
+    return run
+
+
+# ---------------------------------------------------------------------- flip and roll
+
+
+@rule("flip", partial=True, merged=True)
+def flip(input: Operand, *dims):
+    """Along a cut dim, each rank asks for the rows that are its own seen from the other end."""
+    if len(dims) == 1 and not isinstance(dims[0], int):
+        dims = tuple(dims[0])
+    ghost(input).flip(dims)
+    turned = sorted({d % max(input.ndim, 1) for d in dims})
+    source = one_axis(input.layout, turned)
+    whole = [d for d in turned if not source.is_cut(d)]
+    steps: list[Local] = [lambda t: t.flip(whole)]
+    steps += [fetch(source, d, mirrored(source.shape[d]), source.lengths(d))[0] for d in turned if d not in whole]
+    return Plan(local=chain(*steps), takes=["input"], operands={"input": source}, layout=source)
+
+
+def mirrored(size: int) -> Ask:
+    """The indices that a range shows after a flip."""
+    return lambda start, stop: [Run(size - stop, stop - start, 0, True)]
+
+
+@rule("roll", partial=True, merged=True)
+def roll(input: Operand, shifts, dims=()):
+    """Along a cut dim, each rank asks for the rows that roll into its range."""
+    ghost(input).roll(shifts, dims)
+    by: dict[int, int] = {}
+    for dim, shift in zip(*((v,) if isinstance(v, int) else v for v in (dims, shifts)), strict=True):
+        by[dim % input.ndim] = by.get(dim % input.ndim, 0) + shift
+    source = one_axis(input.layout, list(by))
+    whole = [d for d in by if not source.is_cut(d)]
+    steps: list[Local] = [lambda t: t.roll([by[d] for d in whole], whole) if whole else t]
+    steps += [fetch(source, d, rolled(source.shape[d], by[d]), source.lengths(d))[0] for d in by if d not in whole]
+    return Plan(local=chain(*steps), takes=["input"], operands={"input": source}, layout=source)
+
+
+def rolled(size: int, shift: int) -> Ask:
+    """The indices that a range shows after a roll."""
+    return lambda start, stop: around(start - shift, stop - start, size)
+
+
+def around(start: int, length: int, size: int) -> list[Run]:
+    """At most `size` indices on a circle of `size`."""
+    if not length:
+        return []
+    start %= size
+    first = min(length, size - start)
+    return [Run(start, first)] + ([Run(0, length - first, first)] if length > first else [])
+
+
+_along_dims = TABLE[torch.roll]
+
+
+@handler("roll")
+def roll_any(func, types, args, kwargs):
+    """Without dims, the flattened tensor rolls."""
+    named = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
+    if named.get("dims") not in (None, (), []):
+        return _along_dims(func, types, args, kwargs)
+    x = named["input"]
+    torch.empty(x.shape, device="meta").roll(named["shifts"])
+    return x.flatten().roll(named["shifts"], 0).reshape(x.shape) if x.ndim else x.clone()
+
+
+@composed("fliplr")
+def fliplr(input):
+    torch.empty(input.shape, device="meta").fliplr()
+    return input.flip(1)
+
+
+@composed("flipud")
+def flipud(input):
+    torch.empty(input.shape, device="meta").flipud()
+    return input.flip(0)
+
+
+@composed("rot90")
+def rot90(input, k=1, dims=(0, 1)):
+    torch.empty(input.shape, device="meta").rot90(k, dims)
+    first, second = dims
+    turns = k % 4
+    if turns == 0:
+        return input.clone()
+    if turns == 2:
+        return input.flip((first, second))
+    return input.flip(second if turns == 1 else first).transpose(first, second)
+
+
+# ---------------------------------------------------------------------- again
+
+
+@rule("repeat", partial=True, merged=True)
+def repeat(input: Operand, *repeats):
+    """Local: a repeated dim is a new whole one merged with it."""
+    if len(repeats) == 1 and not isinstance(repeats[0], int):
+        repeats = tuple(repeats[0])
+    ghost(input).repeat(repeats)
+    skip = len(repeats) - input.ndim
+    old = [(Factor(1),)] * skip + list(input.layout.dims)
+    layout = input.layout.with_dims([(Factor(k), *factors) for k, factors in zip(repeats, old, strict=True)])
+    return Plan(local=lambda input: input.repeat(repeats), layout=layout)
+
+
+@composed("tile")
+def tile(input, *dims):
+    if len(dims) == 1 and not isinstance(dims[0], int):
+        dims = tuple(dims[0])
+    return input.repeat((1,) * (input.ndim - len(dims)) + dims)
+
+
+@rule("repeat_interleave", partial=True, merged=True)
+def interleave(input: Operand, repeats, dim, *, output_size=None):
+    """Local: every element of a dim becomes a whole dim merged behind it."""
+    ghost(input).repeat_interleave(repeats, dim)
+    dim %= input.ndim
+    layout = input.layout.with_dim(dim, *input.layout.dims[dim], Factor(repeats))
+    return Plan(local=lambda input: input.repeat_interleave(repeats, dim), layout=layout)
+
+
+_by_number = TABLE[torch.repeat_interleave]
+
+
+@handler("repeat_interleave")
+def repeat_interleave(func, types, args, kwargs):
+    """One number of repeats for all elements, or a tensor of them, whose values decide the shape."""
+    named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    if "repeats" not in named or not isinstance(named.get("input"), Tensor):
+        return gathered(func, types, args, kwargs)  # the form that turns repeats into indices
+    x, repeats, dim = named["input"], named["repeats"], named.get("dim")
+    if dim is None:
+        x, dim = x.flatten(), 0
+    if isinstance(repeats, Tensor) and repeats.numel() == 1 and isinstance(x, ShardTensor):
+        repeats = int(repeats)
+    if not isinstance(repeats, Tensor):
+        return _by_number(func, types, (x, repeats, dim), {})
+    counts = replicated(repeats) if isinstance(repeats, ShardTensor) else repeats
+    if not isinstance(x, ShardTensor):
+        return func(x, counts, dim)
+    dim = range(x.ndim)[dim]
+    if counts.ndim != 1 or len(counts) != x.shape[dim]:
+        raise RuntimeError("repeats must have the same size as input along dim, but got " + str(tuple(counts.shape)))
+    total = named.get("output_size")
+    if total is not None and total != int(counts.sum()):
+        raise RuntimeError("repeat_interleave: allocated size does not match required size")
+    x = x._placed(simplified(x._layout, [dim]))
+    (factor,) = x._layout.dims[dim]
+    ends = [0, *counts.cumsum(0).tolist()]
+    cut = [ends[s + n] - ends[s] for s, n in zip(starts(factor.lengths), factor.lengths, strict=True)]
+    start, stop = x._layout.span(dim)
+    local = x._local_tensor.repeat_interleave(counts[start:stop], dim)
+    return wrap(local, x._layout.with_dim(dim, Factor(ends[-1], factor.axes, tuple(cut))))
+
+
+# ---------------------------------------------------------------------- triangles
+
+
+@rule("tril", "triu", partial=True, merged=True)
+def triangle(input: Operand, diagonal=0, *, fn):
+    """Each rank sees the diagonal from where its block lies."""
+    fn(ghost(input), diagonal)
+    source = simplified(input.layout, [input.ndim - 2, input.ndim - 1])
+    seen = diagonal + source.span(input.ndim - 2).start - source.span(input.ndim - 1).start
+    return Plan(local=lambda input: fn(input, seen), operands={"input": source}, layout=source)
+
+
+@handler("tril_", "triu_")
+def triangle_(func, types, args, kwargs):
+    target = args[0]
+    of = torch.tril if func.__name__ == "tril_" else torch.triu
+    return target._write(of(target, *args[1:], **kwargs))
+
+
+# ---------------------------------------------------------------------- channels and pixels
+
+
+@composed("pixel_shuffle")
+def pixel_shuffle(input, upscale_factor):
+    shape = F.pixel_shuffle(torch.empty(input.shape, device="meta"), upscale_factor).shape
+    *lead, c, h, w = input.shape
+    r, n = upscale_factor, len(lead)
+    cells = input.reshape(*lead, c // r**2, r, r, h, w)
+    return cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(shape)
+
+
+@composed("pixel_unshuffle")
+def pixel_unshuffle(input, downscale_factor):
+    shape = F.pixel_unshuffle(torch.empty(input.shape, device="meta"), downscale_factor).shape
+    *lead, c, h, w = input.shape
+    r, n = downscale_factor, len(lead)
+    cells = input.reshape(*lead, c, h // r, r, w // r, r)
+    return cells.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3).reshape(shape)
+
+
+@composed("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(input, groups):
+    torch.channel_shuffle(torch.empty(input.shape, device="meta"), groups)
+    b, c, *rest = input.shape
+    return input.reshape(b, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)
