@@ -2,6 +2,7 @@
 
 from . import autograd as autograd
 from . import classes as classes
+from . import copies as copies
 from . import diagonal as diagonal
 from . import difference as difference
 from . import dims as dims
@@ -9,6 +10,7 @@ from . import distance as distance
 from . import einsum as einsum
 from . import embed as embed
 from . import extreme as extreme
+from . import factory as factory
 from . import histogram as histogram
 from . import index as index
 from . import join as join

@@ -28,12 +28,27 @@ def probe(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     def tiny(value: Any) -> Any:
         if not isinstance(value, Operand):
             return value
-        return torch.ones([min(n, 2) for n in value.shape], dtype=value.dtype, device=value.device)
+        make = torch.ones if value.dtype.is_floating_point or value.dtype.is_complex else torch.zeros  # 0 is any index
+        return make([min(n, 2) for n in value.shape], dtype=value.dtype, device=value.device)
 
     given = {k: tiny(v) for k, v in kwargs.items() if v is not None}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fn(*[tiny(a) for a in args], **given)
+
+
+def probe_shapes(fn: Callable, *args: Any) -> None:
+    """torch's verdict on the shapes of a call, which tensors of two elements a dim cannot tell."""
+
+    def bare(value: Any) -> Any:
+        if not hasattr(value, "shape"):
+            return value
+        # torch's shape functions gather by class indices, which bytes may be for it but not for them
+        dtype = torch.int64 if value.dtype is torch.uint8 else value.dtype
+        return torch.empty(value.shape, dtype=dtype, device="meta")
+
+    with torch.no_grad():
+        fn(*[bare(a) for a in args])
 
 
 def reduced_dims(ndim: int, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -93,6 +108,12 @@ class _Settled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return moves.enter([grad], ctx.over)[0], None, None
+
+
+def root(square: Tensor) -> Tensor:
+    """The square root; its gradient is 0 at 0, where torch's std and norms have it so."""
+    still = square == 0
+    return torch.where(still, 0, torch.where(still, 1, square).sqrt())
 
 
 def refuse_if(bad: Tensor, over: Groups, error: Exception) -> None:

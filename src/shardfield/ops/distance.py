@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm import moves
+from ..comm.wire import wider
 from ..dispatch import composed, rule
 from ..plan import Operand, Plan, groups
+from .across import after_reduction, cutting, probe, reduced_dims, root
+from .align import align
 from .contract import contract
 from .product import batch, checked, term
 
@@ -64,16 +67,23 @@ def pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-@composed(F.cosine_similarity)
-def cosine_similarity(x1, x2, dim=1, eps=1e-8):
-    """As torch has it: lengths are kept from zero outside the graph, so that eps takes no part in gradients."""
-    if not torch.promote_types(x1.dtype, x2.dtype).is_floating_point:
-        raise RuntimeError(f"cosine_similarity needs floating point, not {x1.dtype} and {x2.dtype}")
+@rule("cosine_similarity")
+def cosine_similarity(x1: Operand, x2: Operand, dim=1, eps=1e-8, *, fn):
+    """The product of the two directions. Both norms travel in one message."""
+    result = probe(fn, x1, x2, dim, eps).dtype
+    how = align((x1.layout, x2.layout))
+    dims = reduced_dims(how.result.ndim, dim)
+    over = groups(how.result, cutting(how.result, dims))
 
-    def unit(x):
-        length = torch.linalg.vector_norm(x, 2, dim, True)
-        return x / (length + (length.detach().clamp_min(eps) - length.detach()))
+    def local(x1, x2):
+        if not over:
+            return fn(x1, x2, dim, eps)
+        pair = torch.broadcast_tensors(x1.to(result), x2.to(result))
+        sizes = torch.stack([x.square().sum(dims, keepdim=True, dtype=wider(result)) for x in pair])
+        sizes = moves.enter([root(moves.reduce(sizes, over))], over)[0].to(result)
+        # torch's gradient goes through a norm below eps as if it were not held at eps
+        sizes = sizes + (sizes.clamp_min(eps) - sizes).detach()
+        return (pair[0] / sizes[0] * (pair[1] / sizes[1])).sum(dims)
 
-    ndim = max(x1.ndim, x2.ndim)
-    x1, x2 = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (x1, x2))
-    return (unit(x1) * unit(x2)).sum(dim)
+    moved = {"x1": how.targets[0], "x2": how.targets[1]}
+    return Plan(local=local, operands=moved, layout=after_reduction(how.result, dims, False))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..dispatch import rule
 from ..layout import Layout
 from ..plan import Operand, Plan
-from .across import HALF, after_reduction, cutting, probe, reduced_dims, stacked
+from .across import HALF, after_reduction, cutting, probe, reduced_dims, root, stacked
 
 
 def counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> list[int]:
@@ -76,12 +76,6 @@ class Spread:
         return (out[0] if isinstance(out, tuple) else out).dtype
 
 
-def _root(variance: Tensor) -> Tensor:
-    """The square root; its gradient is 0 where torch's std has it 0."""
-    still = variance == 0
-    return torch.where(still, 0, torch.where(still, 1, variance).sqrt())
-
-
 @rule("var", "std", "var_mean", "std_mean", merged=True)
 def var(input: Operand, dim=None, unbiased=None, keepdim=False, *, correction=None, fn):
     """Moments of all ranks merged; a complex variance is that of the two parts together."""
@@ -103,7 +97,7 @@ def var(input: Operand, dim=None, unbiased=None, keepdim=False, *, correction=No
         if input.is_complex():
             mean, deviations = torch.view_as_complex(mean), deviations.sum(-1)
         spread = (deviations / freedom).to(result)
-        spread = (_root(spread) if name.startswith("std") else spread).reshape(out.local_shape)
+        spread = (root(spread) if name.startswith("std") else spread).reshape(out.local_shape)
         return (spread, mean.to(input.dtype).reshape(out.local_shape)) if name.endswith("mean") else spread
 
     return Plan(local=local, layout=(out, out) if name.endswith("mean") else out)
