@@ -377,7 +377,7 @@ def test_a_program_begins_again_and_ends_without_a_sound(free_port):
         for rank in range(2)
     ]
     try:
-        assert [p.communicate(timeout=60) for p in ranks] == [("ok\n", "")] * 2
+        assert [p.communicate(timeout=150) for p in ranks] == [("ok\n", "")] * 2
     finally:
         for p in ranks:
             p.kill()

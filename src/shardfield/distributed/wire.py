@@ -51,9 +51,9 @@ class Wire:
         """Take in what has come: False once the other side is gone, ValueError for what is no message of ours."""
         try:
             data = self.sock.recv(65536)
-        except TimeoutError:
-            raise
-        except OSError:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+                raise  # the time is over that the caller set; ETIMEDOUT says that the other host no longer answers
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         self.messages += [json.loads(line) for line in lines]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import WorldError
 from .launch import Launch, local_rank_from, timeout_from
-from .rendezvous import Member
+from .member import Member
 
 # How long the ranks wait for each other at the start, and how long the others outlive one that died. Collectives
 # keep torch's own limits unless the user sets one (SHARDFIELD_TIMEOUT, setup(timeout=...)), which then holds for all.
@@ -69,13 +69,15 @@ def start(launch: Launch, backend: str | None = None, timeout: float | None = No
     if local_rank is None:
         local_rank = launch.rank % (torch.cuda.device_count() or launch.world_size)
     world = World(launch, _device(local_rank), local_rank, timeout=timedelta(seconds=limit) if limit else None)
+    backend = backend or available_backend()
     if launch.world_size > 1:
-        world.member = Member(launch, limit or DEFAULT_TIMEOUT)
+        world.member = Member(launch, limit or DEFAULT_TIMEOUT, gloo="gloo" in backend)
     try:
         start_group(world, world.member.store if world.member else dist.HashStore(), backend)
     except BaseException as error:
         if world.member:
             world.member.leave(f"failed with {type(error).__name__} while its process group started")
+            world.member.close()
         raise
     return world
 
@@ -96,19 +98,22 @@ def start_group(world: World, store, backend: str | None = None) -> None:
 
 def end(world: World, barrier: bool, made_here: list[dist.ProcessGroup]) -> None:
     """End what was started here: the whole world, or in somebody else's the groups that were made since."""
+    member = world.member
     # With a rank lost, a barrier would wait for it, and so may NCCL on its way out. The end of the process will do.
-    broken = world.member is not None and (world.member.failed or bool(world.member.lost))
-    if dist.is_initialized() and dist.group.WORLD is world.group and not broken:
-        if barrier:
-            dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
-        if world.owned:
-            dist.destroy_process_group()
-        else:
-            for group in dict.fromkeys(made_here):
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
-    if world.member:
-        world.member.leave()
+    broken = member is not None and (member.failed or bool(member.lost))
+    ours = dist.is_initialized() and dist.group.WORLD is world.group and not broken
+    if barrier and ours:
+        dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
+    if member:
+        member.leave()
+    if ours and world.owned:
+        dist.destroy_process_group()
+    elif ours:
+        for group in dict.fromkeys(made_here):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    if member:
+        member.close()
 
 
 def _device(local_rank: int) -> torch.device:

@@ -1,0 +1,54 @@
+"""Real launchers for the tests of this folder: installed when absent, started for the tests, gone after them.
+
+They need root on a Debian system. Everything lives in a temporary folder and in network namespaces of its own.
+"""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from hosts import Hosts
+from slurm import Slurm
+
+
+def need(program: str, *packages: str) -> None:
+    """Install what is missing, the way the README of the packages says."""
+    if shutil.which(program):
+        return
+    assert os.geteuid() == 0, f"{program} is not installed, and only root can install it"
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
+    subprocess.run(["apt-get", "update", "-qq"], **quiet)
+    subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], **quiet)
+    assert shutil.which(program), f"{packages} installed, and no {program}"
+
+
+@pytest.fixture(scope="session")
+def mpirun():
+    """The start of an mpirun command line."""
+    need("mpirun", "openmpi-bin")
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+
+
+@pytest.fixture(scope="session")
+def hosts():
+    """Two hosts with a network between them."""
+    need("ip", "iproute2")
+    with Hosts(2) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    """A SLURM cluster of this machine alone."""
+    need("slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
+    with Slurm() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def slurm_on_two_hosts(hosts):
+    """A SLURM cluster of two hosts, its controller on the first."""
+    need("slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
+    with Slurm(hosts) as cluster:
+        yield cluster

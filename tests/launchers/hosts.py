@@ -1,0 +1,67 @@
+"""Hosts on one machine: network namespaces, each with its own name and address, on a bridge of their own."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True)
+
+
+class Hosts:
+    """`count` hosts that reach each other by name and address, and nothing else."""
+
+    def __init__(self, count: int):
+        # Names that no other run on this machine has.
+        self.names = [f"sf{os.getpid()}n{i}" for i in range(count)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        self.switch = f"sf{os.getpid()}sw"
+
+    def __enter__(self):
+        self._remove_leftovers()
+        try:
+            ip("netns", "add", self.switch)
+            ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", self.switch, "link", "set", "br0", "up")
+            for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+                # `ip netns exec` shows a process the files of /etc/netns/NAME in place of those of /etc. The names of
+                # hosts come from the file alone: a search for a name server would end in time-outs.
+                etc = Path("/etc/netns", name)
+                etc.mkdir(parents=True)
+                lines = [f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True)]
+                etc.joinpath("hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+                etc.joinpath("nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+                ip("netns", "add", name)
+                ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"p{i}", "netns", self.switch)
+                ip("-n", self.switch, "link", "set", f"p{i}", "master", "br0", "up")
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self._remove([*self.names, self.switch])
+
+    def _remove_leftovers(self) -> None:
+        """Take away the hosts of runs that were killed."""
+        names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
+        ours = [(name, re.fullmatch(r"sf(\d+)(n\d+|sw)", name)) for name in names]
+        self._remove([name for name, match in ours if match and not Path("/proc", match[1]).exists()])
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+        if Path("/etc/netns").is_dir() and not any(Path("/etc/netns").iterdir()):
+            Path("/etc/netns").rmdir()
+
+    def on(self, i: int, *command: str, hostname: str | None = None) -> list[str]:
+        """The command line that runs a command on host i, which calls itself by its name."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hostname or self.names[i]]
+        return ["ip", "netns", "exec", self.names[i], *named, *command]
