@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -136,21 +136,22 @@ def _simple(now: Layout, target: Layout) -> Iterator[Step]:
             dims[dim] = target.dims[dim]
             after = Layout.make(mesh, dims, rest)
             yield from step(
-                "reduce_scatter", lambda t, d=dim, c=cut, a=axis: moves.reduce_scatter(t, d, c, group(a)), after
+                "reduce_scatter", partial(moves.reduce_scatter, dim=dim, lengths=cut, group=group(axis)), after
             )
         else:
             after = Layout.make(mesh, now.dims, rest)
-            yield from step(f"reduce {op}", lambda t, a=axis, o=op: moves.reduce_by(t, o, group(a)), after)
+            yield from step(f"reduce {op}", partial(moves.reduce_by, op=op, group=group(axis)), after)
 
     while now.dims != target.dims:
-        yield from step(*_next(now, target, group, coords))
+        name, axis, run, after = _next(now, target, group, coords)
+        yield from step(name, run if mesh.size(axis) > 1 else _same, after)
 
     for axis, op in target.partial:
         if axis not in now.partial_axes:
             if op != "sum":
                 raise ShardingError(f"a value cannot be turned into Partial({op})")
             after = Layout.make(mesh, now.dims, [*now.partial, (axis, op)])
-            yield from step("to_partial", lambda t, a=axis: moves.to_partial(t, (group(a),)), after)
+            yield from step("to_partial", partial(moves.to_partial, groups=(group(axis),)), after)
 
 
 def _prefix(factor: Factor, depth: int, now: Layout) -> Factor:
@@ -161,8 +162,18 @@ def _prefix(factor: Factor, depth: int, now: Layout) -> Factor:
     return Factor(factor.size, factor.axes[:depth], lengths if depth else ())
 
 
-def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Tensor], Tensor], Layout]:
-    """The next move on the cuts; the cheapest kind that applies."""
+def _same(tensor: Tensor) -> Tensor:
+    """A move along an axis of one rank."""
+    return tensor
+
+
+def stays(source: Layout, target: Layout) -> bool:
+    """True if nothing moves from `source` to `target`: the local tensor stays as it is."""
+    return source is target or all(s.run is _same or s.name == "view" for s in steps(source, target))
+
+
+def _next(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
+    """The next move on the cuts and its axis; the cheapest kind that applies."""
     have = [f for (f,) in now.dims]
     want = [f for (f,) in target.dims]
     busy = {a for f in have for a in f.axes}
@@ -179,12 +190,12 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Te
         if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
             axis, cut = w.axes[depth - 1], innermost(dim, depth)
             after = now.with_dim(dim, _prefix(w, depth, now))
-            return "split", lambda t: moves.split(t, dim, cut, group(axis)), after
+            return "split", axis, partial(moves.split, dim=dim, lengths=cut, group=group(axis)), after
 
     for source, h in enumerate(have):  # an axis that cuts one dim here and another there
-        axis = h.axes[-1] if h.axes else None
-        if axis is None or axis in want[source].axes:
+        if not h.axes or h.axes[-1] in want[source].axes:
             continue
+        axis = h.axes[-1]
         for dim, w in enumerate(want):
             depth = len(have[dim].axes) + 1
             if dim != source and w.axes[:depth][-1:] == (axis,) and _prefix(w, depth - 1, now) == have[dim]:
@@ -192,14 +203,14 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Te
                 at = now.index(h.axes[:-1]) * size
                 route = swap_route(source, h.lengths[at : at + size], dim, innermost(dim, depth), coords[axis])
                 after = now.with_dim(source, _prefix(h, len(h.axes) - 1, now)).with_dim(dim, _prefix(w, depth, now))
-                return "swap", lambda t: moves.travel(t, route, group(axis)), after
+                return "swap", axis, partial(moves.travel, route=route, group=group(axis)), after
 
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # the same axis, cut elsewhere
         if len(h.axes) == 1 and w.axes[:1] == h.axes and _prefix(w, 1, now) != h:
             axis = h.axes[0]
-            cut = _prefix(w, 1, now)
-            route = recut_route(dim, h.lengths, cut.lengths, coords[axis])
-            return "recut", lambda t: moves.travel(t, route, group(axis)), now.with_dim(dim, cut)
+            goal = _prefix(w, 1, now)
+            route = recut_route(dim, h.lengths, goal.lengths, coords[axis])
+            return "recut", axis, partial(moves.travel, route=route, group=group(axis)), now.with_dim(dim, goal)
 
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):
         if h.axes and h != _prefix(w, len(h.axes), now):
@@ -207,7 +218,7 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, Callable[[Te
             at = now.index(h.axes[:-1]) * size
             cut = h.lengths[at : at + size]
             after = now.with_dim(dim, _prefix(h, len(h.axes) - 1, now))
-            return "gather", lambda t: moves.gather(t, dim, cut, group(axis)), after
+            return "gather", axis, partial(moves.gather, dim=dim, lengths=cut, group=group(axis)), after
     raise AssertionError(f"no step from {now} to {target}")
 
 
