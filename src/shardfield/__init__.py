@@ -5,6 +5,9 @@ from .dispatch import composed as composed
 from .dispatch import rule as rule
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
+from .ops.opt_einsum import einsum as einsum
+from .ops.opt_einsum import tensordot as tensordot
+from .ops.opt_einsum import transpose as transpose
 from .plan import Plan as Plan
 from .report import explain as explain
 from .report import strict as strict
