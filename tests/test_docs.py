@@ -10,13 +10,13 @@
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from launch import ROOT, python, run, torchrun
+from forks import Forks
+from launch import ROOT, run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLAIN = {"text", "toml", "yaml", "ini", "make", "mermaid"}
@@ -91,18 +91,25 @@ def plain_blocks(page: Path) -> list[Block]:
     return [b for b in BLOCKS if b.page == page and b.lang == "python" and "ranks" not in b.options]
 
 
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p)], ids=name)
-def test_python(page, tmp_path):
+def test_python(page, forks, tmp_path):
     blocks = plain_blocks(page)
-    printed = python(program(blocks, tmp_path / f"{page.stem}.py"), cwd=tmp_path)
+    (printed,) = forks.run(program(blocks, tmp_path / f"{page.stem}.py"), tmp_path)
     for block, text in zip(blocks, printed.split(f"{END}\n"), strict=False):
         check_output(block, text)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.lang == "python" and "ranks" in b.options], ids=name)
-def test_python_on_ranks(block, tmp_path):
+def test_python_on_ranks(block, forks, tmp_path):
     path = program([block], tmp_path / f"{block.page.stem}.py")
-    printed = torchrun(path, int(block.options["ranks"]), tmp_path / "logs", cwd=tmp_path)
+    printed = forks.run(path, tmp_path, int(block.options["ranks"]))
     check_output(block, "".join(text.removesuffix(f"{END}\n") for text in printed))
 
 
@@ -147,10 +154,16 @@ def has_examples(module: Path) -> bool:
 
 
 @pytest.mark.parametrize("module", [p for p in sorted((ROOT / "src").rglob("*.py")) if has_examples(p)], ids=name)
-def test_docstring_examples(module):
+def test_docstring_examples(module, forks, tmp_path):
     dotted = ".".join(module.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
-    check = f"import doctest, importlib, sys; m = importlib.import_module({dotted!r}); r = doctest.testmod(m)"
-    run(sys.executable, "-c", f"{check}; sys.exit(r.failed > 0 or r.attempted == 0)")
+    path = tmp_path / "examples.py"
+    path.write_text(
+        f"import doctest, importlib, sys\n"
+        f"if __name__ == '__main__':\n"
+        f"    found = doctest.testmod(importlib.import_module({dotted!r}))\n"
+        f"    sys.exit(found.failed > 0 or found.attempted == 0)\n"
+    )
+    forks.run(path, tmp_path)
 
 
 def test_the_architecture_page_lists_what_exists():
@@ -160,13 +173,15 @@ def test_the_architecture_page_lists_what_exists():
     assert not wrong, f"docs/architecture.md, 'Where things live': mend the mark 'to come' of {wrong}"
 
 
-def test_the_import_lines_of_the_moving_page():
+def test_the_import_lines_of_the_moving_page(forks, tmp_path):
     page = (ROOT / "docs/moving-from-physicsnemo.md").read_text()
     rows = re.findall(r"^\| `(.*physicsnemo.*)` \| `(.*)` \|$", page, re.M)
     assert len(rows) > 10
     for there, here in rows:
         assert there.split(" import ")[1] == here.split(" import ")[1], f"not the same names: {there}"
-    run(sys.executable, "-c", "\n".join(here for _, here in rows))
+    path = tmp_path / "imports.py"
+    path.write_text("\n".join(here for _, here in rows))
+    forks.run(path, tmp_path)
 
 
 def exists(path: Path) -> bool:

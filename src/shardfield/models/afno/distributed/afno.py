@@ -28,6 +28,7 @@ class DistributedAFNO(nn.Module):
     so there must be at least as many of those as ranks. A block costs one all-gather and one reduce-scatter of the
     patches, and four numbers a patch for its norms.
 
+    >>> import torch
     >>> model = DistributedAFNO((32, 64), in_channels=3, out_channels=2, patch_size=8, embed_dim=16, depth=2)
     >>> model(torch.zeros(1, 3, 32, 64)).shape
     torch.Size([1, 2, 32, 64])

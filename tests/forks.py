@@ -1,0 +1,112 @@
+"""Run many small programs without paying for their imports: one process imports torch and shardfield, then forks.
+
+`Forks` starts this file as a process of its own. It reads one job per line from stdin, forks a process per rank with
+the variables torchrun would set, and answers with their exit codes. Nothing has run in it but imports, so a forked
+program starts as a new one would.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launch import clean_env
+
+GRACE = 5.0  # what the other ranks get once one has failed
+
+
+class Forks:
+    """The process that forks. Programs print into files; `run` gives back what each rank printed."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_env(), text=True
+        )
+
+    def run(self, program: Path, cwd: Path, ranks: int | None = None, timeout: float = 120) -> list[str]:
+        """The stdout of every rank, or of the one process that gets no launcher's variables where `ranks` is None."""
+        names = ["alone"] if ranks is None else [f"rank{r}" for r in range(ranks)]
+        job = {"program": str(program), "cwd": str(cwd), "ranks": ranks, "names": names, "timeout": timeout}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        out = [(cwd / f"{n}.out").read_text() for n in names]
+        err = [(cwd / f"{n}.err").read_text() for n in names]
+        told = "\n".join(f"{n}: exit {c}\n{o}{e}" for n, c, o, e in zip(names, codes, out, err, strict=True))
+        assert not any(codes), f"{program.name} failed\n{told}"
+        return out
+
+    def close(self):
+        self.process.communicate()  # closes its stdin, which ends it
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def become(job: dict, rank: int, port: int) -> None:
+    """In a forked process: be the rank that a launcher would have started."""
+    os.setsid()  # so that it is ended together with whatever it starts
+    os.chdir(job["cwd"])
+    if job["ranks"] is not None:
+        size = str(job["ranks"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for fd, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{job['names'][rank]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+    sys.argv = [job["program"]]
+    sys.path[0] = str(Path(job["program"]).parent)
+
+
+def wait(pids: list[int], timeout: float) -> list[int | None]:
+    """The exit codes; None for a process that had to be ended."""
+    codes: dict[int, int | None] = {}
+    end = time.monotonic() + timeout
+    while len(codes) < len(pids):
+        for pid in (p for p in pids if p not in codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    end = min(end, time.monotonic() + GRACE)
+            elif time.monotonic() > end:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = None
+        time.sleep(0.01)
+    return [codes[p] for p in pids]
+
+
+def main() -> str | None:
+    """Answer jobs until stdin ends; in a fork, return the program to run."""
+    import torch  # noqa: F401
+    import torch.distributed.tensor  # noqa: F401
+
+    import shardfield  # noqa: F401
+    import shardfield.distributed  # noqa: F401
+
+    for line in sys.stdin:
+        job, port, pids = json.loads(line), free_port(), []
+        for rank in range(len(job["names"])):
+            pid = os.fork()
+            if not pid:
+                become(job, rank, port)
+                return job["program"]
+            pids.append(pid)
+        print(json.dumps(["not done" if c is None else c for c in wait(pids, job["timeout"])]), flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    program = main()
+    if program is not None:
+        # At the end of this file and not deeper, so that the program ends as a program does, with its exit handlers.
+        runpy.run_path(program, run_name="__main__")
