@@ -192,10 +192,11 @@ def main() -> None:
     parser.add_argument("--per-sample", type=int, default=6, help="(argument, dim) pairs per sample")
     parser.add_argument("--only", default="", help="operators whose name contains this")
     parser.add_argument("--stride", type=int, default=1, help="every n-th operator")
+    parser.add_argument("--offset", type=int, default=0, help="where to begin; with --stride, one share of the work")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", default="WRONG,ranks disagree,hang,error,refused")
     args = parser.parse_args()
-    names = [(o.name, o.variant_test_name) for o in operators() if args.only in o.name][:: args.stride]
+    names = [(o.name, o.variant_test_name) for o in operators() if args.only in o.name][args.offset :: args.stride]
     begin = time.time()
     table = sweep(names, args.world, args.limit, args.per_sample)
     counts = collections.Counter(v[0] for rows in table.values() for v in rows)

@@ -3,6 +3,7 @@
 from . import autograd as autograd
 from . import classes as classes
 from . import copies as copies
+from . import compare as compare
 from . import diagonal as diagonal
 from . import difference as difference
 from . import dims as dims
@@ -11,6 +12,7 @@ from . import einsum as einsum
 from . import embed as embed
 from . import extreme as extreme
 from . import factory as factory
+from . import fft as fft
 from . import histogram as histogram
 from . import index as index
 from . import join as join

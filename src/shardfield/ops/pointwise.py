@@ -39,7 +39,8 @@ ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor
 nextafter not_equal polar pow remainder rsub special_chebyshev_polynomial_t special_chebyshev_polynomial_u
 special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc special_gammaincc
 special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
-special_legendre_polynomial_p special_xlog1py special_xlogy special_zeta sub subtract true_divide xlogy complex
+special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_xlogy special_zeta sub subtract true_divide xlogy complex
 fake_quantize_per_tensor_affine
 """.split()
 
@@ -189,15 +190,18 @@ for _name in [*UNARY, *BINARY, *TERNARY, *PLAIN]:
     handler(_name)(pointwise)
     if _name not in CASTS and hasattr(torch.Tensor, _name + "_"):
         handler(_name + "_")(in_place)
-handler("copy_")(in_place)
+handler("copy_", "fill_", "zero_")(in_place)
+handler("fill")(pointwise)
 handler(torch.where)(pointwise)
 
 
 @composed("prelu")
 def prelu(input, weight):
     """A slope per channel, or one for all."""
-    if weight.numel() != 1:
-        weight = weight.reshape([-1] + [1] * (input.ndim - 2)) if input.ndim > 1 else weight
+    if weight.numel() == 1:
+        weight = weight.reshape(())
+    elif input.ndim > 1:
+        weight = weight.reshape([-1] + [1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
 
 

@@ -226,10 +226,12 @@ def dropout(func, types, args, kwargs):
     return _drop(func.__name__, *args, **kwargs)
 
 
-def _drop(name: str, input: ShardTensor, p: float = 0.5, train: bool = True) -> ShardTensor:
+def _drop(name, input, p=0.5, train=True, inplace=False, *, training=None):
+    """torch.dropout(input, p, train) and F.dropout(input, p, training, inplace), whole or by channel."""
+    train = train if training is None else training
     if not 0 <= p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    in_place = name.endswith("_")
+    in_place = inplace or name.endswith("_")
     if not train or p == 0:
         return input if in_place else input * 1
     source = input._whole_value()
@@ -243,10 +245,11 @@ def alpha_dropout(func, types, args, kwargs):
     return _alpha_drop(func.__name__, *args, **kwargs)
 
 
-def _alpha_drop(name: str, input: ShardTensor, p: float = 0.5, train: bool = True) -> ShardTensor:
+def _alpha_drop(name, input, p=0.5, train=False, inplace=False, *, training=None):
+    train = train if training is None else training
     if not 0 <= p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    in_place = name.endswith("_")
+    in_place = inplace or name.endswith("_")
     if not train or p == 0:
         return input if in_place else input * 1
     if p == 1:

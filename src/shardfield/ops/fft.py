@@ -1,0 +1,133 @@
+"""Fourier transforms. A dim that lies whole is transformed where it is; a cut moves to a free dim first and stays there.
+
+A transform over several dims is done dim by dim, those that lie whole first, so that a cut moves as late as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..dispatch import composed, rule
+from ..layout import Factor, Layout, nested_chunk
+from ..plan import Operand, Plan
+
+fft = torch.fft
+
+# the length of the result along the transformed dim, from the length asked for and the operand's
+LENGTH = {
+    "fft_fft": lambda n, size: size if n is None else n,
+    "fft_ifft": lambda n, size: size if n is None else n,
+    "fft_rfft": lambda n, size: (size if n is None else n) // 2 + 1,
+    "fft_ihfft": lambda n, size: (size if n is None else n) // 2 + 1,
+    "fft_irfft": lambda n, size: 2 * (size - 1) if n is None else n,
+    "fft_hfft": lambda n, size: 2 * (size - 1) if n is None else n,
+}
+
+
+def freed(layout: Layout, dim: int) -> Layout | None:
+    """The layout with `dim` whole and its cut on the largest dim that is whole now; None if there is no such dim."""
+    if not layout.is_cut(dim):
+        return layout.uncut([dim])
+    free = [d for d in range(layout.ndim) if d != dim and not layout.axes_of(d) and layout.shape[d] > 1]
+    if not free:
+        return None
+    taker = max(free, key=lambda d: (layout.shape[d], -d))
+    axes = layout.axes_of(dim)
+    cut = nested_chunk(layout.shape[taker], [layout.mesh.size(a) for a in axes])
+    return layout.uncut([dim]).with_dim(taker, Factor(layout.shape[taker], axes, cut))
+
+
+@rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)
+def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
+    """One dim, whole on every rank."""
+    if not -input.ndim <= dim < input.ndim or (n is not None and n < 1) or 0 in input.shape:
+        return None  # torch's own answer
+    dim %= input.ndim
+    length = LENGTH[fn.__name__](n, input.shape[dim])
+    source = freed(input.layout, dim)
+    if source is None or length < 1:
+        return None
+    return Plan(
+        local=lambda input: _apply(fn, input, n, dim, norm, length),
+        operands={"input": source},
+        layout=source.with_dim(dim, Factor(length)),
+    )
+
+
+def _apply(fn, input, n, dim, norm, length):
+    if input.numel():
+        return fn(input, n, dim, norm)
+    # torch has no transform of nothing: the empty piece of a batch, of the dtype that the others get
+    dtype = fn(torch.ones(2, dtype=input.dtype, device=input.device), 2).dtype
+    shape = list(input.shape)
+    shape[dim] = length
+    nothing = input.sum() * 0
+    return (nothing.real if input.is_complex() and not dtype.is_complex else nothing).to(dtype).expand(shape)
+
+
+def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
+    """The dims of a transform over several, and the length asked for along each, as torch reads them."""
+    if dim is None:
+        count = len(s) if s is not None else input.ndim
+        dim = range(input.ndim - count, input.ndim)
+    dims = [d % input.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    if len(set(dims)) < len(dims):
+        raise RuntimeError("FFT dims must be unique")
+    if s is not None and len(s) != len(dims):
+        raise RuntimeError("When given, dim and shape arguments must have the same length")
+    return dims, [None] * len(dims) if s is None else [None if n == -1 else n for n in s]
+
+
+def _each(one, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
+    """A complex transform along each dim; those that lie whole first."""
+    cut = getattr(input, "_layout", None)
+    order = sorted(range(len(dims)), key=lambda i: (cut is not None and cut.is_cut(dims[i]), -i))
+    for i in order:
+        input = one(input, sizes[i], dims[i], norm)
+    return input
+
+
+def _several(one, last, first: bool):
+    """A transform over several dims: `last` along the last of them, before or after `one` along the others."""
+
+    def nd(input, s=None, dim=None, norm=None):
+        dims, sizes = _dims(input, s, dim)
+        if last is one:
+            return _each(one, input, dims, sizes, norm)
+        if first:
+            return _each(one, last(input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm)
+        return last(_each(one, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm)
+
+    def two(input, s=None, dim=(-2, -1), norm=None):
+        return nd(input, s, dim, norm)
+
+    return nd, two
+
+
+for _name, _one, _last, _first in [
+    ("fft", fft.fft, fft.fft, True),
+    ("ifft", fft.ifft, fft.ifft, True),
+    ("rfft", fft.fft, fft.rfft, True),
+    ("irfft", fft.ifft, fft.irfft, False),
+    ("hfft", fft.fft, fft.hfft, False),
+    ("ihfft", fft.ifft, fft.ihfft, True),
+]:
+    _nd, _two = _several(_one, _last, _first)
+    composed(getattr(fft, _name + "n"))(_nd)
+    composed(getattr(fft, _name + "2"))(_two)
+
+
+@composed(fft.fftshift)
+def fftshift(input, dim=None):
+    """Half a turn forward."""
+    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    return torch.roll(input, [input.shape[d] // 2 for d in dims], list(dims))
+
+
+@composed(fft.ifftshift)
+def ifftshift(input, dim=None):
+    """Half a turn back."""
+    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    return torch.roll(input, [-(input.shape[d] // 2) for d in dims], list(dims))
