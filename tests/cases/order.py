@@ -153,7 +153,9 @@ CASES = [
     case(torch.median, T(5, 4, fill=some_nans), 1, how=FEW),
     case(torch.nanmedian, T(5, 4, fill=some_nans), 1),
     case(torch.nanmedian, T(9, fill=some_nans), 0, keepdim=True),
-    case(torch.nanmedian, T(2, fill=lambda s, g: torch.full(s, NAN, dtype=torch.float64)), 0, how=FEW | {"grad": False}),
+    case(
+        torch.nanmedian, T(2, fill=lambda s, g: torch.full(s, NAN, dtype=torch.float64)), 0, how=FEW | {"grad": False}
+    ),
     case(torch.median, T(3, 0), 1, how=TWO),
     case(torch.median, T(0, 3), 1, how=TWO),
     case(torch.quantile, D(8), 0.3),

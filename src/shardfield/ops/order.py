@@ -36,13 +36,14 @@ def freed(layout: Layout, dim: int) -> Layout | None:
     if other is None or room[other] < math.prod(sizes):
         return None
     (factor,) = layout.dims[other]
-    lengths = [n for piece in layout.lengths(other) for n in _spread(piece, sizes)]
+    lengths = [n for piece in layout.lengths(other) for n in spread(piece, sizes)]
     taken = Factor(factor.size, factor.axes + axes, tuple(lengths))
     return layout.uncut([dim]).with_dim(other, taken)
 
 
-def _spread(size: int, parts: list[int]) -> list[int]:
-    return [n for piece in balanced(size, parts[0]) for n in _spread(piece, parts[1:])] if parts else [size]
+def spread(size: int, parts: list[int]) -> list[int]:
+    """A size cut evenly by the first number of parts, each piece by the second, and so on; row-major."""
+    return [n for piece in balanced(size, parts[0]) for n in spread(piece, parts[1:])] if parts else [size]
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:
@@ -263,7 +264,9 @@ def mode(input: Operand, dim=-1, keepdim=False, *, fn):
     probe(fn, input, dim)
 
     def column(rows, blocks):
-        return longest_run(*sort_rows(rows.detach(), blocks, False), blocks) if len(rows) else rows.new_zeros(0, 1).long()
+        return (
+            longest_run(*sort_rows(rows.detach(), blocks, False), blocks) if len(rows) else rows.new_zeros(0, 1).long()
+        )
 
     call = _named("mode", lambda x, d: fn(x, d, keepdim))
     return _one_of_each(input, dim, keepdim, call, column, 1 << 62)

@@ -1,0 +1,145 @@
+"""Distinct elements. How many there are only the data tell, so these are handlers, not plans.
+
+Each rank finds what is distinct among its own; only those travel. `unique` gives its values whole on every rank, since
+they are usually few; what counts or points at elements lies like the elements. `unique_consecutive` keeps its values
+where they are found: the first of every run stays, the others go.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import wire
+from ..dispatch import handler
+from ..layout import Factor, Layout
+from ..plan import Operand, groups
+from ..redistribute import redistribute
+from ..tensor import ShardTensor, wrap
+from .across import probe
+from .blocks import Blocks, simple_along
+from .order import spread
+from .owners import gather_counts
+
+
+def _asked(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
+    """What torch returns of the three."""
+    found = (values, *((inverse,) if return_inverse else ()), *((counts,) if return_counts else ()))
+    return found if len(found) > 1 else values
+
+
+def _torchs_word(fn: Any, value: ShardTensor, dim: int | None) -> None:
+    """Its errors for such a tensor, raised on all ranks."""
+    probe(fn, Operand(value._layout, value.dtype, value.device, 0), dim=dim)
+
+
+@handler("unique")
+def unique(func, types, args, kwargs):
+    return _unique(*args, **kwargs)
+
+
+def _unique(input, sorted=True, return_inverse=False, return_counts=False, dim=None):
+    value = input._whole_value()
+    _torchs_word(torch.unique, value, dim)
+    layout = value._layout
+    if dim is not None:
+        layout, dim = _slices_whole(value._simple_value()._layout, dim)
+        value = value._placed(layout)
+    local, mesh = value._local_tensor, layout.mesh
+    blocks = Blocks.all_of(layout) if dim is None else Blocks.along(layout, dim)
+
+    mine, inside = torch.unique(local, return_inverse=True, dim=dim)
+    along = dim or 0
+    sizes = gather_counts(mine.shape[along], layout, blocks.axes, local.device)
+    candidates = blocks.assembled(mine, along, sizes)
+    values, which = torch.unique(candidates, sorted=sorted, return_inverse=True, dim=dim)
+    inverse = which[sum(sizes[: blocks.index]) :][inside]
+    number = values.shape[along]
+    counts = torch.bincount(inverse.flatten(), minlength=number)
+    lies = layout if dim is None else Layout.make(mesh, [layout.dims[dim]])
+    partial = [(a, "sum") for a in layout.wide(blocks.axes)]
+    return _asked(
+        wrap(values, Layout.replicate(mesh, values.shape)),
+        wrap(inverse, lies),
+        wrap(counts, Layout.make(mesh, [(Factor(number),)], partial)),
+        return_inverse,
+        return_counts,
+    )
+
+
+def _slices_whole(layout: Layout, dim: int) -> tuple[Layout, int]:
+    """The layout in which `dim` carries every cut, inside its own, so that each of its slices is on one rank."""
+    dim %= layout.ndim
+    others = [a for d in range(layout.ndim) if d != dim for a in layout.axes_of(d)[::-1]]
+    if not others:
+        return layout, dim
+    sizes = [layout.mesh.size(a) for a in others]
+    lengths = [n for piece in layout.lengths(dim) for n in spread(piece, sizes)]
+    axes = (*layout.axes_of(dim), *others)
+    rest = [d for d in range(layout.ndim) if d != dim]
+    return layout.uncut(rest).with_dim(dim, Factor(layout.shape[dim], axes, tuple(lengths))), dim
+
+
+@handler("unique_consecutive")
+def unique_consecutive(func, types, args, kwargs):
+    if func in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
+        return _consecutive(*args, **kwargs)
+    return _consecutive(*args, **kwargs, always=True)  # the C function behind them returns all three
+
+
+def _consecutive(input, return_inverse=False, return_counts=False, dim=None, always=False):
+    _torchs_word(torch.unique_consecutive, input, dim)
+    if dim is None:
+        merged = input.reshape(-1)
+        values, inverse, counts = _runs(merged._simple_value(), 0)
+        back = redistribute(inverse._local_tensor, inverse._layout, merged._layout.with_partial(()))
+        inverse = wrap(back, merged._layout.with_partial(())).reshape(input.shape)
+    else:
+        values, inverse, counts = _runs(input._whole_value(), dim)
+    return _asked(values, inverse, counts, return_inverse or always, return_counts or always)
+
+
+def _runs(value: ShardTensor, dim: int) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
+    """The first slice of every run of equal slices along `dim`, which run each is in, and how long the runs are."""
+    layout, dim, _ = simple_along(value._layout, dim)
+    local = value._placed(layout)._local_tensor
+    blocks, n = Blocks.along(layout, dim), layout.shape[dim]
+    fresh = _differs_from_last(local, dim, blocks)
+
+    first = fresh.nonzero().flatten()
+    counts = gather_counts(len(first), layout, blocks.axes, local.device)
+    cut = Factor(sum(counts), blocks.axes, counts if blocks.axes else ())
+    values = wrap(local.index_select(dim, first), layout.with_dim(dim, cut))
+    run = fresh.cumsum(0) - 1 + sum(counts[: blocks.index])
+    inverse = wrap(run, Layout.make(layout.mesh, [layout.dims[dim]]))
+
+    # a run ends where the next one begins, perhaps in a later block
+    at = first + blocks.start
+    end = at.new_full((1,), n)
+    begins = torch.cat([blocks.each(at[:1] if len(at) else end, 0), end])
+    ends = torch.cat([at[1:], begins[blocks.index + 1 :].amin(0, keepdim=True)])
+    lengths = ends[: len(at)] - at
+    return values, inverse, wrap(lengths, Layout.make(layout.mesh, [(cut,)]))
+
+
+def _differs_from_last(local: Tensor, dim: int, blocks: Blocks) -> Tensor:
+    """Which slices along `dim` differ from the one before, (this block's slices,); the very first does."""
+    layout, length = blocks.layout, local.shape[dim]
+    local = local.detach()
+    shape = [1 if d == dim else m for d, m in enumerate(local.shape)]
+    lasts = blocks.each(local.narrow(dim, length - 1, 1) if length else local.new_zeros(shape), dim)
+    filled = [i for i in range(blocks.index) if blocks.lengths[i]]
+    before = [lasts.narrow(dim, filled[-1], 1)] if filled else []
+    line = torch.cat([*before, local], dim)
+    steps = line.shape[dim] - 1 if line.shape[dim] else 0
+    unlike = line.narrow(dim, min(1, line.shape[dim]), steps) != line.narrow(dim, 0, steps)
+    unlike = unlike.movedim(dim, 0).reshape(steps, math.prod(shape)).any(1)
+    if not filled:
+        unlike = torch.cat([unlike.new_ones(min(length, 1)), unlike])
+    others = [a for a in layout.shard_axes if a not in blocks.axes]
+    for group in groups(layout, others):
+        unlike = wire.all_reduce(unlike, group, "max")
+    return unlike
