@@ -47,10 +47,11 @@ ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.
 class Ready:
     """A plan bound to the positions of its tensors."""
 
-    __slots__ = ("local", "slots", "targets", "enters", "layout", "many", "copied", "view", "straight")
+    __slots__ = ("local", "slots", "targets", "enters", "layout", "many", "copied", "view", "aliases", "straight")
 
     def __init__(self, plan: Plan, bound: dict[str, Any], operands: list[Operand]):
         self.local, self.layout, self.copied, self.view = plan.local, plan.layout, plan.copied, plan.view
+        self.aliases = plan.view or plan.may_view
         self.many = isinstance(plan.layout, (tuple, list))
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
@@ -121,9 +122,9 @@ class Ready:
 
     def inherit(self, out: Any, args: tuple) -> Any:
         """A view of what is already a copy of what torch would view is no better."""
-        if self.view and args and getattr(args[0], "_copied_view", False):
+        if self.aliases and args and getattr(args[0], "_copied_view", False):
             for part in out if self.many else (out,):
-                part._copied_view = True
+                part._copied_view = same_memory(part._local_tensor, args[0]._local_tensor)
         return out
 
 

@@ -59,6 +59,7 @@ class Plan:
         gradients summed over the axes on which the work differs from rank to rank.
     copied: the result is a copy although torch would return a view: writing into it is refused.
     view: torch returns a view of the first tensor: where the local result is none, it counts as copied.
+    may_view: torch returns a view of the first tensor or a copy, as its memory allows.
     """
 
     local: Callable[..., Any]
@@ -67,6 +68,7 @@ class Plan:
     whole: Sequence[str] = ()
     copied: bool = False
     view: bool = False
+    may_view: bool = False
     takes: Sequence[str] = ()
 
 

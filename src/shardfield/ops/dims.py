@@ -11,7 +11,7 @@ from .._compat import tensor_getter
 from ..dispatch import composed, rule
 from ..layout import Factor, Layout
 from ..plan import Operand, Plan
-from .view import alone, ghost
+from .view import alone, ghost, lost
 
 
 def dropped(layout: Layout, dims: Sequence[int]) -> Layout | None:
@@ -88,7 +88,7 @@ def expand(input: Operand, *size, fn, **kwargs):
         operands={"input": source},
         layout=result,
         view=True,
-        copied=bool(source.partial),
+        copied=lost(input.layout, source),
     )
 
 

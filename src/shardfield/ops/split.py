@@ -12,7 +12,7 @@ from ..layout import Factor, Layout, Span, pieces, starts
 from ..plan import Operand, Plan
 from ..redistribute import simplified
 from .dims import dropped
-from .view import ghost, only
+from .view import ghost, lost, only
 
 
 def overlap(factor: Factor, start: int, stop: int) -> Factor:
@@ -78,7 +78,7 @@ def split(input: Operand, *args, fn, **kwargs):
         operands={"input": source},
         layout=tuple(layout for layout, _ in found),
         view="unsafe" not in fn.__name__,
-        copied=bool(source.partial),
+        copied="unsafe" not in fn.__name__ and lost(input.layout, source),
     )
 
 
@@ -110,8 +110,8 @@ def unbind(input: Operand, dim=0):
         )
     source = simplified(source, [dim])
     rows = [narrowed(source, dim, i, i + 1) for i in range(input.shape[dim])]
-    lost = [(a, "sum") for a in source.wide(source.axes_of(dim))]
-    scalar = Layout.make(source.mesh, [], [*source.partial, *lost])
+    summed = [(a, "sum") for a in source.wide(source.axes_of(dim))]
+    scalar = Layout.make(source.mesh, [], [*source.partial, *summed])
     layouts = [scalar if input.ndim == 1 else dropped(layout, [dim]) or scalar for layout, _ in rows]
     shapes = [layout.local_shape for layout in layouts]
 
@@ -121,4 +121,10 @@ def unbind(input: Operand, dim=0):
             return tuple(only(row) for row in cut)
         return tuple(row.reshape(shape) for row, shape in zip(cut, shapes, strict=True))
 
-    return Plan(local=local, operands={"input": source}, layout=tuple(layouts), view=True, copied=bool(source.partial))
+    return Plan(
+        local=local,
+        operands={"input": source},
+        layout=tuple(layouts),
+        view=input.ndim > 1,
+        copied=input.ndim == 1 or lost(input.layout, source),
+    )

@@ -16,7 +16,7 @@ from .._compat import tensor_getter
 from ..dispatch import TABLE, composed, rule
 from ..layout import Factor, Layout, canonical, nested_chunk, pieces, regroup
 from ..plan import Operand, Plan
-from ..redistribute import redistribute
+from ..redistribute import redistribute, stays
 
 
 def ghost(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
@@ -123,14 +123,22 @@ def view(input: Operand, *args, fn, **kwargs):
     if not shape:
         return alone(layout)
     flat, moved, result = viewed(layout, shape)
-    # torch's reshape copies what it cannot view; then nobody expects a write to reach the operand
-    strict = fn.__name__ == "view" or flat is not moved or layout.partial
+    # torch's reshape copies what it cannot view: then nobody expects a write to reach the operand
     return Plan(
         local=_through(layout, flat, moved, result),
         layout=result,
-        view=bool(strict and layout.numel),
-        copied=bool(layout.partial and layout.numel),
+        view=fn.__name__ == "view",
+        may_view=True,
+        copied=bool(layout.numel) and lost(flat, moved),
     )
+
+
+def lost(source: Layout, target: Layout) -> bool:
+    """True if a write into a view, made after a move from `source` to `target`, would be lost. Alike on all ranks.
+
+    What is still to be reduced is changed as a whole, in new memory.
+    """
+    return bool(source.partial) or not stays(source, target)
 
 
 def _through(layout: Layout, flat: Layout, moved: Layout, result: Layout) -> Callable[[Tensor], Tensor]:
@@ -164,7 +172,7 @@ def as_dtype(input: Operand, dtype: torch.dtype) -> Plan:
             return input.new_empty(local_shape, dtype=dtype)
         return (input.contiguous() if resized else input).view(dtype)
 
-    return Plan(local=local, operands={"input": source}, layout=layout, view=True)
+    return Plan(local=local, operands={"input": source}, layout=layout, view=True, copied=lost(input.layout, source))
 
 
 def _at_least(fn: Callable) -> Callable:
@@ -216,7 +224,7 @@ def view_as_complex(input: Operand):
         operands={"input": source},
         layout=source.without([-1]),
         view=True,
-        copied=bool(source.partial),
+        copied=lost(input.layout, source),
     )
 
 
