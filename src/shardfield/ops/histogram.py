@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..comm import moves, wire
 from ..comm.moves import Groups
-from ..dispatch import admit, handler, mesh_of
-from ..dispatch import rule
+from ..dispatch import admit, handler, mesh_of, rule
 from ..layout import Factor, Layout
 from ..plan import Operand, Plan
 from ..redistribute import redistribute

@@ -120,7 +120,7 @@ class _Later(list):
 
 @rule("topk", merged=True)
 def topk(input: Operand, k, dim=-1, largest=True, sorted=True, *, fn):
-    """The k greatest are among each block's k greatest: those travel. Where that is most of the tensor, it is sorted."""
+    """The k greatest are among each block's k greatest: those travel, or, where that is most of all, it is a sort."""
     probe(fn, input, min(1, *input.shape, 1), dim)
     layout, dim, cut = simple_along(input.layout, dim)
     n = layout.shape[dim] if layout.ndim else 1

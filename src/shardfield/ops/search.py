@@ -23,17 +23,17 @@ def searchsorted(sorted_sequence: Operand, input, *, out_int32=False, right=Fals
     if sorter is not None and (sorter.shape != sorted_sequence.shape or sorter.dtype is not torch.int64):
         raise RuntimeError("torch.searchsorted(): sorter must have the shape of boundaries and dtype long")
     operands = {"sorted_sequence": table} | ({"input": values} if isinstance(input, Operand) else {})
-    if sorter is None:
-        local = lambda sorted_sequence, input: fn(_packed(sorted_sequence), _packed(input), **options)  # noqa: E731
-    elif not table.is_cut(table.ndim - 1):
+    follows = sorter is not None and not table.is_cut(table.ndim - 1)
+    if follows:
         operands["sorter"] = table
 
-        def local(sorted_sequence, input, sorter):
+    def local(sorted_sequence, input, sorter):
+        if follows:
             return fn(_packed(sorted_sequence), _packed(input), **options, sorter=_packed(sorter))
-    else:  # the order of the whole says nothing about a block, but a count asks for no order: any will do
-
-        def local(sorted_sequence, input):
-            return fn(sorted_sequence.sort(-1)[0].contiguous(), _packed(input), **options)
+        if sorter is not None:
+            # the order of the whole says nothing about a block, but a count asks for no order of its own: any will do
+            sorted_sequence = sorted_sequence.sort(-1)[0]
+        return fn(_packed(sorted_sequence), _packed(input), **options)
 
     return Plan(local=local, operands=operands, layout=result)
 

@@ -85,12 +85,14 @@ def _slices_whole(layout: Layout, dim: int) -> tuple[Layout, int]:
 
 @handler("unique_consecutive")
 def unique_consecutive(func, types, args, kwargs):
-    if func in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
-        return _consecutive(*args, **kwargs)
-    return _consecutive(*args, **kwargs, always=True)  # the C function behind them returns all three
+    found, return_inverse, return_counts = _consecutive(*args, **kwargs)
+    if func not in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
+        return found  # the C function behind them returns all three
+    values, inverse, counts = found
+    return _asked(values, inverse, counts, return_inverse, return_counts)
 
 
-def _consecutive(input, return_inverse=False, return_counts=False, dim=None, always=False):
+def _consecutive(input, return_inverse=False, return_counts=False, dim=None):
     _torchs_word(torch.unique_consecutive, input, dim)
     if dim is None:
         merged = input.reshape(-1)
@@ -99,7 +101,7 @@ def _consecutive(input, return_inverse=False, return_counts=False, dim=None, alw
         inverse = wrap(back, merged._layout.with_partial(())).reshape(input.shape)
     else:
         values, inverse, counts = _runs(input._whole_value(), dim)
-    return _asked(values, inverse, counts, return_inverse or always, return_counts or always)
+    return (values, inverse, counts), return_inverse, return_counts
 
 
 def _runs(value: ShardTensor, dim: int) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
