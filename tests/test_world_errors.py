@@ -105,7 +105,7 @@ def launched(method, size, port, **more):
         "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     }[method]
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     return [meeting | dict(zip(names, (str(r), str(size), str(r)), strict=True)) | more for r in range(size)]
 
 

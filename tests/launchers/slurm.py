@@ -96,7 +96,15 @@ class Slurm:
         seen = subprocess.run(command, env=os.environ | self.env, capture_output=True, text=True).stdout
         return seen.strip() == f"idle {len(self.names)}"
 
+    def _jobs(self) -> str:
+        command = self.on(0, "squeue", "--noheader")
+        return subprocess.run(command, env=os.environ | self.env, capture_output=True, text=True).stdout
+
     def __exit__(self, *_):
+        if len(self.daemons) > 1 and self._jobs():
+            # Jobs that a failed test left: their processes would outlive the daemons.
+            subprocess.run(self.on(0, "scancel", "--user=root", "--full"), env=os.environ | self.env)
+            _wait(lambda: not self._jobs(), "jobs do not end")
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:

@@ -18,7 +18,7 @@ PYTHON = [sys.executable, SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def run(*command, env=None, code=0, limit=90, more=()):
+def run(*command, env=None, code=0, limit=240, more=()):
     """Run commands to their end, all at once, and return what the first wrote to stdout and all to stderr."""
     jobs = [
         subprocess.Popen(

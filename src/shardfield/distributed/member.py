@@ -87,7 +87,7 @@ class Member:
         self._rank0 = Peer(**answer["host"])
         if self._host:
             return self._host.store
-        return _store_client(self._wire.sock.getpeername()[0], answer["store"], self.timeout)
+        return _store_client(self._wire.ends[1], answer["store"], self.timeout)
 
     def _watch(self) -> None:
         """Sleep until rank 0 says that somebody is gone, or is gone itself."""

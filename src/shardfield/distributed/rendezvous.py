@@ -47,20 +47,25 @@ class Host(threading.Thread):
         self._admit(own)
 
     def run(self) -> None:
-        error = self._gather()
-        self.selector.unregister(self.server)
-        self.server.close()
-        answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.me)}
-        for key in list(self.selector.get_map().values()):
-            key.data.send(answer)
-            if key.data not in self.peers:
-                self._dismiss(key.data)
-        while self.peers and not error:
-            for key, _ in self.selector.select():
-                self._hear(key.data)
-        for key in list(self.selector.get_map().values()):
-            key.data.close()
-        self.selector.close()
+        try:
+            error = self._gather()
+            self.selector.unregister(self.server)
+            self.server.close()
+            answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.me)}
+            for wire in self._wires():
+                wire.send(answer)
+                if error or wire not in self.peers:
+                    self._dismiss(wire)
+            while self.peers:
+                for key, _ in self.selector.select():
+                    self._hear(key.data)
+        finally:
+            for wire in self._wires():
+                wire.close()
+            self.selector.close()
+
+    def _wires(self) -> list[Wire]:
+        return [key.data for key in self.selector.get_map().values() if key.data]
 
     def _admit(self, wire: Wire) -> None:
         wire.sock.settimeout(5.0)
@@ -95,16 +100,15 @@ class Host(threading.Thread):
 
     def _unreachable(self) -> str | None:
         """Whether a rank would be offered to ranks on other hosts at an address that means themselves there."""
-        own = {wire: wire.sock.getsockname()[0] for wire in self.peers if wire is not self.own}
-        far = {wire: wire.sock.getpeername()[0] for wire in own if wire.sock.getpeername()[0] != own[wire]}
+        far = [wire for wire in self.peers if wire.ends[0] != wire.ends[1]]
         hidden = next((p for p in self.peers.values() if p.loopback), None)
         if not far or not hidden:
             return None
-        address = next((a for w, a in far.items() if self.peers[w] is hidden), own[next(iter(far))])
+        there = next((wire.ends[1] for wire in far if self.peers[wire] is hidden), far[0].ends[0])
         return (
             f"the world spans several hosts, and gloo would offer {hidden} to the others at {hidden.loopback}, since "
             f"that is what the name of its host stands for there. Set GLOO_SOCKET_IFNAME on that host to the interface "
-            f"that has {address.removeprefix('::ffff:')}, or mend its /etc/hosts"
+            f"that has {there.removeprefix('::ffff:')}, or mend its /etc/hosts"
         )
 
     def _greet(self, wire: Wire) -> str | None:

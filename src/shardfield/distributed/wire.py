@@ -1,5 +1,6 @@
 """Messages between the processes of a world before and beside torch: one JSON object a line over a TCP socket."""
 
+import contextlib
 import errno
 import json
 import os
@@ -33,7 +34,10 @@ class Wire:
         self.messages: deque[dict] = deque()
         self._rest = b""
         _open_sockets.add(sock)
+        self.ends = ("", "")  # the addresses here and there
         if sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # gone already
+                self.ends = (sock.getsockname()[0], sock.getpeername()[0])
             # A host that loses power closes nothing: the kernel asks after it, and gives it up after a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
@@ -47,9 +51,10 @@ class Wire:
         except OSError:
             pass
 
-    def fill(self) -> bool:
+    def fill(self, timeout: float | None = 5.0) -> bool:
         """Take in what has come: False once the other side is gone, ValueError for what is no message of ours."""
         try:
+            self.sock.settimeout(timeout)
             data = self.sock.recv(65536)
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
@@ -65,8 +70,7 @@ class Wire:
         """The next message; None once the other side is gone, TimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.messages:
-            self.sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
-            if not self.fill():
+            if not self.fill(None if deadline is None else max(deadline - time.monotonic(), 1e-3)):
                 return None
         return self.messages.popleft()
 
@@ -113,7 +117,8 @@ def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> 
         wire = Wire(sock)
         try:
             # A port that systems hand out themselves can end up connected to itself while nobody listens.
-            answer = None if sock.getsockname() == sock.getpeername() else wire.receive(GREETING_SECONDS)
+            own = sock.getsockname() == sock.getpeername()
+            answer = None if own else wire.receive(GREETING_SECONDS)
             if answer is not None and answer.items() >= greeting.items():
                 return wire
             stranger = "answers in another way than rank 0 would" if answer is not None else None
