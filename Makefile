@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 NPROC ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train test lint format types pytest docs test-launchers setup clean
+.PHONY: train test sweep bench lint format types pytest docs test-launchers setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) examples/train_ddp.py
@@ -36,6 +36,13 @@ pytest: setup
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
+
+# PyTorch's whole operator database; takes a while, writes docs/op-coverage.md, and fails where its numbers fall.
+sweep: setup
+	$(BIN)/python tests/sweep.py --page docs/op-coverage.md
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

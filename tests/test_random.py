@@ -58,7 +58,12 @@ def test_same_numbers_for_every_cut(what):
     for mesh, placements in CUTS:
         for same_seed in (True, False):
             for got in run_on_ranks(drawn, torch.Size(mesh).numel(), what, mesh, placements, same_seed):
-                assert torch.equal(got, expected), (mesh, placements)
+                if (
+                    what == "gumbel_softmax"
+                ):  # the numbers are the same, the sums over a cut dim are taken in another order
+                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+                else:
+                    assert torch.equal(got, expected), (mesh, placements)
 
 
 def distributions():

@@ -24,5 +24,6 @@ CASES = [
     case(torch.cov, T(3, 6), aweights=T(6, fill="positive", grad=False), how=FEW),
     case(torch.cov, T(6), how=FEW),
     case(torch.corrcoef, T(3, 6), how=FEW),
+    case(torch.corrcoef, T(1, 6), how=FEW),
     case(filled, T(4, 5), how=FEW | {"partial": False}),  # a view of a Partial cannot be written: refused
 ]

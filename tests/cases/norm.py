@@ -65,3 +65,5 @@ CASES = [
     case(F.normalize, T(5, 6, 2), p=1, dim=0, how=FEW),
     case(F.normalize, T(5, 6, fill=ties), dim=-1, how=FEW),
 ]
+
+CASES += [case(torch.nuclear_norm, T(4, 3), how={"layouts": 3, "gather": True})]  # singular values of one cut matrix

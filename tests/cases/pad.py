@@ -40,3 +40,9 @@ CASES = [
         how=FEW | {"name": "pad beside merged"},
     ),
 ]
+
+CASES += [  # what F.pad calls for each mode
+    case(torch._C._nn.reflection_pad1d, T(2, 3, 6), (2, 1), how={"layouts": 3}),
+    case(torch._C._nn.replication_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), how={"layouts": 3}),
+    case(torch._C._nn.reflection_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), how={"layouts": 3}),
+]

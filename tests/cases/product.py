@@ -283,3 +283,5 @@ BATCHES = [
 ]
 
 CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]
+
+CASES += [case(torch.chain_matmul, T(3, 4), T(4, 5), T(5, 2), how={"layouts": 4})]

@@ -50,7 +50,7 @@ def cov(input, *, correction=1, fweights=None, aweights=None):
     right = centred if weights is None else centred * weights
     norm = norm.clamp(min=0) if isinstance(norm, torch.Tensor) else max(norm, 0)
     out = torch.matmul(centred, right.t().conj()) / norm
-    return out.reshape(()) if input.ndim < 2 else out
+    return out.reshape(()) if x.shape[0] == 1 else out
 
 
 @composed("corrcoef")

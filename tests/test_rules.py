@@ -1,0 +1,47 @@
+"""Every rule has rows: an op that is registered and never called in the case table fails here."""
+
+from __future__ import annotations
+
+import cases
+from harness import check
+
+from shardfield import dispatch
+from shardfield.testing import run_on_ranks
+
+# Registered, and tested elsewhere: what is not a function of its arguments, memory, autograd's own functions.
+ELSEWHERE = {"random", "metadata", "autograd"}
+
+
+def planners_called() -> tuple[set[str], set[str]]:
+    """On one rank, the planners and handlers that the rows reach, and all there are."""
+    reached: set[int] = set()
+
+    def watched(func, found):
+        def run(*args):
+            reached.add(id(dispatch.RULES.get(func)))
+            return found(*args)
+
+        return run
+
+    before = dict(dispatch.TABLE)
+    dispatch.TABLE.update({func: watched(func, found) for func, found in before.items() if func in dispatch.RULES})
+    try:
+        for family in cases.FAMILIES:
+            for row in cases.family(family):
+                row.layouts = min(row.layouts, 2)
+                check(row, (1,))
+    finally:
+        dispatch.TABLE.update(before)
+
+    def name(planner) -> str:
+        return f"{planner.__module__.removeprefix('shardfield.ops.')}.{planner.__qualname__}"
+
+    known = {id(p): p for p in dispatch.RULES.values() if p.__module__.startswith("shardfield.ops.")}
+    listed = {i: p for i, p in known.items() if p.__module__.removeprefix("shardfield.ops.") not in ELSEWHERE}
+    return {name(p) for i, p in listed.items() if i in reached}, {name(p) for p in listed.values()}
+
+
+def test_every_rule_has_rows():
+    ((reached, known),) = run_on_ranks(planners_called, 1, timeout=300)
+    assert len(known) > 50
+    assert not known - reached, f"no row in tests/cases reaches {sorted(known - reached)}"
