@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..comm import moves, wire
 from ..comm.moves import Groups
-from ..dispatch import admit, handler, mesh_of, rule
+from ..dispatch import admit, handler, mesh_of, replicated, rule
 from ..layout import Factor, Layout
 from ..plan import Operand, Plan
 from ..redistribute import redistribute
-from ..tensor import wrap
+from ..tensor import ShardTensor, wrap
 from .across import held, probe
+from .order import freed
 
 
 def counted(layout: Layout, shape: Sequence[int]) -> Layout:
@@ -54,33 +55,75 @@ def histc(input: Operand, bins=100, min=0, max=0, *, fn):
 @rule("histogram", merged=True)
 def histogram(input: Operand, bins, *, range=None, weight=None, density=False, fn):
     """(counts, edges). A density needs the sum of all counts, so it is whole."""
-    layout, over = input.layout, held(input.layout)
+    layout = weight.layout if weight is not None and input.layout.is_replicated else input.layout
+    over = held(layout)
     if weight is not None and weight.shape != input.shape:
         raise RuntimeError(f"torch.histogram: weight has shape {tuple(weight.shape)}, the input {tuple(input.shape)}")
     edged = isinstance(bins, Operand)
     probe(fn, input, bins, range=range, weight=weight)
     edges = Layout.replicate(layout.mesh, bins.shape if edged else (bins + 1,))
     counts = counted(layout, (edges.shape[0] - 1,))
-    operands = {"weight": layout} if weight is not None else {}
-    operands |= {"bins": edges} if edged else {}
+    operands = {"input": layout} | ({"bins": edges} if edged else {})
+    operands |= {"weight": layout} if weight is not None else {}
 
     def local(input, bins, weight):
-        given = {} if edged else {"range": range or _range(input, layout, over)}
+        given = {} if edged else {"range": range or _range(input.flatten(), layout, over)}
         found, at = fn(input, bins, **given, weight=weight)
         if density:
-            found = moves.reduce(found, over)
-            found = found / found.sum() / at.diff()
+            found = _density(found, [at], over)
         return torch.return_types.histogram((found, at))
 
     return Plan(local=local, operands=operands, layout=(counts.with_partial(()) if density else counts, edges))
 
 
-def _range(input: Tensor, layout: Layout, over: Groups) -> tuple[float, float]:
-    """The range torch chooses for data: theirs, widened where all are equal."""
+def _range(rows: Tensor, layout: Layout, over: Groups) -> list[float]:
+    """The range torch chooses for data, [low, high] for each column: theirs, widened where all are equal."""
+    low, high = (t.reshape(-1).tolist() for t in extent(rows.detach(), over))
     if not layout.numel:
-        return 0.0, 1.0
-    low, high = (t.item() for t in extent(input.detach().flatten(), over))
-    return (low - 0.5, high + 0.5) if low == high else (low, high)
+        return [0.0, 1.0] * len(low)
+    return [edge for a, b in zip(low, high, strict=True) for edge in ((a - 0.5, b + 0.5) if a == b else (a, b))]
+
+
+def _density(counts: Tensor, edges: Sequence[Tensor], over: Groups) -> Tensor:
+    """Counts as a density, whole on every rank."""
+    counts = moves.reduce(counts, over)
+    counts = counts / counts.sum()
+    for d, at in enumerate(edges):
+        counts = counts / at.diff().reshape([-1] + [1] * (counts.ndim - 1 - d))
+    return counts
+
+
+@handler("histogramdd")
+def histogramdd(func, types, args, kwargs):
+    return _histogramdd(func, mesh_of(args, kwargs), *args, **kwargs)
+
+
+def _histogramdd(func, mesh, input, bins, range=None, weight=None, density=False):
+    """Points, (..., coordinates), are counted where they are; the coordinates of each must be together."""
+    local, layout = admit(input, mesh)
+    edges = [replicated(b) if isinstance(b, ShardTensor) else b for b in bins] if isinstance(bins, Sequence) else bins
+    last = layout.ndim - 1
+    few = local.new_ones([min(n, 2) for n in layout.shape[:-1]] + list(layout.shape[-1:]))
+    shaped = func(few.detach(), edges, range=range)  # or torch's error
+    if weight is not None and weight.shape != layout.shape[:-1]:
+        raise RuntimeError(f"torch.histogramdd: weight has shape {tuple(weight.shape)}, input {tuple(layout.shape)}")
+    target = (freed(layout, last) or layout.uncut([last])) if layout.is_cut(last) else layout
+    local, over = redistribute(local, layout, target), held(target)
+    if weight is not None:
+        weight, where = admit(weight, mesh)
+        weight = redistribute(weight, where, target.without([last]))
+    if range is None and not any(isinstance(b, Tensor) for b in (edges if isinstance(edges, Sequence) else ())):
+        range = _range(local.flatten(0, -2) if local.ndim > 1 else local, target, over)
+    counts, at = func(local, edges, range=range, weight=weight)
+    if density:
+        counts = _density(counts, at, over)
+    lies = counted(target, shaped[0].shape)
+    return torch.return_types.histogramdd(
+        (
+            wrap(counts, lies.with_partial(()) if density else lies),
+            tuple(wrap(e, Layout.replicate(mesh, e.shape)) for e in at),
+        )
+    )
 
 
 @handler("bincount")
@@ -92,6 +135,8 @@ def _bincount(mesh, input, weights=None, minlength=0):
     """The largest element tells how many bins there are: all ranks agree on it first."""
     local, layout = admit(input, mesh, merged=True)
     weight, where = (None, layout) if weights is None else admit(weights, mesh, merged=True)
+    if layout.is_replicated and where.shape == layout.shape:
+        local, layout = redistribute(local, layout, where), where
     if layout.ndim == 1 and where.shape != layout.shape:
         raise RuntimeError("weights should be 1-d and have the same length as input")
     tiny = torch.zeros([min(n, 1) for n in layout.shape], dtype=local.dtype, device=local.device)
