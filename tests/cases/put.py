@@ -132,6 +132,7 @@ CASES = [
     case(torch.index_add, T(5, 6, 4), -2, I(7, high=6), T(5, 7, 4), alpha=2.5, how=HOW),
     case(torch.index_add, T(5, 6), 0, I(0), T(0, 6), how=HOW),
     case(torch.index_add, T(5, 6), 0, I(), T(1, 6), how=HOW),
+    case(torch.index_add, T(), 0, I(1, high=1), T(1), how=HOW),
     case(torch.index_add, T(5, 6), 0, I(3, low=5, high=8), T(3, 6), how=HOW),
     case(torch.index_add, T(5, 6), 0, I(3), T(2, 6), how=HOW),
     case(torch.index_add, T(5, 6), 0, I(3), T(3, 5), how=HOW),

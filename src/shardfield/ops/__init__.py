@@ -2,8 +2,8 @@
 
 from . import autograd as autograd
 from . import classes as classes
-from . import copies as copies
 from . import compare as compare
+from . import copies as copies
 from . import diagonal as diagonal
 from . import difference as difference
 from . import dims as dims

@@ -20,7 +20,7 @@ from ..tensor import ShardTensor
 from .align import align, project
 from .index import dim_of
 from .owners import Owners, checked, deliver
-from .take import filled
+from .take import filled, small
 
 Dims = list[tuple[Factor, ...]]
 
@@ -175,7 +175,11 @@ def _rows(input: Operand, dim: int, index: Operand, source: Operand, adds: bool,
     """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index."""
     name = fn.__name__
     if not input.ndim or not source.ndim:
-        return None
+        if input.ndim:
+            return None  # a source without dims fits no row: torch says so
+        return small(
+            lambda input, index, source: more(input, dim, index, source), input.layout, index=index, source=source
+        )
     dim = dim_of(dim, input.ndim)
     if index.ndim > 1:
         raise IndexError(f"{name}(): Index is supposed to be a vector")
@@ -222,7 +226,7 @@ def _index_reduce(input, dim, index, source, reduce, *, include_self=True, fn):
 
 def _index_fill(input, dim, index, value, *, fn):
     if not input.ndim:
-        return None
+        return small(lambda input, index, value: fn(input, dim, index, value), input.layout, index=index)
     dim = dim_of(dim, input.ndim)
     if index.ndim > 1:
         raise IndexError("index_fill_(): Index is supposed to be a vector")

@@ -22,7 +22,7 @@ from .index import as_shard, dim_of, sliced
 from .mask import put_where, with_mask
 from .owners import Owners, checked, deliver
 from .put import register, settle
-from .take import element_numbers, filled, follow, longer, meta
+from .take import element_numbers, filled, follow, longer, meta, small
 
 
 def _entries(index: Layout, src: Layout | None) -> Layout:
@@ -59,8 +59,11 @@ def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, fn
     """`fn(input, dim, index, src, **more)`, planned; `src` is a tensor or a number."""
     of_tensor = isinstance(src, Operand)
     fn(*meta(input), dim, *meta(index), *(meta(src) if of_tensor else [src]), **more)
-    if not input.ndim or not index.ndim or (of_tensor and not src.ndim):
-        return None
+    if not input.ndim or not index.numel() or index.ndim != input.ndim:
+        if input.ndim and index.numel():
+            return None  # torch says what is wrong
+        others = {"index": index, "src": src} if of_tensor else {"index": index}
+        return small(lambda input, index, src: fn(input, dim, index, src, **more), input.layout, **others)
     dim, in_place = dim_of(dim, input.ndim), fn.__name__.endswith("_")
     still = in_place and index.numel() <= input.numel()
     entries = _entries(index.layout, src.layout if of_tensor else None)
@@ -119,8 +122,19 @@ def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, fn):
     return _elements(input, dim, index, src, adds, fn, {"reduce": reduce, "include_self": include_self})
 
 
+def _with_vectors(run: Callable) -> Callable:
+    """An index without dims, which torch takes for a vector, made one."""
+
+    def call(func, types, args, kwargs):
+        if len(args) > 2 and args[0].ndim == 1 and isinstance(args[2], Tensor) and not args[2].ndim:
+            args = (*args[:2], *(a.reshape(1) if isinstance(a, Tensor) and not a.ndim else a for a in args[2:]))
+        return run(func, types, args, kwargs)
+
+    return call
+
+
 for _name, _planner in (("scatter", _scatter), ("scatter_add", _scatter_add), ("scatter_reduce", _scatter_reduce)):
-    register(_name, planned(_planner, partial=False, merged=False))
+    register(_name, _with_vectors(planned(_planner, partial=False, merged=False)))
 
 
 # ---------------------------------------------------------------------- by flat number, and by mask

@@ -48,6 +48,11 @@ def meet(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> t
     return layout, index
 
 
+def small(local: Callable, result: Layout, **others: Operand) -> Plan:
+    """A tensor without dims, or an index without entries: what else there is of them is small, and made whole."""
+    return Plan(local, result, {name: Layout.replicate(result.mesh, other.shape) for name, other in others.items()})
+
+
 def filled(layout: Layout) -> bool:
     """True if torch sees something to index on every rank, so that it judges the index values itself on all alike."""
     return layout.numel > 0 and all(min(f.lengths, default=1) > 0 for d in layout.dims for f in d)
@@ -89,7 +94,7 @@ def taking(input: Operand, indices, dims, at: int, fn: Callable, negative: bool 
         if not owners.axes:
             return fn(input, found)
         flat = owners.flat(found).expand(here).reshape(-1)
-        rows = fetch(input, owners, flat, ask).reshape(*here, *rest_shape)
+        rows = fetch(input, owners, flat, ask).reshape((*here, *rest_shape))
         return rows.movedim(list(range(len(here))), list(range(at, at + len(here))))
 
     return Taking(local, result, layout, [project(where, i.shape) for i in indices])
@@ -127,7 +132,7 @@ def index_select(input: Operand, dim: int, index: Operand, *, fn):
     if index.ndim > 1:
         raise IndexError("index_select(): Index is supposed to be a vector")
     if not input.ndim:
-        return None
+        return small(lambda input, index: fn(input, dim, index), input.layout, index=index)
     at = dim_of(dim, input.ndim)
     one = not index.ndim  # a number for an index still gives a dim, one long
 
@@ -188,9 +193,20 @@ def element_numbers(index: Tensor, dim: int, owners: Owners, where: Layout) -> T
 @rule("gather", partial=True)
 def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     """One element for each entry of the index. (The gradient is dense: a sparse one could not be summed over ranks.)"""
-    fn(*meta(input), dim, *meta(index))
-    if not input.ndim or not index.ndim:
-        return None
+    shape = fn(*meta(input), dim, *meta(index)).shape
+    if not input.ndim:
+        result = Layout.make(input.layout.mesh, [(Factor(n),) for n in shape], input.layout.partial)
+        return small(lambda input, index: fn(input, dim, index), result, index=index)
+    if not index.ndim:  # one element of a vector
+        plan = taking(input, [index], [0], 0, lambda input, indices: fn(input, 0, indices[0]), negative=False)
+        return Plan(
+            lambda input, index: plan.local(input, [index]),
+            plan.result,
+            {"input": plan.source, "index": plan.indices[0]},
+        )
+    if not index.numel():  # torch lets its number of dims differ
+        nothing = Layout.replicate(input.layout.mesh, shape)
+        return Plan(lambda input: input.reshape(-1)[:0].reshape(shape), nothing)
     dim = dim_of(dim, input.ndim)
     layout = input.layout
     if layout.is_cut(dim) and any(op != "sum" for _, op in layout.partial):
@@ -216,7 +232,7 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
 def take_along_dim(input, indices, dim=None):
     """`gather` with the other dims broadcast."""
     if dim is None:
-        return input.reshape(-1).gather(0, indices.reshape(-1))
+        return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
     if input.ndim != indices.ndim:
         raise RuntimeError(
             f"torch.take_along_dim(): input and indices should have the same number of dimensions, but got "
@@ -230,6 +246,7 @@ def take_along_dim(input, indices, dim=None):
         full = [t.shape[dim] if d == dim else n for d, n in enumerate(shape)]
         return t if list(t.shape) == full else t.expand(full)
 
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)
     return torch.gather(widened(input), dim, widened(indices))
 
 
