@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,13 +77,14 @@ def microseconds(call, repeats: int) -> float:
 def measure(systems, calls, rounds: int, repeats: int) -> dict:
     table = {}
     for name, call in calls.items():
-        times: dict[str, list[float]] = {s: [] for s in systems}
-        for s, operands in systems.items():
-            microseconds(lambda o=operands: call(o), 5)
+        bound = {system: partial(call, operands) for system, operands in systems.items()}
+        times: dict[str, list[float]] = {system: [] for system in systems}
+        for warm in bound.values():
+            microseconds(warm, 5)
         for _ in range(rounds):
-            for s, operands in systems.items():
-                times[s].append(microseconds(lambda o=operands: call(o), repeats))
-        table[name] = {s: statistics.median(v) for s, v in times.items()}
+            for system, run in bound.items():
+                times[system].append(microseconds(run, repeats))
+        table[name] = {system: statistics.median(found) for system, found in times.items()}
     return table
 
 

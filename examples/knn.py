@@ -29,14 +29,12 @@ def brute_force(x, y, k):
 
 def knn_ring(func, types, args, kwargs):
     """Keep the queries, pass the points around: never more than one block of them at a time."""
-    x, y, k = args
-    x_spec, mesh = x._spec, x._spec.mesh
+    (x, y, k), mesh = args, args[0]._spec.mesh
     ring = RingPassingConfig(mesh_dim=0, mesh_size=mesh.size(0), ring_direction="forward", communication_method="p2p")
-    shapes = x_spec.sharding_shapes()[0]
+    shapes = x._spec.sharding_shapes()[0]
     starts = torch.tensor([0, *(s[0] for s in shapes)]).cumsum(0)
     local_x, local_y = x.to_local(), y.to_local()
-    me, size = mesh.get_local_rank(), mesh.size(0)
-    best = None
+    me, size, best = mesh.get_local_rank(), mesh.size(0), None
     for i in range(size):
         source = (me - i) % size
         values, indices = knn(local_x, local_y, min(k, local_x.shape[0]))  # plain tensors: the local function
@@ -71,9 +69,8 @@ def main():
     ms = (time.perf_counter() - start) * 1e3
     agree = torch.allclose(distance.full_tensor(), knn(a, b, args.k)[0])
     if dm.rank == 0:
-        print(
-            f"{'ring' if args.ring else 'broadcasting'}: {tuple(index.shape)} neighbours {index.placements}, agrees: {agree}, {ms:.1f} ms"
-        )
+        how = "ring" if args.ring else "broadcasting"
+        print(how, tuple(index.shape), index.placements, f"agrees: {agree}, {ms:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int) -> list[str]:
     ref_error = got_error = None
     try:
         ref = _call(case, ref_in)
-    except Exception as error:  # noqa: BLE001: what one device raises, we must raise
+    except Exception as error:  # what one device raises, we must raise
         ref_error, ref = error, None
     failed: list[str] = []
     sent = [0, 0]
@@ -222,7 +222,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int) -> list[str]:
         got_error, got = error, None
         if not case.refused and ref_error is None:
             failed = [f"{label}: refused: {error}"]
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         got_error, got = error, None
         if ref_error is None:
             failed = [f"{label}: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"]
@@ -286,7 +286,8 @@ def differs(got: Any, ref: Any, tolerance: float) -> str | None:
         return f"values differ: {got.flatten()[:8].tolist()} should be {ref.flatten()[:8].tolist()}"
     if torch.allclose(got, ref, rtol=tolerance, atol=tolerance, equal_nan=True):
         return None
-    return f"values differ by {(got - ref).abs().max().item():.3g}: {got.flatten()[:6].tolist()} vs {ref.flatten()[:6].tolist()}"
+    by = (got - ref).abs().max().item()
+    return f"values differ by {by:.3g}: {got.flatten()[:6].tolist()} vs {ref.flatten()[:6].tolist()}"
 
 
 def _compare(case: Case, label: str, ref_in, got_in, ref, got) -> list[str]:

@@ -21,9 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import differs, mesh_of, shard, whole  # noqa: E402
-
 import shardfield.dispatch as dispatch  # noqa: E402
+from harness import differs, mesh_of, shard, whole  # noqa: E402
 from shardfield import ShardingError, ShardTensor  # noqa: E402
 from shardfield.layout import Layout  # noqa: E402
 from shardfield.testing import RanksFailed, run_on_ranks  # noqa: E402
@@ -99,7 +98,7 @@ def run_operator(name: str, variant: str, limit: int, per_sample: int) -> list[t
     torch.manual_seed(0)
     try:
         samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
-    except Exception as error:  # noqa: BLE001: samples that need what is not installed
+    except Exception as error:  # samples that need what is not installed
         return [("no samples", name, repr(error))]
     turn = 0
     for number, sample in enumerate(samples[:limit]):
@@ -124,7 +123,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
         again_call = replace(call, copies(tensors, grad))
         again = op(again_call[0], *again_call[1], **again_call[2])
         loose = is_random(op, ref, again)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return "one device refuses", where, repr(error)[:200]
     mine: list[Any] = copies(tensors, grad)
     size = tensors[which].shape[dim]
@@ -142,7 +141,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
         return judge(op, where, ref, got, plain, mine, loose)
     except ShardingError as error:
         return "refused", where, str(error)[:300]
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return "error", where, f"{type(error).__name__}: {error}"[:300]
 
 
@@ -181,7 +180,7 @@ def judge(op, where, ref, got, plain, mine, loose) -> tuple[str, str, str]:
     seeds = [torch.cos(torch.arange(r.numel(), dtype=torch.float64)).view(r.shape).to(r.dtype) for r, _ in outs]
     try:
         torch.autograd.backward([r for r, _ in outs], seeds)
-    except Exception:  # noqa: BLE001: one device has no gradient here
+    except Exception:  # one device has no gradient here
         return ending, where, ""
     if any(not g.requires_grad for _, g in outs):
         return "WRONG", where, "the result lost its gradient"
@@ -252,8 +251,8 @@ def page(table: dict[str, list], about: str) -> str:
     lines = [
         "# Op coverage",
         "",
-        "Written by `make sweep`: PyTorch's own operator database in float64, each tensor argument cut unevenly along each",
-        "of its dims in turn, outputs and gradients compared with the plain call. The numbers may not fall.",
+        "Written by `make sweep`: PyTorch's own operator database in float64, each tensor argument cut unevenly along",
+        "each of its dims in turn, outputs and gradients compared with the plain call. The numbers may not fall.",
         "",
         f"{about}",
         "",
@@ -287,7 +286,8 @@ def write_page(table: dict[str, list], path: Path, about: str) -> None:
         before, after = shares(path.read_text()), shares(new)
         if after[0] < before[0] - 0.05 or after[1] < before[1] - 0.05:
             raise SystemExit(
-                f"coverage fell: right {before[0]:.1f}% -> {after[0]:.1f}%, by a rule {before[1]:.1f}% -> {after[1]:.1f}%"
+                f"coverage fell: right {before[0]:.1f}% -> {after[0]:.1f}%, "
+                f"by a rule {before[1]:.1f}% -> {after[1]:.1f}%"
             )
     path.write_text(new)
 

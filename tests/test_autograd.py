@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import mesh_of, shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from harness import mesh_of, shard
 from shardfield import ShardTensor
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks

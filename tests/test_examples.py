@@ -51,3 +51,60 @@ def test_hsdp(tmp_path):
     # Four ranks share the 165 numbers, padded to a multiple of four; every rank sees the norm of the same gradient.
     assert set(held) == {"42"}
     assert len(set(norms)) == 1 and float(norms[0]) > 0
+
+
+def test_vector_add(tmp_path):
+    first, second = torchrun(EXAMPLES / "vector_add.py", 2, tmp_path)
+    assert "2 ranks: c is (1000000,) (Shard(dim=0),), agrees: True" in first and not second
+
+
+def test_vector_dot(tmp_path):
+    first, second = torchrun(EXAMPLES / "vector_dot.py", 2, tmp_path)
+    numbers = re.findall(r"-?\d+\.\d\d", first + second)
+    assert len(numbers) == 5 and len(set(numbers)) == 1, "one device, the rule and the handler agree on both ranks"
+    assert "(Replicate(),)" in first
+
+
+def test_reshape_subtract(tmp_path):
+    first, _ = torchrun(EXAMPLES / "reshape_subtract.py", 2, tmp_path)
+    assert first.splitlines() == [
+        "a_sharded shape and placement: torch.Size([234567, 3]), (Shard(dim=0),)",
+        "b_sharded shape and placement: torch.Size([12345, 3]), (Shard(dim=0),)",
+        "a_sharded shape and placement: torch.Size([1, 234567, 3]), (Shard(dim=1),)",
+        "b_sharded shape and placement: torch.Size([12345, 1, 3]), (Shard(dim=0),)",
+        "distance_vec shape and placement: torch.Size([300, 2000, 3]), (Shard(dim=1),)",
+    ]
+
+
+def test_knn_by_broadcasting(tmp_path):
+    assert "broadcasting (303, 17)" in torchrun(EXAMPLES / "knn.py", 2, tmp_path)[0]
+
+
+def test_knn_by_a_ring(tmp_path):
+    out, _, _ = torchrun(EXAMPLES / "knn.py", 3, tmp_path, "--ring")
+    assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
+
+
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_vector_add(ranks, forks, tmp_path):
+    assert "agrees: True" in forks.run(EXAMPLES / "vector_add.py", tmp_path, ranks)[0]
+
+
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_vector_dot(ranks, forks, tmp_path):
+    out = forks.run(EXAMPLES / "vector_dot.py", tmp_path, ranks)
+    expected = re.search(r"one device (\S+)", out[0])[1]
+    for rank, text in enumerate(out):
+        assert f"rank {rank}: built in {expected}, own handler {expected} " in text
+
+
+def test_reshape_subtract(forks, tmp_path):
+    out = forks.run(EXAMPLES / "reshape_subtract.py", tmp_path, 2)[0]
+    assert "a_sharded shape and placement: torch.Size([1, 234567, 3]), (Shard(dim=1),)" in out
+    assert "b_sharded shape and placement: torch.Size([12345, 1, 3]), (Shard(dim=0),)" in out
+
+
+@pytest.mark.parametrize("how", [(), ("--ring",)], ids=["broadcasting", "ring"])
+def test_knn(how, forks, tmp_path):
+    out = forks.run(EXAMPLES / "knn.py", tmp_path, 3, *how)[0]
+    assert "(303, 17) neighbours" in out and "agrees: True" in out

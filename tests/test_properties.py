@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from harness import mesh_of, shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from harness import mesh_of, shard
 from shardfield import ShardTensor
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks

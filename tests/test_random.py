@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import mesh_of
 from torch.distributed.tensor import Replicate, Shard
 
+from harness import mesh_of
 from shardfield import scatter_tensor
 from shardfield.testing import run_on_ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
-from harness import mesh_of
 from torch.distributed.tensor import Shard
 
+from harness import mesh_of
 from shardfield import ShardingError, explain, report, scatter_tensor, strict
 from shardfield.comm import wire
 from shardfield.testing import run_on_ranks

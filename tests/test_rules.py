@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cases
 from harness import check
-
 from shardfield import dispatch
 from shardfield.testing import run_on_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 import sweep
 
 FINE = {"rule", "gather", "refused", "one device refuses", "no samples"}

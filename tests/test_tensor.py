@@ -9,10 +9,10 @@ import tracemalloc
 import pytest
 import torch
 import torch.distributed as dist
-from harness import mesh_of
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfield
+from harness import mesh_of
 from shardfield import ShardingError, ShardTensor, scatter_tensor, sync_module_over_mesh
 from shardfield.comm import wire
 from shardfield.testing import run_on_ranks

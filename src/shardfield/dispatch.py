@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ PLANS: OrderedDict[tuple, Ready] = OrderedDict()
 PLANS_BOUND = 8192
 
 ShardTensor: Any = None  # the class; tensor.py, which stands on this module, sets it
-wrap: Callable[[Tensor, Layout], Any]
+wrap: Any = None  # (local tensor, layout) -> ShardTensor; likewise
 bridging = 0  # inside a user's autograd.Function that was given ShardTensors
 ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
@@ -50,7 +50,8 @@ class Ready:
     __slots__ = ("local", "slots", "targets", "enters", "layout", "many", "copied", "view", "aliases", "straight")
 
     def __init__(self, plan: Plan, bound: dict[str, Any], operands: list[Operand]):
-        self.local, self.layout, self.copied, self.view = plan.local, plan.layout, plan.copied, plan.view
+        self.local, self.copied, self.view = plan.local, plan.copied, plan.view
+        self.layout: Any = plan.layout
         self.aliases = plan.view or plan.may_view
         self.many = isinstance(plan.layout, (tuple, list))
         self.slots: list[tuple[bool, Any]] = []
@@ -65,7 +66,7 @@ class Ready:
         final = [op.layout for op in operands]
         for name, target in plan.operands.items():
             value = bound[name]
-            pairs = [(value, target)] if isinstance(value, Operand) else zip(value, target, strict=True)
+            pairs: Any = [(value, target)] if isinstance(value, Operand) else zip(value, cast(Any, target), strict=True)
             for operand, layout in pairs:
                 final[operand.at] = layout
         self.targets = [
@@ -73,7 +74,8 @@ class Ready:
             for i, (op, goal) in enumerate(zip(operands, final, strict=True))
             if op.layout is not goal
         ]
-        results = [r for r in (plan.layout if self.many else [plan.layout]) if r is not None]
+        found: Any = plan.layout if self.many else [plan.layout]
+        results: list[Layout] = [r for r in found if r is not None]
         work = {a for t in [*final, *results] for a in t.shard_axes + t.partial_axes}
         whole = {bound[n].at for n in plan.whole if isinstance(bound[n], Operand)}
         entering: dict[tuple, list[int]] = {}

@@ -95,7 +95,7 @@ class Report:
         return out
 
     def sent(self, kind: str, messages: int, nbytes: int) -> None:
-        row = wire.tag or self._outside
+        row: Row = wire.tag or self._outside
         row.kinds[kind] = row.kinds.get(kind, 0) + 1
         if self._row is row:
             row.messages += messages

@@ -36,7 +36,9 @@ class ShardTensor(torch.Tensor):
     _local_tensor: Tensor
     _layout: Layout
     _copied_view = False  # torch would have returned a view here and this is a copy: writing would be lost
-    _whole: tuple[int, ShardTensor] | None = None  # what a Partial sums to, and the version it was taken at
+    _whole: tuple[tuple[int, bool], ShardTensor] | None = (
+        None  # what a Partial sums to, and the version it was taken at
+    )
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Layout | ShardTensorSpec, *, requires_grad: bool = False):
@@ -261,9 +263,10 @@ class ShardTensor(torch.Tensor):
             return self
         local = self._local_tensor
         key = (local._version, torch.is_grad_enabled())
-        if self._whole is None or self._whole[0] != key:
-            self._whole = (key, self._placed(self._layout.with_partial(())))
-        return self._whole[1]
+        known = self._whole
+        if known is None or known[0] != key:
+            known = self._whole = (key, self._placed(self._layout.with_partial(())))
+        return known[1]
 
     def _simple_value(self) -> ShardTensor:
         """This value with nothing left to reduce and no merged dims."""

@@ -1,6 +1,7 @@
 """Whole tensors compared, and statistics made of other calls."""
 
 import torch
+
 from harness import T, case
 
 FEW = {"layouts": 5}

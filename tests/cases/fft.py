@@ -1,6 +1,7 @@
 """Fourier transforms, any dims cut."""
 
 import torch
+
 from harness import T, case
 
 fft = torch.fft

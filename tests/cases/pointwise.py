@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from harness import T, case
 
+from harness import T, case
 from shardfield.ops import pointwise as table
 
 # Where a function is defined or smooth: most are tried in (0, 1).

@@ -1,4 +1,4 @@
-"""Fourier transforms. A dim that lies whole is transformed where it is; a cut moves to a free dim first and stays there.
+"""Fourier transforms: a dim that lies whole is transformed where it is; a cut moves to a free dim and stays there.
 
 A transform over several dims is done dim by dim, those that lie whole first, so that a cut moves as late as can be.
 """

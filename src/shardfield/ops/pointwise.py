@@ -40,7 +40,8 @@ nextafter not_equal polar pow remainder rsub special_chebyshev_polynomial_t spec
 special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc special_gammaincc
 special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
 special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
-special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_xlogy special_zeta sub subtract true_divide xlogy complex
+special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py
+special_xlogy special_zeta sub subtract true_divide xlogy complex
 fake_quantize_per_tensor_affine
 """.split()
 
@@ -128,7 +129,10 @@ def in_place(func, types, args, kwargs):
 
 def flat(args: Any, kwargs: Any):
     """`collect` for the common call: plain and ShardTensors among the positional arguments, no lists."""
-    locals_, layouts, at, mesh = [], [], [], None
+    locals_: list[Tensor] = []
+    layouts: list[Layout | None] = []
+    at: list[int] = []
+    mesh = None
     for i, value in enumerate(args):
         if value.__class__ is ShardTensor:
             locals_.append(value._local_tensor)
