@@ -90,7 +90,12 @@ CASES = [
     case(torch.logcumsumexp, T(3, 6), 1),
     case(torch.logcumsumexp, T(6, 3, fill=hollow), 0),
     case(lambda x: torch.logcumsumexp(x * 1000, 0), T(6, 2), how={"name": "logcumsumexp of large", "tolerance": 1e-9}),
-    case(torch.logcumsumexp, T(5, dtype=torch.complex128), -1, how=FEW),
+    case(torch.logcumsumexp, T(9, dtype=torch.complex128), -1),
+    case(
+        lambda x: torch.logcumsumexp(x * 3, 0),  # the logarithm winds round the origin
+        T(9, 2, dtype=torch.complex128),
+        how={"name": "logcumsumexp winding", "tolerance": 1e-9},
+    ),
     case(torch.Tensor.logcumsumexp, T(5, fill="ints"), 0, how={"layouts": 2}),  # torch refuses integers
     case(torch.cummax, T(8), 0),
     case(torch.cummax, T(3, 6), 1),
@@ -108,6 +113,7 @@ CASES = [
     case(torch.cumulative_trapezoid, T(5, 4), T(5), dim=0, how=FEW),
     case(torch.cumulative_trapezoid, T(2, 3, 4), T(3, 4), dim=1, how=FEW),
     case(torch.cumulative_trapezoid, T(3, 1), how={"layouts": 3}),
+    case(torch.cumulative_trapezoid, *[T(6, fill="ints", high=99, dtype=torch.uint8)] * 2, how=FEW),
     case(in_place("cumsum_"), T(3, 6), 1, how=FEW),
     case(in_place("cumprod_"), T(6, 2), 0, how=FEW | {"grad": False}),
     case(into(torch.cumsum), T(3, 6), 1, how=FEW),

@@ -64,13 +64,31 @@ def logcumsumexp(input: Operand, dim, *, fn):
     if not cut:
         return Plan(local=lambda input: fn(input, dim), operands={"input": layout}, layout=layout)
     blocks = Blocks.along(layout, dim)
+    wide = torch.float32 if input.dtype in HALF else input.dtype
 
     def local(input):
-        totals = blocks.each(_logsumexp(input, dim), dim, moves.gather_enter)
+        x = input.to(wide)
+        totals = blocks.each(_logsumexp(x, dim), dim, moves.gather_enter)
         before = _logsumexp(totals.narrow(dim, 0, blocks.index), dim)
-        return fn(torch.cat([before, input], dim), dim).narrow(dim, 1, input.shape[dim])
+        if x.is_complex():
+            before = before + _turns(x, before, dim, blocks, fn)
+        return fn(torch.cat([before, x], dim), dim).narrow(dim, 1, input.shape[dim]).to(input.dtype)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)
+
+
+@torch.no_grad()
+def _turns(x: Tensor, before: Tensor, dim: int, blocks: Blocks, fn: Callable) -> Tensor:
+    """What a complex logarithm of the blocks before lacks to the one torch comes to, entry by entry: whole turns.
+
+    Which of the many logarithms a scan arrives at depends on every step it takes, so one block walks after the other.
+    """
+    exact = torch.full_like(before, -INF)
+    for turn in range(blocks.count - 1):
+        walked = fn(torch.cat([exact, x], dim), dim) if turn == blocks.index else exact
+        last = blocks.each(walked.narrow(dim, walked.shape[dim] - 1, 1), dim).narrow(dim, turn, 1)
+        exact = last if turn + 1 == blocks.index else exact
+    return torch.where(before.isfinite(), exact - before, 0)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:
@@ -144,7 +162,7 @@ def cumulative_trapezoid(y, x=None, *, dx=1, dim=-1):
     elif x.ndim < y.ndim:
         x = x.reshape([1] * (y.ndim - x.ndim) + list(x.shape))
     near, far = _neighbours(x, dim)
-    return ((far - near) / 2 * (left + right)).cumsum(dim)
+    return ((left + right) * (far - near)).cumsum(dim) / 2
 
 
 def _neighbours(x, dim: int):
