@@ -1,7 +1,10 @@
 """Settings of the whole test run."""
 
+import pytest
 import torch
 from hypothesis import settings
+
+from forks import Forks
 
 # Ranks and tests share few cores; more threads than one per process only get in each other's way.
 torch.set_num_threads(1)
@@ -9,3 +12,11 @@ torch.set_num_threads(1)
 # The same examples on every run, and no deadline: a first call pays for imports and connections.
 settings.register_profile("shardfield", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("shardfield")
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """A process that runs programs, on ranks too, without paying for their imports."""
+    forks = Forks()
+    yield forks
+    forks.close()

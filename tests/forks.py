@@ -28,10 +28,10 @@ class Forks:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_env(), text=True
         )
 
-    def run(self, program: Path, cwd: Path, ranks: int | None = None, timeout: float = 120) -> list[str]:
+    def run(self, program: Path, cwd: Path, ranks: int | None = None, *args: str, timeout: float = 120) -> list[str]:
         """The stdout of every rank, or of the one process that gets no launcher's variables where `ranks` is None."""
         names = ["alone"] if ranks is None else [f"rank{r}" for r in range(ranks)]
-        job = {"program": str(program), "cwd": str(cwd), "ranks": ranks, "names": names, "timeout": timeout}
+        job = {"argv": [str(program), *args], "cwd": str(cwd), "ranks": ranks, "names": names, "timeout": timeout}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline())
@@ -62,8 +62,8 @@ def become(job: dict, rank: int, port: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{job['names'][rank]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
-    sys.argv = [job["program"]]
-    sys.path[0] = str(Path(job["program"]).parent)
+    sys.argv = job["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
 
 
 def wait(pids: list[int], timeout: float) -> list[int | None]:
@@ -99,7 +99,7 @@ def main() -> str | None:
             pid = os.fork()
             if not pid:
                 become(job, rank, port)
-                return job["program"]
+                return sys.argv[0]
             pids.append(pid)
         print(json.dumps(["not done" if c is None else c for c in wait(pids, job["timeout"])]), flush=True)
     return None

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from forks import Forks
 from launch import ROOT, run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -89,13 +88,6 @@ def name(value):
 
 def plain_blocks(page: Path) -> list[Block]:
     return [b for b in BLOCKS if b.page == page and b.lang == "python" and "ranks" not in b.options]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p)], ids=name)

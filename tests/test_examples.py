@@ -83,28 +83,3 @@ def test_knn_by_broadcasting(tmp_path):
 def test_knn_by_a_ring(tmp_path):
     out, _, _ = torchrun(EXAMPLES / "knn.py", 3, tmp_path, "--ring")
     assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
-
-
-@pytest.mark.parametrize("ranks", [None, 3])
-def test_vector_add(ranks, forks, tmp_path):
-    assert "agrees: True" in forks.run(EXAMPLES / "vector_add.py", tmp_path, ranks)[0]
-
-
-@pytest.mark.parametrize("ranks", [None, 3])
-def test_vector_dot(ranks, forks, tmp_path):
-    out = forks.run(EXAMPLES / "vector_dot.py", tmp_path, ranks)
-    expected = re.search(r"one device (\S+)", out[0])[1]
-    for rank, text in enumerate(out):
-        assert f"rank {rank}: built in {expected}, own handler {expected} " in text
-
-
-def test_reshape_subtract(forks, tmp_path):
-    out = forks.run(EXAMPLES / "reshape_subtract.py", tmp_path, 2)[0]
-    assert "a_sharded shape and placement: torch.Size([1, 234567, 3]), (Shard(dim=1),)" in out
-    assert "b_sharded shape and placement: torch.Size([12345, 1, 3]), (Shard(dim=0),)" in out
-
-
-@pytest.mark.parametrize("how", [(), ("--ring",)], ids=["broadcasting", "ring"])
-def test_knn(how, forks, tmp_path):
-    out = forks.run(EXAMPLES / "knn.py", tmp_path, 3, *how)[0]
-    assert "(303, 17) neighbours" in out and "agrees: True" in out
