@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 
@@ -22,18 +23,16 @@ class Hosts:
 
     def __enter__(self):
         self._remove_leftovers()
+        self.etc = Path(tempfile.mkdtemp(prefix="shardfield-hosts-"))
+        lines = [f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True)]
+        (self.etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        # Names come from the file alone: a search for a name server would end in time-outs.
+        (self.etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
         try:
             ip("netns", "add", self.switch)
             ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
             ip("-n", self.switch, "link", "set", "br0", "up")
             for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-                # `ip netns exec` shows a process the files of /etc/netns/NAME in place of those of /etc. The names of
-                # hosts come from the file alone: a search for a name server would end in time-outs.
-                etc = Path("/etc/netns", name)
-                etc.mkdir(parents=True)
-                lines = [f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True)]
-                etc.joinpath("hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-                etc.joinpath("nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
                 ip("netns", "add", name)
                 ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"p{i}", "netns", self.switch)
                 ip("-n", self.switch, "link", "set", f"p{i}", "master", "br0", "up")
@@ -47,6 +46,7 @@ class Hosts:
 
     def __exit__(self, *_):
         self._remove([*self.names, self.switch])
+        shutil.rmtree(self.etc, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
         """Take away the hosts of runs that were killed."""
@@ -57,11 +57,11 @@ class Hosts:
     def _remove(self, names: list[str]) -> None:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
-            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
-        if Path("/etc/netns").is_dir() and not any(Path("/etc/netns").iterdir()):
-            Path("/etc/netns").rmdir()
 
     def on(self, i: int, *command: str, hostname: str | None = None) -> list[str]:
         """The command line that runs a command on host i, which calls itself by its name."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hostname or self.names[i]]
-        return ["ip", "netns", "exec", self.names[i], *named, *command]
+        # Not `ip netns exec`, which takes /sys/fs/cgroup away, and slurmd does not start without it.
+        files = [f"mount --bind {self.etc}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf")]
+        setup = "; ".join(["set -e", *files, 'hostname "$0"', 'exec "$@"'])
+        enter = ["nsenter", f"--net=/run/netns/{self.names[i]}", "unshare", "--mount", "--uts", "sh", "-c", setup]
+        return [*enter, hostname or self.names[i], *command]

@@ -82,7 +82,12 @@ class Slurm:
         self._daemon(*self.on(0, "slurmctld", "-D"))
         for i in range(len(self.names)):
             self._daemon(*self.on(i, "slurmd", "-D", "-N", self.names[i]))
-        _wait(self._idle, "the nodes do not come up", *self.folder.glob("*.log"))
+        _wait(
+            self._idle,
+            "the nodes do not come up",
+            self.folder / "slurmctld.log",
+            self.folder / f"slurmd.{self.names[-1]}.log",
+        )
 
     def _daemon(self, *command: str) -> None:
         # They end with the test run, also where that is killed.

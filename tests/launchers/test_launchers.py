@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def test_a_host_whose_name_stands_for_itself_alone(hosts):
 def test_mpirun_on_two_hosts(hosts, mpirun, tmp_path):
     # Open MPI starts its daemons by a remote shell; here it is one that goes to the other namespace.
     shell = tmp_path / "shell"
-    there = " ".join(f"'{word}'" if " " in word else word for word in hosts.on(1, "sh", "-c"))
+    there = shlex.join(hosts.on(1, "sh", "-c"))
     shell.write_text(f'#!/bin/sh\nshift\nexec {there} "$*"\n')
     shell.chmod(0o755)
     places = ",".join(f"{name}:2" for name in hosts.names)
@@ -216,7 +217,7 @@ def test_mpirun_on_two_hosts(hosts, mpirun, tmp_path):
 
 def test_srun_on_two_hosts(hosts, slurm_on_two_hosts, tmp_path):
     cluster = slurm_on_two_hosts
-    srun = ["srun", "-N", "2", "-n", "4", *PYTHON]
+    srun = ["srun", "-N", "2", "--ntasks-per-node=2", *PYTHON]
     printed, err = run(*cluster.on(0, *srun), env=cluster.env)
     check(printed, "slurm", 4, local_ranks=[0, 1, 0, 1])
     quiet(err)
