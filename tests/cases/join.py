@@ -2,10 +2,11 @@
 
 import torch
 
-from harness import T, case
+from harness import T, case, twice
 
 FEW = {"layouts": 8}
 INTS = {"fill": "ints", "dtype": torch.int64}
+
 
 CASES = [
     case(torch.cat, [T(5, 3), T(2, 3)], how={"layouts": 20}),
@@ -67,4 +68,7 @@ CASES = [
     case(torch.cartesian_prod, T(3), T(4), T(2), how=FEW),
     case(torch.cartesian_prod, T(3), how=FEW),
     case(torch.combinations, T(4), how=FEW | {"gather": True}),  # a choice of pairs has no order of its own to keep
+    case(twice(lambda x, y: torch.cat([x, y])), T(5), T(2), how={"layouts": 12, "name": "cat, twice"}),
+    case(twice(lambda x, y: torch.cat([x, y], 1)), T(2, 5), T(2, 3), how=FEW | {"name": "cat of rows, twice"}),
+    case(twice(lambda x: torch.stack(x.unbind(), 1)), T(4, 3), how=FEW | {"name": "unbind and stack, twice"}),
 ]

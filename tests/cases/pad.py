@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from harness import T, case
+from harness import T, case, twice
 
 FEW = {"layouts": 8}
 FREE = {"free": True, "layouts": 12}
@@ -45,4 +45,6 @@ CASES += [  # what F.pad calls for each mode
     case(torch._C._nn.reflection_pad1d, T(2, 3, 6), (2, 1), how={"layouts": 3}),
     case(torch._C._nn.replication_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), how={"layouts": 3}),
     case(torch._C._nn.reflection_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), how={"layouts": 3}),
+    case(twice(lambda x: F.pad(x, (2, 1), "reflect")), T(2, 5), how=FEW | {"name": "reflect, twice"}),
+    case(twice(lambda x: F.pad(x, (1, -2, 0, 3))), T(4, 5), how=FEW | {"name": "pad, twice"}),
 ]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from harness import T, case
+from harness import T, case, twice
 
 FEW = {"layouts": 8}
 FREE = {"free": True, "layouts": 8}
@@ -19,6 +19,7 @@ CASES = [
     case(torch.flip, T(3, 4, 5), [1], how=FEW),
     case(torch.Tensor.flip, T(5, 6), 0, 1, how=FEW),
     case(torch.flip, T(5, 6), (), how=FEW),
+    case(torch.flip, T(5, 6), dims=(1,), how=FEW),
     case(torch.flip, T(5, 6), (2,), how=FEW),
     case(torch.flip, T(0, 6), (0,), how=FEW),
     case(torch.fliplr, T(5, 6), how=FEW),
@@ -42,7 +43,7 @@ CASES = [
     case(torch.Tensor.repeat, T(3, 4), 2, how=FEW),
     named("repeat, then use", lambda x: torch.sin(x.repeat(2, 1)).cumsum(0), T(3, 4)),
     case(torch.tile, T(3, 4), (2,), how=FREE),
-    case(torch.tile, T(3), (2, 2), how=FREE),
+    case(torch.tile, T(3), dims=(2, 2), how=FREE),
     case(torch.repeat_interleave, T(3, 4), 2, dim=0, how=FREE),
     case(torch.repeat_interleave, T(3, 4), 3, how=FREE),
     case(torch.Tensor.repeat_interleave, T(3, 4), 2, -1, how=FREE),
@@ -81,4 +82,6 @@ CASES = [
     case(torch.trapezoid, T(4, 5), T(4), dim=0, how=FEW),
     case(torch.trapz, T(1, 5), dim=0, how=FEW),
     case(torch.trapezoid, T(5, fill="ints"), how=FEW),
+    case(twice(lambda x: x.roll(2, 0).flip(1)), T(5, 4), how=FEW | {"name": "roll and flip, twice"}),
+    case(twice(lambda x: x.diff(dim=0).repeat(2, 1).tril()), T(5, 4), how=FEW | {"name": "diff and repeat, twice"}),
 ]

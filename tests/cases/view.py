@@ -2,7 +2,7 @@
 
 import torch
 
-from harness import T, case
+from harness import T, case, twice
 
 FREE = {"free": True, "layouts": 8}
 FEW = {"layouts": 8}
@@ -114,4 +114,6 @@ CASES = [
     case(torch.Tensor.view, T(3, 4), torch.int32, how=FREE | {"partial": False}),
     case(torch.Tensor.view, T(3, 4, fill="ints", dtype=torch.int32), torch.int64, how=FEW),
     case(torch.Tensor.view, T(3, 5, fill="ints", dtype=torch.int32), torch.int64, how=FEW),
+    named("views, twice", twice(lambda x: x.view(24).view(6, 4).t().flatten().view(2, 12)), T(4, 6)),
+    named("squeeze, twice", twice(lambda x: x.squeeze(1).unsqueeze(0).expand(3, 4, 3)), T(4, 1, 3)),
 ]

@@ -11,10 +11,10 @@ from ..dispatch import composed
 def diff(input, n=1, dim=-1, prepend=None, append=None):
     shapes = [None if t is None else torch.empty(t.shape, device="meta") for t in (input, prepend, append)]
     torch.diff(shapes[0], n, dim, shapes[1], shapes[2])
+    if n == 0:
+        return input.clone()
     around = [t for t in (prepend, input, append) if t is not None]
     x = torch.cat(around, dim) if len(around) > 1 else input
-    if n == 0:
-        return x.clone()
     for _ in range(min(n, x.shape[dim])):
         size = x.shape[dim]
         right, left = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)

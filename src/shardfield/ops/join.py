@@ -109,9 +109,16 @@ def cat(tensors, dim=0, *, fn):
 
     targets = iter([placed(overlap(joined, r.at, r.at + r.size)) for r in rows])
     nothing = Layout.replicate(live[0].layout.mesh, (0,))  # a cut of it would count as divided work
-    dtype = whole.dtype
+    dtype, vectors = whole.dtype, whole.ndim == 1
+
+    def local(tensors):
+        if not vectors:
+            return torch.cat(tensors, dim).to(dtype)
+        # torch drops an empty vector from the graph, and a rank without its part would miss moves in double backward
+        return torch.cat([t.unsqueeze(0) for t in tensors], 1).squeeze(0).to(dtype)
+
     return Plan(
-        local=lambda tensors: torch.cat(tensors, dim).to(dtype),
+        local=local,
         operands={"tensors": [nothing if i in skipped else next(targets) for i in range(len(tensors))]},
         layout=placed(joined),
     )

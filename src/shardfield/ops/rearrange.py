@@ -54,6 +54,11 @@ def fetch(layout: Layout, dim: int, ask: Ask, sizes: Sequence[int]) -> tuple[Loc
     return lambda t: moves.travel(t, route, group), result
 
 
+def numbers(*args) -> tuple[int, ...]:
+    """Integers that came one by one or in a sequence."""
+    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+
+
 def chain(*steps: Local) -> Local:
     """One after the other."""
 
@@ -69,10 +74,9 @@ def chain(*steps: Local) -> Local:
 
 
 @rule("flip", partial=True, merged=True)
-def flip(input: Operand, *dims):
+def flip(input: Operand, *args, **kwargs):
     """Along a cut dim, each rank asks for the rows that are its own seen from the other end."""
-    if len(dims) == 1 and not isinstance(dims[0], int):
-        dims = tuple(dims[0])
+    dims = numbers(*args, *kwargs.values())
     ghost(input).flip(dims)
     turned = sorted({d % max(input.ndim, 1) for d in dims})
     source = one_axis(input.layout, turned)
@@ -157,10 +161,9 @@ def rot90(input, k=1, dims=(0, 1)):
 
 
 @rule("repeat", partial=True, merged=True)
-def repeat(input: Operand, *repeats):
+def repeat(input: Operand, *args, **kwargs):
     """Local: a repeated dim is a new whole one merged with it."""
-    if len(repeats) == 1 and not isinstance(repeats[0], int):
-        repeats = tuple(repeats[0])
+    repeats = numbers(*args, *kwargs.values())
     ghost(input).repeat(repeats)
     skip = len(repeats) - input.ndim
     old = [(Factor(1),)] * skip + list(input.layout.dims)
@@ -169,9 +172,8 @@ def repeat(input: Operand, *repeats):
 
 
 @composed("tile")
-def tile(input, *dims):
-    if len(dims) == 1 and not isinstance(dims[0], int):
-        dims = tuple(dims[0])
+def tile(input, *args, **kwargs):
+    dims = numbers(*args, *kwargs.values())
     return input.repeat((1,) * (input.ndim - len(dims)) + dims)
 
 

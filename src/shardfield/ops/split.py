@@ -11,6 +11,7 @@ from ..dispatch import TABLE, handler, rule
 from ..layout import Factor, Layout, Span, pieces, starts
 from ..plan import Operand, Plan
 from ..redistribute import simplified
+from ..tensor import ShardTensor
 from .dims import dropped
 from .view import ghost, lost, only
 
@@ -91,7 +92,9 @@ def tensor_split(func, types, args, kwargs):
     args = [a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args)]
     kwargs = {k: v.tolist() if isinstance(v, Tensor) and k != "input" else v for k, v in kwargs.items()}
     where = kwargs.pop("tensor_indices_or_sections", None)
-    return _by_numbers(func, types, tuple(args) if where is None else (args[0], where, *args[1:]), kwargs)
+    args = tuple(args) if where is None else (args[0], where, *args[1:])
+    sharded = isinstance(kwargs.get("input", args[0] if args else None), ShardTensor)
+    return _by_numbers(func, types, args, kwargs) if sharded else func(*args, **kwargs)
 
 
 @rule("unbind", partial=True, merged=True)
