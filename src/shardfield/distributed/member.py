@@ -65,7 +65,12 @@ class Member:
             self._host.start()
             near.receive()
             return near
-        port = int(agent.get(key)) if agent else launch.port
+        port = launch.port
+        if agent:
+            try:
+                port = int(agent.get(key))
+            except dist.DistError:
+                raise WorldError(f"rank {launch.rank}: rank 0 opened no meeting point in {self.timeout:g} s") from None
         return connect(launch.rank, launch.addr, port, GREETING, self.timeout)
 
     def _open_store(self, launch: Launch):
