@@ -41,6 +41,7 @@ RANDOM = (
     "geometric",
     "log_normal",
     "rrelu",
+    "attention",
 )
 # Results that are defined up to a sign, a phase or an order: compared by what they reconstruct, which is not done here.
 AMBIGUOUS = (
