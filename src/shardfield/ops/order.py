@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,59 +63,50 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 @rule("sort", merged=True)
 def sort(input: Operand, dim=-1, descending=False, *, stable=None):
-    return _sort_plan(input, dim, descending, stable, torch.return_types.sort)
+    return _sort_plan(input, dim, descending, stable, (0, 1))
 
 
 @rule("argsort", merged=True)
 def argsort(input: Operand, dim=-1, descending=False, *, stable=False):
-    return _sort_plan(input, dim, descending, stable, lambda pair: pair[1])
+    return _sort_plan(input, dim, descending, stable, (1,))
 
 
 @rule("msort", merged=True)
 def msort(input: Operand):
-    return _sort_plan(input, 0, False, False, lambda pair: pair[0])
+    return _sort_plan(input, 0, False, False, (0,))
 
 
-def _sort_plan(input: Operand, dim: int, descending: bool, stable: bool | None, finish: Callable) -> Plan:
-    """The result lies like the input. `finish` makes it of (values, global indices)."""
+def _sort_plan(input: Operand, dim: int, descending: bool, stable: bool | None, wanted: tuple[int, ...]) -> Plan:
+    """The result lies like the input. `wanted`: values (0), global indices (1), or both."""
     probe(torch.sort, input, dim=dim)
     layout, dim, cut = simple_along(input.layout, dim)
-    many = (layout, layout) if finish is torch.return_types.sort else layout
+    cut = cut and layout.numel > 0
     target = freed(layout, dim) if cut else layout
+    result = (layout, layout) if len(wanted) > 1 else layout
 
-    def sorted_(x):
-        return torch.sort(x, stable=bool(stable), dim=dim, descending=bool(descending))
+    def finish(pair):
+        parts = [pair[i]() if callable(pair[i]) else pair[i] for i in wanted]
+        return torch.return_types.sort(parts) if len(wanted) > 1 else parts[0]
 
-    if not cut or not layout.numel:
-        return Plan(local=lambda input: finish(sorted_(input)), operands={"input": layout}, layout=many)
-    if target is not None:
+    def here(input):
+        return torch.sort(input, stable=bool(stable), dim=dim, descending=bool(descending))
 
-        def swapped(input):
-            back = _Later(lambda t: redistribute(t, target, layout), sorted_(input))
-            return finish(back)
-
-        return Plan(local=swapped, operands={"input": target}, layout=many)
-    blocks = Blocks.along(layout, dim)
+    def swapped(input):
+        assert target is not None
+        values, indices = here(input)
+        narrow = torch.int32 if layout.shape[dim] < 1 << 31 else torch.int64
+        back = [partial(redistribute, t, target, layout) for t in (values, indices.to(narrow))]
+        return finish([back[0], lambda: back[1]().to(torch.int64)])
 
     def across(input):
-        pair = sort_rows(as_rows(input, dim), blocks, bool(descending))
+        pair = sort_rows(as_rows(input, dim), Blocks.along(layout, dim), bool(descending))
         return finish([from_rows(t, input.shape, dim) for t in pair])
 
-    return Plan(local=across, operands={"input": layout}, layout=many)
-
-
-class _Later(list):
-    """A pair of which each part is moved when it is taken, so that argsort does not send values back."""
-
-    def __init__(self, move: Callable[[Tensor], Tensor], pair: Any):
-        super().__init__(pair)
-        self.move = move
-
-    def __getitem__(self, at):
-        return self.move(super().__getitem__(at))
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
+    if not cut:
+        return Plan(local=lambda input: finish(here(input)), operands={"input": layout}, layout=result)
+    if target is None:
+        return Plan(local=across, operands={"input": layout}, layout=result)
+    return Plan(local=swapped, operands={"input": target}, layout=result)
 
 
 @rule("topk", merged=True)

@@ -28,7 +28,8 @@ def sort_rows(rows: Tensor, blocks: Blocks, descending: bool) -> tuple[Tensor, T
     values = rows.gather(1, order).flatten()
     bounds = torch.tensor(_bounds(keys, codes, blocks, n), dtype=torch.int64, device=device)
     bucket = torch.searchsorted(bounds, torch.arange(len(values), device=device), right=True)
-    values, codes = _sent([values, codes.flatten()], bucket, blocks)
+    narrow = torch.int32 if count * n < 1 << 31 else torch.int64  # codes are most of what travels
+    values, codes = _sent([values, codes.flatten().to(narrow)], bucket, blocks)
 
     # Here: one stretch of the global order, pieces from every block, equal ones in the order of their codes.
     order = order_key(values, descending).argsort(stable=True)
@@ -37,20 +38,22 @@ def sort_rows(rows: Tensor, blocks: Blocks, descending: bool) -> tuple[Tensor, T
     place = torch.arange(len(values), device=device) + sum(held[: blocks.index])
     ends = torch.tensor(blocks.lengths, device=device).cumsum(0)
     owner = torch.searchsorted(ends, place % n, right=True)
-    values, codes, place = _sent([values.index_select(0, order), codes[order], place], owner, blocks)
+    values, codes = _sent([values.index_select(0, order), codes[order]], owner, blocks)
 
-    # Here: the elements whose places this rank owns, in any order; row-major order of places is block order.
-    order = place.argsort()
-    return values.index_select(0, order).view(rows.shape), (codes[order] % n).view(rows.shape)
+    # Here: the elements whose places this rank owns. Stretches arrive in global order, so they are in place.
+    return values.view(rows.shape), (codes.to(torch.int64) % n).view(rows.shape)
 
 
 def _sent(columns: list[Tensor], peers: Tensor, blocks: Blocks) -> list[Tensor]:
     """Entry i of each column goes to block `peers[i]`; arrivals keep the order of blocks, then their own."""
     inner = 1
+    left = sum(size > 1 for size in blocks.sizes)
     for axis, size in zip(reversed(blocks.axes), reversed(blocks.sizes), strict=True):
         if size > 1:
             hop = Hop.to(peers.div(inner, rounding_mode="floor") % size, axis, blocks.layout)
-            *columns, peers = [hop.there(c) for c in (*columns, peers)]
+            columns = [hop.there(c) for c in columns]
+            left -= 1
+            peers = hop.there(peers) if left else peers  # the last hop needs no further address
         inner *= size
     return columns
 
