@@ -166,4 +166,5 @@ CASES = [
 if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
     CASES += [
         case(F.linear_cross_entropy, T(6, 3), T(5, 3), INDEX, how=FEW),
+        case(F.linear_cross_entropy, T(6, 3), T(5, 3), INDEX, options=torch.nn.LinearCrossEntropyOptions(), how=ALONE),
     ]

@@ -37,6 +37,7 @@ CASES = [
     case(torch.std, T(5, 6, fill=still), dim=0, how=FEW),
     case(torch.std, T(5, 6), dim=1, correction=1, keepdim=True),
     case(torch.var_mean, T(5, 6), dim=0),
+    case(torch.var_mean, T(0, 6), dim=0, how=FEW | {"grad": False}),
     case(torch.var_mean, T(4, 3, dtype=torch.complex128), how=FEW),
     case(torch.std_mean, T(5, 6, 2), dim=(-1, 0), keepdim=True),
     case(torch.std_mean, T(5, 6), False, how=FEW),

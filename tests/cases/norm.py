@@ -43,6 +43,9 @@ CASES = [
     case(matrix_norm, T(2, 5, 6), -1, (1, 0), how=FEW),
     case(matrix_norm, T(4, 5, 6), math.inf, (-2, -1), True),
     case(matrix_norm, T(5, 6), -math.inf, how=FEW),
+    case(matrix_norm, T(5, 0), 1, how=FEW),
+    case(matrix_norm, T(5, 0), math.inf, how=FEW),
+    case(matrix_norm, T(5, 0), -1, how=FEW),
     case(matrix_norm, T(5, 2, 3, cut=(0,)), "nuc", how=FEW | {"partial": False}),
     case(matrix_norm, T(5, 2, 3, cut=(0,)), 2, how=FEW | {"partial": False}),
     case(matrix_norm, T(4, 3), "nuc", how=FEW | {"gather": True}),  # an SVD of one matrix that is in pieces

@@ -75,6 +75,12 @@ def l1_loss(func, types, args, kwargs):
     return open_body(F.l1_loss)(*args, **kwargs)
 
 
+@handler(*filter(None, [getattr(F, "linear_cross_entropy", None)]), exact=True)  # new in torch 2.13
+def linear_cross_entropy(func, types, args, kwargs):
+    """Its `options` say how to go through the batch in chunks to save memory; here the batch is in pieces already."""
+    return open_body(func)(*args, **kwargs | {"options": None})
+
+
 # ---------------------------------------------------------------------- made of distances
 
 

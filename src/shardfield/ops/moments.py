@@ -46,7 +46,7 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     if value.numel():
         spread, mean = torch.var_mean(off, dims, correction=0, keepdim=True)
     else:
-        spread = mean = off.sum(dims, keepdim=True)
+        spread = mean = off.sum(dims, keepdim=True) / (1 if axes else count)  # of nothing at all: NaN
     mean, deviations = near.to(wide) + mean.to(wide), spread.to(wide) * count
     if not axes:
         return mean, deviations

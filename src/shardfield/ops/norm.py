@@ -1,4 +1,8 @@
-"""Vector and matrix norms. The norm of the whole is the norm of the pieces' norms."""
+"""Vector and matrix norms: powers are added up over the ranks, then the root is taken.
+
+The norm of the pieces' norms would have the same value and gradient, but not the same second derivatives: a piece
+that is all zero has none.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,25 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..comm import moves
 from ..dispatch import composed, rule
 from ..plan import Operand, Plan, groups
-from .across import HALF, after_reduction, cutting, probe, reduced_dims, stacked
+from .across import HALF, after_reduction, cutting, probe, reduced_dims, root
 from .extreme import shared_extreme
 
 
 @rule(torch.linalg.vector_norm, merged=True)
 def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
-    """Order 0 and 1 are sums and stay Partial, infinite orders are extremes, others fold the pieces' norms."""
+    """Order 0 and 1 are sums and stay Partial, infinite orders are extremes, others roots of sums."""
     result = probe(fn, x, ord, dim=dim, keepdim=keepdim, dtype=dtype).dtype
     layout = x.layout
     dims = reduced_dims(layout.ndim, dim)
     axes = cutting(layout, dims)
     over = groups(layout, axes)
-    wide = torch.float32 if result in HALF and axes else dtype
+    wide = torch.float32 if x.dtype in HALF and result in HALF else dtype
     whole = after_reduction(layout, dims, keepdim, None)
     if not axes:
         return Plan(local=lambda x: fn(x, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)
@@ -40,13 +46,25 @@ def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
         return Plan(local=extreme, layout=whole)
 
     def fold(x):
-        if ord < 0 and not all(x.shape[d] for d in dims):
-            part = fn(x, 1, dim=dims, keepdim=keepdim, dtype=wide) + math.inf  # adds nothing: inf ** ord is 0
-        else:
-            part = fn(x, ord, dim=dims, keepdim=keepdim, dtype=wide)
-        return fn(stacked(part, layout, axes), ord, dim=0).to(result)
+        value = x if wide is None else x.to(wide)
+        added = moves.reduce(powers(value, ord).sum(dims, keepdim=keepdim), over)
+        return (root(added) if ord == 2 else added.pow(1 / ord) if ord < 0 else _root(added, ord)).to(result)
 
     return Plan(local=fold, layout=whole)
+
+
+def powers(x: Tensor, ord: float) -> Tensor:
+    """|x| ** ord, with gradient 0 at 0 as torch's norms have it; where that is smooth, so are its derivatives."""
+    if ord == 2:
+        return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
+    size = x.abs()
+    return _root(size, 1 / ord) if 0 < ord < 1 else size.pow(ord)
+
+
+def _root(value: Tensor, degree: float) -> Tensor:
+    """value ** (1 / degree), with gradient 0 at 0."""
+    still = value == 0
+    return torch.where(still, 0, torch.where(still, 1, value).pow(1 / degree))
 
 
 @rule(torch.linalg.matrix_norm, merged=True)
@@ -70,6 +88,8 @@ def matrix_norm(A: Operand, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=Non
     def local(A):
         sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=torch.float32 if result in HALF else dtype)
         sums = moves.reduce(sums, adding)
+        if not layout.shape[kept]:  # torch says 0, a constant
+            return sums.detach().sum(kept, keepdim=True).to(result).reshape(out.local_shape)
         return shared_extreme(sums, (kept,), choosing, "max" if ord > 0 else "min").to(result).reshape(out.local_shape)
 
     return Plan(local=local, layout=out)
@@ -102,3 +122,10 @@ def nuclear_norm(input, dim=(0, 1), keepdim=False):
 def dist(input, other, p=2):
     """The norm of the difference."""
     return torch.linalg.vector_norm(input - other, p)
+
+
+@composed(F.normalize)
+def normalize(input, p=2.0, dim=1, eps=1e-12, out=None):
+    """torch's body, less its expand: a norm laid out whole would take its gradient back from everywhere."""
+    size = torch.linalg.vector_norm(input, p, dim, True).clamp_min(eps)
+    return input / size if out is None else torch.div(input, size, out=out)
