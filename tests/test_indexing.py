@@ -69,22 +69,29 @@ def test_writes_through_views():
     run_on_ranks(writes_through_views, 3)
 
 
-def refuses_lost_writes():
+def rows_are_views():
     x = cut(field(5, 6), (2,), Shard(0))
-    with pytest.raises(ShardingError, match="would be lost"):
-        x[1].mul_(2)
-    with pytest.raises(ShardingError, match="would be lost"):
-        x[1][2:] = 3.0
-    x[:, 1].mul_(2)  # the dim is not cut: a view
-    x[1] = x[1] * 10  # written by index: fine
+    row = x[1]
+    with strict(), Sent() as sent:
+        row.mul_(10)
+        x[2] += 1
+        x[4][2:] = 3.0
+    assert sent.messages == 0
     wanted = field(5, 6)
-    wanted[:, 1] *= 2
     wanted[1] *= 10
+    wanted[2] += 1
+    wanted[4, 2:] = 3
     assert torch.equal(x.full_tensor(), wanted)
+    x.mul_(2)
+    assert torch.equal(row.full_tensor(), 2 * wanted[1])
+    with pytest.raises(ShardingError, match="would be lost"):
+        x[1, 2].mul_(2)  # one element has no dim that could lie on its owner alone
+    x[1, 2] = 5.0
+    assert x[1, 2].item() == 5
 
 
-def test_a_row_of_a_cut_dim_is_not_silently_a_copy():
-    run_on_ranks(refuses_lost_writes, 2)
+def test_rows_of_a_cut_dim_are_views():
+    run_on_ranks(rows_are_views, 2)
 
 
 # ---------------------------------------------------------------------- messages

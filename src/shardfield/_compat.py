@@ -102,6 +102,17 @@ def _storage_users(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+def autocast_state() -> tuple:
+    """What autocast makes of dtypes now, for keys of what depends on it; () when it is off.
+
+    torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)
+    return tuple(torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds)
+
+
 def caller_argument(func: Any, name: str) -> Any:
     """An argument that `func` was just called with and that it did not hand on to `__torch_function__`.
 

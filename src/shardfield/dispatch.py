@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from . import report
-from ._compat import open_body, same_memory
+from ._compat import autocast_state, open_body, same_memory
 from .comm import moves
 from .errors import ShardingError
 from .layout import Layout
@@ -60,7 +60,7 @@ class Ready:
             if isinstance(value, Operand):
                 self.slots.append((True, value.at))
             elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
-                self.slots.append((True, tuple(v.at if isinstance(v, Operand) else v for v in value)))
+                self.slots.append((True, tuple((True, v.at) if isinstance(v, Operand) else (False, v) for v in value)))
             else:
                 self.slots.append((False, value))
         final = [op.layout for op in operands]
@@ -103,7 +103,7 @@ class Ready:
             elif value.__class__ is int:
                 arguments.append(locals_[value])
             else:
-                arguments.append([locals_[v] if v.__class__ is int else v for v in value])
+                arguments.append([locals_[v] if is_one else v for is_one, v in value])
         out = self.local(*arguments)
         if self.layout is None:
             return out
@@ -203,7 +203,7 @@ def _planned(planner: Callable, partial: bool, merged: bool) -> Handler:
         mesh = mesh_of(args, kwargs)
         locals_: list[Tensor] = []
         layouts: list[Layout] = []
-        key: list[Any] = [func]
+        key: list[Any] = [func, *autocast_state()]
 
         def scan(value: Any) -> None:
             if isinstance(value, Tensor):
@@ -253,7 +253,7 @@ def _quick(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, list[Tensor]] |
 
     None for other calls. A plan is stored under such a key only if admission changes none of the operands.
     """
-    key = [func]
+    key = [func, *autocast_state()]
     locals_ = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = value.__class__

@@ -27,6 +27,23 @@ def grow_through(x, index):
     return part * y.sum()
 
 
+def add_to_row(x, v):
+    y = x * 1
+    y[2] += v
+    y[:, 1] *= 2
+    y[:, :, 3] -= y[:, :, 0]
+    return y
+
+
+def differences(x):
+    """As a loss on derivatives takes them at the ends of a domain that is not periodic."""
+    d = torch.zeros_like(x)
+    d[:, 1:-1] = (x[:, 2:] - x[:, :-2]) / 2
+    d[:, 0] = (-3 * x[:, 0] + 4 * x[:, 1] - x[:, 2]) / 2
+    d[:, -1] = (3 * x[:, -1] - 4 * x[:, -2] + x[:, -3]) / 2
+    return d
+
+
 def chained(x):
     return x[1:][:, ::2][..., 1:3] + x[1:, ::2, 1:3].detach()
 
@@ -79,6 +96,11 @@ CASES = [
     case(torch.narrow, T(5, 6), 0, torch.tensor(1), 2),
     case(write_through, T(5, 6), (S(None), S(1, 4)), how=FREE | {"partial": False}),
     case(write_through, T(5, 6), (S(1, None, 2), S(None, None, 3)), how=FREE | {"partial": False}),
+    case(write_through, T(5, 6), 2, how=FREE | {"partial": False}),
+    case(write_through, T(5, 6, 4), (S(1, None), -1), how=FREE | {"partial": False}),
+    case(write_through, T(5, 6, 4), (1, None, S(None), 2), how=FREE | {"partial": False}),
+    case(add_to_row, T(5, 6, 4), T(6, 4), how={"partial": False}),
+    case(differences, T(5, 6), how={"partial": False}),
     case(grow_through, T(5, 6), (S(2, 4), S(1, 3)), how={"partial": False}),
     case(chained, T(5, 6, 4), how=FREE | {"partial": False}),
     case(lambda x: x.reshape(4, 30)[:, 6:18], T(4, 5, 6), how={"name": "slice of a merged dim"}),

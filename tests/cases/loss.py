@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from harness import T, case
 
-FEW = {"layouts": 5}
-ALONE = {"layouts": 4}
+FEW = {"layouts": 4}
+ALONE = {"layouts": 3}
 
 
 def zeros(shape, generator):
@@ -51,12 +51,24 @@ def quiet(fn):
     return call
 
 
+def twice(fn):
+    """`fn` under autocast, which may take it to float32, and without: one must not pass for the other."""
+
+    def call(*args, **kwargs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = fn(*args, **kwargs)
+        return inside, fn(*args, **kwargs)
+
+    call.__name__ = f"autocast {fn.__name__}"
+    return call
+
+
 def reductions(fn, *args, **kwargs):
-    how = kwargs.pop("how", {})
+    how = {"layouts": 6} | kwargs.pop("how", {})
     return [
         case(fn, *args, **kwargs, reduction="mean", how=how),
-        case(fn, *args, **kwargs, reduction="sum", how=how | FEW),
-        case(fn, *args, **kwargs, reduction="none", how=how | FEW),
+        case(fn, *args, **kwargs, reduction="sum", how=how | ALONE),
+        case(fn, *args, **kwargs, reduction="none", how=how | ALONE),
     ]
 
 
@@ -69,6 +81,7 @@ X, Y = T(5, 6), T(5, 6)
 UNIT = T(5, 6, fill="unit")
 LOGITS, INDEX = T(6, 5), T(6, fill=classes(5, True))
 IMAGE, SPATIAL = T(3, 4, 2, 5), T(3, 2, 5, fill=classes(4, True))
+HALF = T(6, 5, dtype=torch.bfloat16)
 WEIGHT = T(5, fill="unit", grad=False)
 QUIET = quiet(F.kl_div)
 
@@ -155,7 +168,21 @@ CASES = [
         T(2, fill=lambda s, g: torch.tensor([3, 2]), cut=()),
         how=FEW | {"gather": True},
     ),
-    case(torch.cosine_similarity, X, Y, how={"free": False}),
+    *[
+        case(twice(fn), *args, how=ALONE | {"tolerance": 5e-2})
+        for fn, args in [
+            (F.mse_loss, (HALF, HALF)),
+            (F.cross_entropy, (HALF, INDEX)),
+            (F.nll_loss, (HALF, INDEX)),
+            (F.multi_margin_loss, (HALF, T(6, fill=classes(5)))),
+            (F.triplet_margin_loss, (HALF, HALF, HALF)),
+            (F.cosine_embedding_loss, (HALF, HALF, T(6, fill=signs, grad=False))),
+            (torch.prod, (HALF, 0)),
+            (torch.softmax, (HALF, 0)),
+            (torch.linalg.vector_norm, (HALF,)),
+        ]
+    ],
+    case(torch.cosine_similarity, X, Y),
     case(torch.cosine_similarity, T(5, 1, 4), T(6, 4), dim=-1, how=FEW),
     case(torch.cosine_similarity, T(5, 6), T(5, 1), dim=1, how=FEW),
     case(torch.cosine_similarity, T(5, 6, fill=zeros), Y, dim=1, how=FEW),

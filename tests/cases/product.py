@@ -247,6 +247,8 @@ BATCHES = [
     on(unsigned(torch.svd), apart, 5, 4, 3),
     case(LA.matrix_power, T(5, 3, 3, fill=apart), 3, how=FEW),
     case(torch.matrix_power, T(5, 3, 3, fill=apart), -2, how=FEW),
+    case(LA.matrix_power, T(5, 5), 5, how=FEW),
+    case(torch.matrix_power, T(5, 5), 1, how=FEW),
     case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3, 4), how={"layouts": 10}),
     case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3), how=FEW),
     case(LA.solve, T(3, 3, fill=apart), T(5, 3, 2), how=ALONE),

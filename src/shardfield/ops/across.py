@@ -37,6 +37,16 @@ def probe(fn: Callable, *args: Any, **kwargs: Any) -> Any:
         return fn(*[tiny(a) for a in args], **given)
 
 
+def as_autocast(*tensors: Any) -> list[Any]:
+    """Operands of a function that autocast runs in fp32, for one that is put together from others here."""
+
+    def wide(value: Any) -> Any:
+        half = isinstance(value, Tensor) and value.dtype in HALF
+        return value.float() if half and torch.is_autocast_enabled(value.device.type) else value
+
+    return [wide(t) for t in tensors]
+
+
 def probe_shapes(fn: Callable, *args: Any) -> None:
     """torch's verdict on the shapes of a call, which tensors of two elements a dim cannot tell."""
 
@@ -116,7 +126,7 @@ def root(square: Tensor) -> Tensor:
     return torch.where(still, 0, torch.where(still, 1, square).sqrt())
 
 
-def refuse_if(bad: Tensor, over: Groups, error: Exception) -> None:
+def refuse_if(bad: Tensor, over: Groups, error: type[Exception], why: str) -> None:
     """Raise on all ranks what torch raises on one device for bad values on any of them.
 
     On the CPU only: elsewhere torch does not raise either but stops the device, and reading a flag would stall it.
@@ -126,7 +136,7 @@ def refuse_if(bad: Tensor, over: Groups, error: Exception) -> None:
         for group in over:
             flag = wire.all_reduce(flag, group, "max")
         if flag:
-            raise error
+            raise error(why)
 
 
 def held(layout: Layout) -> Groups:

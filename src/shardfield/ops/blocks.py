@@ -1,18 +1,20 @@
 """A cut dim as a row of blocks, one per rank, in global order: what the blocks tell each other.
 
 Scans, sorts and searches along a cut dim keep their data where it lies and exchange something small for each block: a
-total, a count, a few candidates.
+total, a count, a few candidates. Those that need a dim whole ask for a layout in which another carries its cut.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from ..comm import moves
-from ..layout import Layout, outer_lengths, starts
+from ..layout import Factor, Layout, balanced, outer_lengths, starts
 from ..plan import groups
 from ..redistribute import simplified
 
@@ -29,6 +31,37 @@ def simple_along(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
     if len(layout.dims[dim]) > 1:
         layout = layout.with_dim(dim, *simplified(layout).dims[dim])
     return layout, dim, layout.is_cut(dim)
+
+
+def freed(layout: Layout, dim: int) -> Layout | None:
+    """The layout in which the largest other dim carries the cut of `dim` and `dim` is whole; None if none has room."""
+    axes = layout.axes_of(dim)[::-1]  # innermost first: that is the one a swap can take
+    sizes = [layout.mesh.size(a) for a in axes]
+    room = {d: min(layout.lengths(d)) for d in range(layout.ndim) if d != dim and len(layout.dims[d]) == 1}
+    other = max(room, key=lambda d: room[d], default=None)
+    if other is None or room[other] < math.prod(sizes):
+        return None
+    (factor,) = layout.dims[other]
+    lengths = [n for piece in layout.lengths(other) for n in spread(piece, sizes)]
+    taken = Factor(factor.size, factor.axes + axes, tuple(lengths))
+    return layout.uncut([dim]).with_dim(other, taken)
+
+
+def spread(size: int, parts: list[int]) -> list[int]:
+    """A size cut evenly by the first number of parts, each piece by the second, and so on; row-major."""
+    return [n for piece in balanced(size, parts[0]) for n in spread(piece, parts[1:])] if parts else [size]
+
+
+def as_rows(x: Tensor, dim: int) -> Tensor:
+    """(everything else, dim), each row in one piece as searchsorted likes it."""
+    x = x.movedim(dim, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """What `as_rows` undoes, for a tensor of `shape`."""
+    moved = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
+    return rows.reshape(moved).movedim(-1, dim)
 
 
 class Blocks:

@@ -18,7 +18,7 @@ from ..comm.wire import wider
 from ..dispatch import TABLE, composed, rule
 from ..layout import Factor, Layout, nested_chunk
 from ..plan import Operand, Plan, groups
-from .across import probe, probe_shapes, refuse_if
+from .across import as_autocast, probe, probe_shapes, refuse_if
 from .loss import MEAN, NONE
 
 NN = NAMESPACES[1]
@@ -57,9 +57,9 @@ class Lookup:
         found = input.gather(self.dim, at.reshape(input.shape[: self.dim] + (1,) + input.shape[self.dim + 1 :]))
         return torch.where(mine, found.reshape(target.shape), 0)
 
-    def check(self, bad: Tensor, error: Exception) -> None:
+    def check(self, bad: Tensor, error: type[Exception], why: str) -> None:
         """No target may name a class that is not there."""
-        refuse_if(bad, groups(self.targets, self.targets.shard_axes), error)
+        refuse_if(bad, groups(self.targets, self.targets.shard_axes), error, why)
 
     def each(self) -> Layout:
         """The layout of one value per target, still to be added over the ranks that share the classes."""
@@ -99,7 +99,7 @@ def nll_loss(
     A target that names no class raises on the CPU, on all ranks, and is NaN elsewhere. `smoothing` spreads a part of
     every target evenly over the classes, as cross entropy's `label_smoothing` does.
     """
-    probe(fn, input, target, weight, reduction, ignore_index)
+    result = probe(fn, input, target, weight, reduction, ignore_index).dtype
     probe_shapes(fn, input, target, weight, reduction, ignore_index)
     at = Lookup(input, target)
     classes, dim, span = at.classes, at.dim, at.span
@@ -107,6 +107,7 @@ def nll_loss(
     def values(input, target, weight):
         """One value per target, its weight where it is this rank's, and which targets name no class."""
         _no_gradient(weight, "nll_loss_forward")
+        input = input.to(result)
         valid = target != ignore_index
         bad = valid & ((target < 0) | (target >= classes))
         mine = valid & at.mine(target)
@@ -120,11 +121,11 @@ def nll_loss(
             each = (1 - smoothing) * each + smoothing / classes * spread
         return each.masked_fill(bad, math.nan), scale, bad
 
-    error = IndexError(f"Target out of bounds: targets must be from 0 to {classes - 1}, or {ignore_index}")
+    why = f"Target out of bounds: targets must be from 0 to {classes - 1}, or {ignore_index}"
 
     def local(input, target, weight):
         each, _, bad = values(input, target, weight)
-        at.check(bad, error)
+        at.check(bad, IndexError, why)
         return each
 
     if reduction != MEAN:
@@ -137,7 +138,7 @@ def nll_loss(
         sums = torch.stack([each.sum(dtype=wide), scale.sum(dtype=wide), bad.sum(dtype=wide)])
         added, weights, wrong = moves.reduce(sums, everyone).unbind()
         if wrong.device.type == "cpu" and wrong:
-            raise error
+            raise IndexError(why)
         return (added / weights).to(each.dtype)
 
     plan = at.plan(local, NONE, weight)
@@ -154,6 +155,7 @@ def cross_entropy(input, target, weight=None, reduction=NONE, ignore_index=-100,
     """Class indices or class probabilities, as the target's shape says."""
     fn = NN.cross_entropy_loss
     probe_shapes(fn, input, target, weight, reduction, ignore_index, label_smoothing)
+    input, target, weight = as_autocast(input, target, weight)
     dim = 0 if input.ndim == 1 else 1
     scores = torch.log_softmax(input, dim)
     if input.shape != target.shape:
@@ -173,7 +175,7 @@ def cross_entropy(input, target, weight=None, reduction=NONE, ignore_index=-100,
 @rule(NN.multi_margin_loss, exact=True)
 def multi_margin_loss(input: Operand, target: Operand, p=1, margin=1.0, weight=None, reduction=NONE, *, fn):
     """How far other classes come within the margin of the target's. The target's score is shared first: one message."""
-    probe(fn, input, target, p, margin, weight, reduction)
+    result = probe(fn, input, target, p, margin, weight, reduction).dtype
     probe_shapes(fn, input, target, p, margin, weight, reduction)
     at = Lookup(input, target)
     classes, dim = at.classes, at.dim
@@ -181,7 +183,8 @@ def multi_margin_loss(input: Operand, target: Operand, p=1, margin=1.0, weight=N
 
     def local(input, target, weight):
         _no_gradient(weight, "multi_margin_loss")
-        at.check((target < 0) | (target >= classes), RuntimeError("target out of range"))
+        input = input.to(result)
+        at.check((target < 0) | (target >= classes), RuntimeError, "target out of range")
         (score,) = moves.enter([moves.reduce(at.pick(input, target, at.mine(target)), at.over)], at.over)
         other = _along(own, dim, input.ndim) != target.reshape(-1, 1) if dim else own != target
         over = torch.relu(margin - (score.reshape(-1, 1) if dim else score) + input) * other
@@ -209,8 +212,7 @@ def multilabel_margin_loss(input: Operand, target: Operand, reduction=NONE, *, f
     samples = input.shape[0] if input.ndim == 2 else 1
 
     def local(input, target):
-        error = RuntimeError("argument #2 'target' is out of range")
-        refuse_if((target < -1) | (target >= classes), over, error)
+        refuse_if((target < -1) | (target >= classes), over, RuntimeError, "argument #2 'target' is out of range")
         values = fn(input, target, NONE)
         if reduction == NONE:
             return values

@@ -55,6 +55,7 @@ def contract(
     linear: bool = True,
     sums: bool = True,
     stay: bool = True,
+    busy: bool = False,
     broadcast: bool = False,
 ) -> Work:
     """The cheapest division of a product, by bytes moved before it and to be summed after it.
@@ -62,7 +63,8 @@ def contract(
     `out` lists the result's labels; a tuple of them is one merged dim. Labels in `whole` are never cut. If the
     function is not `linear`, no operand stays Partial; without `sums`, no summed label is cut. With `stay`, a way that
     moves nothing is taken before a cheaper one that does, unless its Partial result is much larger than the operands.
-    A dim of size 1 broadcasts where its label is a number, or any label with `broadcast`.
+    With `busy`, a way that leaves fewer axes idle comes first. A dim of size 1 broadcasts where its label is a number,
+    or any label with `broadcast`.
     """
     mesh = terms[0].layout.mesh
     found = [label for group in out for label in (group if type(group) is tuple else (group,))]
@@ -75,8 +77,9 @@ def contract(
         moved, summed, size = plan.cost(cuts, choice)
         # 0: nothing moves and the result is of a size to be left Partial
         rank = 0 if stay and not moved and (not summed or size <= SPREAD * plan.largest) else 1
-        if least is None or (rank, moved + summed) < least:
-            best, least = (choice, cuts), (rank, moved + summed)
+        key = (choice.count(None) if busy else 0, rank, moved + summed)
+        if least is None or key < least:
+            best, least = (choice, cuts), key
     assert best is not None, "every axis may be left idle"
     choice, cuts = best
     kept = {(axis, c.term) for axis, c in zip(plan.axes, choice, strict=True) if isinstance(c, Keep)}

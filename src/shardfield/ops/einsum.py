@@ -56,7 +56,9 @@ def einsum(equation: str, *operands: Operand, fn):
     narrows = [_diagonal(row, target) for row, target in zip(rows, work.targets, strict=True)]
 
     def local(operands: Sequence[Tensor]) -> Tensor:
-        return fn(equation, *(_narrowed(t, n) for t, n in zip(operands, narrows, strict=True)))
+        if any(narrows):
+            operands = [_narrowed(t, n) for t, n in zip(operands, narrows, strict=True)]
+        return fn(equation, *operands)
 
     return Plan(local=local, operands={"operands": work.targets}, layout=work.result)
 

@@ -15,7 +15,7 @@ from ..plan import Operand, Plan
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
 from .across import held, probe
-from .order import freed
+from .blocks import freed
 
 
 def counted(layout: Layout, shape: Sequence[int]) -> Layout:

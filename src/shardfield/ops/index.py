@@ -1,7 +1,8 @@
 """Basic indexing: slices, ints, None and Ellipsis. Each rank keeps its overlap; nothing is sent.
 
-A slice of a cut dim is a view of this rank's part, with shorter (perhaps empty) pieces. An int on a cut dim is held
-by one rank: the owner contributes its row, the others zeros, so the result is Partial over the axes of that dim.
+A slice of a cut dim is a view of this rank's part, with shorter (perhaps empty) pieces. An int on a cut dim is held by
+one rank: there the result is a view of its row, and empty elsewhere, which is a cut of the next dim with one piece. A
+result without dims is Partial: the owner adds the element, the others add nothing.
 """
 
 from __future__ import annotations
@@ -9,35 +10,42 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..dispatch import admit, composed
 from ..layout import Factor, Layout, starts
 from ..redistribute import redistribute, simplified
 from ..tensor import ShardTensor, wrap
+from .dims import dropped
 from .parse import Item
+from .view import only
 
 
 class Basic(NamedTuple):
     """A basic index, planned: where the operand must lie, the local index, and where the result lies.
 
-    `summed` are dims of one row (on the owner) or none (elsewhere) that are summed away; `new` then inserts the dims
-    that None asks for.
+    `kept` are dims that an int has made one long on the owner and empty elsewhere. `shape`: the local shape without
+    them, where there are any to leave out; () leaves none, and they are summed away.
     """
 
     source: Layout
     part: tuple[Any, ...]
-    summed: tuple[int, ...]
-    new: tuple[Any, ...]
+    shape: torch.Size | None
     result: Layout
     copied: bool
-    kept: tuple[int, ...]  # dims of the result that an int kept
+    kept: tuple[int, ...]
 
     def run(self, x: ShardTensor) -> ShardTensor:
-        local = redistribute(x._local_tensor, x._layout, self.source)[self.part]
-        if self.summed:
-            local = local.sum(self.summed, dtype=local.dtype)
-        out = wrap(local[self.new] if self.new else local, self.result)
+        local = x._local_tensor
+        if self.source is not x._layout:
+            local = redistribute(local, x._layout, self.source)
+        local = local[self.part]
+        if self.shape:
+            local = local.reshape(self.shape)
+        elif self.shape is not None:
+            local = only(local)
+        out = wrap(local, self.result)
         if self.copied or x._copied_view:
             out._copied_view = True
         return out
@@ -66,49 +74,43 @@ def _overlap(lo: int, length: int, start: int, stop: int, step: int) -> range:
 def basic(layout: Layout, items: tuple[Item, ...], keep: bool = False) -> Basic:
     """Plan a basic index with one item for every dim, and None between them. Pure.
 
-    keep: an int on a cut dim keeps its dim, one long, so that the result is a view that can be written.
+    keep: an int on a cut dim keeps its dim, one long.
     """
     source = layout
     for dim, cut_to in enumerate(i for i in items if i is not None):
         if isinstance(cut_to, tuple) and len(layout.dims[dim]) > 1 and _inner(layout, dim, cut_to) is None:
             source = source.with_dim(dim, *simplified(layout).dims[dim])
     dims: list[tuple[Factor, ...]] = []
-    index: list[Any] = []
-    new: list[Any] = []
-    summed: list[int] = []
-    axes: list[int] = []
+    part: list[Any] = []
     kept: list[int] = []
     dim = 0
     for item in items:
         if item is None:
             dims.append((Factor(1),))
-            new.append(None)
+            part.append(None)
             continue
-        cut = source.is_cut(dim)
-        if isinstance(item, int):
-            index.append(_row(source, dim, item) if cut else item)
-            if cut and keep:
-                kept.append(len(dims))
-                dims.append(tuple(sliced(f, i, i + 1, 1) for f, i in _unravel(source, dim, item)))
-                new.append(slice(None))
-            elif cut:
-                summed.append(sum(isinstance(i, slice) for i in index) - 1)
-                axes += source.wide(source.axes_of(dim))
-        else:
+        if not isinstance(item, int):
             here, factors = _part(source, dim, item)
-            index.append(slice(here.start, here.stop, here.step))
+            part.append(slice(here.start, here.stop, here.step))
             dims.append(factors)
-            new.append(slice(None))
+        elif source.is_cut(dim):
+            part.append(_row(source, dim, item))
+            kept.append(len(dims))
+            dims.append(tuple(sliced(f, i, i + 1, 1) for f, i in _unravel(source, dim, item)))
+        else:
+            part.append(item)
         dim += 1
-    if axes and any(op != "sum" for _, op in source.partial):
+    copied = bool(layout.partial) or source is not layout
+    result = source.with_dims(dims)
+    if keep or not kept:
+        return Basic(source, tuple(part), None, result, copied, tuple(kept))
+    left = dropped(result, kept)
+    if left is not None:
+        return Basic(source, tuple(part), left.local_shape, left, copied, tuple(kept))
+    if any(op != "sum" for _, op in source.partial):
         source = source.with_partial(())
-    result = Layout.make(layout.mesh, dims, [*source.partial, *((a, "sum") for a in axes)])
-    copied = bool(summed or layout.partial) or source is not layout
-    if not summed and None in new:  # one index does it all
-        left = iter(index)
-        index, new = [None if item is None else next(left) for item in items], []
-    after = tuple(new) if None in new else ()
-    return Basic(source, tuple(index), tuple(summed), after, result, copied, tuple(kept))
+    alone = Layout.make(layout.mesh, [], [*source.partial, *((a, "sum") for a in result.wide(result.shard_axes))])
+    return Basic(source, tuple(part), torch.Size(()), alone, True, tuple(kept))
 
 
 def _unravel(layout: Layout, dim: int, i: int) -> list[tuple[Factor, int]]:

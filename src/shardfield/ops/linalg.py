@@ -99,8 +99,8 @@ def plan(
         for x, n, core, (dtype, _) in zip(layouts, counts, parts, kinds, strict=True)
     ]
     whole: set[Label] = {c for core in parts for c in core if c != "k"}
-    work = contract(terms, (*over, "k") if free else over, whole=whole, linear=False, sums=False)
-    cut = {a for x in layouts for a in x.wide(x.shard_axes)}
+    work = contract(terms, (*over, "k") if free else over, whole=whole, linear=False, sums=False, busy=True)
+    cut = {a for x in layouts if x.numel for a in x.wide(x.shard_axes)}
     if cut - set(work.result.shard_axes):
         return None
     # no matrices at all, in a batch of two dims: what comes back shows which results have the batch, and which not
@@ -149,12 +149,14 @@ def on_batch(func, types, args, kwargs):
     moved = found.how.bring(locals_, layouts)
     out = together(title(func), lambda: _call(func, given, named, moved), found.asked, moved[0].device)
     left = iter(found.results)
-    return map_tensors(out, lambda t: wrap(in_graph(t, moved), next(left)))
+    if title(func) == "linalg_cond":
+        out = in_graph(out, moved)
+    return map_tensors(out, lambda t: wrap(t, next(left)))
 
 
 def in_graph(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """A result for no matrices, which torch may make from nothing: backward must run here as on the other ranks."""
-    if out.numel() or out.requires_grad or not (out.is_floating_point() or out.is_complex()):
+    """A result for no matrices, which torch's cond makes from nothing: backward must run here as on other ranks."""
+    if out.numel() or out.requires_grad:
         return out
     for operand in operands:
         if operand.requires_grad and torch.is_grad_enabled():
@@ -185,6 +187,22 @@ def together(name: str, work: Callable[[], Any], asked: Sequence[ProcessGroup], 
 KNOWN = {alias: rows for function, rows in ROWS.items() for alias in aliases(function)}
 for _function in ROWS:
     handler(_function)(on_batch)
+
+
+@handler("matrix_power", LA.matrix_power)
+def matrix_power(func, types, args, kwargs):
+    """One matrix in pieces is multiplied by itself as it lies, squares first; a batch, and an inverse, is local."""
+    if len(args) != 2 or kwargs or args[0].ndim != 2 or args[0].shape[0] != args[0].shape[1] or args[1] < 1:
+        return on_batch(func, types, args, kwargs)
+    square, left = args
+    power: Any = None
+    while left:
+        if left % 2:
+            power = square if power is None else power @ square
+        left //= 2
+        if left:
+            square = square @ square
+    return power.clone()
 
 
 @composed(LA.vander)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._compat import NAMESPACES, caller_argument, open_body
 from ..dispatch import admit, composed, handler, mesh_of
 from ..plan import groups
-from .across import probe_shapes, refuse_if
+from .across import as_autocast, probe_shapes, refuse_if
 from .pointwise import pointwise
 
 NN = NAMESPACES[1]
@@ -63,7 +63,7 @@ def probabilities(*tensors: Any) -> None:
     axes = sorted({a for _, layout in admitted for a in layout.shard_axes})
     bad = torch.stack([~((local >= 0) & (local <= 1)).all() for local, _ in admitted])
     over = groups(admitted[0][1], axes)
-    refuse_if(bad, over, RuntimeError("all elements of input and target should be between 0 and 1"))
+    refuse_if(bad, over, RuntimeError, "all elements of input and target should be between 0 and 1")
 
 
 @handler(F.l1_loss, exact=True)
@@ -86,6 +86,7 @@ def linear_cross_entropy(func, types, args, kwargs):
 
 @composed(torch.triplet_margin_loss, exact=True)
 def triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=NONE):
+    anchor, positive, negative = as_autocast(anchor, positive, negative)
     near, far = torch.pairwise_distance(anchor, positive, p, eps), torch.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, torch.pairwise_distance(positive, negative, p, eps))
@@ -96,6 +97,7 @@ def triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6,
 def cosine_embedding_loss(input1, input2, target, margin=0.0, reduction=NONE):
     """1 - cos where the target is 1, what cos has over the margin where it is -1."""
     probe_shapes(torch.cosine_embedding_loss, input1, input2, target, margin, reduction)
+    input1, input2 = as_autocast(input1, input2)
     dim, tiny = target.ndim, 1e-12
     both = (input1 * input2).sum(dim)
     sizes = ((input1 * input1).sum(dim) + tiny) * ((input2 * input2).sum(dim) + tiny)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import moves
+from ..comm.wire import wider
 from ..dispatch import composed, rule
 from ..plan import Operand, Plan, groups
 from .across import HALF, after_reduction, cutting, probe, reduced_dims, root
@@ -28,7 +29,7 @@ def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
     dims = reduced_dims(layout.ndim, dim)
     axes = cutting(layout, dims)
     over = groups(layout, axes)
-    wide = torch.float32 if x.dtype in HALF and result in HALF else dtype
+    wide = dtype if x.dtype.is_complex else wider(result)
     whole = after_reduction(layout, dims, keepdim, None)
     if not axes:
         return Plan(local=lambda x: fn(x, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)

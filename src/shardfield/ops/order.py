@@ -9,7 +9,6 @@ whole length together for all rows on one rank:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -18,45 +17,13 @@ from torch import Tensor
 
 from ..comm import moves
 from ..dispatch import rule
-from ..layout import Factor, Layout, balanced
+from ..layout import Factor, Layout
 from ..plan import Operand, Plan
 from ..redistribute import redistribute
 from .across import after_reduction, probe, settled
-from .blocks import Blocks, simple_along
+from .blocks import Blocks, as_rows, freed, from_rows, simple_along
 from .samplesort import sort_rows
 from .select import counts_bytes, kth_index, longest_run, missing, pick
-
-
-def freed(layout: Layout, dim: int) -> Layout | None:
-    """The layout in which the largest other dim carries the cut of `dim` and `dim` is whole; None if none has room."""
-    axes = layout.axes_of(dim)[::-1]  # innermost first: that is the one a swap can take
-    sizes = [layout.mesh.size(a) for a in axes]
-    room = {d: min(layout.lengths(d)) for d in range(layout.ndim) if d != dim and len(layout.dims[d]) == 1}
-    other = max(room, key=lambda d: room[d], default=None)
-    if other is None or room[other] < math.prod(sizes):
-        return None
-    (factor,) = layout.dims[other]
-    lengths = [n for piece in layout.lengths(other) for n in spread(piece, sizes)]
-    taken = Factor(factor.size, factor.axes + axes, tuple(lengths))
-    return layout.uncut([dim]).with_dim(other, taken)
-
-
-def spread(size: int, parts: list[int]) -> list[int]:
-    """A size cut evenly by the first number of parts, each piece by the second, and so on; row-major."""
-    return [n for piece in balanced(size, parts[0]) for n in spread(piece, parts[1:])] if parts else [size]
-
-
-def as_rows(x: Tensor, dim: int) -> Tensor:
-    """(everything else, dim), each row in one piece as searchsorted likes it."""
-    x = x.movedim(dim, -1)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
-
-
-def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """What `as_rows` undoes, for a tensor of `shape`."""
-    moved = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
-    return rows.reshape(moved).movedim(-1, dim)
-
 
 # ---------------------------------------------------------------------- sorts
 

@@ -35,6 +35,25 @@ def is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
 
 
+_PLAIN = (int, type(None))
+
+
+def plain_key(index: Any) -> tuple | None:
+    """A key for an index of ints, slices of ints, None and Ellipsis (slices as tuples); None for any other."""
+    key: list[Any] = []
+    for i in index if index.__class__ is tuple else (index,):
+        if i.__class__ is slice:
+            part = (i.start, i.stop, i.step)
+            if part[0].__class__ not in _PLAIN or part[1].__class__ not in _PLAIN or part[2].__class__ not in _PLAIN:
+                return None
+            key.append(part)
+        elif i.__class__ is int or i is None or i is Ellipsis:
+            key.append(i)
+        else:
+            return None
+    return tuple(key)
+
+
 def _as_tuple(index: Any) -> tuple:
     if isinstance(index, tuple):
         return index

@@ -140,7 +140,7 @@ def settle(target: ShardTensor) -> None:
 # ---------------------------------------------------------------------- index_put
 
 
-def _put(input: Operand, indices, dims, value: Operand, accumulate, *, fn):
+def _put(input: Operand, value: Operand, accumulate: bool, dims: torch.Size, *indices: Operand, fn):
     """`value`: entry dims first, then the other dims of `input`, of size 1 where it broadcasts."""
     entries = align(tuple(i.layout for i in indices)).result
     write = Write(input, dims, entries, value.layout, accumulate, fn.__name__.endswith("_"))

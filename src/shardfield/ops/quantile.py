@@ -10,8 +10,7 @@ from ..dispatch import rule
 from ..layout import Layout
 from ..plan import Operand, Plan, groups
 from .across import after_reduction, probe
-from .blocks import Blocks, simple_along
-from .order import as_rows, freed
+from .blocks import Blocks, as_rows, freed, simple_along
 from .select import counts_bytes, kth_index, missing, pick
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from ..dispatch import composed, gathered, handler, mesh_of, replicated
 from ..layout import Factor, Layout, starts
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
-from .index import as_shard, basic
+from .index import Basic, as_shard, basic
 from .mask import nonzero, put_where, rows_where
-from .parse import Parsed, is_mask, parse
+from .parse import Parsed, is_mask, parse, plain_key
 from .put import in_place, run_put, settle
 from .take import index_by, place
 
@@ -23,17 +24,29 @@ from .take import index_by, place
 @handler("__getitem__")
 def getitem(func, types, args, kwargs):
     x, index = args
+    if x.__class__ is ShardTensor:
+        key = plain_key(index)
+        if key is not None:
+            return basic_at(x._layout, key).run(x)
     parsed = parse(x.shape, index, x.device)
     if x.__class__ is not ShardTensor:
         if not parsed.tensors:  # the ShardTensors were numbers
             return x[tuple(i if i is None or isinstance(i, int) else slice(*i) for i in parsed.items)]
         x = as_shard(x, mesh_of(args, None))
-    y = basic(x._layout, parsed.items).run(x)
+    whole = all(i == (0, n, 1) for i, n in zip(parsed.items, x.shape, strict=False)) and len(parsed.items) == x.ndim
+    y = x if whole and parsed.tensors else basic(x._layout, parsed.items).run(x)
     if not parsed.tensors:
         return y
     if len(parsed.tensors) == 1 and is_mask(parsed.tensors[0][1]):
         return rows_where(y, *parsed.tensors[0])
     return index_by(y, *by_number(parsed.tensors))
+
+
+@lru_cache(maxsize=8192)
+def basic_at(layout: Layout, key: tuple) -> Basic:
+    """The plan of an index of slices, ints, None and Ellipsis: found by the index as it is written."""
+    index = tuple(slice(*k) if k.__class__ is tuple else k for k in key)
+    return basic(layout, parse(layout.shape, index, torch.device("cpu")).items)
 
 
 def by_number(tensors: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
@@ -95,7 +108,7 @@ def _assign(x: ShardTensor, parsed: Parsed, value: Tensor, accumulate: bool = Fa
         where = [real[d] for d in dims]
         rest = [d for d in range(y.ndim) if d not in where]
         value = _beside(value, n + len(rest), [n + rest.index(d) for d in plan.kept])
-        in_place(run_put, Tensor.index_put_, y, (tuple(indices), tuple(where), value, accumulate), {})
+        in_place(run_put, Tensor.index_put_, y, (value, accumulate, torch.Size(where), *indices), {})
 
 
 def in_order(value: Tensor, shape: Sequence[int], indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
@@ -242,7 +255,7 @@ def index_put(input, indices, values, accumulate=False):
         _same_dtype(input, values)
         found, dims = by_number(parsed.tensors)
         values = in_order(values, input.shape, found, dims)
-        return run_put(torch.index_put, (), (as_shard(input, mesh), tuple(found), tuple(dims), values, accumulate), {})
+        return run_put(torch.index_put, (), (as_shard(input, mesh), values, accumulate, torch.Size(dims), *found), {})
     made = as_shard(input, mesh)._whole_value()
     made = wrap(made._local_tensor.clone(), made._layout)
     _assign(made, parsed, values, accumulate)

@@ -100,7 +100,7 @@ def taking(input: Operand, indices, dims, at: int, fn: Callable, negative: bool 
     return Taking(local, result, layout, [project(where, i.shape) for i in indices])
 
 
-def _index(input: Operand, indices, dims, at):
+def _index(input: Operand, dims: torch.Size, at: int, *indices: Operand):
     def direct(input, indices):
         where: list = [slice(None)] * input.ndim
         for dim, index in zip(dims, indices, strict=True):
@@ -121,7 +121,7 @@ def place(dims: Sequence[int]) -> int:
 
 def index_by(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
     """`x` indexed by tensors along `dims`, at least one of all these a ShardTensor."""
-    return _run_index(torch.Tensor.__getitem__, (), (x, tuple(indices), tuple(dims), place(dims)), {})
+    return _run_index(torch.Tensor.__getitem__, (), (x, torch.Size(dims), place(dims), *indices), {})
 
 
 @rule("index_select", partial=True, merged=True)

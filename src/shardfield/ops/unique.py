@@ -20,8 +20,7 @@ from ..plan import Operand, groups
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
 from .across import probe
-from .blocks import Blocks, simple_along
-from .order import spread
+from .blocks import Blocks, simple_along, spread
 from .owners import gather_counts
 
 
