@@ -37,8 +37,10 @@ pytest: setup
 test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
 
-# PyTorch's whole operator database; takes a while, writes docs/op-coverage.md, and fails where its numbers fall.
+# Every layout of the case table, and PyTorch's whole operator database: takes a while, writes docs/op-coverage.md, and
+# fails where its numbers fall.
 sweep: setup
+	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/test_ops.py
 	$(BIN)/python tests/sweep.py --page docs/op-coverage.md
 
 bench: setup
