@@ -257,6 +257,7 @@ BATCHES = [
     case(LA.solve, T(3, 3, fill=apart, cut=()), T(3, 6, cut=(1,)), how=FEW | {"name": "solve, cut columns"}),
     case(LA.solve, T(3, 3, fill=apart), T(3), how=ALONE),
     case(LA.solve, T(5, 3, 3, fill=apart), T(5, 4, 3), left=False, how=FEW),
+    case(LA.solve, B=T(5, 3, 3), A=T(5, 3, 3, fill=apart), how=FEW),
     case(LA.solve_ex, T(5, 3, 3, fill=apart), T(5, 3, 4), how=FEW),
     case(LA.solve_triangular, T(5, 3, 3, fill=triangular), T(5, 3, 4), upper=False, how=FEW),
     case(LA.lstsq, T(5, 4, 3, fill=apart), T(5, 4, 2), how=FEW),

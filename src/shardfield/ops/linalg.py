@@ -56,6 +56,9 @@ ROWS: dict[Any, str] = dict.fromkeys(
 # These find no fault with the numbers, so the ranks need not ask each other.
 SURE = set("det logdet slogdet qr matrix_exp geqrf inv_ex cholesky_ex lu_factor_ex ldl_factor_ex solve_ex".split())
 
+# Tensors given by name are taken in this order, which is that of the positions they could have been given in.
+ORDER = "input A LU LD LU_data pivots LU_pivots tau input2 input3 B".split()
+
 HOLE = object()  # stands for a tensor among the arguments that are part of a key
 
 
@@ -137,6 +140,7 @@ def on_batch(func, types, args, kwargs):
         for target, part in zip(_flat(kwargs["out"]), _flat(result), strict=True):
             write_out(target, part)
         return kwargs["out"]
+    kwargs = dict(sorted(kwargs.items(), key=lambda given: ORDER.index(given[0]) if given[0] in ORDER else len(ORDER)))
     mesh = mesh_of(args, kwargs)
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     given = tuple(HOLE if isinstance(v, Tensor) else v for v in args)
