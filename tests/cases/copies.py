@@ -4,7 +4,7 @@ import torch
 
 from harness import T, case
 
-FEW = {"layouts": 6}
+FEW = {"layouts": 4}
 
 
 def written(name, view, *args, how=None):
@@ -15,7 +15,7 @@ def written(name, view, *args, how=None):
         view(base).mul_(3.0).add_(1.0)
         return base
 
-    return case(run, *args, how={"name": f"write: {name}", "layouts": 10, "partial": False} | (how or {}))
+    return case(run, *args, how={"name": f"write: {name}", "layouts": 6, "partial": False} | (how or {}))
 
 
 def in_place(name, change, *args):

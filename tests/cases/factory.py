@@ -6,7 +6,7 @@ import torch
 
 from harness import T, case
 
-FREE = {"free": True, "layouts": 6, "grad": False}
+FREE = {"free": True, "layouts": 4, "grad": False}
 
 
 def filled(fn, *args, **kwargs):

@@ -4,7 +4,7 @@ import torch
 
 from harness import T, case, twice
 
-FEW = {"layouts": 8}
+FEW = {"layouts": 5}
 INTS = {"fill": "ints", "dtype": torch.int64}
 
 
@@ -13,6 +13,7 @@ CASES = [
     case(torch.cat, [T(3, 5), T(3, 2), T(3, 4)], 1, how={"layouts": 20}),
     case(torch.cat, [T(3, 5), T(3, 5)], dim=-1, how=FEW),
     case(torch.cat, [T(1, 4), T(6, 4)], how=FEW),
+    case(torch.cat, [T(8, 4, cut=(0,)), T(1, 4, cut=())], how=FEW | {"free": True, "partial": False}),
     case(torch.cat, [T(6), T(1), T(0)], how=FEW),
     case(torch.cat, [T(0), T(3, 4), T(2, 4)], how=FEW),
     case(torch.cat, [T(0, 4), T(3, 4)], how=FEW),

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from harness import T, case, twice
 
-FEW = {"layouts": 8}
-FREE = {"free": True, "layouts": 12}
+FEW = {"layouts": 6}
+FREE = {"free": True, "layouts": 8}
 
 CASES = [
     case(F.pad, T(4, 5), (1, 2), how=FREE),

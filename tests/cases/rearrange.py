@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from harness import T, case, twice
 
-FEW = {"layouts": 8}
-FREE = {"free": True, "layouts": 8}
+FEW = {"layouts": 5}
+FREE = {"free": True, "layouts": 5}
 
 
 def named(name, fn, *args, how=None):

@@ -4,8 +4,8 @@ import torch
 
 from harness import T, case
 
-FREE = {"free": True, "layouts": 6}
-FEW = {"layouts": 6}
+FREE = {"free": True, "layouts": 4}
+FEW = {"layouts": 4}
 
 CASES = [
     case(torch.split, T(7, 4), 3, how=FREE),

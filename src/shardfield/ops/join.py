@@ -6,6 +6,7 @@ hands: each operand is then cut where the result is, which moves those rows and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def joint_cut(rows: Sequence[Rows], axes: tuple[int, ...], parts: int) -> Factor
     marks = [0, *(most.at + s for s in starts(most.cut)[1:]), total]  # the largest stays where it is
     anchored = tuple(b - a for a, b in zip(marks, marks[1:], strict=False))
     found = [Factor(total, axes, cut) for cut in (anchored, sums, balanced(total, parts))]
-    bearable = 1.25 * max(max(sums), -(-total // parts))
+    bearable = math.ceil(1.25 * max(max(sums), -(-total // parts)))  # a single row more is, always
     fit = [f for f in found if max(f.lengths) <= bearable]
     return min(fit, key=lambda f: sum(r.moved(f) for r in rows))
 
