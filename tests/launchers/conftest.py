@@ -5,11 +5,20 @@ They need root on a Debian system. Everything lives in a temporary folder and in
 
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
 from hosts import Hosts
 from slurm import Slurm
+
+
+def end_in_order(*_) -> None:
+    """A run that is terminated ends what it started, as an interrupted one does."""
+    pytest.exit("terminated", returncode=143)
+
+
+signal.signal(signal.SIGTERM, end_in_order)
 
 
 def need(program: str, *packages: str) -> None:

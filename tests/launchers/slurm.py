@@ -94,7 +94,8 @@ class Slurm:
         bound = ["setpriv", "--pdeathsig", "TERM", *command]
         with open(self.folder / "daemons.log", "a") as out:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            self.daemons.append(subprocess.Popen(bound, env=os.environ | self.env, **streams))
+            # In sessions of their own: a signal to the test run must find them alive to end their jobs.
+            self.daemons.append(subprocess.Popen(bound, env=os.environ | self.env, start_new_session=True, **streams))
 
     def _idle(self) -> bool:
         command = self.on(0, "sinfo", "--noheader", "--format=%T %D")
