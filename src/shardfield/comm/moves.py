@@ -158,7 +158,7 @@ def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     return [done[i] for i in range(len(tensors))]
 
 
-class _Move(torch.autograd.Function):
+class Move(torch.autograd.Function):
     """Base of the moves: what its backward sends is told to the call that its forward was made for."""
 
     apply = function_apply  # the bridge for users' Functions need not look at ours
@@ -180,7 +180,7 @@ class _Move(torch.autograd.Function):
         cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
 
 
-class _Enter(_Move):
+class _Enter(Move):
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
@@ -191,7 +191,7 @@ class _Enter(_Move):
         return None, *_Reduce.apply(ctx.groups, *grads)
 
 
-class _Reduce(_Move):
+class _Reduce(Move):
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
@@ -204,7 +204,7 @@ class _Reduce(_Move):
         return None, *_Enter.apply(ctx.groups, *grads)
 
 
-class _Extreme(_Move):
+class _Extreme(Move):
     @staticmethod
     def forward(ctx, tensor, op, group):
         out = wire.all_reduce(tensor, group, op)
@@ -221,7 +221,7 @@ class _Extreme(_Move):
         return _Enter.apply((ctx.group,), grad)[0] * (chosen / count), None, None
 
 
-class _Gather(_Move):
+class _Gather(Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -232,7 +232,7 @@ class _Gather(_Move):
         return _Split.apply(grad, *ctx.how), None, None, None
 
 
-class _Split(_Move):
+class _Split(Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -243,7 +243,7 @@ class _Split(_Move):
         return _Gather.apply(grad, *ctx.how), None, None, None
 
 
-class _ReduceScatter(_Move):
+class _ReduceScatter(Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -255,7 +255,7 @@ class _ReduceScatter(_Move):
         return _GatherEnter.apply(grad, *ctx.how), None, None, None
 
 
-class _GatherEnter(_Move):
+class _GatherEnter(Move):
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -266,7 +266,7 @@ class _GatherEnter(_Move):
         return _ReduceScatter.apply(grad, *ctx.how), None, None, None
 
 
-class _Travel(_Move):
+class _Travel(Move):
     @staticmethod
     def forward(ctx, tensor, route, group, fill):
         ctx.how = route, group
@@ -278,7 +278,7 @@ class _Travel(_Move):
         return _Travel.apply(grad, route.transposed, group, 0), None, None, None
 
 
-class _Shift(_Move):
+class _Shift(Move):
     @staticmethod
     def forward(ctx, tensor, shape, step, group):
         ctx.how = tensor.shape, -step, group
@@ -296,7 +296,7 @@ class _Shift(_Move):
         return _Shift.apply(grad, *ctx.how), None, None, None
 
 
-class _ToPartial(_Move):
+class _ToPartial(Move):
     @staticmethod
     def forward(ctx, tensor, groups):
         ctx.groups = groups
@@ -308,7 +308,7 @@ class _ToPartial(_Move):
         return _Leave.apply(grad, ctx.groups), None
 
 
-class _Leave(_Move):
+class _Leave(Move):
     """The adjoint of `_ToPartial`. The identity, but not for its own adjoint, which meets an all-reduce further on."""
 
     @staticmethod
