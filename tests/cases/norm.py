@@ -29,6 +29,9 @@ CASES = [
     case(vector_norm, T(5, 6), 0.5, 0),
     case(vector_norm, T(5, 6), 1.5, 1, how=FEW),
     case(vector_norm, T(5, 6), -2, 0),
+    # zeros: a norm that is 0 has gradient 0, also where negative orders make it so by a single element
+    *(case(vector_norm, T(4, 5, fill=ties), ord, 1, how=FEW) for ord in (-2, -0.5, 0.5, 1.5, 3)),
+    case(norm, T(5, fill=lambda shape, _: torch.zeros(shape).double()), -1, how=FEW),
     case(vector_norm, T(5, 6, dtype=torch.complex128), 2, 0, how=FEW),
     case(vector_norm, T(5, 6, dtype=torch.complex128), math.inf, 0, how=FEW),
     case(vector_norm, T(5, 6, dtype=torch.float32), 2, 0, dtype=torch.float64, how=FEW | {"tolerance": 1e-6}),

@@ -49,7 +49,7 @@ def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
     def fold(x):
         value = x if wide is None else x.to(wide)
         added = moves.reduce(powers(value, ord).sum(dims, keepdim=keepdim), over)
-        return (root(added) if ord == 2 else added.pow(1 / ord) if ord < 0 else _root(added, ord)).to(result)
+        return (root(added) if ord == 2 else _root(added, ord)).to(result)
 
     return Plan(local=fold, layout=whole)
 
@@ -59,12 +59,15 @@ def powers(x: Tensor, ord: float) -> Tensor:
     if ord == 2:
         return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
     size = x.abs()
-    return _root(size, 1 / ord) if 0 < ord < 1 else size.pow(ord)
+    if ord >= 1:
+        return size.pow(ord)
+    still = size == 0
+    return torch.where(still, 0 if ord > 0 else math.inf, torch.where(still, 1, size).pow(ord))
 
 
 def _root(value: Tensor, degree: float) -> Tensor:
-    """value ** (1 / degree), with gradient 0 at 0."""
-    still = value == 0
+    """value ** (1 / degree), with gradient 0 where that is 0: of a sum of powers, where no or some element is 0."""
+    still = value == (0 if degree > 0 else math.inf)
     return torch.where(still, 0, torch.where(still, 1, value).pow(1 / degree))
 
 
