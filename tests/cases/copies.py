@@ -61,7 +61,8 @@ CASES = [
     case(torch.detach_copy, T(3, 4), how=FEW | {"grad": False}),
     case(torch.select_copy, T(3, 4), 0, 1, how=FEW),
     case(torch.slice_copy, T(5, 4), 0, 1, 4, 2, how=FEW),
-    case(torch.narrow_copy, T(5, 4), 0, 1, 3, how=FEW),
+    # torch 2.11 has no derivative of narrow_copy
+    case(torch.narrow_copy, T(5, 4), 0, 1, 3, how=FEW | {"grad": torch.__version__ >= "2.13"}),
     case(torch.split_copy, T(5, 4), 2, how=FEW),
     case(torch.split_with_sizes_copy, T(5, 4), [2, 3], how=FEW),
     case(torch.unbind_copy, T(3, 4), how=FEW),

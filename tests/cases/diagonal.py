@@ -50,7 +50,8 @@ CASES = [
     case(torch.diagonal_scatter, T(5, 6, 4), T(5, 4), 0, 0, 2, how=HOW | {"name": "diagonal_scatter mid"}),
     case(torch.diagonal_scatter, T(4, 6, 4), T(6, 3), -1, 0, 2, how=HOW),
     case(torch.select_copy, T(5, 6), 0, 2, how=FREE),
-    case(torch.narrow_copy, T(5, 6), 1, 2, 3, how=FREE),
+    # torch 2.11 has no derivative of narrow_copy
+    case(torch.narrow_copy, T(5, 6), 1, 2, 3, how=FREE | {"grad": torch.__version__ >= "2.13"}),
     case(torch.diagonal_copy, T(5, 6), 1, how=FREE),
     case(torch.unfold_copy, T(8, 5), 0, 3, 2, how=HOW),
     case(torch.slice_copy, T(5, 6), 1, 1, 5, 2, how=FREE),

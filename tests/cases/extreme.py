@@ -62,8 +62,9 @@ CASES = [
     case(torch.amax, T(5, 6, fill="ints"), dim=1, how=FEW),
     case(torch.amax, T(0, 3), dim=1, how=FEW),
     case(torch.amax, T(0, 3), dim=0, how=FEW),
-    case(torch.aminmax, T(5, 6, fill=ties), dim=0),
-    case(torch.aminmax, T(5, 6, fill=ties)),
+    # torch 2.11 has no derivative of aminmax
+    case(torch.aminmax, T(5, 6, fill=ties), dim=0, how={"grad": torch.__version__ >= "2.13"}),
+    case(torch.aminmax, T(5, 6, fill=ties), how={"grad": torch.__version__ >= "2.13"}),
     case(torch.aminmax, T(5, 6, fill="ints"), dim=1, keepdim=True, how=FEW),
     case(torch.aminmax, T(5, 6, fill="bool"), how=FEW),
     case(torch.argmax, T(5, 6)),

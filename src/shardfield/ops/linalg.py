@@ -63,11 +63,15 @@ HOLE = object()  # stands for a tensor among the arguments that are part of a ke
 
 
 class Batch(NamedTuple):
-    """A planned call: where operands go, the result's layouts, and whom to ask whether all went well."""
+    """A planned call: where operands go, the result's layouts, and whom to ask whether all went well.
+
+    `stand_ins`: on a rank that gets no matrices, the shapes of what it works on instead of each operand.
+    """
 
     how: Alignment
     results: tuple[Layout, ...]
     asked: tuple[ProcessGroup, ...]
+    stand_ins: tuple[torch.Size | None, ...] | None
 
 
 def matrix_dims(name: str, rows: str, shapes: Sequence[torch.Size], left: bool) -> list[str]:
@@ -120,7 +124,18 @@ def plan(
                 dims[-1] = work.cuts["k"]
         results.append(Layout.make(work.result.mesh, dims))
     asked = () if name in SURE else groups(work.result, sorted(cut))
-    return Batch(Alignment(work.targets, entering(work.result, work.targets), work.result), tuple(results), asked)
+    stand_ins = None
+    here = work.result.local_shape
+    if 0 in here:
+        nothing = 0 in here[: len(over)]  # else there are matrices, and no columns of a right-hand side
+        stand_ins = tuple(
+            torch.Size(1 if c == "k" else size for c, size in zip(core, x.shape[n:], strict=True))
+            if nothing or "k" in core
+            else None
+            for x, n, core in zip(layouts, counts, parts, strict=True)
+        )
+    how = Alignment(work.targets, entering(work.result, work.targets), work.result)
+    return Batch(how, tuple(results), asked, stand_ins)
 
 
 def _call(func: Any, args: tuple, kwargs: tuple, tensors: Sequence[Tensor]) -> Any:
@@ -151,22 +166,37 @@ def on_batch(func, types, args, kwargs):
     if found is None:
         return gathered(func, types, args, kwargs)
     moved = found.how.bring(locals_, layouts)
+    if found.stand_ins is not None:
+        moved = [standing_in(t, shape) for t, shape in zip(moved, found.stand_ins, strict=True)]
     out = together(title(func), lambda: _call(func, given, named, moved), found.asked, moved[0].device)
     left = iter(found.results)
-    if title(func) == "linalg_cond":
-        out = in_graph(out, moved)
-    return map_tensors(out, lambda t: wrap(t, next(left)))
+    if found.stand_ins is None:
+        return map_tensors(out, lambda t: wrap(t, next(left)))
+    return map_tensors(out, lambda t: wrap(none_of(t, layout := next(left)), layout))
 
 
-def in_graph(out: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """A result for no matrices, which torch's cond makes from nothing: backward must run here as on other ranks."""
-    if out.numel() or out.requires_grad:
-        return out
-    for operand in operands:
-        if operand.requires_grad and torch.is_grad_enabled():
-            none = operand.flatten()[:0].sum()
-            out = out + (none.real if none.is_complex() and not out.is_complex() else none)
-    return out
+def standing_in(operand: Tensor, shape: torch.Size | None) -> Tensor:
+    """A harmless matrix (or vector, or number) of `shape` in the graph of `operand`, for a rank that has none.
+
+    torch's functions make results for no matrices, but some leave the graph, and the derivatives of some raise: such a
+    rank would miss the moves of backward that the others wait in. With a matrix of its own it does what they do.
+    """
+    if shape is None:
+        return operand
+    integers = not (operand.is_floating_point() or operand.is_complex())
+    count = min(shape, default=1)
+    # pivots are integers from 1 on; other numbers are positive and distinct, so that every factorization exists
+    numbers = torch.arange(1, count + 1) if integers else torch.linspace(1, 2, count, dtype=torch.float64)
+    numbers = numbers.to(operand.device, operand.dtype)
+    made = operand.new_zeros(shape)
+    (made.diagonal() if made.ndim == 2 else made.view(-1)).copy_(numbers)
+    made = made.view([1] * (operand.ndim - made.ndim) + list(shape))
+    return made + operand.flatten()[:0].sum() if operand.requires_grad else made
+
+
+def none_of(out: Tensor, layout: Layout) -> Tensor:
+    """What a rank returns in place of the result of stand-ins."""
+    return out.flatten()[:0].reshape(layout.local_shape) if 0 in layout.local_shape else out
 
 
 def together(name: str, work: Callable[[], Any], asked: Sequence[ProcessGroup], device: torch.device) -> Any:
