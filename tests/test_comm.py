@@ -5,11 +5,14 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Partial
 
+from harness import mesh_of
 from rank_checks import assert_second_order, pairing, random_like
+from shardfield import ShardTensor
 from shardfield.comm import moves, wire
 from shardfield.comm.route import Run, fetch_route, recut_route, swap_route
-from shardfield.layout import starts
+from shardfield.layout import Layout, starts
 from shardfield.testing import run_on_ranks
 
 LENGTHS = {1: (5,), 2: (1, 4), 3: (2, 0, 3), 4: (0, 4, 0, 1)}
@@ -328,9 +331,25 @@ def reductions():
         with pytest.raises(ValueError, match="all_reduce"):
             wire.all_reduce(torch.ones(2, dtype=dtype), group, bad)
     x = torch.tensor([1.0, 5.0 if rank else 2.0], requires_grad=True)
-    y = moves.reduce_by(x, "max", group)
+    y = moves.reduce_by(x, "max", (group,))
     y.backward(torch.tensor([3.0, 4.0]))
     assert torch.equal(x.grad, torch.tensor([1.0, 2.0 if rank else 0.0]))
+
+
+def test_equal_parts_share():
+    run_on_ranks(equal_parts, 4)
+
+
+def equal_parts():
+    """Partial(max) over two axes: three of four parts are equal, and each gets a third, as from amax of all four."""
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    for op, sign in (("max", 1), ("min", -1)):
+        part = torch.tensor([sign * (1.0 if rank else 0.0), 2.0], requires_grad=True)
+        x = ShardTensor(part, Layout.of(mesh, [Partial(op), Partial(op)], (2,)))
+        y = (x * 1.0) * torch.tensor([3.0, 4.0])
+        assert torch.equal(y.full_tensor(), torch.tensor([sign * 3.0, 8.0]))
+        y.backward(torch.ones(2))
+        assert torch.equal(part.grad, torch.tensor([1.0 if rank else 0.0, 1.0])), part.grad
 
 
 def test_odd_shapes():

@@ -126,9 +126,11 @@ def _simple(now: Layout, target: Layout) -> Iterator[Step]:
 
     kept = set(target.partial)
     for axis, op in now.partial:
-        if (axis, op) in kept:
+        if (axis, op) in kept or axis not in now.partial_axes:
             continue
-        rest = [p for p in now.partial if p[0] != axis]
+        # extremes over several axes are one: equal parts share their gradient alike, wherever they are
+        axes = [a for a, o in now.partial if o == op and (a, o) not in kept] if op in ("max", "min") else [axis]
+        rest = [p for p in now.partial if p[0] not in axes]
         dim = next((d for d in range(now.ndim) if target.axes_of(d) == (axis,) and not now.axes_of(d)), None)
         if op == "sum" and dim is not None:
             cut = target.lengths(dim)
@@ -140,7 +142,8 @@ def _simple(now: Layout, target: Layout) -> Iterator[Step]:
             )
         else:
             after = Layout.make(mesh, now.dims, rest)
-            yield from step(f"reduce {op}", partial(moves.reduce_by, op=op, group=group(axis)), after)
+            over = tuple(group(a) for a in axes)
+            yield from step(f"reduce {op}", partial(moves.reduce_by, op=op, groups=over), after)
 
     while now.dims != target.dims:
         name, axis, run, after = _next(now, target, group, coords)

@@ -9,6 +9,10 @@ C = torch.complex128
 FEW = {"layouts": 5}
 
 
+def ties(shape, generator):
+    return torch.randint(3, shape, generator=generator).double()
+
+
 def plain(*shape):
     """A parameter: whole and plain."""
     return T(*shape, cut=())
@@ -170,6 +174,7 @@ DISTANCES = [
     case(torch.cdist, T(2, 16), T(3, 16), how={"layouts": 12}),
     case(torch.cdist, T(2, 16), T(3, 16), p=1.0, how=FEW),
     case(torch.cdist, T(2, 16), T(3, 16), p=float("inf"), how=FEW),
+    case(torch.cdist, T(2, 16, fill=ties), T(3, 16, fill=ties), p=float("inf"), how={"name": "cdist with ties"}),
     case(torch.cdist, T(2, 16), T(3, 16), p=0.0, how=FEW),
     case(torch.cdist, T(2, 16), T(3, 16), p=0.5, how=FEW),
     case(torch.cdist, T(5, 3), T(6, 3), compute_mode="use_mm_for_euclid_dist", how=FEW | {"tolerance": 1e-7}),

@@ -8,6 +8,7 @@ its backward is again a move, so derivatives of any order work. Moves over a gro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,17 +42,24 @@ def reduce(tensor: Tensor, groups: Groups) -> Tensor:
     return _Reduce.apply(groups, tensor)[0] if groups else tensor
 
 
-def reduce_by(tensor: Tensor, op: str, group: ProcessGroup) -> Tensor:
-    """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P; max and min share among equals."""
+def reduce_by(tensor: Tensor, op: str, groups: Groups) -> Tensor:
+    """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
+
+    For max and min it is that of amax over the stacked parts of all groups: ranks whose parts are equal share alike.
+    Where a part is itself the extreme of several elements, one device shares among those: ops that make such parts
+    count elements and do not come here.
+    """
     if op == "sum":
-        return reduce(tensor, (group,))
+        return reduce(tensor, groups)
     if op == "avg":
-        return reduce(tensor / dist.get_world_size(group), (group,))
+        return reduce(tensor / math.prod(dist.get_world_size(g) for g in groups), groups)
     if op in ("max", "min"):
-        return _Extreme.apply(tensor, op, group)
+        return _Extreme.apply(tensor, op, groups)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ShardingError(f"Partial({op}) has no gradient here: reduce it by sum, avg, max or min")
-    return wire.all_reduce(tensor, group, op)
+    for group in groups:
+        tensor = wire.all_reduce(tensor, group, op)
+    return tensor
 
 
 def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -206,19 +214,23 @@ class _Reduce(Move):
 
 class _Extreme(Move):
     @staticmethod
-    def forward(ctx, tensor, op, group):
-        out = wire.all_reduce(tensor, group, op)
+    def forward(ctx, tensor, op, groups):
+        out = tensor
+        for group in groups:
+            out = wire.all_reduce(out, group, op)
         out = out.clone() if out is tensor else out
         chosen = (tensor == out) | (tensor.isnan() & out.isnan())
-        ctx.group = group
+        ctx.groups = groups
         ctx.save_for_backward(chosen)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         (chosen,) = ctx.saved_tensors
-        count = wire.all_reduce(chosen.to(grad.dtype), ctx.group)
-        return _Enter.apply((ctx.group,), grad)[0] * (chosen / count), None, None
+        count = chosen.to(grad.dtype)
+        for group in ctx.groups:
+            count = wire.all_reduce(count, group)
+        return _Enter.apply(ctx.groups, grad)[0] * (chosen / count), None, None
 
 
 class _Gather(Move):

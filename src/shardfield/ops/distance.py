@@ -13,7 +13,7 @@ from ..comm import moves
 from ..comm.wire import wider
 from ..dispatch import composed, rule
 from ..plan import Operand, Plan, groups
-from .across import after_reduction, cutting, probe, reduced_dims, root
+from .across import after_reduction, cutting, extreme_of, probe, reduced_dims, root, settled
 from .align import align
 from .contract import contract
 from .product import batch, checked, term
@@ -50,9 +50,9 @@ def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
 def _summed(distance: Tensor, p: float, over: tuple[ProcessGroup, ...]) -> Tensor:
     """The p-norm distance from those of parts of the features, one part on each rank."""
     if p == math.inf:
-        for group in over:
-            distance = moves.reduce_by(distance, "max", group)
-        return distance
+        # torch gives the whole gradient to each of the features that are farthest apart, and shares nothing
+        farthest = extreme_of(distance, over, "max")
+        return settled(torch.where(distance == farthest, distance, 0), farthest, over)
     if p in (0, 1):
         return moves.reduce(distance, over)
     total = moves.reduce(distance**p, over)
