@@ -102,12 +102,13 @@ def _storage_users(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def autocast_state() -> tuple:
-    """What autocast makes of dtypes now, for keys of what depends on it; () when it is off.
+# torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.
+autocast_on = torch._C._is_any_autocast_enabled
 
-    torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.
-    """
-    if not torch._C._is_any_autocast_enabled():
+
+def autocast_state() -> tuple:
+    """What autocast makes of dtypes now, for keys of what depends on it; () when it is off."""
+    if not autocast_on():
         return ()
     kinds = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)
     return tuple(torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds)
@@ -124,3 +125,20 @@ def caller_argument(func: Any, name: str) -> Any:
             break
         frame = frame.f_back
     return frame.f_locals.get(name) if frame is not None and frame.f_code is func.__code__ else None
+
+
+# torch 2.11-2.15: the attention kernels under F.scaled_dot_product_attention, which alone tell the log-sum-exp of each
+# row, and their backward, which takes one. They go when a public function returns it (flex_attention compiles first).
+_aten = torch.ops.aten
+flash_cpu, flash_cpu_backward = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+flash_cuda, flash_cuda_backward = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_backward.default,
+)
+efficient_cuda, efficient_cuda_backward = (
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from . import dispatch
+from . import dispatch, operands
 from ._compat import make_wrapper
 from .comm import moves
 from .errors import ShardingError
@@ -125,7 +125,7 @@ class ShardTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            local, layout = dispatch.admit(value, self._layout.mesh)
+            local, layout = operands.admit(value, self._layout.mesh)
             value = redistribute(local, layout, self._grad_layout)
         self._local_tensor.grad = value
 
@@ -318,33 +318,33 @@ class ShardTensor(torch.Tensor):
 
     def item(self) -> Any:
         """The value of a tensor with one element, the same on every rank."""
-        return dispatch.replicated(self).item()
+        return operands.replicated(self).item()
 
     def tolist(self) -> Any:
-        return dispatch.replicated(self).tolist()
+        return operands.replicated(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole value as an array on every rank."""
-        return dispatch.replicated(self).numpy(force=force)
+        return operands.replicated(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        whole = dispatch.replicated(self).numpy()
+        whole = operands.replicated(self).numpy()
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(dispatch.replicated(self).detach())
+        return bool(operands.replicated(self).detach())
 
     def __int__(self) -> int:
-        return int(dispatch.replicated(self).detach())
+        return int(operands.replicated(self).detach())
 
     def __float__(self) -> float:
-        return float(dispatch.replicated(self).detach())
+        return float(operands.replicated(self).detach())
 
     def __complex__(self) -> complex:
-        return complex(dispatch.replicated(self).detach())
+        return complex(operands.replicated(self).detach())
 
     def __index__(self) -> int:
-        return dispatch.replicated(self).__index__()
+        return operands.replicated(self).__index__()
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
@@ -382,7 +382,7 @@ def _local_hook(hook: Callable, layout: Layout) -> Callable[[Tensor], Tensor | N
         changed = hook(wrap(grad, layout))
         if changed is None:
             return None
-        local, now = dispatch.admit(changed, layout.mesh)
+        local, now = operands.admit(changed, layout.mesh)
         return redistribute(local, now, layout)
 
     return run
@@ -414,4 +414,4 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
     return Layout.of(layout.mesh, placed, layout.shape, lengths)
 
 
-dispatch.ShardTensor, dispatch.wrap = ShardTensor, wrap
+operands.ShardTensor, operands.wrap = ShardTensor, wrap

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._compat import open_body
 from ..comm import wire
-from ..dispatch import _planned as planned
 from ..dispatch import composed, handler, replicated
 from ..errors import ShardingError
+from ..execute import planned
 from ..layout import Layout
 from ..plan import Operand, Plan
 from ..tensor import ShardTensor, wrap

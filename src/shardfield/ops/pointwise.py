@@ -5,7 +5,8 @@ The table is a list of names; the algorithm exists once. A few of them are linea
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 from ..dispatch import admit, composed, handler, map_tensors, mesh_of, replicated, write_out
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
-from .align import align, align_to
+from .align import Alignment, align, align_to
 
 UNARY = """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -79,25 +80,32 @@ def kept_partial(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any)
 
 
 def pointwise(func, types, args, kwargs):
-    if not kwargs:
-        first = args[0]
-        if first.__class__ is ShardTensor and not first._layout.partial:
-            if len(args) == 1:
-                return wrapped(func(first._local_tensor), first._layout)
-            second = args[1]
-            if len(args) == 2:
-                if second.__class__ is ShardTensor:
-                    if second._layout is first._layout:
-                        return wrapped(func(first._local_tensor, second._local_tensor), first._layout)
-                elif not isinstance(second, (Tensor, list, tuple)):
-                    return wrapped(func(first._local_tensor, second), first._layout)
+    first = args[0] if args and not kwargs else None
+    if first.__class__ is ShardTensor and not first._layout.partial:  # the way most calls go
+        if len(args) == 1:
+            return wrapped(func(first._local_tensor), first._layout)
+        second = args[1]
+        if len(args) == 2:
+            if second.__class__ is ShardTensor:
+                if second._layout is first._layout:
+                    return wrapped(func(first._local_tensor, second._local_tensor), first._layout)
+            elif second.__class__ in STATIC:
+                return wrapped(func(first._local_tensor, second), first._layout)
+    elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
+        return in_place(func, types, args, kwargs)
+    key, values = read(args, kwargs)
+    known = MEETINGS.get(key)
+    if known is None:
+        known = meet(key, MEETINGS, align)
+    if known is not None:
+        return wrapped(func(*known.bring(values), **kwargs), known.result)
     if "out" in kwargs:
         out = kwargs["out"]
         result = pointwise(func, types, args, {k: v for k, v in kwargs.items() if k != "out"})
         for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
             write_out(target, part)
         return out
-    locals_, layouts, put_back = flat(args, kwargs) or collect(args, kwargs)
+    locals_, layouts, put_back = collect(args, kwargs)
     keep = kept_partial(func.__name__, layouts, args, kwargs)
     how = align(layouts, keep)
     args, kwargs = put_back(how.bring(locals_, layouts))
@@ -110,7 +118,14 @@ def in_place(func, types, args, kwargs):
         whole = map_tensors((args[1:], kwargs), lambda t: replicated(t) if isinstance(t, ShardTensor) else t)
         return func(target, *whole[0], **whole[1])
     target._writable()
-    locals_, layouts, put_back = flat(args, kwargs) or collect(args, kwargs)
+    key, values = read(args, kwargs)
+    known = WRITES.get(key)
+    if known is None:
+        known = meet(key, WRITES, lambda layouts: align_to(layouts[0], layouts))
+    if known is not None:
+        func(*known.bring(values), **kwargs)
+        return target
+    locals_, layouts, put_back = collect(args, kwargs)
     keep = kept_partial(func.__name__, layouts, args, kwargs)
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
@@ -127,37 +142,73 @@ def in_place(func, types, args, kwargs):
     return target
 
 
-def flat(args: Any, kwargs: Any):
-    """`collect` for the common call: plain and ShardTensors among the positional arguments, no lists."""
-    locals_: list[Tensor] = []
-    layouts: list[Layout | None] = []
-    at: list[int] = []
-    mesh = None
-    for i, value in enumerate(args):
-        if value.__class__ is ShardTensor:
-            locals_.append(value._local_tensor)
-            layouts.append(value._layout)
-            at.append(i)
-            mesh = mesh or value._layout.mesh
-        elif value.__class__ is Tensor or value.__class__ is Parameter:
-            locals_.append(value)
-            layouts.append(None)
-            at.append(i)
-        elif isinstance(value, (Tensor, list, tuple, dict)):
-            return None
-    if mesh is None or any(isinstance(v, (Tensor, list, tuple, dict)) for v in kwargs.values()):
-        return None
-    placed = tuple(Layout.replicate(mesh, t.shape) if x is None else x for t, x in zip(locals_, layouts, strict=True))
-    if any(x.mesh is not mesh for x in placed):
-        return None
+# ---------------------------------------------------------------------- calls known by the layouts of their operands
 
-    def put_back(moved: list[Tensor]):
-        new = list(args)
-        for i, t in zip(at, moved, strict=True):
-            new[i] = t
-        return new, kwargs
 
-    return locals_, placed, put_back
+class Meeting(NamedTuple):
+    """How operands of known layouts meet, and whether they can do so as they lie."""
+
+    layouts: tuple[Layout, ...]
+    how: Alignment
+    result: Layout
+    free: bool
+
+    def bring(self, values: list[Any]) -> list[Any]:
+        """The arguments of a call, its tensors moved."""
+        if self.free:
+            return values
+        at = [i for i, v in enumerate(values) if v.__class__ not in STATIC]
+        for i, moved in zip(at, self.how.bring([values[i] for i in at], self.layouts), strict=True):
+            values[i] = moved
+        return values
+
+
+# The key: the layout of each ShardTensor and the shape of each plain tensor, in order. No other argument matters as
+# long as nothing is Partial.
+MEETINGS: dict[Any, Meeting] = {}
+WRITES: dict[Any, Meeting] = {}  # of in-place calls, which meet in the layout of the first operand
+BOUND = 8192
+STATIC = {int, float, bool, str, complex, type(None), torch.dtype, torch.memory_format}
+
+
+def read(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
+    """A call's key in `MEETINGS` and its arguments, local tensors for ShardTensors.
+
+    The key is None where an argument is anything else than a ShardTensor, a plain tensor or parameter, or static.
+    """
+    key: list[Any] = []
+    values: list[Any] = []
+    for value in args:
+        kind = value.__class__
+        if kind is ShardTensor:
+            key.append(value._layout)
+            values.append(value._local_tensor)
+        elif kind is Tensor or kind is Parameter:
+            key.append(value.shape)
+            values.append(value)
+        elif kind in STATIC:
+            values.append(value)
+        else:
+            return None, values
+    for value in kwargs.values() if kwargs else ():
+        if value.__class__ not in STATIC:
+            return None, values
+    return tuple(key), values
+
+
+def meet(key: tuple | None, table: dict[Any, Meeting], find: Callable) -> Meeting | None:
+    """The meeting of a key, remembered; None for those that depend on the function or need a closer look."""
+    mesh = next((x.mesh for x in key if x.__class__ is Layout), None) if key else None
+    if key is None or mesh is None:
+        return None
+    layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key)
+    if any(x.partial or x.mesh is not mesh for x in layouts):
+        return None
+    how = find(layouts)
+    if len(table) >= BOUND:
+        table.clear()
+    known = table[key] = Meeting(layouts, how, how.result, how.targets == layouts and not how.enters)
+    return known
 
 
 def collect(args: Any, kwargs: Any):
@@ -182,9 +233,7 @@ def collect(args: Any, kwargs: Any):
 
 def wrapped(out: Any, layout: Layout) -> Any:
     """The result, or each of several."""
-    if isinstance(out, Tensor):
-        return wrap(out, layout)
-    return map_tensors(out, lambda t: wrap(t, layout))
+    return wrap(out, layout) if out.__class__ is Tensor else map_tensors(out, lambda t: wrap(t, layout))
 
 
 CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf type".split())

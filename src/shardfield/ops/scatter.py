@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import _planned as planned
 from ..dispatch import composed, handler, mesh_of
+from ..execute import planned
 from ..layout import Factor, Layout, nested_chunk
 from ..plan import Operand, Plan
 from ..redistribute import redistribute

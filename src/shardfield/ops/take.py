@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import _planned as planned
 from ..dispatch import composed, rule
+from ..execute import planned
 from ..layout import Factor, Layout
 from ..plan import Operand, Plan
 from .align import align, project

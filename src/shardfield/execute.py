@@ -1,0 +1,278 @@
+"""A call that has a rule: its plan is looked up, or made, and run.
+
+A plan is found by the function, the layouts and dtypes of the tensors, autocast, and the other arguments. The common
+call, ShardTensors and plain tensors that need no preparation, takes one look at each argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import operands
+from ._compat import autocast_on, autocast_state, same_memory
+from .comm import moves
+from .errors import ShardingError
+from .gather import gathered
+from .layout import Layout
+from .names import title
+from .operands import admit, mesh_of, write_out
+from .plan import Operand, Plan, groups
+from .redistribute import redistribute
+
+Handler = Callable[[Any, Sequence[type], tuple, dict], Any]
+
+PLANS: OrderedDict[tuple, Ready] = OrderedDict()
+PLANS_BOUND = 8192
+
+
+class Ready:
+    """A plan bound to the positions of its tensors."""
+
+    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks")
+
+    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand]):
+        self.plan, self.local = plan, plan.local
+        self.layout: Any = plan.layout
+        self.marks = plan.copied or plan.view or plan.may_view
+        self.slots: list[tuple[bool, Any]] = []
+        for name in plan.takes or inspect.signature(plan.local).parameters:
+            value = bound[name]
+            if isinstance(value, Operand):
+                self.slots.append((True, value.at))
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
+                self.slots.append((True, tuple((True, v.at) if isinstance(v, Operand) else (False, v) for v in value)))
+            else:
+                self.slots.append((False, value))
+        final = [op.layout for op in tensors]
+        for name, target in plan.operands.items():
+            value = bound[name]
+            pairs: Any = [(value, target)] if isinstance(value, Operand) else zip(value, cast(Any, target), strict=True)
+            for operand, layout in pairs:
+                final[operand.at] = layout
+        self.targets = [
+            (i, op.layout, goal)
+            for i, (op, goal) in enumerate(zip(tensors, final, strict=True))
+            if op.layout is not goal
+        ]
+        found: Any = [plan.layout] if isinstance(plan.layout, Layout) else plan.layout or ()
+        results: list[Layout] = [r for r in found if r is not None]
+        work = {a for t in [*final, *results] for a in t.shard_axes + t.partial_axes}
+        whole = {bound[n].at for n in plan.whole if isinstance(bound[n], Operand)}
+        entering: dict[tuple, list[int]] = {}
+        for i, layout in enumerate(final):
+            idle = layout.wide(sorted(work - set(layout.shard_axes) - set(layout.partial_axes)))
+            if idle and i not in whole:
+                entering.setdefault(groups(layout, idle), []).append(i)
+        self.enters = list(entering.items())
+        self.way, self.rest = self._way(len(tensors))
+
+    def _way(self, count: int) -> tuple[str, tuple]:
+        """How `local` takes its arguments: the tensors in order and then others, as one list, or in its own way."""
+        in_order = tuple((True, i) for i in range(count))
+        if self.targets or self.enters or not isinstance(self.layout, Layout):
+            return "", ()
+        if tuple(self.slots[:count]) == in_order and not any(is_tensor for is_tensor, _ in self.slots[count:]):
+            return "each", tuple(value for _, value in self.slots[count:])
+        return ("list", ()) if self.slots == [(True, in_order)] else ("", ())
+
+    def run(self, locals_: list[Tensor], source: Any) -> Any:
+        """The result on local tensors; `source` is the argument that a view is a view of."""
+        if self.way == "each":  # nothing moves: how most calls go
+            return self._wrapped(self.local(*locals_, *self.rest), self.layout, locals_[0], source)
+        base = locals_[0]
+        if self.way == "list":
+            return self._wrapped(self.local(locals_), self.layout, base, source)
+        for i, now, target in self.targets:
+            locals_[i] = redistribute(locals_[i], now, target)
+        for over, which in self.enters:
+            for i, entered in zip(which, moves.enter([locals_[i] for i in which], over), strict=True):
+                locals_[i] = entered
+        arguments = []
+        for is_tensor, value in self.slots:
+            if not is_tensor:
+                arguments.append(value)
+            elif value.__class__ is int:
+                arguments.append(locals_[value])
+            else:
+                arguments.append([locals_[v] if is_one else v for is_one, v in value])
+        out = self.local(*arguments)
+        layout = self.layout
+        if layout is None:
+            return out
+        if layout.__class__ is Layout:
+            return self._wrapped(out, layout, base, source)
+        parts = [o if x is None else self._wrapped(o, x, base, source) for o, x in zip(out, layout, strict=True)]
+        # torch.return_types.* take one sequence; tuples and lists too
+        return type(out)(parts) if isinstance(out, (tuple, list)) else tuple(parts)
+
+    def _wrapped(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+        assert out.shape == layout.local_shape, (
+            f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
+        )
+        result = operands.wrap(out, layout)
+        if self.marks and self._is_copy(out, base, source):
+            result._copied_view = True
+        return result
+
+    def _is_copy(self, out: Tensor, base: Tensor, source: Any) -> bool:
+        """Whether this is a copy of what torch would view; a view of such a copy is no better."""
+        plan = self.plan
+        if plan.copied or (plan.view and not same_memory(out, base) and out.numel()):
+            return True
+        return source.__class__ is operands.ShardTensor and source._copied_view and same_memory(out, base)
+
+
+def planned(planner: Callable, partial: bool, merged: bool) -> Handler:
+    """The handler that runs calls by a planner; the flags say if it copes with Partial operands and merged dims."""
+    signature = inspect.signature(planner)
+    wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def run(func, types, args, kwargs):
+        key = [func, *autocast_state()] if autocast_on() else [func]
+        given: list[Tensor] = []
+        quick = None
+        if _read(args, key, given) and (not kwargs or _read(kwargs.values(), key, given)):
+            if kwargs:
+                key += kwargs
+            quick = tuple(key)
+            ready = PLANS.get(quick)
+            if ready is not None:
+                return ready.run(given, args[0] if args else kwargs.get("input"))
+        if "out" in kwargs:
+            return _into_out(run, func, types, args, kwargs)
+        mesh = mesh_of(args, kwargs)
+        locals_: list[Tensor] = []
+        layouts: list[Layout] = []
+        key = [func, *autocast_state()]
+
+        def scan(value: Any) -> None:
+            if isinstance(value, Tensor):
+                local, layout = admit(value, mesh, partial, merged)
+                locals_.append(local)
+                layouts.append(layout)
+                key.append(layout)
+                key.append(local.dtype)
+            elif isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+                key.append(len(value))
+                for item in value:
+                    scan(item)
+            else:
+                key.append(value.__class__)
+                key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
+
+        for value in args:
+            scan(value)
+        for name, value in kwargs.items():
+            key.append(name)
+            scan(value)
+        found = tuple(key)
+        try:
+            ready = PLANS.get(found)
+        except TypeError:  # an argument that cannot be a key: plan anew
+            ready, found = None, ()
+        if ready is None:
+            ready = _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts)
+            if ready is None:
+                return gathered(func, types, args, kwargs)
+            if found:
+                _remember(found, ready)
+        if quick is not None and all(a is b for a, b in zip(locals_, given, strict=True)):
+            _remember(quick, ready)  # the operands came as they are: next time they need no admission
+        return ready.run(locals_, args[0] if args else kwargs.get("input"))
+
+    return run
+
+
+# what stands in a key as itself
+_STATIC = {int, float, bool, str, complex, type(None), torch.dtype, torch.Size}
+
+
+def _read(values: Iterable[Any], key: list[Any], locals_: list[Tensor]) -> bool:
+    """Add ShardTensors, plain tensors and simple arguments, as they are, to a key, and the tensors to `locals_`.
+
+    False if there is anything else. A plan is stored under such a key only if admission changes none of the operands.
+    """
+    for value in values:
+        kind = value.__class__
+        if kind is operands.ShardTensor:
+            local = value._local_tensor
+            key.append(value._layout)
+            key.append(local.dtype)
+            locals_.append(local)
+        elif kind is Tensor or kind is Parameter:
+            key.append(value.shape)
+            key.append(value.dtype)
+            locals_.append(value)
+        elif kind in _STATIC:
+            key.append(kind)
+            key.append(value)
+        elif kind is list or kind is tuple:
+            key.append(kind)
+            key.append(len(value))
+            if not _read(value, key, locals_):
+                return False
+        else:
+            return False
+    return True
+
+
+def _remember(key: tuple, ready: Ready) -> None:
+    PLANS[key] = ready
+    if len(PLANS) > PLANS_BOUND:
+        PLANS.popitem(last=False)
+
+
+# torch takes numpy's names for these arguments too
+_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) -> Ready | None:
+    pairs = zip(locals_, layouts, strict=True)
+    tensors = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
+    left = iter(tensors)
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(left)
+        if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+            return type(value)([swap(v) for v in value]) if type(value) in (list, tuple) else [swap(v) for v in value]
+        return value
+
+    positional = [swap(v) for v in args]
+    named = {k if k in signature.parameters else _NUMPY.get(k, k): swap(v) for k, v in kwargs.items()}
+    extra = {"fn": func} if wants_fn else {}
+    try:
+        bound = signature.bind(*positional, **named, **extra)
+    except TypeError:
+        return None  # a call form the rule does not know: torch itself judges it, on the gathered operands
+    bound.apply_defaults()
+    try:
+        plan = planner(*bound.args, **bound.kwargs)
+    except ShardingError as error:
+        raise ShardingError(f"{title(func)}: {error}\n  operands: {tensors}") from None
+    if plan is None:
+        return None
+    names = dict(bound.arguments)
+    return Ready(plan, names, tensors)
+
+
+def _into_out(run, func, types, args, kwargs):
+    """`out=`: compute, then write."""
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out")
+    result = run(func, types, args, kwargs)
+    if out is None:
+        return result
+    if isinstance(out, (tuple, list)):
+        for target, part in zip(out, result, strict=True):
+            write_out(target, part)
+    else:
+        write_out(out, result)
+    return out
