@@ -33,13 +33,17 @@ def simple_along(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
     return layout, dim, layout.is_cut(dim)
 
 
-def freed(layout: Layout, dim: int) -> Layout | None:
-    """The layout in which the largest other dim carries the cut of `dim` and `dim` is whole; None if none has room."""
+def freed(layout: Layout, dim: int, crowded: bool = False) -> Layout | None:
+    """The layout in which another dim carries the cut of `dim` and `dim` is whole; None if none has room.
+
+    A dim that is whole now comes first, then the largest. `crowded`: it may leave ranks with nothing if need be.
+    """
     axes = layout.axes_of(dim)[::-1]  # innermost first: that is the one a swap can take
     sizes = [layout.mesh.size(a) for a in axes]
+    parts = math.prod(sizes)
     room = {d: min(layout.lengths(d)) for d in range(layout.ndim) if d != dim and len(layout.dims[d]) == 1}
-    other = max(room, key=lambda d: room[d], default=None)
-    if other is None or room[other] < math.prod(sizes):
+    other = max(room, key=lambda d: (room[d] >= parts, not layout.is_cut(d), room[d]), default=None)
+    if other is None or room[other] < (min(parts, 2) if crowded else parts):
         return None
     (factor,) = layout.dims[other]
     lengths = [n for piece in layout.lengths(other) for n in spread(piece, sizes)]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from ..dispatch import composed, rule
-from ..layout import Factor, Layout, nested_chunk
+from ..layout import Factor
 from ..plan import Operand, Plan
+from .blocks import freed
 
 fft = torch.fft
 
@@ -26,19 +27,6 @@ LENGTH = {
 }
 
 
-def freed(layout: Layout, dim: int) -> Layout | None:
-    """The layout with `dim` whole and its cut on the largest dim that is whole now; None if there is no such dim."""
-    if not layout.is_cut(dim):
-        return layout.uncut([dim])
-    free = [d for d in range(layout.ndim) if d != dim and not layout.axes_of(d) and layout.shape[d] > 1]
-    if not free:
-        return None
-    taker = max(free, key=lambda d: (layout.shape[d], -d))
-    axes = layout.axes_of(dim)
-    cut = nested_chunk(layout.shape[taker], [layout.mesh.size(a) for a in axes])
-    return layout.uncut([dim]).with_dim(taker, Factor(layout.shape[taker], axes, cut))
-
-
 @rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)
 def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
     """One dim, whole on every rank."""
@@ -46,7 +34,7 @@ def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
         return None  # torch's own answer
     dim %= input.ndim
     length = LENGTH[fn.__name__](n, input.shape[dim])
-    source = freed(input.layout, dim)
+    source = freed(input.layout, dim, crowded=True) if input.layout.is_cut(dim) else input.layout.uncut([dim])
     if source is None or length < 1:
         return None
     return Plan(
