@@ -1,8 +1,11 @@
 """The rules, one file per family. Importing this package registers them."""
 
+from . import attention as attention
 from . import autograd as autograd
+from . import batch_norm as batch_norm
 from . import classes as classes
 from . import compare as compare
+from . import conv as conv
 from . import copies as copies
 from . import diagonal as diagonal
 from . import difference as difference
@@ -22,6 +25,7 @@ from . import mask as mask
 from . import metadata as metadata
 from . import moments as moments
 from . import norm as norm
+from . import normalise as normalise
 from . import order as order
 from . import pad as pad
 from . import pointwise as pointwise

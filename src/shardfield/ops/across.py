@@ -47,7 +47,7 @@ def as_autocast(*tensors: Any) -> list[Any]:
     return [wide(t) for t in tensors]
 
 
-def probe_shapes(fn: Callable, *args: Any) -> None:
+def probe_shapes(fn: Callable, *args: Any) -> Any:
     """torch's verdict on the shapes of a call, which tensors of two elements a dim cannot tell."""
 
     def bare(value: Any) -> Any:
@@ -58,7 +58,7 @@ def probe_shapes(fn: Callable, *args: Any) -> None:
         return torch.empty(value.shape, dtype=dtype, device="meta")
 
     with torch.no_grad():
-        fn(*[bare(a) for a in args])
+        return fn(*[bare(a) for a in args])
 
 
 def reduced_dims(ndim: int, dim: int | Sequence[int] | None) -> tuple[int, ...]:

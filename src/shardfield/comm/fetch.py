@@ -1,0 +1,130 @@
+"""Halos: each rank asks for global index ranges around its block, and gets the rows that other ranks hold.
+
+A `Halo` is one cut dim: which rows of a block its peers ask for and which this rank receives, as a strip: the rows
+before the block and the rows behind it. On a mesh that cuts several dims, the strips of the first dim take part in
+the exchange along the second, so that corners come by way of the neighbours: one message for each neighbour and
+direction. The adjoint sends the strips' gradients back and adds them where the rows came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..layout import Span, starts
+from . import wire
+from .moves import travel
+from .route import Piece, Route, Run, fetch_route
+
+
+class Halo(NamedTuple):
+    """The rows of a strip along `dim`: `before` of them in front of the block, `after` behind it."""
+
+    dim: int
+    group: ProcessGroup
+    route: Route
+    before: int
+    after: int
+    any: bool  # whether any rank of the group sends: if not, nothing is done
+    wider: Route  # block -> block with its strips, for those who must have it in one piece
+
+    @staticmethod
+    def around(dim: int, lengths: Sequence[int], wanted: Sequence[Span], coord: int, group: ProcessGroup) -> Halo:
+        """Coord c holds its piece of `lengths` and wants the range `wanted[c]`, which lies around it or is empty."""
+        requests, sizes = [], []
+        for start, length, (lo, hi) in zip(starts(lengths), lengths, wanted, strict=True):
+            stop = start + length
+            first = Run(lo, max(min(hi, start) - lo, 0), 0)
+            behind = max(lo, stop)
+            last = Run(behind, max(hi - behind, 0), first.length)
+            requests.append([first, last])
+            sizes.append((first.length, last.length))
+        route = fetch_route(dim, lengths, coord, requests, [a + b for a, b in sizes])
+        whole = [[Run(start - a, a + n + b)] for start, n, (a, b) in zip(starts(lengths), lengths, sizes, strict=True)]
+        wider = fetch_route(dim, lengths, coord, whole, [run.length for (run,) in whole])
+        return Halo(dim, group, route, *sizes[coord], any(a + b for a, b in sizes), wider)
+
+    def widen(self, block: Tensor) -> Tensor:
+        """The block with its strips, in one piece. Differentiable."""
+        return travel(block, self.wider, self.group)
+
+    def start(self, block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> wire.Pending[Tensor]:
+        """Send what peers ask of `block` (widened by the strips of `earlier` dims); brings this rank's strip."""
+        sends = [
+            _flat([_widened(block, earlier, piece) for piece in pieces], block.new_empty(0))
+            for pieces in self.route.send
+        ]
+        shape = list(block.shape)
+        for halo, _ in earlier:
+            shape[halo.dim] += halo.before + halo.after
+        shape[self.dim] = self.before + self.after
+        counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.recv]
+        pending = wire.start_exchange(sends, counts, self.group)
+
+        def land() -> Tensor:
+            strip = block.new_empty(shape)
+            for pieces, flat in zip(self.route.recv, pending.wait(), strict=True):
+                _each(pieces, flat, strip, lambda part, received: part.copy_(received))
+            return strip
+
+        return wire.Pending((), (), land)
+
+    def give_back(
+        self, strip_grad: Tensor, block_shape: Sequence[int], earlier: Sequence[Halo]
+    ) -> wire.Pending[list[tuple[Piece, Tensor]]]:
+        """Send a strip's gradient to the rows' owners; brings what this rank's rows get, piece by piece."""
+        sends = [_flat([p.of(strip_grad) for p in pieces], strip_grad.new_empty(0)) for pieces in self.route.recv]
+        shape = list(block_shape)
+        for halo in earlier:
+            shape[halo.dim] += halo.before + halo.after
+        counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.send]
+        pending = wire.start_exchange(sends, counts, self.group)
+
+        def land() -> list[tuple[Piece, Tensor]]:
+            found = []
+            for pieces, flat in zip(self.route.send, pending.wait(), strict=True):
+                at = 0
+                for piece in pieces:
+                    size = torch.Size(piece.shape(shape))
+                    found.append((piece, flat[at : at + size.numel()].view(size)))
+                    at += size.numel()
+            return found
+
+        return wire.Pending((), (), land)
+
+
+def _flat(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts]) if len(parts) > 1 else parts[0].reshape(-1) if parts else empty
+
+
+def _each(pieces: Sequence[Piece], flat: Tensor, target: Tensor, do) -> None:
+    at = 0
+    for piece in pieces:
+        part = piece.of(target)
+        do(part, flat[at : at + part.numel()].view(part.shape))
+        at += part.numel()
+
+
+def _widened(block: Tensor, earlier: Sequence[tuple[Halo, Tensor]], piece: Piece) -> Tensor:
+    """A piece of the block together with the strips that lie around it along earlier dims."""
+    found = piece.of(block)
+    for halo, strip in earlier:
+        part = piece.of(strip)
+        parts = [part.narrow(halo.dim, 0, halo.before), found, part.narrow(halo.dim, halo.before, halo.after)]
+        found = torch.cat(parts, halo.dim)
+    return found
+
+
+def add_back(returned: Sequence[tuple[Piece, Tensor]], block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> None:
+    """The adjoint of widening: gradients that came back go into those of the earlier strips and of the block."""
+    for piece, grad in returned:
+        for halo, strip in reversed(earlier):
+            part, inner = piece.of(strip), grad.shape[halo.dim] - halo.before - halo.after
+            first, grad, last = grad.split([halo.before, inner, halo.after], halo.dim)
+            part.narrow(halo.dim, 0, halo.before).add_(first)
+            part.narrow(halo.dim, halo.before, halo.after).add_(last)
+        piece.of(block).add_(grad)

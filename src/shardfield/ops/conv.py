@@ -1,0 +1,148 @@
+"""Convolutions, plain and transposed, of a field that is cut along any of its dims: where everything lies.
+
+Each rank makes the outputs whose windows have their centre in its piece (see `window.py`); `blocks.py` has what it
+does for them. Cut channels are split by groups, or give a Partial where every output needs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import composed, rule
+from ..layout import Factor, Layout, starts
+from ..plan import Operand, Plan
+from .across import probe_shapes
+from .convolved import PLAIN, TRANSPOSED, Blocks, Call
+from .cover import Cover
+from .rearrange import one_axis
+from .window import Window
+
+
+def each(value: Any, nd: int) -> tuple[int, ...]:
+    """One number a spatial dim, from one for all or one for each."""
+    if isinstance(value, int):
+        return (value,) * nd
+    return tuple(value) * nd if len(value) == 1 else tuple(value)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, fn):
+    """Halos along cut spatial dims; nothing travels for other cuts."""
+    judge(fn, input, weight, bias, stride, padding, dilation, groups)
+    nd = weight.ndim - 2
+    gaps = each(dilation, nd)
+    if padding == "same":
+        before = tuple(d * (k - 1) // 2 for d, k in zip(gaps, weight.shape[2:], strict=True))
+    else:
+        before = (0,) * nd if padding == "valid" else each(padding, nd)
+    out = probe_shapes(fn, input, weight, bias, stride, padding, dilation, groups).shape[-nd:]
+    return planned(input, weight, bias, Call(each(stride, nd), gaps, False, groups), before, out)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose(
+    input: Operand, weight: Operand, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, fn
+):
+    """Inputs whose outputs lie on another rank travel, as in a convolution."""
+    judge(fn, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    nd = weight.ndim - 2
+    out = probe_shapes(fn, input, weight, bias, stride, padding, output_padding, groups, dilation).shape[-nd:]
+    call = Call(each(stride, nd), each(dilation, nd), True, groups)
+    return planned(input, weight, bias, call, each(padding, nd), out)
+
+
+@composed("convolution")
+def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    """All of them under one name."""
+    nd = weight.ndim - 2
+    if transposed:
+        return TRANSPOSED[nd](input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return PLAIN[nd](input, weight, bias, stride, padding, dilation, groups)
+
+
+def judge(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *how: Any) -> None:
+    """torch's own errors; a rank with an empty piece would not see them otherwise."""
+    probe_shapes(fn, input, weight, bias, *how)
+    kinds = {t.dtype for t in (input, weight, bias) if t is not None}
+    if len(kinds) > 1 and not torch.is_autocast_enabled(input.device.type):
+        raise RuntimeError(
+            f"{fn.__name__}: input, weight and bias should have one dtype, not {sorted(map(str, kinds))}"
+        )
+
+
+class Channels:
+    """Where the channels of input, weight, bias and result lie, and which groups a rank works on."""
+
+    def __init__(self, layout: Layout, weight: Layout, groups: int, transposed: bool):
+        axis_in = 0 if transposed else 1  # the weight's dim of input channels
+        out = weight.shape[1] * groups if transposed else weight.shape[0]
+        (cut,) = layout.dims[1]
+        self.input, self.weight = layout, Layout.replicate(layout.mesh, weight.shape)
+        self.bias = Layout.replicate(layout.mesh, (out,))
+        self.result: Factor = Factor(out)
+        self.partial: tuple[int, ...] = ()
+        self.narrow: tuple[int, int, int] | None = None  # this rank's part of a whole weight
+        self.groups = groups
+        if layout.is_cut(1) and groups == 1:
+            self.partial = cut.axes
+            start, stop = layout.span(1)
+            if weight.dims[axis_in] == (cut,) and not weight.axes_of(1 - axis_in):
+                self.weight = weight.uncut(range(2, weight.ndim))  # it lies as it is needed
+            else:
+                self.narrow = (axis_in, start, stop - start)
+        elif layout.is_cut(1):
+            per = cut.size // groups
+            marks = [(start + per // 2) // per for start in (*starts(cut.lengths), cut.size)]
+            share = [b - a for a, b in pairwise(marks)]
+            self.input = layout.with_dim(1, Factor(cut.size, cut.axes, tuple(n * per for n in share)))
+            self.result = Factor(out, cut.axes, tuple(n * (out // groups) for n in share))
+            at = layout.index(cut.axes)
+            self.groups = share[at]
+            rows = weight.shape[0] // groups
+            self.narrow = (0, marks[at] * rows, share[at] * rows)
+            self.bias = Layout.make(layout.mesh, [(self.result,)])
+        elif groups == 1 and self._free(layout, weight, 1 - axis_in):
+            self.weight = weight.uncut([axis_in, *range(2, weight.ndim)])
+            (self.result,) = weight.dims[1 - axis_in]
+            self.bias = Layout.make(layout.mesh, [(self.result,)])
+
+    @staticmethod
+    def _free(layout: Layout, weight: Layout, dim: int) -> bool:
+        """True if the weight is cut by output channels over axes that the input leaves free."""
+        return weight.is_cut(dim) and not set(weight.axes_of(dim)) & set(layout.shard_axes)
+
+
+def planned(
+    input: Operand, weight: Operand, bias: Operand | None, call: Call, before: Sequence[int], out: Sequence[int]
+) -> Plan:
+    """Where operands go, who makes which outputs, and what each rank does for them."""
+    nd = weight.ndim - 2
+    batched = input.ndim == nd + 2
+    layout = input.layout if batched else input.layout.insert(0)
+    layout = one_axis(layout, range(2, nd + 2))
+    channels = Channels(layout, weight.layout, call.groups, call.transposed)
+    layout = channels.input
+    shapes: Any = zip(layout.shape[2:], out, weight.shape[2:], call.stride, before, call.dilation, strict=True)
+    cover = Cover(layout, {dim: Window(*shape, transposed=call.transposed) for dim, shape in enumerate(shapes, 2)})
+    result = cover.result(layout).with_dim(1, channels.result).with_partial(channels.partial)
+    blocks = Blocks(call._replace(groups=channels.groups), cover)
+    first = all(layout.coords[a] == 0 for a in channels.partial)
+    narrow = channels.narrow
+
+    def local(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if narrow is not None:
+            weight = weight.narrow(*narrow)
+        if bias is not None and not first:
+            bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool), 0)  # one of the addends has it
+        made = blocks.convolve(input if batched else input.unsqueeze(0), weight, bias)
+        return made if batched else made.squeeze(0)
+
+    targets = {"input": layout if batched else layout.without([0]), "weight": channels.weight}
+    if bias is not None:
+        targets["bias"] = channels.bias
+    return Plan(local=local, operands=targets, layout=result if batched else result.without([0]))

@@ -1,0 +1,261 @@
+"""What one rank does for a convolution: its own block, and the strips that neighbours send.
+
+A convolution is linear in its input, so a rank convolves its own block at once, padded by zeros, and adds what the
+strips contribute when they arrive: no block is copied to be widened, and the halo travels while the block is worked
+on. Backward is the same: the strips' gradients leave first and land while the block's are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm import moves
+from ..comm.fetch import add_back
+from ..layout import Span
+from .cover import Cover
+from .window import Tile
+
+PLAIN = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
+
+
+def idle(block: Tensor, weight: Tensor) -> bool:
+    """True where a rank has no samples or no channels: torch's convolutions want some."""
+    return not block.shape[0] or not weight.numel()
+
+
+class Call(NamedTuple):
+    """The arguments that every local convolution of a call shares."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    groups: int
+
+    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        none = (0,) * len(self.stride)
+        if not input.is_complex():
+            how = (self.stride, padding, self.dilation, self.transposed, none, self.groups)
+            return torch.convolution(input, weight, bias, *how)
+        if self.transposed:
+            call = TRANSPOSED[len(none)]
+            return call(input, weight, bias, self.stride, padding, none, self.groups, self.dilation)
+        return PLAIN[len(none)](input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def grads(self, grad: Tensor, input: Tensor, weight: Tensor, bias: Any, padding: Sequence[int], wanted: list[bool]):
+        """The gradients of `run` with respect to input, weight and bias, those that are wanted."""
+        none = (0,) * len(self.stride)
+        how = (self.stride, padding, self.dilation, self.transposed, none, self.groups)
+        return torch.ops.aten.convolution_backward(grad, input, weight, bias, *how, wanted)
+
+
+class Box:
+    """A local convolution of one piece of the input: which part of it, and where in the output its results belong."""
+
+    def __init__(self, tiles: Sequence[Tile], out: Sequence[int]):
+        self.tiles, self.out = tiles, out
+        self.padding = tuple(t.padding for t in tiles)
+        self.fills = all(t.number == n for t, n in zip(tiles, out, strict=True))
+
+    def _narrowed(self, tensor: Tensor, which: Sequence[tuple[int, int]]) -> Tensor:
+        for dim, (start, length) in enumerate(which, 2):
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def of(self, piece: Tensor) -> Tensor:
+        """The cells of a piece that are read."""
+        return self._narrowed(piece, [(t.start, t.length) for t in self.tiles])
+
+    def kept(self, result: Tensor) -> Tensor:
+        """What is wanted of the results."""
+        return self._narrowed(result, [(t.skip, t.number) for t in self.tiles])
+
+    def region(self, out: Tensor) -> Tensor:
+        """Where it belongs in the rank's outputs."""
+        return self._narrowed(out, [(t.at, t.number) for t in self.tiles])
+
+    def margins(self) -> list[int]:
+        """The outputs around the region, as F.pad wants them."""
+        both = [(t.at, n - t.at - t.number) for t, n in zip(self.tiles, self.out, strict=True)]
+        return [n for pair in reversed(both) for n in pair]
+
+    def spread(self, grad: Tensor, spatial: Sequence[int]) -> Tensor:
+        """The adjoint of keeping and placing: the gradient of all results, `spatial` in number."""
+        grad = self.region(grad)
+        if tuple(grad.shape[2:]) == tuple(spatial):
+            return grad
+        full = grad.new_zeros(*grad.shape[:2], *spatial)
+        self.kept(full).copy_(grad)
+        return full
+
+
+class Blocks:
+    """One rank's part: the box of its own block and, for each strip, of the rows before and behind the block."""
+
+    def __init__(self, call: Call, cover: Cover):
+        self.call, self.halos = call, cover.halos
+        self.windows = list(cover.windows.values())
+        held, owned = list(cover.held.values()), list(cover.owned.values())
+        self.out = tuple(stop - start for start, stop in owned)
+        self.own = self._box(held, owned)
+        self.strips: list[list[tuple[tuple[int, int], Box]]] = []
+        box = list(held)
+        for halo in self.halos:
+            start, stop = held[halo.dim - 2]
+            found = []
+            for rows, at in (((0, halo.before), start - halo.before), ((halo.before, halo.after), stop)):
+                box[halo.dim - 2] = Span(at, at + rows[1])
+                made = self._box(box, owned)
+                if made is not None:
+                    found.append((rows, made))
+            self.strips.append(found)
+            box[halo.dim - 2] = Span(start - halo.before, stop + halo.after)
+        self.widen = cover.widen
+        self.wide = self._box(box, owned)
+
+    def _box(self, held: Sequence[Span], owned: Sequence[Span]) -> Box | None:
+        """The box of a piece that covers `held`; None if it contributes nothing."""
+        pairs = zip(self.windows, held, owned, strict=True)
+        tiles = [w.tile(a, b - a, first, stop) for w, (a, b), (first, stop) in pairs]
+        kept = [t for t in tiles if t is not None]
+        return Box(kept, self.out) if len(kept) == len(tiles) and 0 not in self.out else None
+
+    def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The rank's outputs."""
+        device = block.device.type
+        if torch.is_autocast_enabled(device):  # as torch would, but before the halo travels
+            to = torch.get_autocast_dtype(device)
+            block, weight, bias = (
+                t.to(to) if t is not None and t.dtype == torch.float32 else t for t in (block, weight, bias)
+            )
+        if block.is_complex():
+            return self.widened(block, weight, bias)
+        if not self.halos and self.own is not None and self.own.fills and not idle(block, weight):
+            return self.own.kept(self.call.run(self.own.of(block), weight, bias, self.own.padding))
+        return _Convolved.apply(self, block, weight, bias)
+
+    def widened(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same by widening the block first: all in differentiable calls, for derivatives of derivatives."""
+        block = self.widen(block)
+        out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
+        # every rank's graph must lead to the same moves, also where there is nothing to do
+        out = out + (block.reshape(-1)[:0, None] * weight.reshape(-1)[None, :0]).sum()
+        if bias is not None:
+            out = out + bias.view(-1, *[1] * len(self.out))
+        if self.wide is None or idle(block, weight):
+            return out
+        made = self.wide.kept(self.call.run(self.wide.of(block), weight, None, self.wide.padding))
+        return out + F.pad(made, self.wide.margins())
+
+    def _channels(self, weight: Tensor) -> int:
+        return weight.shape[1] * self.call.groups if self.call.transposed else weight.shape[0]
+
+    # ------------------------------------------------------------------ the parts, without autograd
+
+    def forward(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The outputs, and the strips that came."""
+        pending = self.halos[0].start(block, []) if self.halos else None
+        working = not idle(block, weight)
+        if self.own is not None and self.own.fills and working:
+            out = self.own.kept(self.call.run(self.own.of(block), weight, bias, self.own.padding))
+        else:
+            out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
+            if bias is not None:
+                out += bias.view(-1, *[1] * len(self.out))
+            if self.own is not None and working:
+                self._add(out, self.own, block, weight)
+        strips: list[Tensor] = []
+        for i, parts in enumerate(self.strips):
+            assert pending is not None
+            strips.append(pending.wait())
+            if i + 1 < len(self.halos):
+                pending = self.halos[i + 1].start(block, list(zip(self.halos, strips, strict=False)))
+            for rows, box in parts if working else ():
+                self._add(out, box, strips[i].narrow(self.halos[i].dim, *rows), weight)
+        return out, strips
+
+    def _add(self, out: Tensor, box: Box, piece: Tensor, weight: Tensor) -> None:
+        box.region(out).add_(box.kept(self.call.run(box.of(piece), weight, None, box.padding)))
+
+    def backward(self, grad: Tensor, block: Tensor, strips: Sequence[Tensor], weight: Tensor, wanted: Sequence[bool]):
+        """The gradients of block, weight and bias."""
+        of_block, of_weight, of_bias = wanted
+        working = not idle(block, weight) and grad.numel()
+        block_grad = torch.zeros_like(block) if of_block else None
+        weight_grad = torch.zeros_like(weight) if of_weight else None
+        strip_grads = [torch.zeros_like(s) for s in strips] if of_block else []
+        for i, parts in enumerate(self.strips if working else ()):
+            for rows, box in parts:
+                at = (self.halos[i].dim, *rows)
+                from_strip, from_weight = self._piece_grads(
+                    grad, box, strips[i].narrow(*at), weight, of_block, of_weight
+                )
+                if of_block:
+                    box.of(strip_grads[i].narrow(*at)).add_(from_strip)
+                if of_weight:
+                    weight_grad += from_weight
+        left = [of_block, of_weight]  # of the gradients that the block itself gives
+
+        def own(of_block: bool, of_weight: bool) -> None:
+            nonlocal block_grad, weight_grad
+            if not (of_block or of_weight) or self.own is None or not working:
+                return
+            from_block, from_weight = self._piece_grads(grad, self.own, block, weight, of_block, of_weight)
+            if of_block and from_block.shape == block.shape:
+                block_grad = from_block
+            elif of_block:
+                self.own.of(block_grad).copy_(from_block)
+            if of_weight:
+                weight_grad += from_weight
+
+        several = (
+            len(self.halos) > 1
+        )  # then the input's gradient is taken under one exchange, the weight's under another
+        for i in reversed(range(len(self.halos) if of_block else 0)):
+            pending = self.halos[i].give_back(strip_grads[i], block.shape, self.halos[:i])
+            now = [left[0], left[1] and (i == 0 or not several)]
+            own(*now)
+            left = [False, left[1] and not now[1]]
+            add_back(pending.wait(), block_grad, list(zip(self.halos[:i], strip_grads[:i], strict=True)))
+        own(*left)
+        bias_grad = grad.sum([d for d in range(grad.ndim) if d != 1]) if of_bias else None
+        return block_grad, weight_grad, bias_grad
+
+    def _piece_grads(self, grad: Tensor, box: Box, piece: Tensor, weight: Tensor, of_piece: bool, of_weight: bool):
+        piece = box.of(piece)
+        spatial = []
+        for i, n in enumerate(piece.shape[2:]):
+            reach = (weight.shape[i + 2] - 1) * self.call.dilation[i]
+            if self.call.transposed:
+                spatial.append((n - 1) * self.call.stride[i] - 2 * box.padding[i] + reach + 1)
+            else:
+                spatial.append((n + 2 * box.padding[i] - reach - 1) // self.call.stride[i] + 1)
+        full = box.spread(grad, spatial)
+        return self.call.grads(full, piece, weight, None, box.padding, [of_piece, of_weight, False])[:2]
+
+
+class _Convolved(moves.Move):
+    """One node for a convolution with its halos. Adjoint: the strips' gradients go back to their rows' owners."""
+
+    @staticmethod
+    def forward(ctx, blocks, block, weight, bias):
+        out, strips = blocks.forward(block, weight, bias)
+        ctx.blocks = blocks
+        ctx.save_for_backward(block, weight, bias, *strips)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        block, weight, bias, *strips = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if not torch.is_grad_enabled():
+            return None, *ctx.blocks.backward(grad, block, strips, weight, wanted)
+        chosen = [t for t, want in zip((block, weight, bias), wanted, strict=True) if want]
+        found = iter(torch.autograd.grad(ctx.blocks.widened(block, weight, bias), chosen, grad, create_graph=True))
+        return None, *(next(found) if want else None for want in wanted)

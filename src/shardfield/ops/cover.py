@@ -1,0 +1,60 @@
+"""Windows over the dims of a tensor in pieces: who makes which outputs, and what of other ranks' pieces that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..comm.fetch import Halo
+from ..layout import Factor, Layout, Span, pieces
+from .window import Window, spans
+
+
+class Cover:
+    """This rank's part of an op that looks through a window along some dims, each cut by one axis at most.
+
+    held, owned: the inputs it has and the outputs it makes, by dim, in global indices. halos: for each cut dim, the
+    exchange of what those outputs read elsewhere. factors: how the outputs are cut.
+    """
+
+    def __init__(self, layout: Layout, windows: Mapping[int, Window]):
+        self.layout, self.windows = layout, dict(windows)
+        self.held: dict[int, Span] = {}
+        self.owned: dict[int, Span] = {}
+        self.factors: dict[int, Factor] = {}
+        self.halos: list[Halo] = []
+        for dim, window in self.windows.items():
+            (factor,) = layout.dims[dim]
+            lengths = pieces(factor)
+            made = window.owned(lengths)
+            at = layout.index(factor.axes)
+            self.held[dim], self.owned[dim] = spans(lengths)[at], spans(made)[at]
+            self.factors[dim] = Factor(window.out, factor.axes, made if factor.axes else ())
+            if layout.is_cut(dim):
+                (axis,) = layout.wide(factor.axes)
+                wanted = [window.reads(*span) for span in spans(made)]
+                halo = Halo.around(dim, lengths, wanted, layout.coords[axis], layout.mesh.get_group(axis))
+                if halo.any:
+                    self.halos.append(halo)
+
+    @property
+    def reached(self) -> dict[int, Span]:
+        """The inputs, by dim, that this rank has after `widen`: its own and those around them."""
+        found = dict(self.held)
+        for halo in self.halos:
+            start, stop = found[halo.dim]
+            found[halo.dim] = Span(start - halo.before, stop + halo.after)
+        return found
+
+    def widen(self, block: Tensor) -> Tensor:
+        """The block with what its outputs read around it, inside the field. Differentiable; one exchange a cut dim."""
+        for halo in self.halos:
+            block = halo.widen(block)
+        return block
+
+    def result(self, layout: Layout) -> Layout:
+        """`layout` with the dims of the windows cut as their outputs are."""
+        for dim, factor in self.factors.items():
+            layout = layout.with_dim(dim, factor)
+        return layout

@@ -1,0 +1,96 @@
+"""Rows of the table: convolutions, plain and transposed."""
+
+import torch
+import torch.nn.functional as F
+
+from harness import T, case, twice
+
+FEW = {"layouts": 6}
+SOME = {"layouts": 12}
+FIELD = {"layouts": 16}
+
+
+def spatial(*shape):
+    """A field that is cut along its spatial dims only."""
+    return T(*shape, cut=tuple(range(2, len(shape))))
+
+
+CASES = [
+    # ---- any cut of input, weight and bias
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, how=FIELD),
+    case(F.conv2d, T(2, 4, 6, 5), T(6, 2, 3, 3), T(6), padding=1, groups=2, how=FIELD),
+    case(F.conv2d, T(2, 4, 6, 5), T(4, 1, 3, 3), None, padding=1, groups=4, how=SOME),
+    case(F.conv1d, T(3, 2, 9), T(4, 2, 3), T(4), how=SOME),
+    case(F.conv3d, T(1, 2, 5, 4, 6), T(3, 2, 3, 3, 3), T(3), padding=1, how=SOME),
+    case(F.conv_transpose2d, T(2, 3, 5, 4), T(3, 4, 3, 3), T(4), 2, 1, 1, how=FIELD),
+    case(F.conv_transpose2d, T(2, 4, 5, 4), T(4, 3, 2, 2), T(6), 2, 0, 0, 2, how=SOME),
+    case(F.conv_transpose1d, T(2, 3, 7), T(3, 2, 4), T(2), stride=2, padding=1, how=SOME),
+    case(F.conv_transpose3d, T(1, 2, 4, 3, 5), T(2, 2, 2, 3, 2), None, 2, how=FEW),
+    # ---- a field cut along its spatial dims: kernels, strides, dilations, paddings
+    *(
+        case(F.conv2d, spatial(1, 2, 11, 9), T(2, 2, *k, cut=()), None, stride=s, padding=p, dilation=d, how=FEW)
+        for k, s, p, d in [
+            ((3, 3), 2, 1, 1),
+            ((3, 3), 1, 2, 2),
+            ((1, 1), 1, 0, 1),
+            ((1, 1), 1, 1, 1),
+            ((1, 1), 2, 0, 1),
+            ((2, 2), 2, 0, 1),
+            ((2, 4), 1, (1, 2), 1),
+            ((4, 4), 4, 0, 1),
+            ((4, 4), 2, 1, 1),
+            ((5, 7), 1, (2, 3), 1),
+            ((7, 7), 2, 3, 1),
+            ((3, 2), (3, 2), (0, 1), (2, 3)),
+            ((2, 2), 5, 0, 1),
+            ((3, 3), 1, 5, 1),
+            ((9, 9), 1, 4, 1),
+        ]
+    ),
+    *(
+        case(F.conv2d, spatial(1, 2, 8, 9), T(2, 2, *k, cut=()), None, 1, mode, d, how=FEW)
+        for k, mode, d in [((3, 3), "same", 1), ((4, 2), "same", 1), ((2, 3), "same", 3), ((3, 2), "valid", 2)]
+    ),
+    *(
+        case(F.conv_transpose2d, spatial(1, 2, 6, 5), T(2, 3, *k, cut=()), T(3, cut=()), s, p, o, 1, d, how=FEW)
+        for k, s, p, o, d in [
+            ((3, 3), 1, 1, 0, 1),
+            ((3, 3), 2, 1, 1, 1),
+            ((2, 2), 2, 0, 0, 1),
+            ((4, 4), 2, 1, 0, 1),
+            ((5, 5), 1, 0, 0, 1),
+            ((5, 4), (3, 2), (2, 1), (1, 0), 1),
+            ((2, 2), 4, 0, 2, 1),
+            ((1, 1), 3, 0, 1, 1),
+            ((3, 3), 2, 2, 1, 2),
+            ((7, 7), 1, 6, 0, 1),
+        ]
+    ),
+    # ---- a result shorter than the mesh, one row, unbatched
+    case(F.conv2d, spatial(2, 2, 5, 5), T(3, 2, 5, 5), T(3), how=FEW),
+    case(F.conv2d, T(3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, stride=2, how=SOME),
+    case(F.conv1d, T(2, 9), T(4, 2, 4), padding=2, how=FEW),
+    case(F.conv_transpose2d, T(3, 5, 4), T(3, 2, 3, 3), T(2), 2, 1, how=FEW),
+    # ---- other dtypes, other spellings
+    case(F.conv2d, T(1, 2, 6, 5, dtype=torch.complex128), T(2, 2, 3, 3, dtype=torch.complex128), padding=1, how=FEW),
+    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, how=FEW),
+    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1, how=FEW),
+    # ---- bad calls
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 2, 3, 3), how=FEW),
+    case(F.conv2d, T(2, 3, 2, 7), T(4, 3, 3, 3), how=FEW),
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3, dtype=torch.float32), how=FEW),
+    # ---- twice
+    case(
+        twice(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
+        T(2, 2, 6, 5),
+        T(2, 2, 3, 3),
+        T(2),
+        how=SOME | {"name": "conv, twice"},
+    ),
+    case(
+        twice(lambda x, w: F.conv_transpose2d(x, w, None, 2, 1)),
+        T(1, 2, 4, 5),
+        T(2, 2, 3, 3),
+        how=FEW | {"name": "conv_transpose, twice"},
+    ),
+]
