@@ -181,6 +181,8 @@ CASES = [
     case(torch.mode, T(8, 5, fill=ties), 0, True),
     case(torch.Tensor.mode, T(2, 3, 4, fill="ints", high=3), dim=1, how=FEW),
     case(torch.mode, T(7, fill="bool"), how=FEW),
+    case(torch.mode, T(2, 9, fill=nans), 1),
+    case(torch.mode, T(7, fill=nans), how=FEW),
     case(torch.mode, T(3, 0), 1, how=TWO),
     case(named(torch.sort), D(5), how=FEW),
     case(named(torch.topk), D(5, 6), 2, how=FEW),

@@ -222,9 +222,11 @@ def mode(input: Operand, dim=-1, keepdim=False, *, fn):
     probe(fn, input, dim)
 
     def column(rows, blocks):
-        return (
-            longest_run(*sort_rows(rows.detach(), blocks, False), blocks) if len(rows) else rows.new_zeros(0, 1).long()
-        )
+        if not len(rows):
+            return rows.new_zeros(0, 1).long()
+        if missing(rows, blocks).any():  # torch sorts with <, so that NaNs spoil the order of others: do as it does
+            return fn(blocks.assembled(rows.detach(), 1, blocks.lengths), 1, True)[1]
+        return longest_run(*sort_rows(rows.detach(), blocks, False), blocks)
 
     call = _named("mode", lambda x, d: fn(x, d, keepdim))
     return _one_of_each(input, dim, keepdim, call, column, 1 << 62)
