@@ -1,6 +1,7 @@
 """The rules, one file per family. Importing this package registers them."""
 
 from . import attention as attention
+from . import attention as attention
 from . import autograd as autograd
 from . import batch_norm as batch_norm
 from . import classes as classes

@@ -57,8 +57,13 @@ def bits(key: Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(layout: Layout, device: torch.device, key: Tensor) -> Tensor:
-    """Numbers in [0, 1), 53 bits of them."""
-    return ((bits(key, global_index(layout, device)) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    """Numbers in [0, 1) for every element this rank holds."""
+    return unit(key, global_index(layout, device))
+
+
+def unit(key: Tensor, index: Tensor) -> Tensor:
+    """The number in [0, 1) of each global index, 53 bits of it."""
+    return ((bits(key, index) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 def normal(layout: Layout, device: torch.device, key: Tensor) -> Tensor:

@@ -1,0 +1,271 @@
+"""Scaled dot product attention of tensors in any layout.
+
+`attention_plan` says what each mesh axis cuts; here operands are brought into the form that `ring_attention` takes, and
+the result into torch's. Where every rank has a problem of its own, torch's function is called on the pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from .. import report
+from ..comm import moves
+from ..comm.ring import Ring
+from ..comm.route import tile_route
+from ..dispatch import TABLE, handler, rule
+from ..layout import Layout
+from ..plan import Operand, Plan, groups
+from ..redistribute import redistribute
+from .across import probe, probe_shapes
+from .attention_plan import Division, divide, is_dealt
+from .random import draw_key, global_index
+from .ring_attention import Dropout, Work, attend
+from .tiles import Coords, Deal, Spans, causal, dealt, whole
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+    enable_gqa=False,
+    fn,
+):
+    """Queries stay where they are; keys and values go round, or whatever is cheaper."""
+    dtype = _judged(fn, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    way = divide(query, key, value, attn_mask, enable_gqa, is_causal)
+    ndim = way.inner.ndim
+    alone = not way.ring and not way.merge and not (is_causal and way.inner.is_cut(ndim - 2)) and not dropout_p
+    default = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    blocks = _Blocks(way, query, key, is_causal, attn_mask, default if scale is None else scale, dropout_p, dtype)
+    gathers = _gathers(way)
+
+    def local(query, key, value, attn_mask):
+        report.ending(f"rule: {way.words}")
+        for dim, lengths, group in gathers:
+            key, value = _together(partial(moves.gather_enter, dim=dim, lengths=lengths, group=group), key, value)
+        # Of empty pieces torch's function makes what it likes, and forgets where they come from.
+        if alone and all(t is None or t.numel() for t in (query, key, value, attn_mask)):
+            out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        else:
+            out = blocks(query, key, value, attn_mask)
+        return redistribute(out, way.inner, way.result)
+
+    operands = {"query": way.query, "key": way.key, "value": way.value}
+    if way.mask is not None:
+        operands["attn_mask"] = way.mask
+    return Plan(local=local, layout=way.result, operands=operands)
+
+
+_planned = TABLE[F.scaled_dot_product_attention]
+
+
+@handler("scaled_dot_product_attention")
+def attention_call(func, types, args, kwargs):
+    """torch's causal biases are tensors without data: what they stand for is said otherwise."""
+    named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    bias = named.get("attn_mask")
+    if not isinstance(bias, CausalBias):
+        return _planned(func, types, args, kwargs)
+    if named.get("is_causal"):
+        raise ValueError("CausalBias should not be used with causal=True")
+    rows, columns = bias.seq_len_q, bias.seq_len_kv
+    named["attn_mask"] = None
+    if bias.variant is CausalVariant.UPPER_LEFT or rows == columns:
+        named["is_causal"] = True
+    else:
+        device = named["query"].device
+        named["attn_mask"] = torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
+    return _planned(func, types, (), named)
+
+
+def _judged(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> torch.dtype:
+    """torch's own errors for a call it would not take, on all ranks alike; else the dtype of its result."""
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+
+    def ask(query, key, value, mask=None):
+        # mask and is_causal together are fine for some kernels and not for others, but not for shape functions
+        return fn(query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=gqa)
+
+    probe_shapes(ask, query, key, value, mask)
+
+    def small(x: Operand) -> Tensor:
+        shape = [*(min(n, 2) for n in x.shape[:-3]), *x.shape[-3:-2], *(min(n, 2) for n in x.shape[-2:-1]), x.shape[-1]]
+        return torch.ones(shape, dtype=x.dtype, device=x.device)
+
+    tiny = [
+        small(x) if x.ndim > 1 else torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    ]
+    bias = None if mask is None else probe(lambda m: m, mask)
+    with torch.no_grad():
+        return fn(*tiny, _fitting(bias, mask, query, key), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
+
+
+def _fitting(bias: Any, mask: Any, query: Operand, key: Operand) -> Any:
+    """A small mask for small operands: their heads are all there."""
+    if bias is None or mask.ndim < 3:
+        return bias
+    return bias.narrow(-3, 0, 1).expand(*bias.shape[:-3], mask.shape[-3], *bias.shape[-2:])
+
+
+def _together(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in one message where their shapes allow."""
+    if key.shape[:-1] != value.shape[:-1] or key.dtype != value.dtype:
+        return move(key), move(value)
+    features = key.shape[-1]
+    both = move(torch.cat([key, value], -1))
+    return both[..., :features], both[..., features:]
+
+
+def _gathers(way: Division) -> list[tuple[int, Sequence[int], Any]]:
+    """The axes along which keys are gathered first, innermost first: (dim, lengths, group)."""
+    (cut,) = way.key.dims[-2]
+    mesh = way.key.mesh
+    found: list[tuple[int, Sequence[int], Any]] = []
+    lengths = cut.lengths
+    for axis in reversed(cut.axes):
+        size = mesh.size(axis)
+        if axis not in way.gather:
+            break
+        at = way.key.index(cut.axes[: cut.axes.index(axis)]) * size
+        if size > 1:
+            found.append((-2, lengths[at : at + size], mesh.get_group(axis)))
+        lengths = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
+    return found
+
+
+# ---------------------------------------------------------------------- by blocks
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A deal of rows along a mesh axis, there and back."""
+
+    there: Any
+    back: Any
+    group: Any
+
+    @staticmethod
+    def of(deal: Deal, way: Division) -> _Exchange:
+        coord = way.inner.coords[deal.axis]
+        group = way.inner.mesh.get_group(deal.axis)
+        args = (-2, deal.before, deal.after), (-2, deal.after, deal.before)
+        there, back = (tile_route(dim, have, want, coord) for dim, have, want in args)
+        return _Exchange(there, back, group)
+
+
+class _Blocks:
+    """The call as blocks: what this rank computes of it, and how its operands become what `attend` takes."""
+
+    def __init__(self, way: Division, query: Operand, key: Operand, is_causal, mask, scale, dropout_p, dtype):
+        inner, mesh = way.inner, way.inner.mesh
+        rows, columns = query.shape[-2], key.shape[-2]
+        self.way, self.dtype, self.dropout = way, dtype, Dropout(dropout_p, (rows, columns)) if dropout_p else None
+        self.lead = Layout.make(mesh, inner.dims[:-2])
+        everywhere = list(product(*(range(n) for n in mesh.shape)))
+        of_rows = {c: _spans(inner, c) for c in everywhere}
+        keys = _without(way.key, way.gather)
+        of_columns = {c: _spans(keys, c) for c in everywhere}
+        deals: list[Deal] = []
+        key_deals: list[Deal] = []
+        if is_dealt(way, is_causal, mask is not None):
+            square = min(rows, columns)
+            axes, key_axes = inner.wide(inner.axes_of(inner.ndim - 2)), inner.wide(way.ring)
+            deals, of_rows = dealt(of_rows, mesh.shape, axes, inner.coords, square, False)
+            key_deals, of_columns = dealt(of_columns, mesh.shape, key_axes, inner.coords, square, True)
+        self.exchanges = [_Exchange.of(d, way) for d in deals]
+        self.key_exchanges = [_Exchange.of(d, way) for d in key_deals]
+        ring = Ring(
+            groups(inner, way.ring),
+            tuple(mesh.size(a) for a in inner.wide(way.ring)),
+            tuple(inner.coords[a] for a in inner.wide(way.ring)),
+        )
+        positions = [_with(inner.coords, inner.wide(way.ring), at) for at in product(*(range(n) for n in ring.sizes))]
+        mine, theirs = of_rows[inner.coords], tuple(of_columns[c] for c in positions)
+        tiles = tuple((causal if is_causal else whole)(mine, theirs[ring.owner(s)]) for s in range(ring.stops))
+        self.work = Work(ring, mine, theirs, tiles, scale, is_causal, groups(inner, way.merge), self.dropout)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (t.to(self.dtype) for t in (q, k, v))
+        lead, features = self.lead.local_shape, v.shape[-1]
+        q = _four(q.expand(*lead, *q.shape[-2:]), lead)
+        k, v = (_keys(t, lead) for t in (k, v))
+        mask = None if mask is None else _mask(mask, lead)
+        for e in self.exchanges:
+            q = moves.travel(q, e.there, e.group)
+        for e in self.key_exchanges:
+            k, v = _together(partial(moves.travel, route=e.there, group=e.group), k, v)
+        where = key = None
+        if self.dropout is not None:
+            key = draw_key(self.lead.mesh)
+            where = global_index(self.lead, q.device).reshape(q.shape[:2])
+        out = attend(self.work, q, k, v, mask, where, key)
+        for e in reversed(self.exchanges):
+            out = moves.travel(out, e.back, e.group)
+        return out.reshape(*lead, out.shape[-2], features)
+
+
+def _spans(layout: Layout, coords: Coords) -> Spans:
+    return (layout.span(layout.ndim - 2, coords),)
+
+
+def _with(coords: Coords, axes: Sequence[int], at: Sequence[int]) -> Coords:
+    found = list(coords)
+    for axis, coord in zip(axes, at, strict=True):
+        found[axis] = coord
+    return tuple(found)
+
+
+def _without(layout: Layout, axes: Sequence[int]) -> Layout:
+    """The keys' layout after the innermost `axes` of their cut are gathered."""
+    (cut,) = layout.dims[-2]
+    lengths = cut.lengths
+    kept = [a for a in cut.axes if a not in axes]
+    for axis in reversed(cut.axes[len(kept) :]):
+        size = layout.mesh.size(axis)
+        lengths = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
+    return layout.with_dim(layout.ndim - 2, cut._replace(axes=tuple(kept), lengths=lengths if kept else ()))
+
+
+def _four(t: Tensor, lead: Sequence[int]) -> Tensor:
+    """(..., rows, features) -> (batch, heads, rows, features)."""
+    heads = lead[-1] if lead else 1
+    return t.reshape(math.prod(lead[:-1]), heads, *t.shape[-2:])
+
+
+def _keys(t: Tensor, lead: Sequence[int]) -> Tensor:
+    """Keys or values as (batch or 1, heads or fewer, rows, features), as small as they come."""
+    own = [1] * (len(lead) - t.ndim + 2) + list(t.shape[:-2])
+    heads = own[-1] if own else 1
+    whole_batch = all(n == m for n, m in zip(own[:-1], lead[:-1], strict=True))
+    if not whole_batch and any(n != 1 for n in own[:-1]):
+        t = t.expand(*lead[:-1], *t.shape[-3:])
+        own[:-1] = list(lead[:-1])
+    return t.reshape(math.prod(own[:-1]), heads, *t.shape[-2:])
+
+
+def _mask(mask: Tensor, lead: Sequence[int]) -> Tensor:
+    """A mask with four dims, those it is broadcast along 1 long where that can be."""
+    if mask.ndim <= 2 or len(lead) <= 2:
+        return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    own = [1] * (len(lead) - mask.ndim + 2) + list(mask.shape[:-2])
+    if any(n != 1 for n in own[:-1]):
+        mask = mask.reshape(*own, *mask.shape[-2:]).expand(*lead[:-1], *[-1] * 3)
+        own[:-1] = list(lead[:-1])
+    return mask.reshape(math.prod(own[:-1]), own[-1], *mask.shape[-2:])

@@ -1,0 +1,203 @@
+"""Attention of one block: torch's kernels with the log-sum-exp of each row, and plain math where they cannot.
+
+A kernel's forward gives `(out, lse)` of some rows against some columns; blocks of columns are folded by their lse. Its
+backward takes the out and lse of the *whole* row, and so gives the exact gradients of the block's share. Tensors are
+(batch, heads, rows, features) with equal batch and heads, no dim empty; `bias` broadcasts to the scores or is None;
+`causal` means that row i sees the columns up to i of this block, which is square then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._compat import (
+    efficient_cuda,
+    efficient_cuda_backward,
+    flash_cpu,
+    flash_cpu_backward,
+    flash_cuda,
+    flash_cuda_backward,
+)
+from ..comm.wire import wider
+
+# Scores that plain math holds at once; more rows than that are taken in turns.
+SCORES = 1 << 24
+
+Keep = Callable[[int, int], Tensor]  # (first row, last row) -> what dropout multiplies the weights of these rows by
+
+
+class Grads(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None  # of the scores, not summed over what the bias was broadcast along
+
+
+class Kernel(Protocol):
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> Grads: ...
+
+
+def kernel_for(q: Tensor, v: Tensor, bias: Tensor | None, *, dropout: Keep | None, bias_grad: bool) -> Kernel:
+    """The fastest kernel that does what is asked."""
+    if dropout is not None or bias_grad or not q.shape[-1] or not v.shape[-1]:
+        return Plain(dropout)
+    if q.device.type == "cpu":
+        return FlashCpu() if q.shape[-1] == v.shape[-1] else Plain()
+    if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+        if half and ampere and bias is None and q.shape[-1] == v.shape[-1] <= 256:
+            return FlashCuda()
+        if half or q.dtype is torch.float32:
+            return EfficientCuda()
+    return Plain()
+
+
+def finite(lse: Tensor) -> Tensor:
+    """What to subtract from scores: rows that see nothing have -inf, and -inf less -inf is no number."""
+    return torch.where(lse == -math.inf, 0, lse)
+
+
+def _dead(bias: Tensor | None) -> Tensor | None:
+    """The rows that a bias hides all columns of this block from: kernels have their own ideas of these."""
+    return None if bias is None else (bias == -math.inf).all(-1)
+
+
+class FlashCpu:
+    """torch's flash attention for CPUs: fp32, fp64, bf16, fp16; the lse is fp32 or better."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse = flash_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        dead = _dead(bias)
+        return out, lse if dead is None else lse.masked_fill(dead, -math.inf)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        found = flash_cpu_backward(grad, q, k, v, out, finite(lse), 0.0, causal, attn_mask=bias, scale=scale)
+        return Grads(*found)
+
+
+class FlashCuda:
+    """torch's flash attention for GPUs: half precision, no bias."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse, *_ = flash_cuda(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers: none are drawn
+        rows, columns = q.shape[-2], k.shape[-2]
+        lse = finite(lse).contiguous()
+        found = flash_cuda_backward(
+            grad, q, k, v, out, lse, None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
+        )
+        return Grads(*found)
+
+
+class EfficientCuda:
+    """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse, *_ = efficient_cuda(q, k, v, _padded(bias, q, k), True, 0.0, causal, scale=scale)
+        lse, dead = lse[..., : q.shape[-2]], _dead(bias)
+        if dead is None:
+            return out, lse
+        dead = dead.expand(lse.shape)
+        return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, -math.inf)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        # The kernel reads lse in whole steps of 32 rows.
+        lse = F.pad(finite(lse), (0, -q.shape[-2] % 32), value=math.inf).contiguous()
+        wanted = [True, True, True, False]
+        found = efficient_cuda_backward(
+            grad, q, k, v, _padded(bias, q, k), out, lse, state, state, 0.0, wanted, causal, scale=scale
+        )
+        return Grads(*found[:3])
+
+
+def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A bias as the efficient kernel wants it: expanded, its rows starting at multiples of 16 bytes."""
+    if bias is None:
+        return None
+    columns = k.shape[-2]
+    bias = bias.expand(*bias.shape[:-1], columns).to(q.dtype)
+    padded = F.pad(bias, (0, -columns % 8))[..., :columns]
+    return padded.expand(*q.shape[:-1], columns)
+
+
+class Plain:
+    """The definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias."""
+
+    def __init__(self, keep: Keep | None = None):
+        self.keep = keep
+
+    def _turns(self, q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+        rows = q.shape[-2]
+        step = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[-2]))
+        return [(r, min(r + step, rows)) for r in range(0, rows, step)]
+
+    def _scores(self, q, k, bias, causal, scale, first, last) -> Tensor:
+        exact = wider(q.dtype)
+        scores = (q[..., first:last, :].to(exact) * scale) @ k.to(exact).mT
+        if bias is not None:
+            scores = scores + (bias[..., first:last, :] if bias.shape[-2] > 1 else bias)
+        if causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + first)
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores
+
+    def forward(self, q, k, v, bias, causal, scale):
+        outs, lses = [], []
+        for first, last in self._turns(q, k):
+            scores = self._scores(q, k, bias, causal, scale, first, last)
+            lse = scores.logsumexp(-1)
+            weights = (scores - finite(lse).unsqueeze(-1)).exp()
+            if self.keep is not None:
+                weights = weights * self.keep(first, last)
+            outs.append(weights @ v.to(weights.dtype))
+            lses.append(lse)
+        return torch.cat(outs, -2), torch.cat(lses, -1)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        exact = wider(q.dtype)
+        k_, v_ = k.to(exact), v.to(exact)
+        dk, dv = torch.zeros_like(k_), torch.zeros_like(v_)
+        dqs, dscores = [], []
+        for first, last in self._turns(q, k):
+            rows = slice(first, last)
+            g = grad[..., rows, :].to(exact)
+            scores = self._scores(q, k, bias, causal, scale, first, last)
+            weights = (scores - finite(lse[..., rows]).unsqueeze(-1)).exp()
+            dweights = g @ v_.mT
+            kept = weights
+            if self.keep is not None:
+                factor = self.keep(first, last)
+                kept, dweights = weights * factor, dweights * factor
+            dv += kept.mT @ g
+            ds = weights * (dweights - (g * out[..., rows, :].to(exact)).sum(-1, keepdim=True))
+            dqs.append(ds @ k_ * scale)
+            dk += ds.mT @ q[..., rows, :].to(exact) * scale
+            dscores.append(ds)
+        return Grads(torch.cat(dqs, -2), dk, dv, torch.cat(dscores, -2) if bias is not None else None)
