@@ -1,0 +1,76 @@
+"""What normalisation layers share: torch's verdict on a call, and parameters on their way to the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import moves
+from ..layout import Factor, Layout
+from ..plan import Operand, Plan, groups
+from ..redistribute import redistribute
+
+
+def tried(fn: Callable, *args: Any) -> tuple[Tensor, ...]:
+    """What torch (and autocast) gives for one element in every dim: the dtypes, and its errors about dtypes."""
+
+    def single(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return torch.ones([1] * value.ndim, dtype=value.dtype, device=value.device)
+        return value
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = fn(*map(single, args))
+    return out if isinstance(out, tuple) else (out,)
+
+
+class Affine:
+    """Weight and bias on their way to the ranks: cut like the dims of the input that they belong to."""
+
+    def __init__(self, layout: Layout, dims: Sequence[Sequence[Factor]], weight: Operand | None, bias: Operand | None):
+        self.layout = Layout.make(layout.mesh, dims)
+        self.over = groups(layout, sorted(set(layout.shard_axes) - set(self.layout.shard_axes)))
+        self.sources = [None if p is None else p.layout for p in (weight, bias)]
+        # both in one message
+        same = weight is not None and bias is not None and weight.dtype == bias.dtype
+        self.paired = same and self.sources[0] is self.sources[1] is not self.layout
+
+    def bring(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+        """This rank's part of them."""
+        if self.paired:
+            assert weight is not None and bias is not None and self.sources[0] is not None
+            both = torch.stack([weight, bias])
+            return list(redistribute(both, self.sources[0].insert(0, 2), self.layout.insert(0, 2)).unbind())
+        pairs = zip((weight, bias), self.sources, strict=True)
+        return [p if p is None or s is None else redistribute(p, s, self.layout) for p, s in pairs]
+
+    def enter(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+        """This rank's part of them, for work that differs from rank to rank."""
+        brought = self.bring(weight, bias)
+        entered = iter(moves.enter([p for p in brought if p is not None], self.over))
+        return [None if p is None else next(entered) for p in brought]
+
+
+def planned(local: Callable, input: Operand, source: Layout, layout: Any, **operands: Layout) -> Plan:
+    """A plan whose `local` brings the parameters itself."""
+    return Plan(
+        local=local,
+        layout=layout,
+        operands=operands if input.layout is source else operands | {"input": source},
+        whole=list(inspect.signature(local).parameters),
+    )
+
+
+def bare(input: Tensor, parameters: Sequence[Tensor | None], result: torch.dtype) -> Tensor:
+    """The result of a rank that holds nothing, in the graph: torch's kernels refuse some such shapes."""
+    out = input.to(result, copy=True)
+    for parameter in parameters:
+        if parameter is not None:
+            out = out + 0 * parameter.sum().to(result)
+    return out

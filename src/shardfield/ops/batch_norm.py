@@ -1,0 +1,223 @@
+"""Normalisation for each channel, with statistics of the batch or running ones.
+
+Buffers of running statistics are written in place, on every rank the same: what one device would have written. They
+are whole on every rank as modules have them, or cut in any way; a Partial cannot take in values and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm import wire
+from ..dispatch import handler, rule
+from ..errors import ShardingError
+from ..layout import Layout
+from ..plan import Operand, Plan, groups
+from ..redistribute import redistribute
+from .across import cutting, probe_shapes
+from .affine import Affine, bare, planned, tried
+from .shared_stats import Batch, Instances
+from .standardise import Standardise
+
+
+class Running:
+    """The buffers of running statistics, seen from the channels that this rank works on."""
+
+    def __init__(self, channels: Layout, mean: Operand | None, variance: Operand | None):
+        self.channels = channels
+        self.sources = [b.layout for b in (mean, variance) if b is not None]
+        for layout in self.sources:
+            if layout.partial:
+                raise ShardingError(
+                    f"running statistics that are {layout} cannot be written: make them Replicate or Shard"
+                )
+        self.here = all(s is channels for s in self.sources)
+
+    @torch.no_grad()
+    def bring(self, *buffers: Tensor | None) -> list[Tensor | None]:
+        """This rank's channels of them: the buffers themselves, or copies that `store` brings back."""
+        if self.here:
+            return list(buffers)
+        return [
+            redistribute(b, s, self.channels).clone()
+            for b, s in zip(buffers, self.sources, strict=True)
+            if b is not None
+        ]
+
+    @torch.no_grad()
+    def store(self, buffers: list[Tensor | None], mine: list[Tensor | None]) -> None:
+        """Write this rank's channels, and those that others have worked on: one message an axis that cuts channels."""
+        if self.here:
+            return
+        both = torch.stack([m for m in mine if m is not None])
+        for i, (buffer, source) in enumerate(zip(buffers, self.sources, strict=True)):
+            if i == 0 or source is not self.sources[0]:
+                moved = redistribute(both, self.channels.insert(0, 2), source.insert(0, 2))
+            if buffer is not None:
+                buffer.copy_(moved[i])
+
+
+@torch.no_grad()
+def blend(buffers: list[Tensor | None], values: list[Tensor], momentum: float) -> None:
+    """Running statistics take in those of a batch."""
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer is not None:
+            buffer.mul_(1 - momentum).add_(value.reshape(-1).to(buffer.dtype), alpha=momentum)
+
+
+# ---------------------------------------------------------------------- batch_norm
+
+
+@rule(F.batch_norm, partial=True, merged=True, exact=True)
+def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
+               eps=1e-5, *, fn):  # fmt: skip
+    """In training one small message an axis each way; the parameters' gradients are in the one backward."""
+    probe_shapes(fn, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _batch(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@rule(torch.batch_norm, partial=True, merged=True, exact=True)
+def plain_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *,
+                     fn):  # fmt: skip
+    """The same with its arguments in another order."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    return _batch(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@rule(torch.native_batch_norm, partial=True, merged=True)
+def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, *, fn):
+    """The same with mean and 1 / std as results; torch keeps none where it does not train."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return _batch(input, weight, bias, running_mean, running_var, training, momentum, eps, fn)
+
+
+def _batch(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, fn=torch.batch_norm):
+    native = fn is not torch.batch_norm
+    settings = (training, momentum, eps) if native else (training, momentum, eps, torch.backends.cudnn.enabled)
+    tiny = tried(fn, input, weight, bias, running_mean, running_var, *settings)
+    if input.ndim < 2:
+        return None
+    result, layout = tiny[0].dtype, input.layout.with_partial(())
+    affine = Affine(layout, [layout.dims[1]], weight, bias)
+    channels = affine.layout
+    if native:
+        kept = channels if tiny[1].numel() else Layout.replicate(layout.mesh, (0,))
+        out: Any = [layout, kept, kept]
+    else:
+        out = layout
+    if not training:
+
+        def settled(input, weight, bias, running_mean, running_var):
+            weight, bias = affine.enter(weight, bias)
+            if not input.numel():
+                value = bare(input, [weight, bias], result)
+                return (value, *(t.new_empty(kept.local_shape) for t in tiny[1:])) if native else value
+            return fn(input, weight, bias, running_mean, running_var, *settings)
+
+        return planned(settled, input, layout, out, running_mean=channels, running_var=channels)
+    running = Running(channels, running_mean, running_var)
+    scheme = Batch(layout)
+    if not scheme.axes or not input.numel():
+
+        def whole(input, weight, bias, running_mean, running_var):
+            weight, bias = affine.enter(weight, bias)
+            mine = running.bring(running_mean, running_var)
+            if input.shape[1]:
+                value = fn(input, weight, bias, *mine, *settings)
+            else:
+                value = bare(input, [weight, bias], result)
+                value = (value, *(t.new_empty(0) for t in tiny[1:])) if native else value
+            running.store([running_mean, running_var], mine)
+            return value
+
+        return planned(whole, input, layout, out)
+    shared = Standardise(scheme, eps, result, input.device, parameters=channels)
+    unbiased = scheme.total / max(scheme.total - 1, 1)
+
+    def across(input, weight, bias, running_mean, running_var):
+        value, mean, variance = shared(input, *affine.bring(weight, bias))
+        mine = running.bring(running_mean, running_var)
+        blend(mine, [mean, variance * unbiased], momentum)
+        running.store([running_mean, running_var], mine)
+        if not native:
+            return value
+        return value, *(
+            s.reshape(-1).to(t.dtype) for s, t in zip((mean, (variance + eps).rsqrt()), tiny[1:], strict=True)
+        )
+
+    return planned(across, input, layout, out)
+
+
+# ---------------------------------------------------------------------- instance_norm
+
+
+@rule(F.instance_norm, partial=True, merged=True, exact=True)
+def instance_norm(input: Operand, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True,
+                  momentum=0.1, eps=1e-5, *, fn):  # fmt: skip
+    """One small message an axis that cuts places; running statistics are means over the samples of all ranks."""
+    probe_shapes(fn, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _instance(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+
+
+@rule(torch.instance_norm, partial=True, merged=True, exact=True)
+def plain_instance_norm(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+                        cudnn_enabled, *, fn):  # fmt: skip
+    """The same with its arguments in another order."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
+    return _instance(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+
+
+def _instance(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps) -> Plan | None:
+    if not use_input_stats:  # then samples have nothing of their own
+        return _batch(input, weight, bias, running_mean, running_var, False, momentum, eps)
+    settings = (True, momentum, eps, torch.backends.cudnn.enabled)
+    result = tried(torch.instance_norm, input, weight, bias, running_mean, running_var, *settings)[0].dtype
+    if not input.numel():
+        return None
+    layout = input.layout.with_partial(())
+    affine = Affine(layout, [layout.dims[1]], weight, bias)
+    scheme = Instances(layout)
+    tracked = running_mean is not None or running_var is not None
+    if not scheme.axes and not tracked:
+
+        def whole(input, weight, bias):
+            weight, bias = affine.enter(weight, bias)
+            if not input.numel():
+                return bare(input, [weight, bias], result)
+            return torch.instance_norm(input, weight, bias, None, None, *settings)
+
+        return planned(whole, input, layout, layout)
+    running = Running(affine.layout, running_mean, running_var)
+    shared = Standardise(scheme, eps, result, input.device, parameters=affine.layout)
+    unbiased = scheme.total / max(scheme.total - 1, 1)
+    samples, over = layout.shape[0], groups(layout, cutting(layout, [0]))
+
+    def across(input, weight, bias, running_mean, running_var):
+        value, mean, variance = shared(input, *affine.bring(weight, bias))
+        if tracked:
+            both = torch.stack([mean, variance * unbiased]).sum(1) / samples
+            for group in over:
+                both = wire.all_reduce(both, group)
+            mine = running.bring(running_mean, running_var)
+            blend(mine, list(both), momentum)
+            running.store([running_mean, running_var], mine)
+        return value
+
+    return planned(across, input, layout, layout)
+
+
+# ---------------------------------------------------------------------- SyncBatchNorm
+
+
+@handler("batch_norm_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt",
+         "batch_norm_backward_reduce", "batch_norm_backward_elemt")  # fmt: skip
+def synchronised(func, types, args, kwargs):
+    """The steps of nn.SyncBatchNorm, which would count on every rank what is cut already."""
+    raise ShardingError(
+        f"{func.__name__}: nn.SyncBatchNorm works on the pieces of ranks. nn.BatchNorm on a ShardTensor takes its "
+        "statistics over all ranks of the mesh: use that, without convert_sync_batchnorm"
+    )

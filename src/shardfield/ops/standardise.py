@@ -1,0 +1,243 @@
+"""(x - mean) / std where what shares a mean lies on several ranks: one small message an axis forward, one backward.
+
+Forward, each rank takes the mean of what it has and the sum of squared deviations from it; these are merged (Welford,
+Chan), which keeps its digits where the mean is large. Backward sends two sums for each statistic, and the gradients
+of the parameters go with them. What is saved is the input and the statistics. When the gradient is to be
+differentiated again, it is taken through the same function written with moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import moves, wire
+from ..comm.moves import Move
+from ..layout import Layout
+from ..plan import groups
+from .across import HALF
+from .shared_stats import Batch, Rows, Scheme
+
+# Devices on which one pass for mean and variance takes longer than three simple ones: torch's is 6 times slower there.
+SLOW_MOMENTS = {"cpu"}
+
+
+class Standardise:
+    """One normalisation, planned: call it with the local input, weight and bias (or None).
+
+    It gives the local result and, where there is a mean to take (`centred`), the mean and the variance of all ranks
+    in the shape of the scheme's statistics; without one, zeros and the mean square. Those two have no gradient.
+    """
+
+    def __init__(self, scheme: Scheme, eps: float, result: torch.dtype, device: torch.device, *, centred: bool = True,
+                 parameters: Layout | None = None):  # fmt: skip
+        layout = scheme.layout
+        self.scheme, self.eps, self.result, self.centred = scheme, eps, result, centred
+        self.merges = scheme.merges(device)
+        self.batch = isinstance(scheme, Batch)
+        count = scheme.count
+        self.count = count.to(device) if isinstance(count, Tensor) else float(count)
+        cut = set(layout.wide(layout.shard_axes))
+        self.stat_axes = set(scheme.axes)
+        own = set(parameters.shard_axes) if parameters is not None else set()
+        self.param_axes = cut - own
+        self.axes = sorted(self.stat_axes | self.param_axes)
+        self.stat_groups = groups(layout, sorted(self.stat_axes))
+        self.param_groups = groups(layout, sorted(self.param_axes))
+        self.group = layout.mesh.get_group
+
+    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return _Standardise.apply(self, input, weight, bias)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Through the scheme, in the dtype that is computed in."""
+        return self.scheme.view(tensor.float() if tensor.dtype in HALF else tensor)
+
+    # ------------------------------------------------------------------ forward
+
+    def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A point near the mean of what this rank has, the squared deviations from it, and what `v` is from it."""
+        scheme = self.scheme
+        known = None if v.device.type in SLOW_MOMENTS or not v.numel() else scheme.variance(v)
+        if known is not None:
+            return known[1], known[0] * self.count, None
+        some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1)
+        near = (scheme.fold(v) / some).to(v.dtype)
+        off = v - scheme.spread(near)
+        return near, scheme.fold(off.square()), off
+
+    def merged(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and squared deviations over all ranks: one message an axis."""
+        for group, weights in self.merges:
+            parts = wire.all_gather(torch.stack([mean, deviations]), [(2, *mean.shape)] * len(weights), group)
+            means, each = torch.stack(parts).unbind(1)
+            mean = means[0] + ((means - means[0]) * weights).sum(0) / weights.sum(0).clamp_min(1)
+            deviations = (each + weights * (means - mean).square()).sum(0)
+        return mean, deviations
+
+    def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
+        scheme, v = self.scheme, self.view(input)
+        off: Tensor | None
+        if self.centred:
+            near, deviations, off = self.moments(v)
+            mean, deviations = self.merged(near.double(), deviations.double())
+            shift = (mean - near).to(v.dtype)  # from this rank's point to the mean: small, so nothing is lost
+        else:
+            near = shift = None
+            off, deviations = None, scheme.fold(v.square()).double()
+            for group, _ in self.merges:
+                deviations = wire.all_reduce(deviations, group)
+            mean = torch.zeros_like(deviations)
+        variance = deviations / scheme.total
+        rstd = (variance + self.eps).rsqrt().to(v.dtype)
+        ctx.save_for_backward(input, weight, near, shift, rstd)
+        ctx.bias = None if bias is None else bias.detach()  # for its shape and dtype: its values may change
+        if off is None and near is not None:
+            off = v - scheme.spread(near)
+        out = self.scaled(v if off is None else off, shift, rstd, weight, bias, off)
+        return out.view(input.shape).to(self.result), mean, variance
+
+    def scaled(self, off: Tensor, shift, rstd, weight, bias, into: Tensor | None) -> Tensor:
+        """(off - shift) * rstd * weight + bias, into the memory of `off` where that is ours."""
+        lift, spread = self.scheme.lift, self.scheme.spread
+        scale = spread(rstd)
+        extra = None if shift is None else -spread(shift) * scale
+        weight, bias = (None if p is None else lift(p).to(off.dtype) for p in (weight, bias))
+        if self.scheme.small:
+            if weight is not None:
+                scale, extra = scale * weight, extra * weight
+            return torch.addcmul(extra if bias is None else extra + bias, off, scale, out=into)
+        out = torch.mul(off, scale, out=into) if extra is None else torch.addcmul(extra, off, scale, out=into)
+        if weight is None:
+            return out if bias is None else out.add_(bias)
+        return out.mul_(weight) if bias is None else torch.addcmul(bias, out, weight, out=out)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, near, shift, rstd = ctx.saved_tensors
+        _, want_input, want_weight, want_bias = ctx.needs_input_grad
+        scheme, v = self.scheme, self.view(input)
+        g = self.view(grad.to(v.dtype))
+        off = v if near is None else v - scheme.spread(near)
+        w = None if weight is None else scheme.lift(weight).to(v.dtype)
+        sums = self.row_sums if isinstance(scheme, Rows) else self.channel_sums
+        first, second, *grads = self.summed(sums(g, off, shift, rstd, w), w, want_input, want_weight, want_bias)
+        grad_input = None
+        if want_input:
+            slope = second * rstd * rstd / -scheme.total
+            into = None if off is v else off
+            if near is None:
+                grad_input = torch.mul(off, slope, out=into)
+            else:
+                level = first * rstd / -scheme.total - slope * shift
+                grad_input = torch.addcmul(scheme.spread(level), off, scheme.spread(slope), out=into)
+            by = scheme.spread(rstd)
+            if w is not None and scheme.small:
+                by = by * w
+            elif w is not None:
+                g = g * w
+            grad_input = grad_input.addcmul_(g, by).view(input.shape).to(input.dtype)
+        given = (weight, ctx.bias)
+        wanted = (want_weight, want_bias)
+        pairs = [t.view(p.shape).to(p.dtype) if want else None for t, p, want in zip(grads, given, wanted, strict=True)]
+        return grad_input, *pairs
+
+    def row_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
+        """Along rows: the sums of grad * weight and of that times what is normalised. Across: the parameters' own."""
+        both = g * off
+        first, second = (g.sum(1), both.sum(1)) if w is None else (torch.mv(g, w), torch.mv(both, w))
+        flat = rstd.flatten()
+        grad_weight = torch.mv(both.T, flat)
+        if shift is not None:
+            second = second - shift.flatten() * first
+            grad_weight = grad_weight - torch.mv(g.T, flat * shift.flatten())
+        return [first.unsqueeze(1), (second * flat).unsqueeze(1), grad_weight, g.sum(0)]
+
+    def channel_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
+        """The same from sums for each channel, of each sample where samples do not share a mean."""
+        scheme = self.scheme
+        level = scheme.inside(g)
+        slope = (scheme.inside(g * off) - scheme.spread(shift) * level) * scheme.spread(rstd)
+        if self.batch:  # one statistic for each channel: its sums are the parameters' sums
+            return [level, slope]
+        pair = [level, slope] if w is None else [level * w, slope * w]
+        return [*map(scheme.outside, pair), scheme.over_parameters(slope), scheme.over_parameters(level)]
+
+    def summed(self, values: list[Tensor], w: Tensor | None, *wanted: bool) -> list[Tensor]:
+        """The sums over all ranks that need them: one message an axis."""
+        for axis in self.axes:
+            if self.batch:
+                chosen = [0, 1]
+            else:
+                stats = ([0, 1] if self.centred else [1]) if wanted[0] and axis in self.stat_axes else []
+                chosen = stats + [i for i in (2, 3) if wanted[i - 1] and axis in self.param_axes]
+            if not chosen:
+                continue
+            flat = torch.cat([values[i].reshape(-1) for i in chosen])
+            parts = wire.all_reduce(flat, self.group(axis)).split([values[i].numel() for i in chosen])
+            for i, part in zip(chosen, parts, strict=True):
+                values[i] = part.view(values[i].shape)
+        if not self.batch:
+            return values
+        level, slope = values
+        return [level if w is None else level * w, slope if w is None else slope * w, slope, level]
+
+    # ------------------------------------------------------------------ the same, written with moves
+
+    def composite(self, input: Tensor, weight: Tensor | None) -> Tensor:
+        """The result less the bias, for derivatives of any order: two small messages an axis."""
+        scheme, over, v = self.scheme, self.stat_groups, self.view(input)
+        if self.centred:
+            some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1)
+            near = (scheme.fold(v.detach()) / some).to(v.dtype)  # any point gives the same derivatives
+            v = v - scheme.spread(near)
+            mean = moves.reduce(near.double() * self.count + scheme.fold(v).double(), over) / scheme.total
+            shift = moves.enter([mean], over)[0] - near
+            v = v - scheme.spread(shift.to(v.dtype))
+        variance = moves.reduce(scheme.fold(v.square()), over) / scheme.total
+        (rstd,) = moves.enter([(variance + self.eps).rsqrt()], over)
+        out = v * scheme.spread(rstd)
+        if weight is not None:
+            out = out * scheme.lift(moves.enter([weight], self.param_groups)[0]).to(v.dtype)
+        return out.view(input.shape).to(self.result)
+
+    def differentiable(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """`backward` as a function that has derivatives itself."""
+        input, weight = ctx.saved_tensors[:2]
+        _, want_input, want_weight, want_bias = ctx.needs_input_grad
+        # seen apart from their own past: a weight may be a function of the input
+        input, weight = (None if t is None else t.view_as(t) for t in (input, weight))
+        asked = [t for t, want in ((input, want_input), (weight, want_weight)) if want]
+        out = self.composite(input, weight) if asked else None
+        found = iter(torch.autograd.grad(out, asked, grad, create_graph=True) if asked else ())
+        grads = [next(found) if want else None for want in (want_input, want_weight)]
+        grad_bias = None
+        if want_bias:
+            sums = (
+                self.view(grad).sum(0)
+                if isinstance(self.scheme, Rows)
+                else self.scheme.over_parameters(self.scheme.inside(self.view(grad)))
+            )
+            grad_bias = moves.reduce(sums, self.param_groups).view(ctx.bias.shape).to(ctx.bias.dtype)
+        return grads[0], grads[1], grad_bias
+
+
+class _Standardise(Move):
+    """Forward: the merged statistics' standardised value. Adjoint: written by hand; see `Standardise`."""
+
+    @staticmethod
+    def forward(ctx, how, input, weight, bias):
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        out, mean, variance = how.forward(ctx, input, weight, bias)
+        ctx.mark_non_differentiable(mean, variance)
+        return out, mean, variance
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        if grad is None:
+            return None, None, None, None
+        return None, *(ctx.how.differentiable if torch.is_grad_enabled() else ctx.how.backward)(ctx, grad)
