@@ -52,6 +52,8 @@ def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[
         ("sort", (LONG,), (), {"stable": True}, ROW / 8 * 24 * 1.1),
         ("sort", (8, LONG), (), {"stable": True}, 8 * ROW / 8 * 20),
         ("argsort", (8, LONG), (), {"stable": True}, 8 * ROW / 8 * 12),
+        # distinct values and their counts out, places back
+        ("unique", (LONG,), (), {"return_inverse": True, "return_counts": True}, ROW / 8 * 24),
         ("histc", (LONG,), (10,), {}, 3 * 16),
         ("bucketize", (LONG,), (torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64),), {}, 0),
     ],

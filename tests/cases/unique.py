@@ -55,6 +55,11 @@ CASES = [
     case(torch.unique, I(3, 5), **ALL),
     case(torch.Tensor.unique, I(2, 3, 2), return_inverse=True, how=FEW),
     case(torch.unique, T(8, fill=halves, grad=False), return_counts=True, how=FEW),
+    case(torch.unique, T(3, 5, fill="distinct", grad=False), **ALL),
+    case(torch.unique, I(4, 6, high=30), **ALL),
+    case(torch.unique, I(24, high=2), **ALL, how=FEW),  # few values come whole to every rank
+    case(torch.unique, I(12, 2, high=4), dim=0, **ALL),
+    case(torch.unique, T(3, 7, fill=halves, grad=False), dim=1, **ALL, how=FEW),
     case(torch.unique, T(6, fill="bool"), **ALL, how=FEW),
     case(torch.unique, I(0), **ALL, how=TWO),
     case(torch.unique, I(), **ALL, how=TWO),

@@ -7,6 +7,8 @@ order is exact: equal elements stay in the order of their global index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,18 +46,34 @@ def sort_rows(rows: Tensor, blocks: Blocks, descending: bool) -> tuple[Tensor, T
     return values.view(rows.shape), (codes.to(torch.int64) % n).view(rows.shape)
 
 
-def _sent(columns: list[Tensor], peers: Tensor, blocks: Blocks) -> list[Tensor]:
-    """Entry i of each column goes to block `peers[i]`; arrivals keep the order of blocks, then their own."""
-    inner = 1
+def hops(peers: Tensor, blocks: Blocks) -> list[Hop]:
+    """The way of entry i to block `peers[i]`, one hop for each axis. Arrivals keep the order of blocks, then theirs."""
+    inner, found = 1, []
     left = sum(size > 1 for size in blocks.sizes)
     for axis, size in zip(reversed(blocks.axes), reversed(blocks.sizes), strict=True):
         if size > 1:
-            hop = Hop.to(peers.div(inner, rounding_mode="floor") % size, axis, blocks.layout)
-            columns = [hop.there(c) for c in columns]
+            found.append(Hop.to(peers.div(inner, rounding_mode="floor") % size, axis, blocks.layout))
             left -= 1
-            peers = hop.there(peers) if left else peers  # the last hop needs no further address
+            peers = found[-1].there(peers) if left else peers  # the last hop needs no further address
         inner *= size
+    return found
+
+
+def _sent(columns: list[Tensor], peers: Tensor, blocks: Blocks) -> list[Tensor]:
+    """Entry i of each column goes to block `peers[i]`."""
+    for hop in hops(peers, blocks):
+        columns = [hop.there(c) for c in columns]
     return columns
+
+
+def buckets(keys: Tensor, counts: Sequence[int], blocks: Blocks) -> Tensor:
+    """The block to which each of this block's `counts[blocks.index]` keys should go: equal ones together, in order."""
+    parts = blocks.count
+    step = max(1, sum(counts) // (2 * parts * parts))
+    taken = [len(range(step // 2, count, step)) for count in counts]
+    sample = blocks.assembled(keys.sort()[0][step // 2 :: step], 0, taken).sort()[0]
+    chosen = [len(sample) * part // parts for part in range(1, parts)]
+    return torch.searchsorted(sample[chosen], keys, right=True)
 
 
 def _bounds(keys: Tensor, codes: Tensor, blocks: Blocks, n: int) -> list[int]:

@@ -41,8 +41,9 @@ def running(input: Operand, dim, *, dtype=None, fn):
     wide = torch.float32 if final in HALF else final  # torch's kernels keep halves in fp32 on the way, so do we
 
     def local(input):
-        inside = fn(input, dim, dtype=wide)
-        totals = blocks.each(total(input, dim, keepdim=True, dtype=wide), dim, moves.gather_enter)
+        x = input.to(wide)  # once, so that gradients of both uses meet before they are rounded
+        inside = fn(x, dim)
+        totals = blocks.each(total(x, dim, keepdim=True), dim, moves.gather_enter)
         before = total(totals.narrow(dim, 0, blocks.index), dim, keepdim=True)
         return (inside + before if total is torch.sum else inside * before).to(final)
 

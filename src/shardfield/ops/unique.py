@@ -1,13 +1,15 @@
 """Distinct elements. How many there are only the data tell, so these are handlers, not plans.
 
-Each rank finds what is distinct among its own; only those travel. `unique` gives its values whole on every rank, since
-they are usually few; what counts or points at elements lies like the elements. `unique_consecutive` keeps its values
-where they are found: the first of every run stays, the others go.
+Each rank finds what is distinct among its own; only those travel. `unique` gives its values whole on every rank where
+they are few. Where they are more than a rank's share of the elements, each rank gets a stretch of their order and
+finds what is distinct in it. What points at values lies like the elements. `unique_consecutive` keeps its values where
+they are found: the first of every run stays, the others go.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from ..tensor import ShardTensor, wrap
 from .across import probe
 from .blocks import Blocks, simple_along, spread
 from .owners import gather_counts
+from .samplesort import buckets, hops
+from .select import order_key
 
 
 def _asked(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
@@ -50,23 +54,54 @@ def _unique(input, sorted=True, return_inverse=False, return_counts=False, dim=N
     local, mesh = value._local_tensor, layout.mesh
     blocks = Blocks.all_of(layout) if dim is None else Blocks.along(layout, dim)
 
-    mine, inside = torch.unique(local, return_inverse=True, dim=dim)
+    mine, inside, often = torch.unique(local, return_inverse=True, return_counts=True, dim=dim)
     along = dim or 0
     sizes = gather_counts(mine.shape[along], layout, blocks.axes, local.device)
-    candidates = blocks.assembled(mine, along, sizes)
-    values, which = torch.unique(candidates, sorted=sorted, return_inverse=True, dim=dim)
-    inverse = which[sum(sizes[: blocks.index]) :][inside]
-    number = values.shape[along]
-    counts = torch.bincount(inverse.flatten(), minlength=number)
+    slices = layout.numel if dim is None else layout.shape[dim]
+    if sum(sizes) * blocks.count <= slices or not layout.numel:
+        candidates = blocks.assembled(mine, along, sizes)
+        values, which = torch.unique(candidates, sorted=sorted, return_inverse=True, dim=dim)
+        inverse = which[sum(sizes[: blocks.index]) :][inside]
+        number = values.shape[along]
+        cut = Factor(number)
+        counts = torch.bincount(inverse.flatten(), minlength=number)
+        partial = [(a, "sum") for a in layout.wide(blocks.axes)]
+    else:
+        values, which, counts, lengths = _by_stretches(mine, often, along, sizes, blocks)
+        inverse = which[inside]
+        cut = Factor(sum(lengths), blocks.axes, lengths)
+        partial = []
+    shape = [(cut,)] if dim is None else layout.uncut(range(layout.ndim)).with_dim(dim, cut).dims
     lies = layout if dim is None else Layout.make(mesh, [layout.dims[dim]])
-    partial = [(a, "sum") for a in layout.wide(blocks.axes)]
     return _asked(
-        wrap(values, Layout.replicate(mesh, values.shape)),
+        wrap(values, Layout.make(mesh, shape)),
         wrap(inverse, lies),
-        wrap(counts, Layout.make(mesh, [(Factor(number),)], partial)),
+        wrap(counts, Layout.make(mesh, [(cut,)], partial)),
         return_inverse,
         return_counts,
     )
+
+
+def _by_stretches(
+    mine: Tensor, often: Tensor, dim: int, sizes: Sequence[int], blocks: Blocks
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """The distinct slices of every block's, of which this rank gets one stretch of the order.
+
+    Returns them, the global place of each of `mine` among all, how many elements are like them, and what ranks hold.
+    """
+    rows = mine.movedim(dim, 0)
+    # slices sort by their first element first, so that alone may say where they go
+    first = order_key(rows.flatten(1)[:, 0] if rows.ndim > 1 else rows).contiguous()
+    way = hops(buckets(first, sizes, blocks), blocks)
+    for hop in way:
+        rows, often = hop.there(rows), hop.there(often)
+    values, which = torch.unique(rows.movedim(0, dim), return_inverse=True, dim=dim if mine.ndim > 1 else None)
+    counts = often.new_zeros(values.shape[dim]).index_add(0, which, often)
+    lengths = gather_counts(values.shape[dim], blocks.layout, blocks.axes, mine.device)
+    which = which + sum(lengths[: blocks.index])
+    for hop in reversed(way):
+        which = hop.back(which)
+    return values, which, counts, lengths
 
 
 def _slices_whole(layout: Layout, dim: int) -> tuple[Layout, int]:
