@@ -127,8 +127,9 @@ def planned(
     layout = one_axis(layout, range(2, nd + 2))
     channels = Channels(layout, weight.layout, call.groups, call.transposed)
     layout = channels.input
-    shapes: Any = zip(layout.shape[2:], out, weight.shape[2:], call.stride, before, call.dilation, strict=True)
-    cover = Cover(layout, {dim: Window(*shape, transposed=call.transposed) for dim, shape in enumerate(shapes, 2)})
+    dims = zip(layout.shape[2:], out, weight.shape[2:], call.stride, before, call.dilation, strict=True)
+    windows = [Window(n, o, k, s, p, d, call.transposed) for n, o, k, s, p, d in dims]
+    cover = Cover(layout, dict(enumerate(windows, 2)))
     result = cover.result(layout).with_dim(1, channels.result).with_partial(channels.partial)
     blocks = Blocks(call._replace(groups=channels.groups), cover)
     first = all(layout.coords[a] == 0 for a in channels.partial)

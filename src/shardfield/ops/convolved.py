@@ -187,7 +187,7 @@ class Blocks:
         """The gradients of block, weight and bias."""
         of_block, of_weight, of_bias = wanted
         working = not idle(block, weight) and grad.numel()
-        block_grad = torch.zeros_like(block) if of_block else None
+        block_grad: Tensor | None = None
         weight_grad = torch.zeros_like(weight) if of_weight else None
         strip_grads = [torch.zeros_like(s) for s in strips] if of_block else []
         for i, parts in enumerate(self.strips if working else ()):
@@ -204,19 +204,22 @@ class Blocks:
 
         def own(of_block: bool, of_weight: bool) -> None:
             nonlocal block_grad, weight_grad
-            if not (of_block or of_weight) or self.own is None or not working:
+            if self.own is None or not working:
+                block_grad = torch.zeros_like(block) if of_block else block_grad
+                return
+            if not of_block and not of_weight:
                 return
             from_block, from_weight = self._piece_grads(grad, self.own, block, weight, of_block, of_weight)
             if of_block and from_block.shape == block.shape:
                 block_grad = from_block
             elif of_block:
+                block_grad = torch.zeros_like(block)
                 self.own.of(block_grad).copy_(from_block)
             if of_weight:
                 weight_grad += from_weight
 
-        several = (
-            len(self.halos) > 1
-        )  # then the input's gradient is taken under one exchange, the weight's under another
+        # with several exchanges, the input's gradient is taken under the first of them, the weight's under the last
+        several = len(self.halos) > 1
         for i in reversed(range(len(self.halos) if of_block else 0)):
             pending = self.halos[i].give_back(strip_grads[i], block.shape, self.halos[:i])
             now = [left[0], left[1] and (i == 0 or not several)]
