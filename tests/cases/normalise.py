@@ -70,6 +70,7 @@ CASES = [
         lambda x, w: F.layer_norm(x.reshape(3, 20), (20,), w), T(3, 4, 5), T(20), how={"name": "layer_norm of a merge"}
     ),
     case(half(F.layer_norm, (6,)), T(5, 6), how=FEW | {"tolerance": 4e-2}),
+    case(half(F.layer_norm, (6,)), T(5, 6), *[T(6, dtype=torch.float32)] * 2, how=FEW | {"tolerance": 4e-2}),
     case(autocast(F.layer_norm), T(5, 6, dtype=torch.float32), (6,), how=FEW | {"tolerance": 1e-5}),
     case(F.rms_norm, T(5, 6), (6,), T(6)),
     case(F.rms_norm, T(3, 4, 5), (4, 5), eps=0.1),
@@ -121,6 +122,8 @@ CASES = [
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
     case(F.instance_norm, T(3, 4, 1), how=FEW),
     case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, how=FEW),
+    # what nn.SyncBatchNorm is made of, and takes for whole what is in pieces
+    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, how=FEW | {"refused": True, "grad": False}),
     # over neighbouring channels
     case(F.local_response_norm, T(2, 7, 3), 3, 0.5),
     case(F.local_response_norm, T(2, 7, 3, 2), 4, 0.5, 0.6, 2.0),

@@ -37,12 +37,15 @@ class Affine:
         self.layout = Layout.make(layout.mesh, dims)
         self.over = groups(layout, sorted(set(layout.shard_axes) - set(self.layout.shard_axes)))
         self.sources = [None if p is None else p.layout for p in (weight, bias)]
+        self.still = all(s is None or s is self.layout for s in self.sources)
         # both in one message
         same = weight is not None and bias is not None and weight.dtype == bias.dtype
         self.paired = same and self.sources[0] is self.sources[1] is not self.layout
 
     def bring(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
         """This rank's part of them."""
+        if self.still:
+            return [weight, bias]
         if self.paired:
             assert weight is not None and bias is not None and self.sources[0] is not None
             both = torch.stack([weight, bias])

@@ -97,8 +97,11 @@ def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, t
 
 def _batch(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, fn=torch.batch_norm):
     native = fn is not torch.batch_norm
-    settings = (training, momentum, eps) if native else (training, momentum, eps, torch.backends.cudnn.enabled)
-    tiny = tried(fn, input, weight, bias, running_mean, running_var, *settings)
+
+    def call(*tensors):
+        return fn(*tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
+
+    tiny = tried(call, input, weight, bias, running_mean, running_var)
     if input.ndim < 2:
         return None
     result, layout = tiny[0].dtype, input.layout.with_partial(())
@@ -116,7 +119,7 @@ def _batch(input: Operand, weight, bias, running_mean, running_var, training, mo
             if not input.numel():
                 value = bare(input, [weight, bias], result)
                 return (value, *(t.new_empty(kept.local_shape) for t in tiny[1:])) if native else value
-            return fn(input, weight, bias, running_mean, running_var, *settings)
+            return call(input, weight, bias, running_mean, running_var)
 
         return planned(settled, input, layout, out, running_mean=channels, running_var=channels)
     running = Running(channels, running_mean, running_var)
@@ -127,7 +130,7 @@ def _batch(input: Operand, weight, bias, running_mean, running_var, training, mo
             weight, bias = affine.enter(weight, bias)
             mine = running.bring(running_mean, running_var)
             if input.shape[1]:
-                value = fn(input, weight, bias, *mine, *settings)
+                value = call(input, weight, bias, *mine)
             else:
                 value = bare(input, [weight, bias], result)
                 value = (value, *(t.new_empty(0) for t in tiny[1:])) if native else value
@@ -174,8 +177,11 @@ def plain_instance_norm(input: Operand, weight, bias, running_mean, running_var,
 def _instance(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps) -> Plan | None:
     if not use_input_stats:  # then samples have nothing of their own
         return _batch(input, weight, bias, running_mean, running_var, False, momentum, eps)
-    settings = (True, momentum, eps, torch.backends.cudnn.enabled)
-    result = tried(torch.instance_norm, input, weight, bias, running_mean, running_var, *settings)[0].dtype
+
+    def call(*tensors):
+        return torch.instance_norm(*tensors, True, momentum, eps, torch.backends.cudnn.enabled)
+
+    result = tried(call, input, weight, bias, running_mean, running_var)[0].dtype
     if not input.numel():
         return None
     layout = input.layout.with_partial(())
@@ -188,7 +194,7 @@ def _instance(input: Operand, weight, bias, running_mean, running_var, use_input
             weight, bias = affine.enter(weight, bias)
             if not input.numel():
                 return bare(input, [weight, bias], result)
-            return torch.instance_norm(input, weight, bias, None, None, *settings)
+            return call(input, weight, bias, None, None)
 
         return planned(whole, input, layout, layout)
     running = Running(affine.layout, running_mean, running_var)

@@ -8,6 +8,7 @@ differentiated again, it is taken through the same function written with moves.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Standardise:
         self.batch = isinstance(scheme, Batch)
         count = scheme.count
         self.count = count.to(device) if isinstance(count, Tensor) else float(count)
+        self.some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1.0)
         cut = set(layout.wide(layout.shard_axes))
         self.stat_axes = set(scheme.axes)
         own = set(parameters.shard_axes) if parameters is not None else set()
@@ -57,16 +59,19 @@ class Standardise:
 
     # ------------------------------------------------------------------ forward
 
-    def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A point near the mean of what this rank has, the squared deviations from it, and what `v` is from it."""
+    def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean and squared deviations of what this rank has, a point near the mean, and what `v` is from there.
+
+        The mean in fp64, as that point and what was lost in rounding to it: a mean of 1000 in fp32 has four digits.
+        """
         scheme = self.scheme
         known = None if v.device.type in SLOW_MOMENTS or not v.numel() else scheme.variance(v)
-        if known is not None:
-            return known[1], known[0] * self.count, None
-        some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1)
-        near = (scheme.fold(v) / some).to(v.dtype)
+        near = (scheme.fold(v) / self.some).to(v.dtype) if known is None else known[1]
         off = v - scheme.spread(near)
-        return near, scheme.fold(off.square()), off
+        rest = scheme.fold(off).double() / self.some
+        deviations = scheme.fold(off.square()).double() if known is None else known[0].double() * self.count
+        deviations = deviations - self.count * rest.square() if known is None else deviations
+        return near + rest, deviations, near, off
 
     def merged(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and squared deviations over all ranks: one message an axis."""
@@ -81,8 +86,8 @@ class Standardise:
         scheme, v = self.scheme, self.view(input)
         off: Tensor | None
         if self.centred:
-            near, deviations, off = self.moments(v)
-            mean, deviations = self.merged(near.double(), deviations.double())
+            mean, deviations, near, off = self.moments(v)
+            mean, deviations = self.merged(mean, deviations)
             shift = (mean - near).to(v.dtype)  # from this rank's point to the mean: small, so nothing is lost
         else:
             near = shift = None
@@ -94,8 +99,6 @@ class Standardise:
         rstd = (variance + self.eps).rsqrt().to(v.dtype)
         ctx.save_for_backward(input, weight, near, shift, rstd)
         ctx.bias = None if bias is None else bias.detach()  # for its shape and dtype: its values may change
-        if off is None and near is not None:
-            off = v - scheme.spread(near)
         out = self.scaled(v if off is None else off, shift, rstd, weight, bias, off)
         return out.view(input.shape).to(self.result), mean, variance
 
@@ -191,8 +194,7 @@ class Standardise:
         """The result less the bias, for derivatives of any order: two small messages an axis."""
         scheme, over, v = self.scheme, self.stat_groups, self.view(input)
         if self.centred:
-            some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1)
-            near = (scheme.fold(v.detach()) / some).to(v.dtype)  # any point gives the same derivatives
+            near = (scheme.fold(v.detach()) / self.some).to(v.dtype)  # any point gives the same derivatives
             v = v - scheme.spread(near)
             mean = moves.reduce(near.double() * self.count + scheme.fold(v).double(), over) / scheme.total
             shift = moves.enter([mean], over)[0] - near
@@ -225,6 +227,12 @@ class Standardise:
         return grads[0], grads[1], grad_bias
 
 
+def exactly(tensor: Tensor) -> Any:
+    """Autocast off: the dtypes are chosen already, and a sum taken as a product must not become one of halves."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 class _Standardise(Move):
     """Forward: the merged statistics' standardised value. Adjoint: written by hand; see `Standardise`."""
 
@@ -232,7 +240,8 @@ class _Standardise(Move):
     def forward(ctx, how, input, weight, bias):
         ctx.how = how
         ctx.set_materialize_grads(False)
-        out, mean, variance = how.forward(ctx, input, weight, bias)
+        with exactly(input):
+            out, mean, variance = how.forward(ctx, input, weight, bias)
         ctx.mark_non_differentiable(mean, variance)
         return out, mean, variance
 
@@ -240,4 +249,5 @@ class _Standardise(Move):
     def backward(ctx, grad, *_):
         if grad is None:
             return None, None, None, None
-        return None, *(ctx.how.differentiable if torch.is_grad_enabled() else ctx.how.backward)(ctx, grad)
+        with exactly(grad):
+            return None, *(ctx.how.differentiable if torch.is_grad_enabled() else ctx.how.backward)(ctx, grad)
