@@ -30,6 +30,7 @@ from . import normalise as normalise
 from . import order as order
 from . import pad as pad
 from . import pointwise as pointwise
+from . import pool as pool
 from . import product as product
 from . import put as put
 from . import quantile as quantile

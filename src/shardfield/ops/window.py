@@ -49,20 +49,27 @@ class Window(NamedTuple):
             return min(max(between // 2 + 1, 0), self.out)
         return min(max(-(-(2 * (start + self.padding) - self.reach) // (2 * self.stride)), 0), self.out)
 
+    def covers(self, first: int, stop: int) -> Span:
+        """The cells that outputs `first` to `stop` look at, in the padding too; empty if there are none.
+
+        >>> Window(10, 5, kernel=3, stride=2, padding=1).covers(0, 2)
+        Span(start=-1, stop=4)
+        """
+        if first >= stop:
+            return Span(0, 0)
+        if self.transposed:
+            begin = -(-(first + self.padding - self.reach) // self.stride)
+            return Span(begin, (stop - 1 + self.padding) // self.stride + 1)
+        begin = first * self.stride - self.padding
+        return Span(begin, (stop - 1) * self.stride - self.padding + self.reach + 1)
+
     def reads(self, first: int, stop: int) -> Span:
         """The inputs that outputs `first` to `stop` read, inside the field; empty if there are none.
 
         >>> Window(10, 5, kernel=3, stride=2, padding=1).reads(3, 5)
         Span(start=5, stop=10)
         """
-        if first >= stop:
-            return Span(0, 0)
-        if self.transposed:
-            begin = -(-(first + self.padding - self.reach) // self.stride)
-            end = (stop - 1 + self.padding) // self.stride + 1
-        else:
-            begin = first * self.stride - self.padding
-            end = (stop - 1) * self.stride - self.padding + self.reach + 1
+        begin, end = self.covers(first, stop)
         begin, end = max(begin, 0), min(end, self.size)
         return Span(begin, end) if begin < end else Span(0, 0)
 
@@ -92,6 +99,25 @@ class Window(NamedTuple):
         before = max(before, 0)
         more = max(-(-(max(after, 0) - before) // s), 0)
         return Tile(crop, left, before + more * s, more, upto - to, to - first)
+
+
+    def taps(self, start: int, length: int, first: int, stop: int) -> tuple[int, int]:
+        """Which cells of the window (first, how many) the inputs `start` to `start + length` meet in those outputs.
+
+        >>> Window(10, 10, kernel=3, padding=1).taps(4, 1, 5, 10)
+        (0, 1)
+        """
+        s, p, d = self.stride, self.padding, self.dilation
+        if self.transposed:
+            low, high = first - (start + length - 1) * s + p, stop - 1 - start * s + p
+        else:
+            low, high = start - (stop - 1) * s + p, start + length - 1 - first * s + p
+        begin, end = max(-(-low // d), 0), min(high // d, self.kernel - 1)
+        return begin, max(end - begin + 1, 0)
+
+    def only(self, begin: int, number: int) -> Window:
+        """The window of some of its cells."""
+        return self._replace(kernel=number, padding=self.padding - begin * self.dilation)
 
 
 class Tile(NamedTuple):
