@@ -112,7 +112,8 @@ def all_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Several tensors as one flat block."""
-    return torch.cat([t.reshape(-1) for t in tensors])
+    # Two dims, because an empty vector would drop out of the graph of cat, and its rank out of the moves behind it.
+    return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
 
 
 def unpack(block: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

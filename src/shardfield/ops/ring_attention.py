@@ -155,7 +155,9 @@ def _indices(spans: Spans, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(a, b, device=device) for a, b in spans] or [torch.arange(0, device=device)])
 
 
-def _keeper(work: Work, where: Tensor, key: Tensor, columns: Spans) -> Callable[[Tile], kernels.Keep]:
+def _keeper(
+    work: Work, where: Tensor, key: Tensor, columns: Spans, dtype: torch.dtype
+) -> Callable[[Tile], kernels.Keep]:
     """What dropout multiplies the weights of a tile by: 0, or what makes up for the zeros."""
     assert work.dropout is not None
     p, (height, width) = work.dropout
@@ -167,7 +169,7 @@ def _keeper(work: Work, where: Tensor, key: Tensor, columns: Spans) -> Callable[
             r = rows[tile.rows.start + first : tile.rows.start + last]
             c = cols[tile.columns.start : tile.columns.stop]
             index = (where[:, :, None, None] * height + r[:, None]) * width + c
-            return (unit(key, index) >= p) * factor
+            return (unit(key, index) >= p).to(dtype) * factor
 
         return keep
 
@@ -181,7 +183,7 @@ class _Tiles:
         self.work, self.tiles, self.bias_grad = work, work.tiles[stop], bias_grad
         self.q, self.k, self.v, self.mask = q, k, v, mask
         self.columns = work.columns[work.ring.owner(stop)]
-        self.keeper = _keeper(work, where, key, self.columns) if work.dropout is not None else None
+        self.keeper = _keeper(work, where, key, self.columns, wire.wider(q.dtype)) if work.dropout is not None else None
 
     def __iter__(self) -> Iterator[tuple[Tile, kernels.Kernel, tuple]]:
         if not self.q.shape[0] or not self.q.shape[1]:
@@ -318,6 +320,6 @@ def _composed(work: Work, q, k, v, mask, where, key) -> Tensor:
     total = moves.reduce(powers.sum(-1, keepdim=True), work.merge)
     if work.dropout is not None:
         everything = Tile(Span(0, len(rows)), Span(0, len(cols)))
-        powers = powers * _keeper(work, where, key, columns)(everything)(0, len(rows))
+        powers = powers * _keeper(work, where, key, columns, exact)(everything)(0, len(rows))
     summed = moves.reduce(powers @ vs, work.merge)
     return (summed / torch.where(total == 0, 1, total)).to(q.dtype)
