@@ -88,7 +88,7 @@ CASES = [
     case(F.group_norm, T(1, 3), 3, how=FEW),
     case(F.group_norm, T(0, 4, 3), 2, T(4), how=FEW),
     case(torch.group_norm, T(3, 6, 5), 2, T(6), T(6), 0.1, how=FEW),
-    case(first(torch.native_group_norm), T(3, 6, 5), T(6), T(6), 3, 6, 5, 3, 0.1),
+    case(torch.native_group_norm, T(3, 6, 5), T(6), T(6), 3, 6, 5, 3, 0.1),
     case(
         lambda x, w, b: F.group_norm(x.flatten(1, 2), 3, w, b), T(2, 3, 2, 4), T(6), T(6), how={"name": "merged groups"}
     ),

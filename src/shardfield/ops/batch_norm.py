@@ -101,9 +101,9 @@ def _batch(input: Operand, weight, bias, running_mean, running_var, training, mo
     def call(*tensors):
         return fn(*tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
 
-    tiny = tried(call, input, weight, bias, running_mean, running_var)
-    if input.ndim < 2:
+    if input.ndim < 2:  # torch takes a vector of nothing
         return None
+    tiny = tried(call, input, weight, bias, running_mean, running_var)
     result, layout = tiny[0].dtype, input.layout.with_partial(())
     affine = Affine(layout, [layout.dims[1]], weight, bias)
     channels = affine.layout
@@ -138,7 +138,7 @@ def _batch(input: Operand, weight, bias, running_mean, running_var, training, mo
             return value
 
         return planned(whole, input, layout, out)
-    shared = Standardise(scheme, eps, result, input.device, parameters=channels)
+    shared = Standardise(scheme, eps, result, input.device, channels)
     unbiased = scheme.total / max(scheme.total - 1, 1)
 
     def across(input, weight, bias, running_mean, running_var):
@@ -198,7 +198,7 @@ def _instance(input: Operand, weight, bias, running_mean, running_var, use_input
 
         return planned(whole, input, layout, layout)
     running = Running(affine.layout, running_mean, running_var)
-    shared = Standardise(scheme, eps, result, input.device, parameters=affine.layout)
+    shared = Standardise(scheme, eps, result, input.device, affine.layout)
     unbiased = scheme.total / max(scheme.total - 1, 1)
     samples, over = layout.shape[0], groups(layout, cutting(layout, [0]))
 

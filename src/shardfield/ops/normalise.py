@@ -54,7 +54,7 @@ def _layer(input: Operand, normalized_shape, weight, bias, eps: float, fn) -> Pl
             return fn(input, input.shape[-number:], *affine.enter(weight, bias), eps)
 
         return planned(whole, input, layout, out)
-    shared = Standardise(Rows(layout, number), eps, dtypes[0], input.device, parameters=affine.layout)
+    shared = Standardise(Rows(layout, number), eps, dtypes[0], input.device, affine.layout)
 
     def across(input, weight, bias):
         value, mean, variance = shared(input, *affine.bring(weight, bias))
@@ -139,13 +139,13 @@ def _group(input: Operand, weight, bias, number: int, eps: float, dtypes: list[t
             return torch.group_norm(input, scheme.held_groups, weight, bias, eps)
 
         return planned(whole, input, layout, out)
-    shared = Standardise(scheme, eps, dtypes[0], input.device, parameters=affine.layout)
+    shared = Standardise(scheme, eps, dtypes[0], input.device, affine.layout)
 
     def across(input, weight, bias):
-        value, mean, variance = shared(input, *affine.bring(weight, bias))
+        value = shared(input, *affine.bring(weight, bias))[0]
         if len(dtypes) == 1:
             return value
-        pair = zip((mean, (variance + eps).rsqrt()), dtypes[1:], strict=True)
+        pair = zip(shared.statistics(shared.view(input))[:2], dtypes[1:], strict=True)  # torch's have a gradient
         return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
 
     return planned(across, input, layout, out)

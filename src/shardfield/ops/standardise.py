@@ -32,8 +32,8 @@ class Standardise:
     in the shape of the scheme's statistics; without one, zeros and the mean square. Those two have no gradient.
     """
 
-    def __init__(self, scheme: Scheme, eps: float, result: torch.dtype, device: torch.device, *, centred: bool = True,
-                 parameters: Layout | None = None):  # fmt: skip
+    def __init__(self, scheme: Scheme, eps: float, result: torch.dtype, device: torch.device, parameters: Layout,
+                 centred: bool = True):  # fmt: skip
         layout = scheme.layout
         self.scheme, self.eps, self.result, self.centred = scheme, eps, result, centred
         self.merges = scheme.merges(device)
@@ -43,8 +43,7 @@ class Standardise:
         self.some = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1.0)
         cut = set(layout.wide(layout.shard_axes))
         self.stat_axes = set(scheme.axes)
-        own = set(parameters.shard_axes) if parameters is not None else set()
-        self.param_axes = cut - own
+        self.param_axes = cut - set(parameters.shard_axes)
         self.axes = sorted(self.stat_axes | self.param_axes)
         self.stat_groups = groups(layout, sorted(self.stat_axes))
         self.param_groups = groups(layout, sorted(self.param_axes))
@@ -190,9 +189,10 @@ class Standardise:
 
     # ------------------------------------------------------------------ the same, written with moves
 
-    def composite(self, input: Tensor, weight: Tensor | None) -> Tensor:
-        """The result less the bias, for derivatives of any order: two small messages an axis."""
-        scheme, over, v = self.scheme, self.stat_groups, self.view(input)
+    def statistics(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean and 1 / std of all ranks, and what `v` is from that mean: two small messages an axis."""
+        scheme, over = self.scheme, self.stat_groups
+        mean = v.new_zeros(())
         if self.centred:
             near = (scheme.fold(v.detach()) / self.some).to(v.dtype)  # any point gives the same derivatives
             v = v - scheme.spread(near)
@@ -200,10 +200,15 @@ class Standardise:
             shift = moves.enter([mean], over)[0] - near
             v = v - scheme.spread(shift.to(v.dtype))
         variance = moves.reduce(scheme.fold(v.square()), over) / scheme.total
-        (rstd,) = moves.enter([(variance + self.eps).rsqrt()], over)
-        out = v * scheme.spread(rstd)
+        return mean, (variance + self.eps).rsqrt(), v
+
+    def composite(self, input: Tensor, weight: Tensor | None) -> Tensor:
+        """The result less the bias, for derivatives of any order."""
+        _, rstd, v = self.statistics(self.view(input))
+        (rstd,) = moves.enter([rstd], self.stat_groups)
+        out = v * self.scheme.spread(rstd)
         if weight is not None:
-            out = out * scheme.lift(moves.enter([weight], self.param_groups)[0]).to(v.dtype)
+            out = out * self.scheme.lift(moves.enter([weight], self.param_groups)[0]).to(v.dtype)
         return out.view(input.shape).to(self.result)
 
     def differentiable(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
