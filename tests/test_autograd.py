@@ -102,6 +102,20 @@ def mixed_grad(mesh, placements, lengths):
         close(g, f)
 
 
+def batched(mesh, placements, lengths):
+    """Several gradients in one call: a Jacobian's rows."""
+    x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
+    seeds = torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    found = []
+    for a in (x, r):
+        (first,) = torch.autograd.grad(a**3, a, seeds, is_grads_batched=True, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.sum(), a)))
+    for got, ref in zip(*found, strict=True):
+        close(got, ref)
+    with pytest.raises(RuntimeError, match="equally many rows"):
+        torch.autograd.grad([x * 2, x * 3], x, [seeds, seeds[:2]], is_grads_batched=True)
+
+
 def hooks(mesh, placements, lengths):
     x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
     seen = []
@@ -150,7 +164,7 @@ def leaf_rules(mesh, placements, lengths):
 
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
 @pytest.mark.parametrize(
-    "what", [user_function, returned_inputs, double_backward, mixed_grad, hooks, accumulation, leaf_rules]
+    "what", [user_function, returned_inputs, double_backward, mixed_grad, batched, hooks, accumulation, leaf_rules]
 )
 def test_autograd(what, mesh, placements, lengths):
     run_on_ranks(what, torch.Size(mesh).numel(), mesh, placements, lengths)

@@ -22,7 +22,7 @@ LAYERS = [
     {"plan", "spec"},
     {"redistribute"},
     {"operands"},
-    {"gather"},
+    {"gather", "lockstep"},
     {"execute"},
     {"dispatch"},
     {"tensor"},

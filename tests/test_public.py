@@ -18,6 +18,7 @@ PUBLIC: dict[str, list[str]] = {
         "composed",
         "einsum",
         "explain",
+        "lockstep",
         "ops",
         "rule",
         "scatter_tensor",

@@ -5,6 +5,7 @@ from .dispatch import composed as composed
 from .dispatch import rule as rule
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
+from .lockstep import lockstep as lockstep
 from .ops.opt_einsum import einsum as einsum
 from .ops.opt_einsum import tensordot as tensordot
 from .ops.opt_einsum import transpose as transpose

@@ -55,11 +55,11 @@ def _grad(
     """Gradients lie like the inputs they belong to."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    if is_grads_batched:
-        raise dispatch.ShardingError("autograd.grad: is_grads_batched is not supported; call it once per gradient")
     if grad_outputs is None:
         grad_outputs = [None] * len(outputs)
     seeds = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+    if is_grads_batched:
+        return _row_by_row(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize_grads)
     pairs = [seeded(o, s) for o, s in zip(outputs, seeds, strict=True)]
     grads = torch.autograd.grad(
         [local for local, _ in pairs],
@@ -77,6 +77,21 @@ def _grad(
         return wrap(moves.leave(g, groups(t._layout, t._layout.partial_axes)), t._grad_layout)
 
     return tuple(placed(t, g) for t, g in zip(inputs, grads, strict=True))
+
+
+def _row_by_row(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize):
+    """Gradients for every row of the seeds, stacked: one backward after the other, since messages cannot be vmapped."""
+    counts = {0 if s is None or not s.ndim else s.shape[0] for s in seeds}
+    if len(counts) > 1 or 0 in counts:
+        shapes = [None if s is None else tuple(s.shape) for s in seeds]
+        raise RuntimeError(f"autograd.grad: is_grads_batched wants grad_outputs of equally many rows, not {shapes}")
+    (count,) = counts
+    keep = create_graph if retain_graph is None else retain_graph
+    how = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize}
+    rows = [
+        _grad(outputs, inputs, [s[i] for s in seeds], retain_graph=keep or i < count - 1, **how) for i in range(count)
+    ]
+    return tuple(None if grads[0] is None else torch.stack(grads) for grads in zip(*rows, strict=True))
 
 
 # ---------------------------------------------------------------------- users' Functions

@@ -42,6 +42,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
     dim1, dim2 = dim_of(dim1, input.ndim), dim_of(dim2, input.ndim)
     layout = _simple(input.layout, dim1, dim2)
     (rows,), (columns,) = layout.dims[dim1], layout.dims[dim2]
+    offset = max(-rows.size, min(offset, columns.size))  # beyond these there is nothing, and numbers stay small
     top, left = max(0, -offset), max(0, offset)
     cut = tuple(
         max(0, min(b - top, d - left, size) - max(a - top, c - left, 0))

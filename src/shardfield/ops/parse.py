@@ -142,5 +142,7 @@ def span(s: slice, size: int) -> tuple[int, int, int]:
     """A slice as (start, stop, step) inside a dim, or torch's error."""
     if s.step is not None and operator.index(s.step) <= 0:
         raise ValueError("step must be greater than zero")
+    if s.step is not None and operator.index(s.step) >= 1 << 62:
+        raise ValueError(f"a step of {s.step} overflows what a slice can count")  # torch returns nothing here
     start, stop, step = s.indices(size)
     return start, max(start, stop), step

@@ -228,6 +228,7 @@ def triangle(input: Operand, diagonal=0, *, fn):
     """Each rank sees the diagonal from where its block lies."""
     fn(ghost(input), diagonal)
     source = simplified(input.layout, [input.ndim - 2, input.ndim - 1])
+    diagonal = max(-input.shape[-2], min(diagonal, input.shape[-1]))  # beyond these nothing changes, or overflows
     seen = diagonal + source.span(input.ndim - 2).start - source.span(input.ndim - 1).start
     return Plan(local=lambda input: fn(input, seen), operands={"input": source}, layout=source)
 

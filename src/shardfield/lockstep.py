@@ -1,0 +1,104 @@
+"""`lockstep()`: do all ranks make the same calls with the same arguments?
+
+Ranks that do not would wait for each other forever, or mix up their data. Finding that out takes a small message for
+each call, so it is off unless asked for, as a program that hangs gives reason to.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import report
+from .comm import wire
+from .errors import ShardingError
+from .names import title
+from .operands import mesh_of
+
+# what says the same on all ranks when it is the same; of others only the type counts
+_PLAIN = (int, float, complex, bool, str, type(None), slice, type(...), torch.dtype, torch.device, torch.memory_format)
+
+
+@contextmanager
+def lockstep() -> Iterator[None]:
+    """Inside, ranks compare every torch call on ShardTensors before they make it: a small message each.
+
+    Where they differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows
+    what each was about to do. All ranks must enter it, or none. Backward is not watched.
+    """
+    before = report.active
+    report.active = _Lockstep(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        report.active = before
+
+
+class _Lockstep:
+    """Stands where a Report stands; hands calls on to one that was there already."""
+
+    def __init__(self, before: Any):
+        self._before, self._inside = before, False
+
+    @property
+    def _row(self) -> Any:
+        return None if self._before is None else self._before._row
+
+    def watch(self, func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        outermost, self._inside = not self._inside, True
+        try:
+            if outermost:
+                _compare(
+                    f"{title(func)}{_shown(args)}" + (f" {_shown(kwargs)}" if kwargs else ""), mesh_of(args, kwargs)
+                )
+            if self._before is not None:
+                return self._before.watch(func, found, types, args, kwargs)
+            return found(func, types, args, kwargs)
+        finally:
+            self._inside = not outermost
+
+
+def _shown(value: Any) -> str:
+    """An argument in words."""
+    if isinstance(value, Tensor):
+        layout = getattr(value, "_layout", None)
+        return f"<{tuple(value.shape) if layout is None else layout} {value.dtype}>"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_shown(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_shown(v) for v in value) + ")"
+    return repr(value) if isinstance(value, _PLAIN) else f"<{type(value).__name__}>"
+
+
+def _compare(call: str, mesh: DeviceMesh | None) -> None:
+    """Raise on all ranks of the mesh unless all say the same."""
+    if mesh is None:
+        return
+    text = call.encode()
+    told = _everyones([zlib.crc32(text), len(text)], mesh)
+    if len(set(map(tuple, told))) == 1:
+        return
+    longest = max(length for _, length in told)
+    said = _everyones([*text, *[0] * (longest - len(text))], mesh)
+    lines = [
+        f"at {wire.coords_of(mesh, i)}: {bytes(row[:length]).decode()}"
+        for i, (row, (_, length)) in enumerate(zip(said, told, strict=True))
+    ]
+    raise ShardingError("\n  ".join([f"the ranks of {mesh} do not make the same call", *lines]))
+
+
+def _everyones(numbers: list[int], mesh: DeviceMesh) -> list[list[int]]:
+    """The numbers of every rank on the mesh, row-major; equally many on all."""
+    device = wire.device_of(mesh)
+    rows = [numbers]
+    for axis in reversed(range(mesh.ndim)):
+        flat = [n for row in rows for n in row]
+        heard = wire.gather_ints(flat, mesh.get_group(axis), device)
+        rows = [part[i : i + len(numbers)] for part in heard for i in range(0, len(part), len(numbers))]
+    return rows
