@@ -25,6 +25,10 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 # torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# torch 2.11-2.15: how many modes want to see torch functions first, and whether subclasses see them at all.
+override_modes = torch._C._len_torch_function_stack
+overrides_on = torch._C._is_torch_function_enabled
+
 # torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
 same_memory = torch._C._is_alias_of
 

@@ -85,7 +85,8 @@ class Ready:
     def run(self, locals_: list[Tensor], source: Any) -> Any:
         """The result on local tensors; `source` is the argument that a view is a view of."""
         if self.way == "each":  # nothing moves: how most calls go
-            return self._wrapped(self.local(*locals_, *self.rest), self.layout, locals_[0], source)
+            out = self.local(*locals_, *self.rest) if self.rest else self.local(*locals_)
+            return self._wrapped(out, self.layout, locals_[0], source)
         base = locals_[0]
         if self.way == "list":
             return self._wrapped(self.local(locals_), self.layout, base, source)
@@ -202,10 +203,9 @@ def _read(values: Iterable[Any], key: list[Any], locals_: list[Tensor]) -> bool:
     for value in values:
         kind = value.__class__
         if kind is operands.ShardTensor:
-            local = value._local_tensor
             key.append(value._layout)
-            key.append(local.dtype)
-            locals_.append(local)
+            key.append(value._dtype)
+            locals_.append(value._local_tensor)
         elif kind is Tensor or kind is Parameter:
             key.append(value.shape)
             key.append(value.dtype)

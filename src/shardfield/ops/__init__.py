@@ -46,3 +46,7 @@ from . import subscript as subscript
 from . import take as take
 from . import unique as unique
 from . import view as view
+
+from .methods import install as _install  # isort: skip
+
+_install()

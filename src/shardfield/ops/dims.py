@@ -53,11 +53,12 @@ def reorder(input: Operand, *args, fn, **kwargs):
         local: Any = lambda input: input.permute(*order, *gone).reshape(shape)  # noqa: E731
     elif gone:
         local = lambda input: input.permute(*order, *gone).squeeze(tuple(range(len(order), input.ndim)))  # noqa: E731
-    elif out.is_conj():
-        local = lambda input: input.permute(order).conj()  # noqa: E731
-    else:
+    elif fn.__name__ == "squeeze":  # a dim that is longer than 1 may be no longer here
         local = lambda input: input.permute(order)  # noqa: E731
-    return Plan(local=local, layout=result, view=True, copied=bool(layout.partial))
+    else:
+        local = lambda input: fn(input, *args, **kwargs)  # noqa: E731
+    # without a dim gone, the local result is always a view
+    return Plan(local=local, layout=result, view=bool(gone), may_view=True, copied=bool(layout.partial))
 
 
 @rule("unsqueeze", partial=True, merged=True)
@@ -66,7 +67,7 @@ def unsqueeze(input: Operand, dim):
     ghost(input).unsqueeze(dim)
     at, layout = dim % (input.ndim + 1), input.layout
     return Plan(
-        local=lambda input: input.unsqueeze(at), layout=layout.insert(at), view=True, copied=bool(layout.partial)
+        local=lambda input: input.unsqueeze(at), layout=layout.insert(at), may_view=True, copied=bool(layout.partial)
     )
 
 

@@ -114,7 +114,8 @@ def cat(tensors, dim=0, *, fn):
 
     def local(tensors):
         if not vectors:
-            return torch.cat(tensors, dim).to(dtype)
+            out = torch.cat(tensors, dim)
+            return out if out.dtype is dtype else out.to(dtype)
         # torch drops an empty vector from the graph, and a rank without its part would miss moves in double backward
         return torch.cat([t.unsqueeze(0) for t in tensors], 1).squeeze(0).to(dtype)
 

@@ -64,6 +64,7 @@ def set_data(func, types, args, kwargs):
         raise ShardingError(f"x.data = y: y must be a ShardTensor of shape {tuple(target.shape)}")
     local = value._placed(target._layout)._local_tensor
     target._local_tensor.data = local
+    target._dtype, target._device = local.dtype, local.device
 
 
 TABLE[tensor_getter("nbytes")] = nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -25,10 +26,20 @@ def total(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     layout = input.layout.with_partial(()) if fn.__name__ == "nansum" else _linear(input)
     dims = reduced_dims(layout.ndim, dim)
     return Plan(
-        local=lambda input: fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if dims else fn(input, dtype=dtype),
+        local=reducing(fn, layout.ndim, dims, keepdim, dtype),
         operands={"input": layout},
         layout=after_reduction(layout, dims, keepdim),
     )
+
+
+def reducing(fn: Callable, ndim: int, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Callable:
+    """`fn` over `dims`, with no more arguments than it needs: torch reads each anew at every call."""
+    if dtype is not None:
+        return lambda input: fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if ndim else fn(input, dtype=dtype)
+    if not ndim or (len(dims) == ndim and not keepdim):
+        return lambda input: fn(input)
+    over = dims[0] if len(dims) == 1 else dims
+    return (lambda input: fn(input, over, True)) if keepdim else lambda input: fn(input, over)
 
 
 @rule("mean", partial=True, merged=True)
@@ -40,14 +51,15 @@ def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     count = math.prod(layout.shape[d] for d in dims)
     # half precision: the quotient is taken before rounding, as torch does inside its kernel
     wide = torch.float32 if result in HALF else result
-    cut = cutting(layout, dims)
 
-    def local(input):
-        if not cut:
-            return fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if dims else fn(input, dtype=dtype)
+    def divided(input):
         return (input.sum(dim=dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
-    return Plan(local=local, operands={"input": layout}, layout=after_reduction(layout, dims, keepdim))
+    return Plan(
+        local=divided if cutting(layout, dims) else reducing(fn, layout.ndim, dims, keepdim, dtype),
+        operands={"input": layout},
+        layout=after_reduction(layout, dims, keepdim),
+    )
 
 
 @rule("nanmean", merged=True)

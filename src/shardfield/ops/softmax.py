@@ -36,10 +36,11 @@ def softmax(input: Operand, dim, dtype=None, *, fn):
     over = groups(layout, cutting(layout, dims))
     wide = torch.float32 if result in HALF else result
     is_log = "log" in fn.__name__
+    if not over:
+        named = {} if dtype is None else {"dtype": dtype}
+        return Plan(local=lambda input: fn(input, dim, **named), layout=layout)
 
     def local(input):
-        if not over:
-            return fn(input, dim, dtype=dtype)
         shifted, powers, total = exponentials(input.to(result).to(wide), dims[0], over)
         (total,) = moves.enter([total.log() if is_log else total], over)
         return (shifted - total if is_log else powers / total).to(result)
