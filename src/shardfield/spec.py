@@ -1,4 +1,4 @@
-"""The documented view of a layout (`x._spec`), and layouts made from what ranks hold."""
+"""The documented view of a layout (`x._spec`), and layouts made from what ranks hold or scripts ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from .comm import wire
 from .errors import ShardingError
-from .layout import Layout
+from .layout import Layout, balanced
 
 
 class TensorMeta(NamedTuple):
@@ -173,3 +173,29 @@ def _prod(values: Any) -> int:
 
 MAX_DIMS = 16
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+
+
+def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes: Any) -> Layout:
+    """The layout that `redistribute(placements=..., sharding_shapes=...)` asks for."""
+    placed = list(placements) if placements is not None else list(layout.placements)
+    plain = Layout.of(layout.mesh, placed, layout.shape)
+    lengths: dict[int, Sequence[int]] = {}
+    for dim in range(layout.ndim):
+        axes = plain.axes_of(dim)
+        if not axes:
+            continue
+        if shapes is None and layout.axes_of(dim) == axes and len(layout.dims[dim]) == 1:
+            lengths[dim] = layout.lengths(dim)
+        elif shapes == "balanced":
+            lengths[dim] = balanced(layout.shape[dim], len(plain.lengths(dim)))
+        elif isinstance(shapes, Mapping):
+            stated = [shapes[a] for a in axes if a in shapes]
+            if len(stated) == 1 and len(axes) == 1:
+                lengths[dim] = [n if isinstance(n, int) else n[dim] for n in stated[0]]
+            elif stated:
+                raise ShardingError(
+                    f"redistribute: dim {dim} is cut by axes {axes} together; state lengths for one axis only"
+                )
+        elif shapes not in (None, "chunk"):
+            raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced" or a dict, not {shapes!r}')
+    return Layout.of(layout.mesh, placed, layout.shape, lengths)

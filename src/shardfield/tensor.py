@@ -19,10 +19,10 @@ from . import dispatch, operands
 from ._compat import make_wrapper
 from .comm import moves
 from .errors import ShardingError
-from .layout import Layout, balanced
+from .layout import Layout
 from .plan import groups
 from .redistribute import redistribute, simplified
-from .spec import ShardTensorSpec, infer_layout, layout_from_shapes
+from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 
 
 class ShardTensor(torch.Tensor):
@@ -389,32 +389,6 @@ def _local_hook(hook: Callable, layout: Layout) -> Callable[[Tensor], Tensor | N
         return redistribute(local, now, layout)
 
     return run
-
-
-def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes: Any) -> Layout:
-    """The layout that `redistribute(placements=..., sharding_shapes=...)` asks for."""
-    placed = list(placements) if placements is not None else list(layout.placements)
-    plain = Layout.of(layout.mesh, placed, layout.shape)
-    lengths: dict[int, Sequence[int]] = {}
-    for dim in range(layout.ndim):
-        axes = plain.axes_of(dim)
-        if not axes:
-            continue
-        if shapes is None and layout.axes_of(dim) == axes and len(layout.dims[dim]) == 1:
-            lengths[dim] = layout.lengths(dim)
-        elif shapes == "balanced":
-            lengths[dim] = balanced(layout.shape[dim], len(plain.lengths(dim)))
-        elif isinstance(shapes, Mapping):
-            stated = [shapes[a] for a in axes if a in shapes]
-            if len(stated) == 1 and len(axes) == 1:
-                lengths[dim] = [n if isinstance(n, int) else n[dim] for n in stated[0]]
-            elif stated:
-                raise ShardingError(
-                    f"redistribute: dim {dim} is cut by axes {axes} together; state lengths for one axis only"
-                )
-        elif shapes not in (None, "chunk"):
-            raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced" or a dict, not {shapes!r}')
-    return Layout.of(layout.mesh, placed, layout.shape, lengths)
 
 
 operands.ShardTensor, operands.wrap = ShardTensor, wrap
