@@ -1,5 +1,6 @@
 """The rules, one file per family. Importing this package registers them."""
 
+from . import adaptive as adaptive
 from . import attention as attention
 from . import attention as attention
 from . import autograd as autograd

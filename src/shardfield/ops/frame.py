@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,6 +19,8 @@ from ..comm.moves import travel
 from ..comm.route import Route, Run, fetch_route
 from ..layout import Factor, Layout, Span, pieces
 from .window import spans
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 
 
 class Looks(Protocol):
@@ -41,7 +44,11 @@ class Travelled(NamedTuple):
     group: ProcessGroup
 
     def there(self, block: Tensor, fill: float) -> Tensor:
-        return travel(block, self.route, self.group, fill)
+        made = travel(block, self.route, self.group, fill)
+        last = CHANNELS_LAST.get(block.ndim)
+        if last is None or block.is_contiguous() or not block.is_contiguous(memory_format=last):
+            return made
+        return made.contiguous(memory_format=last)
 
     def back(self, block: Tensor) -> Tensor:
         return travel(block, self.route.transposed, self.group)

@@ -1,0 +1,237 @@
+"""Adaptive pools: the field is divided into a given number of windows, of lengths that differ by one or two.
+
+Along a cut dim there are two ways. Either a rank makes the outputs whose windows have their centre in its piece and
+fetches what they read, or every rank pools what it has of every window and the parts are merged: averages by adding
+(they stay Partial), maxima by an all-reduce. A pool to 1x1 is merged; whichever sends less is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm.moves import Groups
+from ..dispatch import rule
+from ..layout import Factor, Layout, Span, starts
+from ..plan import Operand, Plan, groups
+from .across import extreme_of, probe_shapes, settled
+from .extreme import NOWHERE
+from .frame import Frame, nothing
+from .pool import along, judge_dtype, linear, renumbered
+from .rearrange import one_axis
+
+AVERAGE: dict[int, Callable] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+MAX: dict[int, Callable] = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
+# those that return indices too; one of them has the name of one that does not
+PAIRS = (
+    torch.adaptive_max_pool1d,
+    F.adaptive_max_pool1d_with_indices,
+    F.adaptive_max_pool2d_with_indices,
+    F.adaptive_max_pool3d_with_indices,
+)
+
+
+class Adaptive(NamedTuple):
+    """One dim: output `o` reads from `o * size / out`, rounded down, to `(o + 1) * size / out`, rounded up."""
+
+    size: int
+    out: int
+
+    def owned(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """How many outputs have the centre of their window in each piece.
+
+        >>> Adaptive(8, 3).owned([4, 4])
+        (1, 2)
+        """
+        centred = [-(-(2 * start * self.out - self.size) // (2 * self.size)) for start in starts(lengths)[1:]]
+        marks = [0, *(min(max(o, 0), self.out) for o in centred), self.out]
+        return tuple(b - a for a, b in pairwise(marks))
+
+    def covers(self, first: int, stop: int) -> Span:
+        """The inputs that outputs `first` to `stop` read.
+
+        >>> Adaptive(7, 3).covers(1, 2)
+        Span(start=2, stop=5)
+        """
+        return Span(first * self.size // self.out, -(-stop * self.size // self.out)) if first < stop else Span(0, 0)
+
+
+class Rows:
+    """One dim of a piece, laid out so that all windows are equally long and stand one behind the other.
+
+    The piece holds the cells `here`; the outputs are `outs`. A window that is shorter than the others (or of which the
+    piece has only a part) is filled up with its last cell. index: the cells of the new dim, None if they are as they
+    were. length: of every window. counts: the cells of each that are its own.
+    """
+
+    def __init__(self, window: Adaptive, outs: Span, here: Span):
+        parts = []
+        for o in range(*outs):
+            first, stop = window.covers(o, o + 1)
+            parts.append(Span(max(first, here.start), min(stop, here.stop)))
+        self.begin, self.size = here.start, here.stop - here.start
+        self.counts = [max(stop - first, 0) for first, stop in parts]
+        self.whole = [b - a for a, b in (window.covers(o, o + 1) for o in range(*outs))]
+        self.length = max(self.counts, default=0)
+        last = max(self.size - 1, 0)
+        cells = [
+            min(max(min(first + j, stop - 1) - here.start, 0), last)
+            for first, stop in parts
+            for j in range(self.length)
+        ]
+        self.index = None if cells == list(range(self.size)) else cells
+
+    def of(self, block: Tensor, dim: int) -> Tensor:
+        if self.index is None:
+            return block
+        return block.index_select(dim, torch.tensor(self.index, device=block.device))
+
+    def cell(self, position: Tensor) -> Tensor:
+        """Global cells of positions along the dim of `of`."""
+        if self.index is not None:
+            position = torch.tensor(self.index, device=position.device)[position]
+        return position + self.begin
+
+    def surplus(self, like: Tensor, dim: int) -> Tensor | None:
+        """Which of the cells of `of` fill up a window."""
+        if all(n == self.length for n in self.counts):
+            return None
+        extra = [j >= n for n in self.counts for j in range(self.length)]
+        return torch.tensor(extra, device=like.device).view(-1, *[1] * (like.ndim - 1 - dim))
+
+
+class Way:
+    """What a rank does along the last dims, each of which it pools to a number of `out`.
+
+    source: where the operand must lie. result: where the outputs do; those along `merged` dims are whole, and over
+    `axes` each rank has made them of its part. rows: by dim, for those that are cut. weight: what a merged output
+    costs, in cells of input.
+    """
+
+    def __init__(self, layout: Layout, out: Sequence[int], weight: int):
+        self.nd = nd = len(out)
+        self.dims = dims = tuple(range(layout.ndim - nd, layout.ndim))
+        self.source = layout = one_axis(layout, dims)
+        windows = {d: Adaptive(layout.shape[d], n) for d, n in zip(dims, out, strict=True)}
+        fetched, cells = Frame(layout, windows).sends, layout.shape[-nd:].numel()
+        self.merged = []
+        for d in dims:
+            if fetched[d]:
+                parts = math.prod(layout.mesh.size(a) for a in layout.axes_of(d))
+                reduced = 2 * (parts - 1) * math.prod(out) * weight
+                if windows[d].out == 1 or fetched[d] * (cells // layout.shape[d]) > reduced:
+                    self.merged.append(d)
+        self.axes = layout.wide(a for d in self.merged for a in layout.axes_of(d))
+        self.frame = Frame(layout, {d: w for d, w in windows.items() if d not in self.merged})
+        self.result = self.frame.result(layout)
+        self.rows: dict[int, Rows] = {}
+        for d, window in windows.items():
+            if d in self.merged:
+                self.result = self.result.with_dim(d, Factor(window.out))
+                self.rows[d] = Rows(window, Span(0, window.out), layout.span(d))
+            elif layout.is_cut(d):
+                owned = self.frame.owned[d]
+                self.rows[d] = Rows(window, owned, window.covers(*owned))
+        self.outs = self.result.local_shape[-nd:]
+        self.made = self.result.local_shape.numel() > 0
+        self.working = self.made and all(r.length for r in self.rows.values())  # there are cells to pool
+
+    def spread(self, block: Tensor) -> Tensor:
+        """The piece with windows of one length along its cut dims."""
+        for dim, rows in self.rows.items():
+            block = rows.of(block, dim)
+        return block
+
+
+@rule(*(f"adaptive_avg_pool{nd}d" for nd in AVERAGE), partial=True, merged=True)
+def adaptive_avg_pool(input: Operand, output_size, *, fn):
+    """Means of windows; along merged dims, every rank's share of them."""
+    nd = int(fn.__name__.removeprefix("adaptive_avg_pool")[0])
+    call = AVERAGE[nd]
+    out = probe_shapes(call, input, output_size).shape[-nd:]
+    judge_dtype(input, nd, lambda x: call(x, 1))
+    way = Way(linear(input.layout), out, weight=1)
+    shape = way.result.local_shape
+
+    def local(input):
+        block = way.frame.take(input)
+        if not way.made:
+            return nothing(block, shape)
+        if not way.working:
+            return block.new_zeros(shape) + block.reshape(-1)[:0].sum()
+        block = way.spread(block)
+        for dim, rows in way.rows.items():
+            surplus = rows.surplus(block, dim)
+            block = block if surplus is None else block.masked_fill(surplus, 0)
+        made = call(block, way.outs)
+        for dim, rows in way.rows.items():
+            if any(n != rows.length for n in rows.whole):
+                made = made * along(made, dim, [rows.length / n for n in rows.whole])
+        return made
+
+    partial = [*way.result.partial, *((a, "sum") for a in way.axes)]
+    result = Layout.make(way.result.mesh, way.result.dims, partial)
+    return Plan(local=local, operands={"input": way.source}, layout=result)
+
+
+@rule(*MAX.values(), *PAIRS, exact=True, merged=True)
+def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
+    """Maxima of windows and where they are; along merged dims, the largest of every rank's."""
+    nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
+    call, pair = MAX[nd], fn in PAIRS
+    out = probe_shapes(call, input, output_size).shape[-nd:]
+    judge_dtype(input, nd, lambda x: call(x, 1))
+    way = Way(input.layout, out, weight=2)  # a value and its place
+    layout, result, over = way.source, way.result, groups(way.source, way.axes)
+    shape, sizes = result.local_shape, layout.shape[-nd:]
+    steps = [way.rows[d].cell if d in way.rows else _as_it_is for d in way.dims]
+
+    def pooled(block: Tensor) -> tuple[Tensor, Tensor]:
+        """The maxima that this rank finds, and their places in the field."""
+        if not way.made:
+            made = nothing(block, shape)
+            return made, torch.empty_like(made, dtype=torch.int64)
+        if not way.working:
+            made = block.new_full(shape, -math.inf) + block.reshape(-1)[:0].sum()
+            return made, torch.full_like(made, NOWHERE, dtype=torch.int64)
+        block = way.spread(block)
+        made, at = call(block, way.outs, return_indices=True)
+        index = renumbered(at, block.shape[-nd:], sizes, steps) if way.rows else at
+        for dim in way.merged:
+            counts = way.rows[dim].counts
+            if 0 in counts:
+                absent = along(index, dim, counts) == 0
+                made, index = made.masked_fill(absent, -math.inf), index.masked_fill(absent, NOWHERE)
+        return made, index
+
+    def local(input):
+        found = pooled(way.frame.take(input))
+        if over and way.made:
+            found = largest(*found, over)
+        return found if pair else found[0]
+
+    return Plan(local=local, operands={"input": layout}, layout=(result, result) if pair else result)
+
+
+def _as_it_is(position: Tensor) -> Tensor:
+    return position
+
+
+def largest(made: Tensor, index: Tensor, over: Groups) -> tuple[Tensor, Tensor]:
+    """The largest of all ranks' values and its place: the first of equals, but the last NaN, as torch's loops find it.
+
+    The gradient goes to that place alone. Two small all-reduces; backward sends nothing.
+    """
+    best = extreme_of(made, over, "max")
+    nan = best.isnan()
+    mine = (made == best) | (made.isnan() & nan)
+    key = torch.where(nan, NOWHERE - 1 - index, index)
+    first = extreme_of(torch.where(mine, key, NOWHERE), over, "min")
+    part = torch.where(mine & (key == first), made, torch.zeros_like(made))
+    return settled(part, best, over), torch.where(nan, NOWHERE - 1 - first, first)
