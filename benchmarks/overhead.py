@@ -70,6 +70,7 @@ def deep(t, backward: bool):
 
 
 def microseconds(call, repeats: int) -> float:
+    call()  # not timed: it finds the caches full of what ran before
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -109,8 +110,8 @@ def main() -> None:
     }
     assert isinstance(systems["dtensor"].x, DTensor)
     table = measure(systems, OPS, args.rounds, 20)
-    table |= measure(systems, {"10 x (linear, relu) forward": lambda t: deep(t, False)}, args.rounds, 3)
-    table |= measure(systems, {DEEP: lambda t: deep(t, True)}, args.rounds, 3)
+    table |= measure(systems, {"10 x (linear, relu) forward": lambda t: deep(t, False)}, args.rounds, 5)
+    table |= measure(systems, {DEEP: lambda t: deep(t, True)}, args.rounds, 5)
     attributes = {a: (lambda t, a=a: getattr(t.x, a)) for a in ("shape", "ndim", "dtype", "device")}
     table |= measure({k: systems[k] for k in systems if k != "dtensor"}, attributes, args.rounds, 200)
     print(f"{'us per call':32s} {'plain':>8s} {'DTensor':>8s} {'ours':>8s} {'/plain':>7s} {'/DTensor':>8s}")
