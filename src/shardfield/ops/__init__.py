@@ -20,6 +20,7 @@ from . import factory as factory
 from . import fft as fft
 from . import histogram as histogram
 from . import index as index
+from . import interpolate as interpolate
 from . import join as join
 from . import linalg as linalg
 from . import loss as loss

@@ -11,8 +11,13 @@ from ..layout import Factor, Layout, Span, pieces
 from .window import Window, spans
 
 
+def inside(part: Span, whole: Span) -> bool:
+    """Whether a range lies in another; an empty one always does."""
+    return part.start >= part.stop or (whole.start <= part.start and part.stop <= whole.stop)
+
+
 class Cover:
-    """This rank's part of an op that looks through a window along some dims, each cut by one axis at most.
+    """This rank's part of an op that looks through a window along some dims, each cut by one axis if anything travels.
 
     held, owned: the inputs it has and the outputs it makes, by dim, in global indices. halos: for each cut dim, the
     exchange of what those outputs read elsewhere. factors: how the outputs are cut.
@@ -31,12 +36,11 @@ class Cover:
             at = layout.index(factor.axes)
             self.held[dim], self.owned[dim] = spans(lengths)[at], spans(made)[at]
             self.factors[dim] = Factor(window.out, factor.axes, made if factor.axes else ())
-            if layout.is_cut(dim):
+            wanted = [window.reads(*span) for span in spans(made)]
+            if any(not inside(want, held) for want, held in zip(wanted, spans(lengths), strict=True)):
                 (axis,) = layout.wide(factor.axes)
-                wanted = [window.reads(*span) for span in spans(made)]
-                halo = Halo.around(dim, lengths, wanted, layout.coords[axis], layout.mesh.get_group(axis))
-                if halo.any:
-                    self.halos.append(halo)
+                group = layout.mesh.get_group(axis)
+                self.halos.append(Halo.around(dim, lengths, wanted, layout.coords[axis], group))
 
     @property
     def reached(self) -> dict[int, Span]:
