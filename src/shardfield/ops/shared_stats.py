@@ -92,9 +92,26 @@ class Scheme:
         """Sums of what shares a statistic, on this rank."""
         return self.outside(self.inside(tensor))
 
-    def variance(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Variance and mean of what this rank has in one pass, if there is one."""
-        return torch.var_mean(tensor, self.inner, correction=0, keepdim=True)
+    def as_channels(self, tensor: Tensor) -> Tensor | None:
+        """The tensor as (samples, channels, ...) where a channel is what `inner` sums, if its memory allows it."""
+        whole = self.inner and tensor.is_contiguous()
+        return tensor.view(1, self.shape[0] * self.shape[1], -1) if whole and tensor.numel() else None
+
+    def sums(self, grad: Tensor, off: Tensor, shift: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        """Over `inner`, the sums of `grad` and of `grad * (off - shift) * rstd`; statistics are spread already."""
+        seen = self.as_channels(grad), self.as_channels(off)
+        if seen[0] is None or seen[1] is None:
+            level = self.inside(grad)
+            return level, (self.inside(grad * off) - shift * level) * rstd
+        given = (*seen, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
+        _, slope, level = torch.ops.aten.native_batch_norm_backward(*given)
+        return level.view(rstd.shape), slope.view(rstd.shape)
+
+    def moments(self, off: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of what shares a statistic and of its squares, on this rank."""
+        shape = [1 if d in self.inner else n for d, n in enumerate(off.shape)]
+        level, slope = self.sums(off, off, off.new_zeros(shape), off.new_ones(shape))
+        return self.outside(level), self.outside(slope)
 
     def spread(self, statistic: Tensor) -> Tensor:
         """A statistic where it broadcasts against the view."""
@@ -124,6 +141,9 @@ class Rows(Scheme):
     def view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(self.shape)
 
+    def as_channels(self, tensor: Tensor) -> Tensor | None:
+        return tensor.reshape(1, *self.shape) if tensor.numel() else None
+
     def lift(self, parameter: Tensor) -> Tensor:
         return parameter.reshape(-1)
 
@@ -134,6 +154,9 @@ class Batch(Scheme):
     def __init__(self, layout: Layout):
         self.inner = (0, *range(2, layout.ndim))
         super().__init__(layout, self.inner)
+
+    def as_channels(self, tensor: Tensor) -> Tensor | None:
+        return tensor if tensor.numel() else None
 
 
 class Instances(Scheme):
@@ -196,13 +219,6 @@ class Groups(Scheme):
         after = self.held_groups - before - held.shape[1]
         # padded, not put into zeros: where there are no channels the graph must be the other ranks' all the same
         return F.pad(held, [0, 0] * len(self.inner) + [before, after]) if before or after else held
-
-    def variance(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        if len(self.runs) != 1 or self.runs[0][3] != self.held_groups:
-            return None
-        dims = (2, *(d + 1 for d in self.inner))
-        pair = torch.var_mean(tensor.unflatten(1, (self.held_groups, -1)), dims, correction=0, keepdim=True)
-        return pair[0].squeeze(2), pair[1].squeeze(2)
 
     def spread(self, statistic: Tensor) -> Tensor:
         parts = []

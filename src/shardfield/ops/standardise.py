@@ -21,9 +21,6 @@ from ..plan import groups
 from .across import HALF
 from .shared_stats import Batch, Rows, Scheme
 
-# Devices on which one pass for mean and variance takes longer than three simple ones: torch's is 6 times slower there.
-SLOW_MOMENTS = {"cpu"}
-
 
 class Standardise:
     """One normalisation, planned: call it with the local input, weight and bias (or None).
@@ -64,13 +61,10 @@ class Standardise:
         The mean in fp64, as that point and what was lost in rounding to it: a mean of 1000 in fp32 has four digits.
         """
         scheme = self.scheme
-        known = None if v.device.type in SLOW_MOMENTS or not v.numel() else scheme.variance(v)
-        near = (scheme.fold(v) / self.some).to(v.dtype) if known is None else known[1]
+        near = (scheme.fold(v) / self.some).to(v.dtype)
         off = v - scheme.spread(near)
-        rest = scheme.fold(off).double() / self.some
-        deviations = scheme.fold(off.square()).double() if known is None else known[0].double() * self.count
-        deviations = deviations - self.count * rest.square() if known is None else deviations
-        return near + rest, deviations, near, off
+        rest, squares = (t.double() for t in scheme.moments(off))
+        return near + rest / self.some, squares - rest.square() / self.some, near, off
 
     def merged(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and squared deviations over all ranks: one message an axis."""
@@ -149,20 +143,18 @@ class Standardise:
 
     def row_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
         """Along rows: the sums of grad * weight and of that times what is normalised. Across: the parameters' own."""
-        both = g * off
-        first, second = (g.sum(1), both.sum(1)) if w is None else (torch.mv(g, w), torch.mv(both, w))
-        flat = rstd.flatten()
-        grad_weight = torch.mv(both.T, flat)
-        if shift is not None:
-            second = second - shift.flatten() * first
-            grad_weight = grad_weight - torch.mv(g.T, flat * shift.flatten())
-        return [first.unsqueeze(1), (second * flat).unsqueeze(1), grad_weight, g.sum(0)]
+        scheme = self.scheme
+        shift = torch.zeros_like(rstd) if shift is None else shift
+        level, slope = scheme.sums(g if w is None else g * w, off, shift, rstd)
+        if w is None or not g.numel():
+            return [level, slope, g.new_zeros(g.shape[1]), g.sum(0)]
+        given = (g, off, scheme.shape[1:], shift, rstd, w, w, [False, True, True])
+        return [level, slope, *torch.ops.aten.native_layer_norm_backward(*given)[1:]]
 
     def channel_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
         """The same from sums for each channel, of each sample where samples do not share a mean."""
         scheme = self.scheme
-        level = scheme.inside(g)
-        slope = (scheme.inside(g * off) - scheme.spread(shift) * level) * scheme.spread(rstd)
+        level, slope = scheme.sums(g, off, scheme.spread(shift), scheme.spread(rstd))
         if self.batch:  # one statistic for each channel: its sums are the parameters' sums
             return [level, slope]
         pair = [level, slope] if w is None else [level * w, slope * w]
