@@ -20,7 +20,7 @@ LAYERS = [
     # The documented names over comm/. The package's __init__ lists them, so it stands above comm/ too.
     {"distributed." + x for x in ("__init__", "pieces", "utils", "autograd", "mappings", "fft", "fused", "shared")},
     {"plan", "spec"},
-    {"redistribute"},
+    {"redistribute", "aliasing"},
     {"operands"},
     {"gather", "lockstep"},
     {"execute"},

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from . import operands
 from ._compat import autocast_on, autocast_state, same_memory
+from .aliasing import Doubt, in_order
 from .comm import moves
 from .errors import ShardingError
 from .gather import gathered
@@ -117,17 +118,30 @@ class Ready:
         assert out.shape == layout.local_shape, (
             f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
         )
-        result = operands.wrap(out, layout)
-        if self.marks and self._is_copy(out, base, source):
-            result._copied_view = True
-        return result
+        if self.marks:
+            return self._marked(out, layout, base, source)
+        return operands.wrap(out, layout)
 
-    def _is_copy(self, out: Tensor, base: Tensor, source: Any) -> bool:
-        """Whether this is a copy of what torch would view; a view of such a copy is no better."""
+    def _marked(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+        """The result, with what a write into it would do: a view of what is already a copy is no better."""
         plan = self.plan
-        if plan.copied or (plan.view and not same_memory(out, base) and out.numel()):
-            return True
-        return source.__class__ is operands.ShardTensor and source._copied_view and same_memory(out, base)
+        of_shards = source.__class__ is operands.ShardTensor
+        before = source._copied_view if of_shards else False
+        narrowed = plan.narrows or (of_shards and source._narrowed)
+        copied: bool | Doubt = plan.copied
+        if not copied and (plan.unsure or (narrowed and plan.joined)):
+            here = in_order(base, plan.joined) if plan.joined else same_memory(out, base)
+            if not here and same_memory(out, base):
+                out = out.clone()  # one device makes a copy here, or nothing at all
+            copied = Doubt(layout, plan.view, here if out.numel() else None, before, narrowed)
+        elif not copied and (plan.view or before):
+            copied = before if same_memory(out, base) else plan.view and out.numel() > 0
+        result = operands.wrap(out, layout)
+        if copied:
+            result._copied_view = copied
+        if narrowed:
+            result._narrowed = True
+        return result
 
 
 def planned(planner: Callable, partial: bool, merged: bool) -> Handler:

@@ -60,6 +60,9 @@ class Plan:
     copied: the result is a copy although torch would return a view: writing into it is refused.
     view: torch returns a view of the first tensor: where the local result is none, it counts as copied.
     may_view: torch returns a view of the first tensor or a copy, as its memory allows.
+    joined: groups of dims of the first tensor that become one: whether that is a view, memory decides.
+    unsure: the pieces' memory may not tell on all ranks; then ranks agree when someone writes.
+    narrows: the results are slices of a cut dim of the first tensor.
     """
 
     local: Callable[..., Any]
@@ -69,6 +72,9 @@ class Plan:
     copied: bool = False
     view: bool = False
     may_view: bool = False
+    joined: Sequence[Sequence[int]] = ()
+    unsure: bool = False
+    narrows: bool = False
     takes: Sequence[str] = ()
 
 

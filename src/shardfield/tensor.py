@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from . import dispatch, operands
 from ._compat import make_wrapper
+from .aliasing import Doubt, settled
 from .comm import moves
 from .errors import ShardingError
 from .layout import Layout
@@ -37,7 +38,9 @@ class ShardTensor(torch.Tensor):
     _layout: Layout
     _dtype: torch.dtype  # the local tensor's, and so is the device: asking it takes longer
     _device: torch.device
-    _copied_view = False  # torch would have returned a view here and this is a copy: writing would be lost
+    # torch would have returned a view here and this is a copy: writing would be lost
+    _copied_view: bool | Doubt = False
+    _narrowed = False  # a slice of a cut dim
     _whole: tuple[tuple[int, bool], ShardTensor] | None = (
         None  # what a Partial sums to, and the version it was taken at
     )
@@ -282,10 +285,11 @@ class ShardTensor(torch.Tensor):
         return self
 
     def _writable(self) -> None:
-        if self._copied_view:
+        if self._copied_view and settled(self._copied_view):
             raise ShardingError(
-                "writing into this tensor would be lost: on one device it is a view, here its pieces were moved and it "
-                f"is a copy ({self._layout}). Write into the original by index, or clone() first"
+                "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one device "
+                f"it is a view, here pieces of it were moved or copied ({self._layout}). Write into the original by "
+                "index, or clone() first"
             )
 
     # ------------------------------------------------------------------ users' own ops

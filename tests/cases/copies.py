@@ -5,6 +5,7 @@ import torch
 from harness import T, case
 
 FEW = {"layouts": 4}
+ALIKE = {"refused": True, "layouts": 8}
 
 
 def written(name, view, *args, how=None):
@@ -45,6 +46,16 @@ CASES = [
     written("chunk with a gradient", lambda x: x.chunk(2)[1], T(5, 3)),
     written("real", lambda x: torch.view_as_complex(x.view(3, 4, 2)).real, T(3, 8), how={"refused": True}),
     written("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x)), T(3, 4, 2, cut=(0, 1))),
+    # torch copies here, or raises; a piece of one row or of none could be viewed all the same
+    written("reshape that copies", lambda x: x.t().reshape(24), T(4, 6), how=ALIKE),
+    written("view of a transpose", lambda x: x.t().view(24), T(4, 6), how=ALIKE),
+    written("reshape that copies, on a mesh", lambda x: x.permute(1, 0, 2).reshape(6, 4), T(2, 3, 4), how=ALIKE),
+    written("slice and merge", lambda x: x[:, :3].reshape(12), T(4, 6), how=ALIKE),
+    written("chunk and merge", lambda x: x.chunk(2, 1)[0].reshape(12), T(4, 6), how=ALIKE | {"grad": False}),
+    written("rows and merge", lambda x: x[1:3].flatten(), T(4, 6), how=ALIKE),
+    written("row and merge", lambda x: x[:, 1].reshape(-1), T(3, 4, 5), how=ALIKE),
+    written("merge, then slice", lambda x: x.flatten()[3:9], T(4, 6), how=ALIKE),
+    written("copy, then slice", lambda x: x.t().reshape(24)[3:9], T(4, 6), how=ALIKE),
     in_place("t_", lambda x: x.t_(), T(3, 4)),
     in_place("transpose_", lambda x: x.transpose_(0, 2), T(3, 4, 2)),
     in_place("swapaxes_", lambda x: x.swapaxes_(0, 1), T(3, 4)),

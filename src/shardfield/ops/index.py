@@ -35,6 +35,7 @@ class Basic(NamedTuple):
     result: Layout
     copied: bool
     kept: tuple[int, ...]
+    narrowed: bool
 
     def run(self, x: ShardTensor) -> ShardTensor:
         local = x._local_tensor
@@ -47,7 +48,9 @@ class Basic(NamedTuple):
             local = only(local)
         out = wrap(local, self.result)
         if self.copied or x._copied_view:
-            out._copied_view = True
+            out._copied_view = self.copied or x._copied_view
+        if self.narrowed or x._narrowed:
+            out._narrowed = True
         return out
 
 
@@ -102,15 +105,17 @@ def basic(layout: Layout, items: tuple[Item, ...], keep: bool = False) -> Basic:
         dim += 1
     copied = bool(layout.partial) or source is not layout
     result = source.with_dims(dims)
+    real = [i for i in items if i is not None]
+    narrowed = any(source.is_cut(d) and i != (0, n, 1) for d, (i, n) in enumerate(zip(real, layout.shape, strict=True)))
     if keep or not kept:
-        return Basic(source, tuple(part), None, result, copied, tuple(kept))
+        return Basic(source, tuple(part), None, result, copied, tuple(kept), narrowed)
     left = dropped(result, kept)
     if left is not None:
-        return Basic(source, tuple(part), left.local_shape, left, copied, tuple(kept))
+        return Basic(source, tuple(part), left.local_shape, left, copied, tuple(kept), narrowed)
     if any(op != "sum" for _, op in source.partial):
         source = source.with_partial(())
     alone = Layout.make(layout.mesh, [], [*source.partial, *((a, "sum") for a in result.wide(result.shard_axes))])
-    return Basic(source, tuple(part), torch.Size(()), alone, True, tuple(kept))
+    return Basic(source, tuple(part), torch.Size(()), alone, True, tuple(kept), narrowed)
 
 
 def _unravel(layout: Layout, dim: int, i: int) -> list[tuple[Factor, int]]:

@@ -79,6 +79,7 @@ def split(input: Operand, *args, fn, **kwargs):
         operands={"input": source},
         layout=tuple(layout for layout, _ in found),
         view="unsafe" not in fn.__name__,
+        narrows="unsafe" not in fn.__name__ and source.is_cut(dim),
         copied="unsafe" not in fn.__name__ and lost(input.layout, source),
     )
 
@@ -129,5 +130,6 @@ def unbind(input: Operand, dim=0):
         operands={"input": source},
         layout=tuple(layouts),
         view=input.ndim > 1,
+        narrows=True,
         copied=input.ndim == 1 or lost(input.layout, source),
     )

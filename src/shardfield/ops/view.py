@@ -49,6 +49,18 @@ def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]
     return found
 
 
+def joins(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of old dims that must lie one inside the other in memory, for a view to be one.
+
+    >>> joins([2, 3, 1, 4, 5], [6, 4, 5])
+    ((0, 1),)
+    """
+    if 0 in new:
+        return ()
+    groups = [tuple(d for d in range(a.start, a.stop) if old[d] > 1) for a, _ in segments(old, new)]
+    return tuple(g for g in groups if len(g) > 1)
+
+
 def viewed(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
     """Three layouts: the operand's with some dims flattened, the same after what must move has moved, the view's.
 
@@ -123,12 +135,15 @@ def view(input: Operand, *args, fn, **kwargs):
     if not shape:
         return alone(layout)
     flat, moved, result = viewed(layout, shape)
+    joined = joins(layout.shape, shape)
     # torch's reshape copies what it cannot view: then nobody expects a write to reach the operand
     return Plan(
         local=_through(layout, flat, moved, result),
         layout=result,
         view=fn.__name__ == "view",
         may_view=True,
+        joined=joined,
+        unsure=any(min(pieces(f)) < 2 for group in joined for d in group for f in layout.dims[d] if layout.is_cut(d)),
         copied=bool(layout.numel) and lost(flat, moved),
     )
 
@@ -139,6 +154,11 @@ def lost(source: Layout, target: Layout) -> bool:
     What is still to be reduced is changed as a whole, in new memory.
     """
     return bool(source.partial) or not stays(source, target)
+
+
+def slight(layout: Layout) -> bool:
+    """True if some rank's piece is shorter than two along a dim of which that cannot be said."""
+    return any(min(pieces(f)) < 2 for d in layout.cut_dims for f in layout.dims[d])
 
 
 def _through(layout: Layout, flat: Layout, moved: Layout, result: Layout) -> Callable[[Tensor], Tensor]:
@@ -172,7 +192,14 @@ def as_dtype(input: Operand, dtype: torch.dtype) -> Plan:
             return input.new_empty(local_shape, dtype=dtype)
         return (input.contiguous() if resized else input).view(dtype)
 
-    return Plan(local=local, operands={"input": source}, layout=layout, view=True, copied=lost(input.layout, source))
+    return Plan(
+        local=local,
+        operands={"input": source},
+        layout=layout,
+        view=True,
+        unsure=resized and slight(source),
+        copied=lost(input.layout, source),
+    )
 
 
 def _at_least(fn: Callable) -> Callable:
@@ -224,6 +251,7 @@ def view_as_complex(input: Operand):
         operands={"input": source},
         layout=source.without([-1]),
         view=True,
+        unsure=slight(source),
         copied=lost(input.layout, source),
     )
 

@@ -1,0 +1,62 @@
+"""Is a reshaped tensor a view, or a copy? On one device the strides tell; a piece's strides may tell otherwise.
+
+A piece that is empty, or one long where the whole is not, can be viewed in ways in which the whole cannot, and so can a
+piece that a slice happens to take in full. Then ranks may differ on what a write would reach. That is settled when
+someone writes, by one small message: all ranks write, or all refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .comm import wire
+from .layout import Layout
+
+
+def in_order(tensor: Tensor, joined: Sequence[Sequence[int]]) -> bool:
+    """Whether the dims of each group lie one inside the other, so that they can be one dim of the same memory.
+
+    Unlike torch's own test it looks at dims of size 1 too, which tell what lies around this piece.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    return all(
+        strides[a] == strides[b] * max(shape[b], 1) for dims in joined for a, b in zip(dims, dims[1:], strict=False)
+    )
+
+
+class Doubt:
+    """A reshaped tensor on ranks that may not agree on whether it is a view of its source.
+
+    strict: torch makes a view or raises (`view`), else it makes a view or a copy (`reshape`). here: whether it is a
+    view on this rank; None if there is nothing here to tell. source: what is known of the source itself: True if
+    writing into it would be lost, False if not, or a doubt. narrowed: the source is a slice of a cut dim, and pieces
+    that it takes in full say nothing of the whole.
+    """
+
+    __slots__ = ("layout", "strict", "here", "source", "narrowed", "verdict")
+
+    def __init__(self, layout: Layout, strict: bool, here: bool | None, source: bool | Doubt, narrowed: bool):
+        self.layout, self.strict, self.here, self.source, self.narrowed = layout, strict, here, source, narrowed
+        self.verdict: bool | None = None
+
+    def lost(self) -> bool:
+        """Whether a write would be lost, or reach the source on some ranks only. All ranks ask, and get one answer."""
+        if self.verdict is None:
+            mesh = self.layout.mesh
+            seen = torch.tensor([self.here is True, self.here is False], device=wire.device_of(mesh))
+            for axis in self.layout.wide(range(mesh.ndim)):
+                seen = wire.all_reduce(seen, mesh.get_group(axis), "max")
+            viewed, copied = seen.tolist()
+            if copied:
+                self.verdict = self.strict or viewed
+            else:
+                self.verdict = settled(self.source) or (self.narrowed and not self.strict)
+        return self.verdict
+
+
+def settled(copied: bool | Doubt) -> bool:
+    """Whether writing into a tensor would be lost."""
+    return copied.lost() if isinstance(copied, Doubt) else copied
