@@ -287,9 +287,9 @@ class ShardTensor(torch.Tensor):
     def _writable(self) -> None:
         if self._copied_view and settled(self._copied_view):
             raise ShardingError(
-                "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one device "
-                f"it is a view, here pieces of it were moved or copied ({self._layout}). Write into the original by "
-                "index, or clone() first"
+                "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one "
+                f"device it is a view, here pieces of it were moved or copied ({self._layout}). Write into the "
+                "original by index, or clone() first"
             )
 
     # ------------------------------------------------------------------ users' own ops
