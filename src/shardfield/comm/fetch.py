@@ -119,12 +119,16 @@ def _widened(block: Tensor, earlier: Sequence[tuple[Halo, Tensor]], piece: Piece
     return found
 
 
-def add_back(returned: Sequence[tuple[Piece, Tensor]], block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> None:
-    """The adjoint of widening: gradients that came back go into those of the earlier strips and of the block."""
+def add_back(
+    returned: Sequence[tuple[Piece, Tensor]], earlier: Sequence[tuple[Halo, Tensor]]
+) -> list[tuple[Piece, Tensor]]:
+    """The adjoint of widening: gradients go into those of the earlier strips; what is left is the block's."""
+    left = []
     for piece, grad in returned:
         for halo, strip in reversed(earlier):
             part, inner = piece.of(strip), grad.shape[halo.dim] - halo.before - halo.after
             first, grad, last = grad.split([halo.before, inner, halo.after], halo.dim)
             part.narrow(halo.dim, 0, halo.before).add_(first)
             part.narrow(halo.dim, halo.before, halo.after).add_(last)
-        piece.of(block).add_(grad)
+        left.append((piece, grad))
+    return left

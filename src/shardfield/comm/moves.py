@@ -166,6 +166,23 @@ def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     return [done[i] for i in range(len(tensors))]
 
 
+def start_sum(tensors: Sequence[Tensor], groups: Groups) -> wire.Pending[list[Tensor]]:
+    """The sums over all groups of tensors of one dtype, in flight: one message for the first group, the rest on wait."""
+    if not groups or not tensors:
+        return wire.Pending((), (), lambda: list(tensors))
+    flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+    pending = wire.start_all_reduce(flat, groups[0])
+
+    def land() -> list[Tensor]:
+        total = pending.wait()
+        for group in groups[1:]:
+            total = wire.all_reduce(total, group)
+        parts = total.reshape(-1).split([t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    return wire.Pending((), (), land)
+
+
 class Move(torch.autograd.Function):
     """Base of the moves: what its backward sends is told to the call that its forward was made for."""
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import composed, rule
-from ..layout import Factor, Layout, starts
-from ..plan import Operand, Plan
+from ..layout import Factor, Layout, pieces, starts
+from ..plan import Operand, Plan, groups
 from .across import probe_shapes
 from .convolved import PLAIN, TRANSPOSED, Blocks, Call
 from .cover import Cover
@@ -67,7 +67,9 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
 
 def judge(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *how: Any) -> None:
     """torch's own errors; a rank with an empty piece would not see them otherwise."""
-    probe_shapes(fn, input, weight, bias, *how)
+    out = probe_shapes(fn, input, weight, bias, *how).shape
+    if min(out[2 - weight.ndim :]) < 1:  # before 2.13, torch finds it in the kernel only
+        raise RuntimeError(f"{fn.__name__}: the kernel {tuple(weight.shape[2:])} is larger than the padded input")
     kinds = {t.dtype for t in (input, weight, bias) if t is not None}
     if len(kinds) > 1 and not torch.is_autocast_enabled(input.device.type):
         raise RuntimeError(
@@ -131,7 +133,13 @@ def planned(
     windows = [Window(n, o, k, s, p, d, call.transposed) for n, o, k, s, p, d in dims]
     cover = Cover(layout, dict(enumerate(windows, 2)))
     result = cover.result(layout).with_dim(1, channels.result).with_partial(channels.partial)
-    blocks = Blocks(call._replace(groups=channels.groups), cover)
+    # A whole weight's gradient is summed by the convolution itself, which has work to do meanwhile.
+    plain = channels.narrow is None and not channels.partial
+    others = {*layout.shard_axes, *result.shard_axes} - set(channels.weight.shard_axes)
+    over = groups(layout, sorted(others)) if plain else ()
+    filled = [layout.dims[0], layout.dims[1], *result.dims[1:2]]
+    busy = all(n for (factor,) in filled for n in pieces(factor)) and 0 not in weight.shape
+    blocks = Blocks(call._replace(groups=channels.groups), cover, over, busy)
     first = all(layout.coords[a] == 0 for a in channels.partial)
     narrow = channels.narrow
 
@@ -146,4 +154,5 @@ def planned(
     targets = {"input": layout if batched else layout.without([0]), "weight": channels.weight}
     if bias is not None:
         targets["bias"] = channels.bias
-    return Plan(local=local, operands=targets, layout=result if batched else result.without([0]))
+    whole = ("weight", "bias") if plain else ()
+    return Plan(local=local, operands=targets, layout=result if batched else result.without([0]), whole=whole)

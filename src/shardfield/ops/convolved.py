@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm import moves
+from ..comm import moves, wire
 from ..comm.fetch import add_back
-from ..layout import Span
+from ..comm.moves import Groups
+from ..layout import Span, pieces
 from .cover import Cover
-from .window import Tile
+from .window import Tile, Window, spans
 
 PLAIN = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
@@ -54,11 +55,18 @@ class Call(NamedTuple):
         return torch.ops.aten.convolution_backward(grad, input, weight, bias, *how, wanted)
 
 
+def alone(window: Window, lengths: Sequence[int]) -> bool:
+    """True if every piece makes all the outputs it owns by itself."""
+    owned = spans(window.owned(lengths))
+    tiles = [window.tile(start, stop - start, *out) for (start, stop), out in zip(spans(lengths), owned, strict=True)]
+    return all(t is not None and t.number == stop - start for t, (start, stop) in zip(tiles, owned, strict=True))
+
+
 class Box:
     """A local convolution of one piece of the input: which part of it, and where in the output its results belong."""
 
-    def __init__(self, tiles: Sequence[Tile], out: Sequence[int]):
-        self.tiles, self.out = tiles, out
+    def __init__(self, tiles: Sequence[Tile], taps: Sequence[tuple[int, int]], out: Sequence[int]):
+        self.tiles, self.taps, self.out = tiles, taps, out
         self.padding = tuple(t.padding for t in tiles)
         self.fills = all(t.number == n for t, n in zip(tiles, out, strict=True))
 
@@ -71,6 +79,10 @@ class Box:
     def of(self, piece: Tensor) -> Tensor:
         """The cells of a piece that are read."""
         return self._narrowed(piece, [(t.start, t.length) for t in self.tiles])
+
+    def kernel(self, weight: Tensor) -> Tensor:
+        """The part of the kernel that meets the piece."""
+        return self._narrowed(weight, self.taps)
 
     def kept(self, result: Tensor) -> Tensor:
         """What is wanted of the results."""
@@ -96,10 +108,24 @@ class Box:
 
 
 class Blocks:
-    """One rank's part: the box of its own block and, for each strip, of the rows before and behind the block."""
+    """One rank's part: the box of its own block and, for each strip, of the rows before and behind the block.
 
-    def __init__(self, call: Call, cover: Cover):
-        self.call, self.halos = call, cover.halos
+    The gradients of weight and bias are summed over the groups `over`, while that of the block is taken. `busy`: every
+    rank has samples and channels.
+    """
+
+    def __init__(self, call: Call, cover: Cover, over: Groups, busy: bool):
+        self.call, self.halos, self.over = call, cover.halos, over
+        # One local call does it, on every rank: all of them must go the same way, or their gradients' sums do not meet.
+        self.simple = (
+            busy
+            and not self.halos
+            and all(
+                alone(window, pieces(factor))
+                for dim, window in cover.windows.items()
+                for factor in cover.layout.dims[dim]
+            )
+        )
         self.windows = list(cover.windows.values())
         held, owned = list(cover.held.values()), list(cover.owned.values())
         self.out = tuple(stop - start for start, stop in owned)
@@ -121,10 +147,19 @@ class Blocks:
 
     def _box(self, held: Sequence[Span], owned: Sequence[Span]) -> Box | None:
         """The box of a piece that covers `held`; None if it contributes nothing."""
-        pairs = zip(self.windows, held, owned, strict=True)
-        tiles = [w.tile(a, b - a, first, stop) for w, (a, b), (first, stop) in pairs]
-        kept = [t for t in tiles if t is not None]
-        return Box(kept, self.out) if len(kept) == len(tiles) and 0 not in self.out else None
+        tiles, taps = [], []
+        for window, (start, stop), (first, last) in zip(self.windows, held, owned, strict=True):
+            tile = window.tile(start, stop - start, first, last)
+            if tile is None or not last > first:
+                return None
+            begin, number = window.taps(start, stop - start, first + tile.at, first + tile.at + tile.number)
+            if not number:  # it lies in the gaps of the window
+                return None
+            tile = window.only(begin, number).tile(start, stop - start, first, last)
+            assert tile is not None
+            tiles.append(tile)
+            taps.append((begin, number))
+        return Box(tiles, taps, self.out) if 0 not in self.out else None
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The rank's outputs."""
@@ -136,13 +171,15 @@ class Blocks:
             )
         if block.is_complex():
             return self.widened(block, weight, bias)
-        if not self.halos and self.own is not None and self.own.fills and not idle(block, weight):
-            return self.own.kept(self.call.run(self.own.of(block), weight, bias, self.own.padding))
+        if self.simple and self.own is not None:
+            weight, bias = self._entered(weight, bias)
+            return self.own.kept(self.call.run(self.own.of(block), self.own.kernel(weight), bias, self.own.padding))
         return _Convolved.apply(self, block, weight, bias)
 
     def widened(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same by widening the block first: all in differentiable calls, for derivatives of derivatives."""
         block = self.widen(block)
+        weight, bias = self._entered(weight, bias)
         out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
         # every rank's graph must lead to the same moves, also where there is nothing to do
         out = out + (block.reshape(-1)[:0, None] * weight.reshape(-1)[None, :0]).sum()
@@ -150,8 +187,15 @@ class Blocks:
             out = out + bias.view(-1, *[1] * len(self.out))
         if self.wide is None or idle(block, weight):
             return out
-        made = self.wide.kept(self.call.run(self.wide.of(block), weight, None, self.wide.padding))
-        return out + F.pad(made, self.wide.margins())
+        box = self.wide
+        made = box.kept(self.call.run(box.of(block), box.kernel(weight), None, box.padding))
+        return out + F.pad(made, box.margins())
+
+    def _entered(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if bias is None:
+            return moves.enter([weight], self.over)[0], None
+        weight, bias = moves.enter([weight, bias], self.over)
+        return weight, bias
 
     def _channels(self, weight: Tensor) -> int:
         return weight.shape[1] * self.call.groups if self.call.transposed else weight.shape[0]
@@ -163,7 +207,7 @@ class Blocks:
         pending = self.halos[0].start(block, []) if self.halos else None
         working = not idle(block, weight)
         if self.own is not None and self.own.fills and working:
-            out = self.own.kept(self.call.run(self.own.of(block), weight, bias, self.own.padding))
+            out = self.own.kept(self.call.run(self.own.of(block), self.own.kernel(weight), bias, self.own.padding))
         else:
             out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
             if bias is not None:
@@ -181,66 +225,69 @@ class Blocks:
         return out, strips
 
     def _add(self, out: Tensor, box: Box, piece: Tensor, weight: Tensor) -> None:
-        box.region(out).add_(box.kept(self.call.run(box.of(piece), weight, None, box.padding)))
+        box.region(out).add_(box.kept(self.call.run(box.of(piece), box.kernel(weight), None, box.padding)))
 
     def backward(self, grad: Tensor, block: Tensor, strips: Sequence[Tensor], weight: Tensor, wanted: Sequence[bool]):
-        """The gradients of block, weight and bias."""
+        """The gradients of block, weight and bias. What must travel leaves as soon as it is known."""
         of_block, of_weight, of_bias = wanted
-        working = not idle(block, weight) and grad.numel()
-        block_grad: Tensor | None = None
+        working = bool(grad.numel()) and not idle(block, weight)
         weight_grad = torch.zeros_like(weight) if of_weight else None
         strip_grads = [torch.zeros_like(s) for s in strips] if of_block else []
         for i, parts in enumerate(self.strips if working else ()):
             for rows, box in parts:
                 at = (self.halos[i].dim, *rows)
-                from_strip, from_weight = self._piece_grads(
-                    grad, box, strips[i].narrow(*at), weight, of_block, of_weight
-                )
+                made = self._grads(grad, box, strips[i].narrow(*at), weight, [of_block, of_weight, False])
                 if of_block:
-                    box.of(strip_grads[i].narrow(*at)).add_(from_strip)
+                    box.of(strip_grads[i].narrow(*at)).add_(made[0])
                 if of_weight:
-                    weight_grad += from_weight
-        left = [of_block, of_weight]  # of the gradients that the block itself gives
+                    box.kernel(weight_grad).add_(made[1])
 
-        def own(of_block: bool, of_weight: bool) -> None:
-            nonlocal block_grad, weight_grad
-            if self.own is None or not working:
-                block_grad = torch.zeros_like(block) if of_block else block_grad
-                return
-            if not of_block and not of_weight:
-                return
-            from_block, from_weight = self._piece_grads(grad, self.own, block, weight, of_block, of_weight)
-            if of_block and from_block.shape == block.shape:
-                block_grad = from_block
-            elif of_block:
-                block_grad = torch.zeros_like(block)
-                self.own.of(block_grad).copy_(from_block)
-            if of_weight:
-                weight_grad += from_weight
+        def of_parameters() -> wire.Pending[list[Tensor]]:
+            """The gradients of weight and bias, on their way."""
+            found = [weight_grad] if of_weight else []
+            if of_weight and working and self.own is not None:
+                made = self._grads(grad, self.own, block, weight, [False, True, False])
+                self.own.kernel(weight_grad).add_(made[1])
+            if of_bias:
+                found.append(grad.sum([d for d in range(grad.ndim) if d != 1]))
+            return moves.start_sum(found, self.over)
 
-        # with several exchanges, the input's gradient is taken under the first of them, the weight's under the last
-        several = len(self.halos) > 1
+        def of_own() -> Tensor:
+            if not working or self.own is None:
+                return torch.zeros_like(block)
+            (made, *_) = self._grads(grad, self.own, block, weight, [True, False, False])
+            if made.shape == block.shape:
+                return made
+            full = torch.zeros_like(block)
+            self.own.of(full).copy_(made)
+            return full
+
+        parameters = block_grad = None
+        returned: list = []
         for i in reversed(range(len(self.halos) if of_block else 0)):
             pending = self.halos[i].give_back(strip_grads[i], block.shape, self.halos[:i])
-            now = [left[0], left[1] and (i == 0 or not several)]
-            own(*now)
-            left = [False, left[1] and not now[1]]
-            add_back(pending.wait(), block_grad, list(zip(self.halos[:i], strip_grads[:i], strict=True)))
-        own(*left)
-        bias_grad = grad.sum([d for d in range(grad.ndim) if d != 1]) if of_bias else None
-        return block_grad, weight_grad, bias_grad
+            parameters = parameters or of_parameters()
+            block_grad = of_own() if i == 0 else None
+            returned += add_back(pending.wait(), list(zip(self.halos[:i], strip_grads[:i], strict=True)))
+        parameters = parameters or of_parameters()
+        if of_block and block_grad is None:
+            block_grad = of_own()
+        for piece, part in returned:
+            piece.of(block_grad).add_(part)
+        found = iter(parameters.wait())
+        return block_grad, next(found) if of_weight else None, next(found) if of_bias else None
 
-    def _piece_grads(self, grad: Tensor, box: Box, piece: Tensor, weight: Tensor, of_piece: bool, of_weight: bool):
-        piece = box.of(piece)
+    def _grads(self, grad: Tensor, box: Box, piece: Tensor, weight: Tensor, wanted: list[bool]):
+        """The gradients of one piece's convolution with respect to the cells and the kernel it uses."""
+        piece, kernel = box.of(piece), box.kernel(weight)
         spatial = []
         for i, n in enumerate(piece.shape[2:]):
-            reach = (weight.shape[i + 2] - 1) * self.call.dilation[i]
+            reach = (kernel.shape[i + 2] - 1) * self.call.dilation[i]
             if self.call.transposed:
                 spatial.append((n - 1) * self.call.stride[i] - 2 * box.padding[i] + reach + 1)
             else:
                 spatial.append((n + 2 * box.padding[i] - reach - 1) // self.call.stride[i] + 1)
-        full = box.spread(grad, spatial)
-        return self.call.grads(full, piece, weight, None, box.padding, [of_piece, of_weight, False])[:2]
+        return self.call.grads(box.spread(grad, spatial), piece, kernel, None, box.padding, wanted)
 
 
 class _Convolved(moves.Move):
