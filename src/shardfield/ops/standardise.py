@@ -58,13 +58,15 @@ class Standardise:
     def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean and squared deviations of what this rank has, a point near the mean, and what `v` is from there.
 
-        The mean in fp64, as that point and what was lost in rounding to it: a mean of 1000 in fp32 has four digits.
+        The mean in fp64, as that point and what was lost in rounding to it: of deviations from a mean of 1000 that is
+        rounded to fp32, four digits are left.
         """
         scheme = self.scheme
         near = (scheme.fold(v) / self.some).to(v.dtype)
         off = v - scheme.spread(near)
         rest, squares = (t.double() for t in scheme.moments(off))
-        return near + rest / self.some, squares - rest.square() / self.some, near, off
+        deviations = (squares - rest.square() / self.some).clamp_min(0)
+        return near + rest / self.some, deviations, near, off
 
     def merged(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and squared deviations over all ranks: one message an axis."""
@@ -119,8 +121,13 @@ class Standardise:
         g = self.view(grad.to(v.dtype))
         off = v if near is None else v - scheme.spread(near)
         w = None if weight is None else scheme.lift(weight).to(v.dtype)
-        sums = self.row_sums if isinstance(scheme, Rows) else self.channel_sums
-        first, second, *grads = self.summed(sums(g, off, shift, rstd, w), w, want_input, want_weight, want_bias)
+        by = scheme.spread(rstd)
+        if scheme.small:
+            sums, by, weighted = self.channel_sums(g, off, shift, rstd, w), by if w is None else by * w, g
+        else:
+            weighted = g if w is None else g * w
+            sums = self.row_sums(g, weighted, off, shift, rstd, w)
+        first, second, *grads = self.summed(sums, w, want_input, want_weight, want_bias)
         grad_input = None
         if want_input:
             slope = second * rstd * rstd / -scheme.total
@@ -130,22 +137,17 @@ class Standardise:
             else:
                 level = first * rstd / -scheme.total - slope * shift
                 grad_input = torch.addcmul(scheme.spread(level), off, scheme.spread(slope), out=into)
-            by = scheme.spread(rstd)
-            if w is not None and scheme.small:
-                by = by * w
-            elif w is not None:
-                g = g * w
-            grad_input = grad_input.addcmul_(g, by).view(input.shape).to(input.dtype)
+            grad_input = grad_input.addcmul_(weighted, by).view(input.shape).to(input.dtype)
         given = (weight, ctx.bias)
         wanted = (want_weight, want_bias)
         pairs = [t.view(p.shape).to(p.dtype) if want else None for t, p, want in zip(grads, given, wanted, strict=True)]
         return grad_input, *pairs
 
-    def row_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
+    def row_sums(self, g: Tensor, weighted: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
         """Along rows: the sums of grad * weight and of that times what is normalised. Across: the parameters' own."""
         scheme = self.scheme
         shift = torch.zeros_like(rstd) if shift is None else shift
-        level, slope = scheme.sums(g if w is None else g * w, off, shift, rstd)
+        level, slope = scheme.sums(weighted, off, shift, rstd)
         if w is None or not g.numel():
             return [level, slope, g.new_zeros(g.shape[1]), g.sum(0)]
         given = (g, off, scheme.shape[1:], shift, rstd, w, w, [False, True, True])
