@@ -1,4 +1,4 @@
-"""Attention beyond the case table: what it sends, who does how much, which way is taken, dropout, second derivatives."""
+"""Attention beyond the case table: what it sends, who does how much, which way, dropout, second derivatives."""
 
 from __future__ import annotations
 

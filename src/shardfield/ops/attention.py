@@ -51,6 +51,8 @@ def attention(
     way = divide(query, key, value, attn_mask, enable_gqa, is_causal)
     ndim = way.inner.ndim
     alone = not way.ring and not way.merge and not (is_causal and way.inner.is_cut(ndim - 2)) and not dropout_p
+    # Of empty pieces torch's function makes what it likes, and forgets where they come from: then no rank calls it.
+    alone = alone and not any(_empty_somewhere(x) for x in (way.query, way.key, way.value, way.inner))
     default = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     blocks = _Blocks(way, query, key, is_causal, attn_mask, default if scale is None else scale, dropout_p, dtype)
     gathers = _gathers(way)
@@ -59,8 +61,7 @@ def attention(
         report.ending(f"rule: {way.words}")
         for dim, lengths, group in gathers:
             key, value = _together(partial(moves.gather_enter, dim=dim, lengths=lengths, group=group), key, value)
-        # Of empty pieces torch's function makes what it likes, and forgets where they come from.
-        if alone and all(t is None or t.numel() for t in (query, key, value, attn_mask)):
+        if alone:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
             out = blocks(query, key, value, attn_mask)
@@ -122,6 +123,10 @@ def _fitting(bias: Any, mask: Any, query: Operand, key: Operand) -> Any:
     if bias is None or mask.ndim < 3:
         return bias
     return bias.narrow(-3, 0, 1).expand(*bias.shape[:-3], mask.shape[-3], *bias.shape[-2:])
+
+
+def _empty_somewhere(layout: Layout) -> bool:
+    return any(min((*f.lengths, f.size), default=1) == 0 for d in layout.dims for f in d)
 
 
 def _together(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

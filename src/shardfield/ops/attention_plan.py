@@ -188,7 +188,7 @@ def _division(parts: Sequence[Part], shapes: Shapes, q: Layout, k: Layout, v: La
         ring=tuple(a for a in key_axes if a in of["ring"]),
         gather=tuple(gathered),
         merge=tuple(a for a in key_axes if a in of["merge"]),
-        words=_words(parts, rows, gathered, mesh),
+        words=_words(parts, rows, gathered, shapes, mesh),
     )
 
 
@@ -227,7 +227,7 @@ def _result(inner: Layout, rows: Factor, row_axes: Sequence[int], parts: Sequenc
     return Layout.make(inner.mesh, dims)
 
 
-def _words(parts: Sequence[Part], rows: Factor, gathered: Sequence[int], mesh) -> str:
+def _words(parts: Sequence[Part], rows: Factor, gathered: Sequence[int], shapes: Shapes, mesh) -> str:
     """What was chosen, for reports."""
     words = []
     for axis, part in enumerate(parts):
@@ -236,7 +236,7 @@ def _words(parts: Sequence[Part], rows: Factor, gathered: Sequence[int], mesh) -
         if part.kind in ("ring", "merge"):
             words.append(part.kind)
         elif part.kind == "lead" and axis in rows.axes:
-            words.append("heads" if part.dim else "batch")
+            words.append("heads" if part.dim == len(shapes.lead) - 1 else "batch")
         elif axis in gathered:
             words.append("keys gathered")
     return " + ".join(dict.fromkeys(words)) or "local"
@@ -259,6 +259,8 @@ def price(
         kv *= gathers
     if kv > max(q + o, (_share(key.layout) + _share(value.layout)) * item):
         total += MEMORY * kv  # a rank would hold more than its share
+    if q + o > max(kv, 2 * _share(query.layout) * item):
+        total += MEMORY * (q + o)
     for axis in way.merge:
         sums = o / item * max(4, item) * (1 + 2 / max(1, shapes.value_features))
         total += 2 * (1 - 1 / mesh.size(axis)) * sums + 2 * MESSAGE
@@ -266,7 +268,9 @@ def price(
         total += q + o + (kv if way.ring else 0)
     divided = math.prod(mesh.size(a) for a in (*way.inner.shard_axes, *way.merge))
     scores = math.prod(shapes.lead) * shapes.rows * shapes.columns / divided
-    flops = 2 * scores * (shapes.features + shapes.value_features) * (0.5 if is_causal else 1)
+    if is_causal and (is_dealt(way, is_causal, mask is not None) or not (way.merge or way.inner.is_cut(-2))):
+        scores /= 2  # else some rank has twice the mean
+    flops = 2 * scores * (shapes.features + shapes.value_features)
     stops = math.prod(mesh.size(a) for a in way.ring)
     return total + max(flops / FLOPS_PER_BYTE.get(mesh.device_type, 1024), (stops - 1) * (kv + MESSAGE))
 

@@ -221,13 +221,10 @@ def _forward(work: Work, q, k, v, mask, where, key) -> tuple[Tensor, Tensor]:
 
 
 def _fold(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a block's share into what earlier blocks gave, in place: means weighted by exp(lse)."""
-    top = finite(torch.maximum(lse, part_lse))
-    old, new = (lse - top).exp_(), (part_lse - top).exp_()
-    total = old + new
-    safe = torch.where(total == 0, 1, total)
-    out.mul_((old / safe).unsqueeze(-1)).addcmul_(part.to(out.dtype), (new / safe).unsqueeze(-1).to(out.dtype))
-    lse.copy_(total.log_().add_(top))
+    """Take a block's share into what earlier blocks gave, in place: a mean weighted by exp(lse)."""
+    weight = torch.sigmoid(part_lse - lse).nan_to_num_(0)  # no number: where neither has seen anything
+    out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _merged(out: Tensor, lse: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
