@@ -31,6 +31,7 @@ from . import norm as norm
 from . import normalise as normalise
 from . import order as order
 from . import pad as pad
+from . import patches as patches
 from . import pointwise as pointwise
 from . import pool as pool
 from . import product as product
@@ -47,6 +48,7 @@ from . import split as split
 from . import subscript as subscript
 from . import take as take
 from . import unique as unique
+from . import unpool as unpool
 from . import view as view
 
 from .methods import install as _install  # isort: skip

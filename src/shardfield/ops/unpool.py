@@ -1,0 +1,129 @@
+"""Pools whose windows are data: maxima put back where they came from, and windows of random sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import handler, mesh_of, rule
+from ..execute import planned
+from ..layout import Factor, Layout, balanced
+from ..names import aliases
+from ..plan import Operand, Plan
+from .across import probe_shapes
+from .adaptive import Adaptive
+from .align import align
+from .frame import nothing
+from .owners import Owners, checked, deliver
+from .pool import judge_dtype
+from .random import draw_key, uniform
+
+UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
+# what torch's Python functions call once they know the size of the result
+NATIVE_UNPOOL = [fn for public in UNPOOL.values() for fn in aliases(public) if fn is not public]
+FRACTIONAL: dict[int, Callable] = {2: F.fractional_max_pool2d, 3: F.fractional_max_pool3d}
+FRACTIONAL_PAIRS = (F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices)
+
+
+# ---------------------------------------------------------------------- back to where the maxima were
+
+
+@rule(*NATIVE_UNPOOL, exact=True)
+def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
+    """Each rank holds the stretch of the result that its part of the input was pooled from, more or less; a value whose
+    place is elsewhere goes there. Of several values for one place, one stays, as on one device."""
+    size = probe_shapes(fn, input, indices, output_size, *more).shape[-len(output_size) :]
+    nd = len(size)
+    judge_dtype(input, nd, lambda x: UNPOOL[nd](x, x.to(indices.dtype), 1))
+    how = align((input.layout, indices.layout))
+    source = result = how.result
+    first = source.ndim - nd
+    for d, n in enumerate(size, first):
+        (factor,) = source.dims[d]
+        cut = Adaptive(factor.size, n).owned(factor.lengths) if factor.axes else ()
+        result = result.with_dim(d, Factor(n, factor.axes, cut))
+    owners = Owners(
+        result, range(result.ndim), result.wide(a for d in range(first, result.ndim) for a in result.axes_of(d))
+    )
+    here = Owners(source, range(first)) if first else None
+    cells, shape = size.numel(), result.local_shape
+
+    def local(input: Tensor, indices: Tensor) -> Tensor:
+        indices = checked(indices, cells, source, negative=False, error=RuntimeError)
+        if not owners.axes:
+            flat = input.new_zeros((*shape[:first], cells))
+            return flat.scatter(-1, indices.flatten(first), input.flatten(first)).reshape(shape)
+        lead: Any = 0
+        for at, n in zip(here.here(indices.device), source.shape[:first], strict=True) if here else ():
+            lead = lead * n + at
+        numbers = lead.view(*lead.shape, *[1] * nd) * cells + indices
+        positions, values = deliver(owners, numbers.reshape(-1), input.reshape(-1), owners.axes)
+        place = positions[0]
+        for position, n in zip(positions[1:], shape[1:], strict=True):
+            place = place * n + position
+        return values.new_zeros(shape.numel()).scatter(0, place, values).reshape(shape)
+
+    return Plan(local=local, operands={"input": how.targets[0], "indices": how.targets[1]}, layout=result)
+
+
+# ---------------------------------------------------------------------- windows of random sizes
+
+
+@handler(*FRACTIONAL.values(), *FRACTIONAL_PAIRS, exact=True)
+def fractional_max_pool(func, types, args, kwargs):
+    """The samples that place the windows belong to the tensor: every rank draws the same ones."""
+    names = ("input", "kernel_size", "output_size", "output_ratio", "return_indices", "_random_samples")
+    given = dict.fromkeys(names[2:]) | dict(zip(names, args, strict=False)) | kwargs
+    input, samples = given["input"], given["_random_samples"]
+    nd = int(func.__name__.removeprefix("fractional_max_pool")[0])
+    if samples is None:
+        shape = (1 if input.ndim == nd + 1 else input.shape[0], input.shape[-nd - 1], nd)
+        mesh = mesh_of(args, kwargs)
+        drawn = uniform(Layout.replicate(mesh, shape), input.device, draw_key(mesh))
+        samples = drawn.to(input.dtype).clamp(max=1 - torch.finfo(input.dtype).eps)
+    how = (given["kernel_size"], given["output_size"], given["output_ratio"], func in FRACTIONAL_PAIRS)
+    return _run_fractional(FRACTIONAL[nd], (), (input, samples, *how), {})
+
+
+def _fractional(input: Operand, samples: Operand, kernel_size, output_size, output_ratio, pair: bool, *, fn) -> Plan:
+    """Where windows lie depends on sample and channel: the dims they run over are whole, others carry their cuts."""
+    nd = int(fn.__name__.removeprefix("fractional_max_pool")[0])
+    how = (kernel_size, output_size, output_ratio, True)
+    out = probe_shapes(fn, input, *how, samples)[0].shape
+    judge_dtype(input, nd, lambda x: fn(x.new_zeros(1, 1, *[3] * nd), 1, 1, _random_samples=x.new_zeros(1, 1, nd)))
+    source = lent(input.layout, nd)
+    result = source.with_dims([*source.dims[:-nd], *((Factor(n),) for n in out[-nd:])])
+    lead = source.dims[:-nd] if input.ndim == nd + 2 else [(Factor(1),), *source.dims[:-nd]]
+    where = Layout.make(source.mesh, [*lead, (Factor(nd),)])
+    shape = result.local_shape
+
+    def local(input: Tensor, samples: Tensor) -> Any:
+        if shape.numel():
+            found = fn(input, *how, samples)
+        else:
+            made = nothing(input, shape)
+            found = made, torch.empty_like(made, dtype=torch.int64)
+        return found if pair else found[0]
+
+    layout = (result, result) if pair else result
+    return Plan(local=local, operands={"input": source, "samples": where}, layout=layout)
+
+
+def lent(layout: Layout, nd: int) -> Layout:
+    """The layout with its last `nd` dims whole; their cuts go to dims before them that are whole and have room."""
+    first = layout.ndim - nd
+    found = layout.uncut(range(first, layout.ndim))
+    for axis in layout.wide(a for d in range(first, layout.ndim) for a in layout.axes_of(d)):
+        parts = layout.mesh.size(axis)
+        for d, n in enumerate(layout.shape[:first]):
+            if not found.axes_of(d) and n >= parts:
+                found = found.with_dim(d, Factor(n, (axis,), balanced(n, parts)))
+                break
+    return found
+
+
+_run_fractional = planned(_fractional, partial=False, merged=False)
