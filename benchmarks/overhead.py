@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py [--rounds 30] [--json FILE]
 
-Every round times the three one after the other, so that a busy machine slows all of them, and the lower quartile over
-rounds is kept, since what else runs only ever adds. DTensor's numbers for spatial ops are the cost of its calls, not of
-right answers.
+Every round times the three one after the other, so that a busy machine slows all of them. Time is that of this thread on
+its core, and the lower quartile over rounds is kept, since what else runs only ever adds. DTensor's numbers for spatial
+ops are the cost of its calls, not of right answers.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def deep(t, backward: bool):
 
 def microseconds(call, repeats: int) -> float:
     call()  # not timed: it finds the caches full of what ran before
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats * 1e6
+    return (time.thread_time() - start) / repeats * 1e6
 
 
 def measure(systems, calls, rounds: int, repeats: int) -> dict:
