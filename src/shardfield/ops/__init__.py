@@ -18,6 +18,7 @@ from . import embed as embed
 from . import extreme as extreme
 from . import factory as factory
 from . import fft as fft
+from . import grid as grid
 from . import histogram as histogram
 from . import index as index
 from . import interpolate as interpolate

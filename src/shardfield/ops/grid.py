@@ -1,0 +1,165 @@
+"""Sampling a field at the points of a grid, where either or both are cut.
+
+The grid's cut decides the result's. Along dims of the field that are cut, ranks tell each other which cells their
+points look at, in one small message an axis, and get the range from the first to the last of them: little where points
+stay near their places, everything where they may be anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import moves, wire
+from ..comm.route import Run, fetch_route
+from ..dispatch import handler, mesh_of, rule
+from ..layout import Factor, Layout, Span, pieces, starts
+from ..operands import admit
+from ..plan import Operand, Plan
+from ..tensor import wrap
+from .across import HALF, probe_shapes
+from .align import Alignment, entering
+from .rearrange import one_axis
+from .sampling import Axis, Tap, sampled
+
+
+@handler("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(func, types, args, kwargs):
+    """`torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)`."""
+    names = ("input", "grid", "interpolation_mode", "padding_mode", "align_corners")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    how: Any = tuple(named[n] for n in names[2:])
+    mesh = mesh_of(args, kwargs)
+    field, field_layout = admit(named["input"], mesh)
+    grid, grid_layout = admit(named["grid"], mesh)
+    dtype = judge(func, field, field_layout.shape, grid, grid_layout.shape, how)
+    met = meet(field_layout, grid_layout)
+    field, grid = met.bring([field.to(dtype), grid.to(dtype)], [field_layout, grid_layout])
+    layout = met.targets[0]
+    if not any(layout.is_cut(d) for d in range(2, layout.ndim)):
+        return wrap(func(field, grid, *how), met.result)
+    narrow = dtype in HALF
+    points = (grid.float() if narrow else grid).unbind(-1)[::-1]  # the last coordinate is that of the first dim
+    whole = layout.ndim == 4 and field.device.type == "cpu"
+    taps = [Axis(n, *how, whole).taps(p) for n, p in zip(layout.shape[2:], points, strict=True)]
+    field, begins = fetched(field, layout, taps)
+    made = sampled(field.float() if narrow else field, begins, taps, whole)
+    return wrap(made.to(dtype), met.result)
+
+
+def judge(func: Any, field: Tensor, shape: torch.Size, grid: Tensor, points: torch.Size, how: tuple) -> torch.dtype:
+    """torch's own errors, which do not depend on what this rank holds; the dtype of the result."""
+
+    def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.zeros([1], dtype=tensor.dtype, device=tensor.device).expand(shape)
+
+    same = len(shape) > 0 and len(points) > 0 and shape[0] == points[0]
+    with torch.no_grad():
+        none = [(0, *s[1:]) if same else s for s in (shape, points)]  # with no samples nothing is computed
+        func(like(field, none[0]), like(grid, none[1]), *how)
+        one = [1] * len(shape)
+        return func(like(field, one), like(grid, [*one[:-1], len(shape) - 2]), *how).dtype
+
+
+# ---------------------------------------------------------------------- where everything lies
+
+
+@lru_cache(maxsize=1024)
+def meet(field: Layout, grid: Layout) -> Alignment:
+    """Where field and grid must lie, and where the result does."""
+    last = grid.ndim - 1
+    field, grid = one_axis(field, range(2, field.ndim)), grid.uncut([last])
+    small = grid.numel <= field.numel  # the smaller one gives way
+    if grid.axes_of(0) and not field.axes_of(0):
+        if set(grid.axes_of(0)) & set(field.shard_axes):
+            field, grid = (field, grid.uncut([0])) if small else (_free(field, grid.axes_of(0), 1), grid)
+        field = field.with_dim(0, *grid.dims[0])
+    else:
+        grid = _free(grid, field.axes_of(0), 1).uncut([0]).with_dim(0, *field.dims[0])
+    if set(field.axes_of(1)) & set(grid.shard_axes):
+        field, grid = (field, _free(grid, field.axes_of(1), 1)) if small else (field.uncut([1]), grid)
+    for dim in range(2, field.ndim):
+        (factor,) = field.dims[dim]
+        used = set(factor.axes) & set(grid.shard_axes)
+        if not factor.axes or used == set(factor.axes):
+            continue
+        free = sorted((d for d in range(1, last) if not grid.axes_of(d)), key=lambda d: (d != dim - 1, -grid.shape[d]))
+        if used or not free:
+            field = field.uncut([dim])
+            continue
+        grid = grid.with_dim(free[0], _alike(factor, grid.shape[free[0]]))
+    result = field.with_dims([*field.dims[:2], *grid.dims[1:last]])
+    return Alignment((field, grid), entering(result, (field, grid)), result)
+
+
+def _free(layout: Layout, axes: Sequence[int], first: int) -> Layout:
+    """The layout with those dims whole, from `first` on, that `axes` cut."""
+    return layout.uncut([d for d in range(first, layout.ndim) if set(layout.axes_of(d)) & set(axes)])
+
+
+def _alike(factor: Factor, size: int) -> Factor:
+    """A dim of another size cut in the same proportions."""
+    marks = [round(start * size / factor.size) for start in (*starts(factor.lengths), factor.size)]
+    return Factor(size, factor.axes, tuple(b - a for a, b in pairwise(marks)))
+
+
+# ---------------------------------------------------------------------- what travels
+
+
+def fetched(field: Tensor, layout: Layout, taps: Sequence[Sequence[Tap]]) -> tuple[Tensor, list[int]]:
+    """The cells of the field from the first to the last that this rank's points look at, and where they begin.
+
+    One dim after the other travels, so along the first ones a rank asks for what its peers on the later axes need too.
+    """
+    cut = [d for d in range(2, layout.ndim) if layout.is_cut(d)]
+    axes = [layout.wide(layout.axes_of(d))[0] for d in cut]
+    bounds = torch.stack([torch.stack(_bounds(taps[d - 2])) for d in cut])
+    for axis in reversed(axes):  # -> [coord on the first axis, on the second, ..., dim, first or last cell]
+        shape = [layout.mesh.size(axis), *bounds.shape]
+        heard = wire.gather_ints(bounds.flatten().tolist(), layout.mesh.get_group(axis), bounds.device)
+        bounds = torch.tensor(heard).view(shape)
+    begins = [0] * (layout.ndim - 2)
+    for i, (dim, axis) in enumerate(zip(cut, axes, strict=True)):
+        later = tuple(range(1, len(axes) - i))
+        asked = bounds[..., i, :]
+        lows, highs = asked[..., 0], asked[..., 1]
+        if later:
+            lows, highs = lows.amin(later), highs.amax(later)
+        spans = [
+            Span(a, max(b + 1, a)) if b >= 0 else Span(0, 0) for a, b in zip(lows.tolist(), highs.tolist(), strict=True)
+        ]
+        coord = layout.coords[axis]
+        (factor,) = layout.dims[dim]
+        requests = [[Run(start, stop - start)] for start, stop in spans]
+        route = fetch_route(dim, pieces(factor), coord, requests, [stop - start for start, stop in spans])
+        field = moves.travel(field, route, layout.mesh.get_group(axis))
+        begins[dim - 2] = spans[coord].start
+        bounds = bounds[coord]
+    return field, begins
+
+
+def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
+    """The first and the last cell that any point looks at; the last is -1 without points, and 0 if all are outside."""
+    if not taps[0].cell.numel():
+        return [taps[0].cell.new_tensor(2**62), taps[0].cell.new_tensor(-1)]
+    first = torch.stack([torch.where(t.there, t.cell, 2**62).amin() for t in taps]).amin()
+    last = torch.stack([torch.where(t.there, t.cell, 0).amax() for t in taps]).amax()
+    return [torch.minimum(first, last), last]
+
+
+# ---------------------------------------------------------------------- making grids
+
+
+@rule("affine_grid_generator")
+def affine_grid_generator(theta: Operand, size, align_corners, *, fn):
+    """Each rank makes the grids of its own samples."""
+    shape = probe_shapes(fn, theta, list(size), align_corners).shape
+    layout = theta.layout.uncut([1, 2])
+    here = [layout.local_shape[0], *size[1:]]
+    result = layout.with_dims([layout.dims[0], *((Factor(n),) for n in shape[1:])])
+    return Plan(local=lambda theta: fn(theta, here, align_corners), operands={"theta": layout}, layout=result)
