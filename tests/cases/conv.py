@@ -79,6 +79,12 @@ CASES = [
     case(F.conv2d, T(2, 3, 8, 7), T(4, 2, 3, 3), how=FEW),
     case(F.conv2d, T(2, 3, 2, 7), T(4, 3, 3, 3), how=FEW),
     case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3, dtype=torch.float32), how=FEW),
+    case(
+        lambda x, w: F.relu(F.conv_transpose2d(F.conv2d(x, w, padding=1, stride=2), w, padding=1), inplace=True),
+        spatial(1, 2, 9, 8),
+        T(2, 2, 4, 3),
+        how=SOME | {"name": "conv, in-place relu"},
+    ),
     # ---- twice
     case(
         twice(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),

@@ -167,7 +167,7 @@ def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 
 
 def start_sum(tensors: Sequence[Tensor], groups: Groups) -> wire.Pending[list[Tensor]]:
-    """The sums over all groups of tensors of one dtype, in flight: one message for the first group, the rest on wait."""
+    """The sums over all groups of tensors of one dtype: the first group's in flight, in one message, the rest on wait."""
     if not groups or not tensors:
         return wire.Pending((), (), lambda: list(tensors))
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
@@ -181,6 +181,14 @@ def start_sum(tensors: Sequence[Tensor], groups: Groups) -> wire.Pending[list[Te
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     return wire.Pending((), (), land)
+
+
+def unviewed(fresh: Tensor) -> Tensor:
+    """A Function's result that is a view of something made inside it, as a tensor of its own.
+
+    Autograd forbids writing into such views, and an in-place activation may well follow.
+    """
+    return fresh.data if fresh._is_view() else fresh
 
 
 class Move(torch.autograd.Function):

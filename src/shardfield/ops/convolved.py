@@ -298,7 +298,7 @@ class _Convolved(moves.Move):
         out, strips = blocks.forward(block, weight, bias)
         ctx.blocks = blocks
         ctx.save_for_backward(block, weight, bias, *strips)
-        return out
+        return moves.unviewed(out)
 
     @staticmethod
     def backward(ctx, grad):

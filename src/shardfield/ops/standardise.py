@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import moves, wire
-from ..comm.moves import Move
+from ..comm.moves import Move, unviewed
 from ..layout import Layout
 from ..plan import groups
 from .across import HALF
@@ -242,7 +242,7 @@ class _Standardise(Move):
         with exactly(input):
             out, mean, variance = how.forward(ctx, input, weight, bias)
         ctx.mark_non_differentiable(mean, variance)
-        return out, mean, variance
+        return unviewed(out), mean, variance
 
     @staticmethod
     def backward(ctx, grad, *_):
