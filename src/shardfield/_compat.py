@@ -146,3 +146,6 @@ efficient_cuda, efficient_cuda_backward = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_efficient_attention_backward.default,
 )
+
+# torch 2.11-2.15: nn.TransformerEncoder asks it, before its fast path, whether a padding mask could make ragged rows.
+left_aligned = torch._nested_tensor_from_mask_left_aligned

@@ -24,6 +24,10 @@ def minus_inf(shape, generator):
     return bias.masked_fill(~hidden(shape, generator), -math.inf)
 
 
+def padded(shape, generator):
+    return torch.arange(shape[1]) < torch.tensor([[3], [5], [1]])
+
+
 def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
     """Queries, keys and values."""
     columns = rows if columns is None else columns
@@ -64,4 +68,6 @@ CASES = [
     case(attend, *qkv(2, 3), T(7, 7, fill="ints"), how=FEW),
     case(attend, T(2, 3, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, how=FEW),
     case(attend, *qkv(2, 3), dropout_p=1.5, how=FEW),
+    case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill=padded), how=FEW),
+    case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill="bool"), how=FEW),
 ]

@@ -19,13 +19,16 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import report
+from .._compat import left_aligned
 from ..comm import moves
 from ..comm.ring import Ring
 from ..comm.route import tile_route
 from ..dispatch import TABLE, handler, rule
 from ..layout import Layout
+from ..operands import replicated
 from ..plan import Operand, Plan, groups
 from ..redistribute import redistribute
+from ..tensor import ShardTensor
 from .across import probe, probe_shapes
 from .attention_plan import Division, divide, is_dealt
 from .random import draw_key, global_index
@@ -93,6 +96,14 @@ def attention_call(func, types, args, kwargs):
         device = named["query"].device
         named["attn_mask"] = torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
     return _planned(func, types, (), named)
+
+
+@handler(left_aligned, exact=True)
+def left_aligned_mask(func, types, args, kwargs):
+    """Whether no row of a mask begins anew after it has ended: the mask tells, of the tensor no element is read."""
+    tensor, mask = args
+    plain = replicated(mask) if isinstance(mask, ShardTensor) else mask
+    return func(torch.empty((*tensor.shape[:-1], 1), device=plain.device), plain)
 
 
 def _judged(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> torch.dtype:
