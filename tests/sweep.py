@@ -43,6 +43,7 @@ RANDOM = (
     "log_normal",
     "rrelu",
     "attention",
+    "fractional_max_pool",
 )
 # Results that are defined up to a sign, a phase or an order: compared by what they reconstruct, which is not done here.
 AMBIGUOUS = (
