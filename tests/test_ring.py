@@ -1,0 +1,82 @@
+"""The ring: every block comes by once, on one axis and on several, and what is made of it finds its owner."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from harness import mesh_of
+from shardfield.comm.ring import Ring, all_blocks, pack, send_home, unpack, visit
+from shardfield.testing import run_on_ranks
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (2,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (3, 1, 2)], ids=str)
+def test_every_block_comes_by_once(sizes):
+    for coords in product(*map(range, sizes)):
+        ring = Ring((), sizes, coords)
+        owners = [ring.owner(s) for s in range(ring.stops)]
+        assert owners[0] == ring.position([0] * len(sizes))
+        assert sorted(owners) == list(range(math.prod(sizes)))
+
+
+LENGTHS = (3, 0, 4, 1)
+
+
+def here(mesh_shape) -> Ring:
+    mesh = mesh_of(mesh_shape)
+    axes = range(mesh.ndim)
+    return Ring(tuple(mesh.get_group(a) for a in axes), tuple(mesh.shape), tuple(mesh.get_coordinate()))
+
+
+def round_trip(mesh_shape):
+    """On a rank: blocks that came by, and what others made of this rank's: the block times the stop."""
+    ring = here(mesh_shape)
+    mine = ring.owner(0)
+    lengths = LENGTHS[: ring.stops]
+    block = torch.arange(lengths[mine]) + 10 * mine
+    came, back = [], []
+    for stop, found in enumerate(visit(block, lengths, ring)):
+        came.append(found.tolist())
+        if stop:
+            back.append(send_home(found * stop, stop, lengths, ring)().tolist())
+    return [ring.owner(s) for s in range(ring.stops)], came, back
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)], ids=str)
+def test_blocks_come_by_and_go_home(mesh):
+    size = math.prod(mesh)
+    for rank, (owners, came, back) in enumerate(run_on_ranks(round_trip, size, mesh)):
+        assert came == [[10 * o + i for i in range(LENGTHS[o])] for o in owners]
+        assert back == [[(10 * rank + i) * stop for i in range(LENGTHS[rank])] for stop in range(1, size)]
+
+
+def inner_products(mesh_shape):
+    """On a rank: its share of <Ax, y> and <x, A*y>, and of the same for the adjoint, whose blocks may be empty."""
+    ring = here(mesh_shape)
+    mine, lengths = ring.owner(0), LENGTHS[: ring.stops]
+    generator = torch.Generator().manual_seed(mine)
+    x = torch.randn(lengths[mine], dtype=torch.float64, generator=generator).requires_grad_()
+    ys = [torch.randn(lengths[ring.owner(s)], dtype=torch.float64, generator=generator) for s in range(ring.stops)]
+    ys = [y.requires_grad_() for y in ys]
+    forward = sum((a * y).sum() for a, y in zip(all_blocks(x, lengths, ring), ys, strict=True))
+    (adjoint,) = torch.autograd.grad(forward, x, create_graph=True)
+    z = torch.randn(lengths[mine], dtype=torch.float64, generator=generator)
+    again = torch.autograd.grad((adjoint * z).sum(), ys)
+    twice = sum((a * y).sum() for a, y in zip(again, ys, strict=True))
+    return [v.item() for v in (forward, (x * adjoint).sum(), (z * adjoint).sum(), twice)]
+
+
+@pytest.mark.parametrize("mesh", [(3,), (4,), (2, 2)], ids=str)
+def test_adjoint_of_all_blocks(mesh):
+    told = torch.tensor(run_on_ranks(inner_products, math.prod(mesh), mesh), dtype=torch.float64).sum(0)
+    torch.testing.assert_close(told[0], told[1])
+    torch.testing.assert_close(told[2], told[3])
+
+
+def test_a_pack_is_taken_apart():
+    parts = [torch.randn(2, 3), torch.empty(0, 4), torch.randn(5)]
+    for part, found in zip(parts, unpack(pack(parts), [p.shape for p in parts]), strict=True):
+        assert torch.equal(part, found)
