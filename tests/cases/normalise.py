@@ -50,6 +50,11 @@ def autocast(fn):
     return named(f"{fn.__name__} under autocast", call)
 
 
+def written(fn):
+    """A result that the next layer writes into, as ReLU(inplace=True) does."""
+    return named("relu_ of a norm", lambda x, w: F.relu(fn(x, w), inplace=True))
+
+
 CASES = [
     # along the last dims
     case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
@@ -134,6 +139,10 @@ CASES = [
     case(torch._weight_norm, T(4, 3), T(1, 3), 1, how=FEW),
     case(torch._weight_norm, T(4, 3), T(), -1, how=FEW),
     case(torch.norm_except_dim, T(4, 3, 2), 2, 1, how=FEW),
+    # written into
+    case(written(lambda x, w: F.batch_norm(x, None, None, w, None, True)), T(5, 4, 3), T(4), how=FEW),
+    case(written(lambda x, w: F.group_norm(x, 2, w)), T(3, 6, 5), T(6), how=FEW),
+    case(written(lambda x, w: F.layer_norm(x, (6,), w)), T(5, 6), T(6), how=FEW),
     # again
     case(
         twice(lambda x, w, b: F.layer_norm(x, (4, 3), w, b)),
