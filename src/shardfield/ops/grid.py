@@ -33,7 +33,7 @@ def grid_sampler(func, types, args, kwargs):
     """`torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)`."""
     names = ("input", "grid", "interpolation_mode", "padding_mode", "align_corners")
     named = dict(zip(names, args, strict=False)) | kwargs
-    how: Any = tuple(named[n] for n in names[2:])
+    how = mode, padding, corners = tuple(named[n] for n in names[2:])
     mesh = mesh_of(args, kwargs)
     field, field_layout = admit(named["input"], mesh)
     grid, grid_layout = admit(named["grid"], mesh)
@@ -46,7 +46,7 @@ def grid_sampler(func, types, args, kwargs):
     narrow = dtype in HALF
     points = (grid.float() if narrow else grid).unbind(-1)[::-1]  # the last coordinate is that of the first dim
     whole = layout.ndim == 4 and field.device.type == "cpu"
-    taps = [Axis(n, *how, whole).taps(p) for n, p in zip(layout.shape[2:], points, strict=True)]
+    taps = [Axis(n, mode, padding, corners, whole).taps(p) for n, p in zip(layout.shape[2:], points, strict=True)]
     field, begins = fetched(field, layout, taps)
     made = sampled(field.float() if narrow else field, begins, taps, whole)
     return wrap(made.to(dtype), met.result)
@@ -121,7 +121,7 @@ def fetched(field: Tensor, layout: Layout, taps: Sequence[Sequence[Tap]]) -> tup
     bounds = torch.stack([torch.stack(_bounds(taps[d - 2])) for d in cut])
     for axis in reversed(axes):  # -> [coord on the first axis, on the second, ..., dim, first or last cell]
         shape = [layout.mesh.size(axis), *bounds.shape]
-        heard = wire.gather_ints(bounds.flatten().tolist(), layout.mesh.get_group(axis), bounds.device)
+        heard = wire.gather_ints(bounds.flatten().tolist(), layout.mesh.get_group(axis), field.device)
         bounds = torch.tensor(heard).view(shape)
     begins = [0] * (layout.ndim - 2)
     for i, (dim, axis) in enumerate(zip(cut, axes, strict=True)):
@@ -130,9 +130,7 @@ def fetched(field: Tensor, layout: Layout, taps: Sequence[Sequence[Tap]]) -> tup
         lows, highs = asked[..., 0], asked[..., 1]
         if later:
             lows, highs = lows.amin(later), highs.amax(later)
-        spans = [
-            Span(a, max(b + 1, a)) if b >= 0 else Span(0, 0) for a, b in zip(lows.tolist(), highs.tolist(), strict=True)
-        ]
+        spans = [Span(a, b + 1) if b >= 0 else Span(0, 0) for a, b in zip(lows.tolist(), highs.tolist(), strict=True)]
         coord = layout.coords[axis]
         (factor,) = layout.dims[dim]
         requests = [[Run(start, stop - start)] for start, stop in spans]
@@ -144,12 +142,12 @@ def fetched(field: Tensor, layout: Layout, taps: Sequence[Sequence[Tap]]) -> tup
 
 
 def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
-    """The first and the last cell that any point looks at; the last is -1 without points, and 0 if all are outside."""
+    """The first and the last cell that any point looks at; the last is -1 if there is none."""
     if not taps[0].cell.numel():
         return [taps[0].cell.new_tensor(2**62), taps[0].cell.new_tensor(-1)]
     first = torch.stack([torch.where(t.there, t.cell, 2**62).amin() for t in taps]).amin()
-    last = torch.stack([torch.where(t.there, t.cell, 0).amax() for t in taps]).amax()
-    return [torch.minimum(first, last), last]
+    last = torch.stack([torch.where(t.there, t.cell, -1).amax() for t in taps]).amax()
+    return [first, last]
 
 
 # ---------------------------------------------------------------------- making grids

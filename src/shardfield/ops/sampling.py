@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat import function_apply
@@ -101,6 +102,8 @@ def sampled(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence[Tap]],
 
     `taps` are those of every spatial dim; all cells that are there lie in the block.
     """
+    if 0 in block.shape[2:]:  # no point looks at the field: all get zeros, but stay in the graph
+        block = F.pad(block, [n for length in reversed(block.shape[2:]) for n in (0, int(not length))])
     flat = block.flatten(2)
     points = taps[0][0].cell.shape[1:]
     total: Any = 0
