@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..comm import wire
 from ..dispatch import handler, mesh_of, rule
 from ..execute import planned
 from ..layout import Factor, Layout, balanced
@@ -20,7 +21,6 @@ from .align import align
 from .frame import nothing
 from .owners import Owners, checked, deliver
 from .pool import judge_dtype
-from .random import draw_key, uniform
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
 # what torch's Python functions call once they know the size of the result
@@ -75,16 +75,16 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
 
 @handler(*FRACTIONAL.values(), *FRACTIONAL_PAIRS, exact=True)
 def fractional_max_pool(func, types, args, kwargs):
-    """The samples that place the windows belong to the tensor: every rank draws the same ones."""
+    """The samples that place the windows are few: the first rank's, drawn as torch draws them, are sent to all."""
     names = ("input", "kernel_size", "output_size", "output_ratio", "return_indices", "_random_samples")
     given = dict.fromkeys(names[2:]) | dict(zip(names, args, strict=False)) | kwargs
     input, samples = given["input"], given["_random_samples"]
     nd = int(func.__name__.removeprefix("fractional_max_pool")[0])
     if samples is None:
         shape = (1 if input.ndim == nd + 1 else input.shape[0], input.shape[-nd - 1], nd)
-        mesh = mesh_of(args, kwargs)
-        drawn = uniform(Layout.replicate(mesh, shape), input.device, draw_key(mesh))
-        samples = drawn.to(input.dtype).clamp(max=1 - torch.finfo(input.dtype).eps)
+        samples = wire.broadcast_over(
+            torch.rand(shape, dtype=input.dtype, device=input.device), mesh_of(args, kwargs), 0
+        )
     how = (given["kernel_size"], given["output_size"], given["output_ratio"], func in FRACTIONAL_PAIRS)
     return _run_fractional(FRACTIONAL[nd], (), (input, samples, *how), {})
 
