@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from harness import mesh_of
-from shardfield import ShardTensor, strict
+from shardfield import ShardTensor, explain, strict
 from shardfield.layout import Layout
 from shardfield.redistribute import redistribute
+from shardfield.shard_utils import halo_blocks
 from shardfield.testing import run_on_ranks
 
 
@@ -137,6 +139,58 @@ def step(model: nn.Module, x) -> tuple:
     loss = (out * torch.sin(out)).mean() + out.square().sum() / 7
     loss.backward()
     return loss, out, x.grad
+
+
+class Chain(nn.Sequential):
+    """Convolutions and activations alone: strides, dilations, even kernels, one with more padding than it reads."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(4, 4, 3, padding=2, dilation=2, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(4, 6, 4, stride=2, padding=1, groups=2),
+            nn.Conv2d(6, 4, 2, padding="same"),
+            nn.Tanh(),
+            nn.Conv2d(4, 4, (1, 3), padding=(2, 1)),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 2, 5, padding=2),
+        )
+
+
+def chained(how: str, redundancy: float) -> tuple[dict[str, float], int, int]:
+    """On a rank: a chain on shared halos against one device, and how many exchanges either way needs."""
+    torch.manual_seed(5)
+    alone = Chain().double()
+    model = halo_blocks(copy.deepcopy(alone), redundancy)
+    full = torch.randn(2, 3, 26, 22, dtype=torch.float64)
+    counts = []
+    for each in (copy.deepcopy(alone), model):
+        with explain() as report, strict():
+            got = step(each, sharded(full, how))
+        counts.append(sum(row.kinds.get("exchange", 0) for row in report._all()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that an even kernel wants a padded copy
+        expected = step(alone, full.clone())
+    pairs = enumerate(zip(got, expected, strict=True))
+    found = {f"result {i}": (g.full_tensor() - e).abs().max().item() for i, (g, e) in pairs}
+    for (label, e), g in zip(alone.named_parameters(), model.parameters(), strict=True):
+        found[label] = (g.grad - e.grad).abs().max().item()
+    return found, *counts
+
+
+@pytest.mark.parametrize("how", CUTS)
+def test_one_halo_for_a_run_of_convolutions(how):
+    for found, apart, together in run_on_ranks(chained, torch.Size(CUTS[how][0]).numel(), how, 100.0, timeout=120):
+        assert not {k: v for k, v in found.items() if not v < 1e-10}
+        assert together < apart / 2
+
+
+def test_thin_blocks_are_not_worked_on_twice():
+    for found, apart, together in run_on_ranks(chained, 4, "thin", 0.01, timeout=120):
+        assert not {k: v for k, v in found.items() if not v < 1e-10}
+        assert together == apart
 
 
 def differences(name: str, how: str) -> dict[str, float]:

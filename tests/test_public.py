@@ -27,7 +27,14 @@ PUBLIC: dict[str, list[str]] = {
         "tensordot",
         "transpose",
     ],
-    "shardfield.shard_utils": ["RingPassingConfig", "perform_ring_iteration"],
+    "shardfield.shard_utils": [
+        "HaloConfig",
+        "RingPassingConfig",
+        "halo_blocks",
+        "halo_padding",
+        "perform_ring_iteration",
+        "unhalo_padding",
+    ],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",

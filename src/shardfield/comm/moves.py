@@ -167,7 +167,7 @@ def _sum_over(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 
 
 def start_sum(tensors: Sequence[Tensor], groups: Groups) -> wire.Pending[list[Tensor]]:
-    """The sums over all groups of tensors of one dtype: the first group's in flight, in one message, the rest on wait."""
+    """The sums over all groups of tensors of one dtype, in flight: one message for the first group, others on wait."""
     if not groups or not tensors:
         return wire.Pending((), (), lambda: list(tensors))
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])

@@ -57,7 +57,8 @@ def probe_shapes(fn: Callable, *args: Any) -> Any:
         dtype = torch.int64 if value.dtype is torch.uint8 else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta")
 
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return fn(*[bare(a) for a in args])
 
 

@@ -30,16 +30,20 @@ def each(value: Any, nd: int) -> tuple[int, ...]:
     return tuple(value) * nd if len(value) == 1 else tuple(value)
 
 
+def paddings(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """How many cells come before the first input, from a number, one a dim, or a word."""
+    if padding == "same":
+        return tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+    return (0,) * len(kernel) if padding == "valid" else each(padding, len(kernel))
+
+
 @rule("conv1d", "conv2d", "conv3d")
 def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, fn):
     """Halos along cut spatial dims; nothing travels for other cuts."""
     judge(fn, input, weight, bias, stride, padding, dilation, groups)
     nd = weight.ndim - 2
     gaps = each(dilation, nd)
-    if padding == "same":
-        before = tuple(d * (k - 1) // 2 for d, k in zip(gaps, weight.shape[2:], strict=True))
-    else:
-        before = (0,) * nd if padding == "valid" else each(padding, nd)
+    before = paddings(padding, weight.shape[2:], gaps)
     out = probe_shapes(fn, input, weight, bias, stride, padding, dilation, groups).shape[-nd:]
     return planned(input, weight, bias, Call(each(stride, nd), gaps, False, groups), before, out)
 

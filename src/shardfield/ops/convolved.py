@@ -107,6 +107,44 @@ class Box:
         return full
 
 
+def box_of(windows: Sequence[Window], held: Sequence[Span], owned: Sequence[Span]) -> Box | None:
+    """The box of a piece that covers `held` among the outputs `owned`; None if it contributes nothing."""
+    tiles, taps = [], []
+    for window, (start, stop), (first, last) in zip(windows, held, owned, strict=True):
+        tile = window.tile(start, stop - start, first, last)
+        if tile is None:
+            return None
+        begin, number = window.taps(start, stop - start, first + tile.at, first + tile.at + tile.number)
+        if not number:  # it lies in the gaps of the window
+            return None
+        tile = window.only(begin, number).tile(start, stop - start, first, last)
+        assert tile is not None
+        tiles.append(tile)
+        taps.append((begin, number))
+    return Box(tiles, taps, [last - first for first, last in owned])
+
+
+def placed(
+    call: Call, box: Box | None, out: Sequence[int], piece: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The outputs, `out` in number, that one piece gives by itself. Differentiable."""
+    if box is not None and box.fills and not idle(piece, weight):
+        return box.kept(call.run(box.of(piece), box.kernel(weight), bias, box.padding))
+    made = piece.new_zeros(piece.shape[0], channels(call, weight), *out)
+    # every rank's graph must lead to the same moves, also where there is nothing to do
+    made = made + (piece.reshape(-1)[:0, None] * weight.reshape(-1)[None, :0]).sum()
+    if bias is not None:
+        made = made + bias.view(-1, *[1] * len(out))
+    if box is None or idle(piece, weight):
+        return made
+    return made + F.pad(box.kept(call.run(box.of(piece), box.kernel(weight), None, box.padding)), box.margins())
+
+
+def channels(call: Call, weight: Tensor) -> int:
+    """How many channels come out."""
+    return weight.shape[1] * call.groups if call.transposed else weight.shape[0]
+
+
 class Blocks:
     """One rank's part: the box of its own block and, for each strip, of the rows before and behind the block.
 
@@ -129,7 +167,7 @@ class Blocks:
         self.windows = list(cover.windows.values())
         held, owned = list(cover.held.values()), list(cover.owned.values())
         self.out = tuple(stop - start for start, stop in owned)
-        self.own = self._box(held, owned)
+        self.own = box_of(self.windows, held, owned)
         self.strips: list[list[tuple[tuple[int, int], Box]]] = []
         box = list(held)
         for halo in self.halos:
@@ -137,29 +175,13 @@ class Blocks:
             found = []
             for rows, at in (((0, halo.before), start - halo.before), ((halo.before, halo.after), stop)):
                 box[halo.dim - 2] = Span(at, at + rows[1])
-                made = self._box(box, owned)
+                made = box_of(self.windows, box, owned)
                 if made is not None:
                     found.append((rows, made))
             self.strips.append(found)
             box[halo.dim - 2] = Span(start - halo.before, stop + halo.after)
         self.widen = cover.widen
-        self.wide = self._box(box, owned)
-
-    def _box(self, held: Sequence[Span], owned: Sequence[Span]) -> Box | None:
-        """The box of a piece that covers `held`; None if it contributes nothing."""
-        tiles, taps = [], []
-        for window, (start, stop), (first, last) in zip(self.windows, held, owned, strict=True):
-            tile = window.tile(start, stop - start, first, last)
-            if tile is None or not last > first:
-                return None
-            begin, number = window.taps(start, stop - start, first + tile.at, first + tile.at + tile.number)
-            if not number:  # it lies in the gaps of the window
-                return None
-            tile = window.only(begin, number).tile(start, stop - start, first, last)
-            assert tile is not None
-            tiles.append(tile)
-            taps.append((begin, number))
-        return Box(tiles, taps, self.out) if 0 not in self.out else None
+        self.wide = box_of(self.windows, box, owned)
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The rank's outputs."""
@@ -171,34 +193,21 @@ class Blocks:
             )
         if block.is_complex():
             return self.widened(block, weight, bias)
-        if self.simple and self.own is not None:
-            weight, bias = self._entered(weight, bias)
-            return self.own.kept(self.call.run(self.own.of(block), self.own.kernel(weight), bias, self.own.padding))
+        if self.simple:
+            return placed(self.call, self.own, self.out, block, *self._entered(weight, bias))
         return _Convolved.apply(self, block, weight, bias)
 
     def widened(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same by widening the block first: all in differentiable calls, for derivatives of derivatives."""
         block = self.widen(block)
         weight, bias = self._entered(weight, bias)
-        out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
-        # every rank's graph must lead to the same moves, also where there is nothing to do
-        out = out + (block.reshape(-1)[:0, None] * weight.reshape(-1)[None, :0]).sum()
-        if bias is not None:
-            out = out + bias.view(-1, *[1] * len(self.out))
-        if self.wide is None or idle(block, weight):
-            return out
-        box = self.wide
-        made = box.kept(self.call.run(box.of(block), box.kernel(weight), None, box.padding))
-        return out + F.pad(made, box.margins())
+        return placed(self.call, self.wide, self.out, block, weight, bias)
 
     def _entered(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if bias is None:
             return moves.enter([weight], self.over)[0], None
         weight, bias = moves.enter([weight, bias], self.over)
         return weight, bias
-
-    def _channels(self, weight: Tensor) -> int:
-        return weight.shape[1] * self.call.groups if self.call.transposed else weight.shape[0]
 
     # ------------------------------------------------------------------ the parts, without autograd
 
@@ -209,7 +218,7 @@ class Blocks:
         if self.own is not None and self.own.fills and working:
             out = self.own.kept(self.call.run(self.own.of(block), self.own.kernel(weight), bias, self.own.padding))
         else:
-            out = block.new_zeros(block.shape[0], self._channels(weight), *self.out)
+            out = block.new_zeros(block.shape[0], channels(self.call, weight), *self.out)
             if bias is not None:
                 out += bias.view(-1, *[1] * len(self.out))
             if self.own is not None and working:

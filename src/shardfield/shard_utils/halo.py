@@ -1,0 +1,186 @@
+"""Halos for users' own ops: a local block widened by its neighbours' rows, and by a boundary condition at the ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import moves
+from ..comm.agree import agree
+from ..comm.route import Run, fetch_route
+from ..errors import ShardingError
+from ..layout import starts
+from ..ops.pad import copies
+from ..ops.rearrange import around
+from ..ops.window import spans
+from ..tensor import ShardTensor
+
+BOUNDARIES = ("zero", "circular", "reflect", "replicate", "pole")
+
+
+@dataclass(frozen=True)
+class HaloConfig:
+    """The halo of one tensor dim, which one mesh axis cuts.
+
+    Each block gets `halo_size` rows of its neighbours on either side (of several, where they are thin). At the ends of
+    the field it gets `edge_padding_size` cells made by `boundary`: "zero", "circular" (as around a circle of
+    latitude), "reflect" and "replicate" as in F.pad, or "pole": beyond the last row lies that row again, seen from the
+    other side, half way round `pole_dim` (which mesh axis `pole_mesh_dim` may cut). A boundary without an
+    `edge_padding_size` makes as many cells as the halo has. `lengths` states the blocks' sizes; without them, the
+    ranks tell each other. `communication_method` and `async_op` are accepted for scripts that state them.
+    """
+
+    mesh_dim: int
+    tensor_dim: int
+    halo_size: int
+    edge_padding_size: int = 0
+    communication_method: str = "a2a"
+    async_op: bool = False
+    boundary: str | None = None
+    lengths: tuple[int, ...] | None = None
+    pole_dim: int | None = None
+    pole_mesh_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.halo_size < 0 or self.edge_padding_size < 0:
+            raise ShardingError(
+                f"a halo of {self.halo_size} and an edge of {self.edge_padding_size}: both must be >= 0"
+            )
+        if self.boundary is not None and self.boundary not in BOUNDARIES:
+            raise ShardingError(f"boundary {self.boundary!r} is not one of {', '.join(BOUNDARIES)}")
+        if (self.boundary == "pole") != (self.pole_dim is not None):
+            raise ShardingError('boundary "pole" and pole_dim (the dim of longitudes) belong together')
+        if self.communication_method not in ("p2p", "a2a"):
+            raise ShardingError(f'communication_method is "p2p" or "a2a", not {self.communication_method!r}')
+
+    @property
+    def edge(self) -> int:
+        """How many cells lie beyond each end of the field."""
+        return self.edge_padding_size or (self.halo_size if self.boundary else 0)
+
+    def ranges(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """The global range of each coord's widened block; one that holds nothing gets nothing."""
+        size, found = sum(lengths), []
+        for start, stop in spans(lengths):
+            low = -self.edge if start == 0 else max(start - self.halo_size, -self.edge)
+            high = size + self.edge if stop == size else min(stop + self.halo_size, size + self.edge)
+            found.append((low, high) if start < stop else (start, start))
+        return found
+
+
+def halo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Sequence[HaloConfig]) -> Tensor:
+    """This rank's block, widened along the dim of each config; corners come with the later ones. Differentiable.
+
+    One message to each rank that has rows for another, along each dim; the gradient's rows go back the same way.
+
+        wide = halo_padding(block, mesh, HaloConfig(mesh_dim=0, tensor_dim=2, halo_size=1))
+        sphere = halo_padding(block, mesh, [
+            HaloConfig(0, 2, 2, boundary="pole", pole_dim=3, pole_mesh_dim=1),
+            HaloConfig(1, 3, 2, boundary="circular"),
+        ])
+    """
+    block, lengths = _block(tensor), _lengths_of(tensor)
+    for config in _several(halo_config):
+        block = _padded(block, mesh, config, lengths)
+    return block
+
+
+def unhalo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Sequence[HaloConfig]) -> Tensor:
+    """The block inside a widened one. Differentiable; nothing is sent.
+
+    Without `lengths`, blocks are taken to be no thinner than the halo.
+    """
+    for config in reversed(_several(halo_config)):
+        dim = config.tensor_dim % tensor.ndim
+        coord, size = mesh.get_local_rank(config.mesh_dim), mesh.size(config.mesh_dim)
+        if config.lengths is not None:
+            (low, _), start = config.ranges(config.lengths)[coord], starts(config.lengths)[coord]
+            first, length = start - low, config.lengths[coord]
+        else:
+            first = config.edge if coord == 0 else config.halo_size
+            length = tensor.shape[dim] - first - (config.edge if coord == size - 1 else config.halo_size)
+        tensor = tensor.narrow(dim, first, length)
+    return tensor
+
+
+def _several(config: HaloConfig | Sequence[HaloConfig]) -> list[HaloConfig]:
+    return [config] if isinstance(config, HaloConfig) else list(config)
+
+
+def _block(tensor: Tensor) -> Tensor:
+    return tensor._simple_value()._local_tensor if isinstance(tensor, ShardTensor) else tensor
+
+
+def _lengths_of(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(axis, dim) -> the lengths that a ShardTensor knows."""
+    if not isinstance(tensor, ShardTensor):
+        return {}
+    layout = tensor._simple_value()._layout
+    return {(layout.axes_of(d)[0], d): layout.lengths(d) for d in range(layout.ndim) if len(layout.axes_of(d)) == 1}
+
+
+def _padded(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) -> Tensor:
+    dim = config.tensor_dim % block.ndim
+    lengths = _lengths(block, mesh, config.mesh_dim, dim, config.lengths or known.get((config.mesh_dim, dim)))
+    size, edge = sum(lengths), config.edge
+    most = {"circular": size, "reflect": size - 1, "pole": size}.get(config.boundary or "", edge)
+    if size == 0 or edge > most:
+        raise ShardingError(f"halo_padding: {edge} cells beyond the end of {size} rows by {config.boundary!r}")
+    wanted = config.ranges(lengths)
+    requests = [_runs(config.boundary, size, edge, low, high) for low, high in wanted]
+    coord, group = mesh.get_local_rank(config.mesh_dim), mesh.get_group(config.mesh_dim)
+    route = fetch_route(dim, lengths, coord, requests, [high - low for low, high in wanted])
+    wide = moves.travel(block, route, group)
+    if config.boundary != "pole":
+        return wide
+    low, high = wanted[coord]
+    front, back = max(-low, 0), max(high - size, 0)
+    first, middle, last = wide.split([front, high - low - front - back, back], dim)
+    assert config.pole_dim is not None
+    turn = _half_turn(block, mesh, config, known)
+    return torch.cat([turn(first), middle, turn(last)], dim)
+
+
+def _lengths(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
+    """The blocks' sizes along a dim: stated, or told by the ranks."""
+    group, coord = mesh.get_group(axis), mesh.get_local_rank(axis)
+    if stated is None:
+        others = [n for d, n in enumerate(block.shape) if d != dim]
+        told = agree("halo_padding", group, {"other dims": others, "dim": dim}, own=[block.shape[dim]], needed=True)
+        assert told is not None
+        return tuple(n for (n,) in told)
+    if len(stated) != mesh.size(axis) or stated[coord] != block.shape[dim]:
+        raise ShardingError(f"halo_padding: a block of {tuple(block.shape)} is not piece {coord} of {tuple(stated)}")
+    return tuple(stated)
+
+
+def _runs(boundary: str | None, size: int, edge: int, low: int, high: int) -> list[Run]:
+    """The rows that stand at `low` to `high` of a field continued beyond its ends."""
+    if boundary in ("circular", "reflect", "replicate"):
+        return copies(boundary, size, edge, edge, low + edge, high + edge)
+    first, last = max(low, 0), min(high, size)
+    inside = [Run(first, last - first, first - low)] if first < last else []
+    if boundary != "pole" or low == high:
+        return inside
+    front, back = min(high, 0), max(low, size)
+    mirrored = [Run(-front, front - low, 0, True)] if low < front else []
+    return mirrored + inside + ([Run(2 * size - high, high - back, back - low, True)] if back < high else [])
+
+
+def _half_turn(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict):
+    """Rows moved half way round the circle of longitudes."""
+    dim = (config.pole_dim or 0) % block.ndim
+    axis = config.pole_mesh_dim
+    lengths = (block.shape[dim],) if axis is None else _lengths(block, mesh, axis, dim, known.get((axis, dim)))
+    around_it = sum(lengths)
+    if around_it % 2:
+        raise ShardingError(f'halo_padding: boundary "pole" needs an even number of longitudes, not {around_it}')
+    if axis is None:
+        return lambda rows: rows.roll(around_it // 2, dim)
+    requests = [around(start - around_it // 2, n, around_it) for start, n in zip(starts(lengths), lengths, strict=True)]
+    route = fetch_route(dim, lengths, mesh.get_local_rank(axis), requests, lengths)
+    return lambda rows: moves.travel(rows, route, mesh.get_group(axis))

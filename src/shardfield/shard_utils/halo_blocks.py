@@ -1,0 +1,190 @@
+"""One wide halo for a run of convolutions instead of one each: fewer messages, some work done twice.
+
+Where messages are slow and blocks are thick, it pays to fetch all that a run of layers will look at and to compute the
+rows near a cut on both sides of it. The result is exact: cells beyond the field are zero for every layer anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..comm import moves
+from ..comm.fetch import Halo
+from ..layout import Factor, Layout, Span, pieces
+from ..ops.conv import each, paddings
+from ..ops.convolved import Call, box_of, placed
+from ..ops.window import Window, spans
+from ..plan import groups
+from ..tensor import ShardTensor, wrap
+
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+POINTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Identity)
+
+
+def halo_blocks(model: nn.Module, redundancy: float = 0.1) -> nn.Module:
+    """Let every nn.Sequential in `model` run its convolutions (and activations between) on one halo where it can.
+
+    A run is as long as the work done twice stays below `redundancy` of the whole. Parameters, names and results stay
+    what they are; plain tensors go the usual way. Returns the model.
+
+        model = halo_blocks(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 3, padding=1)))
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Sequential):
+            layers = module
+            module.forward = lambda input, layers=layers: _forward(layers, input, redundancy)  # type: ignore[method-assign]
+    return model
+
+
+def _forward(layers: nn.Sequential, input: Any, redundancy: float) -> Any:
+    left = list(layers)
+    while left:
+        run = _run(left) if isinstance(input, ShardTensor) else []
+        value = input._simple_value() if run else input
+        taken = _taken(value._layout, tuple(map(_shape, run)), redundancy) if run else 0
+        if taken:
+            input = _together(value, run[:taken])
+        else:
+            taken, input = 1, left[0](input)
+        left = left[taken:]
+    return input
+
+
+class Shape(NamedTuple):
+    """What a convolution does to its input's shape; None in its place stands for a pointwise layer."""
+
+    channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    extra: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def window(self, i: int, size: int) -> Window:
+        out = (size + 2 * self.padding[i] + self.extra[i] - self.dilation[i] * (self.kernel[i] - 1) - 1) // self.stride[
+            i
+        ]
+        return Window(size, out + 1, self.kernel[i], self.stride[i], self.padding[i], self.dilation[i])
+
+
+def _run(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers from the first on that look at neighbours or at nothing but their own cell."""
+    found = []
+    for layer in layers:
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        zero = type(layer) in CONVS and layer.padding_mode == "zeros" and type(layer.weight) is nn.Parameter
+        if hooked or not (zero or type(layer) in POINTWISE):
+            break
+        found.append(layer)
+    return found
+
+
+def _shape(layer: Any) -> Shape | None:
+    if not isinstance(layer, CONVS):
+        return None
+    nd = len(layer.kernel_size)
+    before = paddings(layer.padding, layer.kernel_size, each(layer.dilation, nd))
+    extra = [0] * nd
+    if layer.padding == "same":  # an even window has one cell more behind
+        extra = [d * (k - 1) % 2 for d, k in zip(each(layer.dilation, nd), layer.kernel_size, strict=True)]
+    how = (layer.kernel_size, each(layer.stride, nd), before, extra, each(layer.dilation, nd))
+    return Shape(layer.out_channels, *(tuple(v) for v in how))
+
+
+class Ranges(NamedTuple):
+    """Along one dim: for every layer its window and, by coord, the outputs it must make; how the last are cut."""
+
+    windows: tuple[Window, ...]
+    needed: tuple[tuple[Span, ...], ...]
+    owned: tuple[int, ...]
+    read: tuple[Span, ...]
+
+    @property
+    def most(self) -> float:
+        """The work of the busiest coord, as a share of what it would do alone."""
+        own = [1, *(n for n in self.owned if n)]
+        widest = [max(stop - start for start, stop in spans_) for spans_ in self.needed]
+        return sum(widest) / (max(own) * len(widest) or 1)
+
+
+@lru_cache(maxsize=1024)
+def _ranges(lengths: tuple[int, ...], shapes: tuple[Shape, ...], i: int) -> Ranges | None:
+    windows, cuts = [], [lengths]
+    for shape in shapes:
+        window = shape.window(i, sum(cuts[-1]))
+        if window.out < 1:
+            return None
+        windows.append(window)
+        cuts.append(window.owned(cuts[-1]))
+    needed = [tuple(spans(cuts[-1]))]
+    for window in reversed(windows):
+        needed.append(tuple(window.reads(*span) for span in needed[-1]))
+    *made, read = needed
+    return Ranges(tuple(windows), tuple(reversed(made)), cuts[-1], read)
+
+
+@lru_cache(maxsize=1024)
+def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float) -> int:
+    """How many of the layers run together: 0 if it does not pay, or if the cut is not along space alone."""
+    convs = [shape for shape in shapes if shape]
+    if not convs or layout.ndim != len(convs[0].kernel) + 2 or layout.is_cut(1):
+        return 0
+    if not layout.cut_dims or any(len(layout.wide(layout.axes_of(d))) > 1 for d in range(2, layout.ndim)):
+        return 0
+    best = number = 0
+    for at, shape in enumerate(shapes, 1):
+        if shape is None:
+            continue
+        number += 1
+        work = 1.0
+        for dim in layout.cut_dims:
+            found = _ranges(layout.lengths(dim), tuple(convs[:number]), dim - 2) if dim > 1 else None
+            if dim > 1 and found is None:
+                return best
+            work *= found.most if found else 1.0
+        if number > 1 and work - 1 > redundancy:
+            break
+        best = at if number > 1 else best
+    return best
+
+
+def _together(input: Any, layers: Sequence[nn.Module]) -> Any:
+    """The layers on one halo: it comes first, then every layer makes what the next ones need of it."""
+    layout, block = input._layout, input._local_tensor
+    convs: list[Any] = [layer for layer in layers if isinstance(layer, CONVS)]
+    shapes = [shape for shape in map(_shape, convs) if shape]
+    result = layout.with_dim(1, Factor(convs[-1].out_channels))
+    held, ranges = [], []
+    for dim in range(2, layout.ndim):
+        (factor,) = layout.dims[dim]
+        found = _ranges(pieces(factor), tuple(shapes), dim - 2)
+        assert found is not None
+        at = layout.index(factor.axes)
+        start, stop = spans(pieces(factor))[at]
+        if layout.is_cut(dim):
+            (axis,) = layout.wide(factor.axes)
+            halo = Halo.around(dim, pieces(factor), found.read, layout.coords[axis], layout.mesh.get_group(axis))
+            if halo.any:
+                block = halo.widen(block)
+                start, stop = start - halo.before, stop + halo.after
+        held.append(Span(start, stop))
+        ranges.append((found, at))
+        result = result.with_dim(dim, Factor(sum(found.owned), factor.axes, found.owned if factor.axes else ()))
+    parameters = [p for conv in convs for p in (conv.weight, conv.bias) if p is not None]
+    entered = iter(moves.enter(parameters, groups(layout, layout.shard_axes)))
+    number = 0
+    for layer in layers:
+        if not isinstance(layer, CONVS):
+            block = layer(block)
+            continue
+        weight, bias = next(entered), next(entered) if layer.bias is not None else None
+        outs = [found.needed[number][at] for found, at in ranges]
+        call = Call(shapes[number].stride, shapes[number].dilation, False, layer.groups)
+        box = box_of([found.windows[number] for found, _ in ranges], held, outs)
+        block = placed(call, box, [stop - start for start, stop in outs], block, weight, bias)
+        held, number = outs, number + 1
+    return wrap(block, result)
