@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from harness import mesh_of, shard
-from shardfield import ShardTensor
+from harness import anyone, mesh_of, shard
+from shardfield import ShardingError, ShardTensor
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 
@@ -149,7 +149,62 @@ def joins(mesh_shape):
     run()
 
 
+def some_view(data, x):
+    """A view of a whole tensor, and the same as a function; torch's reshape may also copy."""
+    kinds = ["permute", "reshape", "slice", "chunk", "unsqueeze", "select"] if x.ndim else ["unsqueeze"]
+    kind = data.draw(st.sampled_from(kinds))
+    if kind == "permute":
+        order = data.draw(st.permutations(range(x.ndim)))
+        return lambda t: t.permute(order)
+    if kind == "reshape":
+        rest, target = x.numel(), []
+        while rest > 1 and len(target) < 3:
+            target.append(data.draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0])))
+            rest //= target[-1]
+        return lambda t: t.reshape([*target, rest])
+    dim = data.draw(st.integers(0, x.ndim - 1)) if x.ndim else 0
+    if kind == "slice":
+        size = x.shape[dim]
+        a, b, step = (data.draw(st.integers(low, high)) for low, high in ((0, size), (0, size), (1, 2)))
+        return lambda t: t[(slice(None),) * dim + (slice(a, b, step),)]
+    if kind == "chunk":
+        return lambda t: t.chunk(2, dim)[0]
+    if kind == "select" and x.shape[dim]:
+        at = data.draw(st.integers(0, x.shape[dim] - 1))
+        return lambda t: t.select(dim, at)
+    return lambda t: t.unsqueeze(dim)
+
+
+def writes(mesh_shape):
+    """A write through a chain of views reaches what it reaches on one device, or is refused on all ranks."""
+    mesh = mesh_of(mesh_shape)
+
+    @ALIKE
+    @given(st.data())
+    def run(data):
+        shape = data.draw(shapes)
+        full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + 1
+        layout = data.draw(layouts(mesh, shape))
+        x = ShardTensor(shard(full, layout), layout)
+        part, piece = full, x
+        for _ in range(data.draw(st.integers(1, 4))):
+            view = some_view(data, part)
+            part, piece = view(part), view(piece)
+        refused = False
+        try:
+            piece.mul_(3)
+        except ShardingError:
+            refused = True
+        assert anyone(refused) == refused
+        if not refused:
+            part.mul_(3)
+            torch.testing.assert_close(piece.full_tensor(), part)
+            torch.testing.assert_close(x.full_tensor(), full)
+
+    run()
+
+
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
-@pytest.mark.parametrize("what", [redistributes, reshapes, slices, joins])
+@pytest.mark.parametrize("what", [redistributes, reshapes, slices, joins, writes])
 def test_property(what, mesh):
     run_on_ranks(what, math.prod(mesh), mesh, timeout=120)

@@ -8,6 +8,9 @@ FREE = {"free": True, "layouts": 4}
 FEW = {"layouts": 4}
 
 CASES = [
+    case(torch.chunk, T(3, 0, 2), 2, 1, how=FREE),
+    case(torch.split, T(3, 0), [0, 0, 0], 1, how=FREE),
+    case(torch.tensor_split, T(3, 0), 2, 1, how=FREE),
     case(torch.split, T(7, 4), 3, how=FREE),
     case(torch.split, T(7, 4), [2, 0, 5], how=FREE),
     case(torch.split, T(4, 7), 2, -1, how=FREE),

@@ -44,6 +44,9 @@ def parts_of(input: Operand, outs: Sequence[Tensor], strides: Sequence[int]) -> 
         found = [Span(at // step, at // step + out.shape[d]) for at, out in zip(before, outs, strict=True)]
         if any(span != (0, input.shape[d]) for span in found) or not spans:
             dim, spans = d, found
+    if len(outs) > 1 and all(out.shape == input.shape for out in outs):  # parts of nothing: of a dim of size 0
+        dim = input.shape.index(0)
+        spans = [Span(0, 0)] * len(outs)
     return dim, spans
 
 
