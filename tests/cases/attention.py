@@ -53,6 +53,8 @@ CASES = [
     case(attend, T(2, 4, 6, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, how=SOME),
     case(attend, T(2, 4, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, is_causal=True, how=SOME),
     case(attend, T(6, 6, 4), T(3, 7, 4), T(3, 7, 4), enable_gqa=True, how=FEW),
+    # groups of two sizes: no rule
+    case(attend, T(4, 6, 4), T(2, 7, 4), T(4, 7, 4), enable_gqa=True, how=FEW | {"gather": True}),
     case(attend, *qkv(2, 3), T(7, 7, fill=hidden), how=SOME),
     case(attend, *qkv(2, 3, columns=5), T(2, 1, 1, 5, fill="bool"), how=SOME),
     case(attend, *qkv(2, 3, columns=5), T(2, 3, 7, 5, fill=minus_inf), how={"layouts": 12}),

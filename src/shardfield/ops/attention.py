@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import report
 from .._compat import left_aligned
 from ..comm import moves
 from ..comm.ring import Ring
-from ..comm.route import tile_route
+from ..comm.route import Route, tile_route
 from ..dispatch import TABLE, handler, rule
 from ..layout import Layout
 from ..operands import replicated
@@ -51,6 +52,8 @@ def attention(
 ):
     """Queries stay where they are; keys and values go round, or whatever is cheaper."""
     dtype = _judged(fn, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if enable_gqa and key.shape[-3] != value.shape[-3]:
+        return None  # groups of two sizes: no cut of the heads serves both
     way = divide(query, key, value, attn_mask, enable_gqa, is_causal)
     ndim = way.inner.ndim
     alone = not way.ring and not way.merge and not (is_causal and way.inner.is_cut(ndim - 2)) and not dropout_p
@@ -126,10 +129,10 @@ def _judged(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> to
     ]
     bias = None if mask is None else probe(lambda m: m, mask)
     with torch.no_grad():
-        return fn(*tiny, _fitting(bias, mask, query, key), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
+        return fn(*tiny, _fitting(bias, mask), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
 
 
-def _fitting(bias: Any, mask: Any, query: Operand, key: Operand) -> Any:
+def _fitting(bias: Any, mask: Any) -> Any:
     """A small mask for small operands: their heads are all there."""
     if bias is None or mask.ndim < 3:
         return bias
@@ -173,17 +176,15 @@ def _gathers(way: Division) -> list[tuple[int, Sequence[int], Any]]:
 class _Exchange:
     """A deal of rows along a mesh axis, there and back."""
 
-    there: Any
-    back: Any
-    group: Any
+    there: Route
+    back: Route
+    group: ProcessGroup
 
     @staticmethod
-    def of(deal: Deal, way: Division) -> _Exchange:
-        coord = way.inner.coords[deal.axis]
-        group = way.inner.mesh.get_group(deal.axis)
-        args = (-2, deal.before, deal.after), (-2, deal.after, deal.before)
-        there, back = (tile_route(dim, have, want, coord) for dim, have, want in args)
-        return _Exchange(there, back, group)
+    def of(deal: Deal, layout: Layout) -> _Exchange:
+        coord, group = layout.coords[deal.axis], layout.mesh.get_group(deal.axis)
+        there = tile_route(-2, deal.before, deal.after, coord)
+        return _Exchange(there, tile_route(-2, deal.after, deal.before, coord), group)
 
 
 class _Blocks:
@@ -192,7 +193,8 @@ class _Blocks:
     def __init__(self, way: Division, query: Operand, key: Operand, is_causal, mask, scale, dropout_p, dtype):
         inner, mesh = way.inner, way.inner.mesh
         rows, columns = query.shape[-2], key.shape[-2]
-        self.way, self.dtype, self.dropout = way, dtype, Dropout(dropout_p, (rows, columns)) if dropout_p else None
+        self.dtype = dtype
+        self.dropout = Dropout(dropout_p, (rows, columns)) if dropout_p else None
         self.lead = Layout.make(mesh, inner.dims[:-2])
         everywhere = list(product(*(range(n) for n in mesh.shape)))
         of_rows = {c: _spans(inner, c) for c in everywhere}
@@ -205,14 +207,11 @@ class _Blocks:
             axes, key_axes = inner.wide(inner.axes_of(inner.ndim - 2)), inner.wide(way.ring)
             deals, of_rows = dealt(of_rows, mesh.shape, axes, inner.coords, square, False)
             key_deals, of_columns = dealt(of_columns, mesh.shape, key_axes, inner.coords, square, True)
-        self.exchanges = [_Exchange.of(d, way) for d in deals]
-        self.key_exchanges = [_Exchange.of(d, way) for d in key_deals]
-        ring = Ring(
-            groups(inner, way.ring),
-            tuple(mesh.size(a) for a in inner.wide(way.ring)),
-            tuple(inner.coords[a] for a in inner.wide(way.ring)),
-        )
-        positions = [_with(inner.coords, inner.wide(way.ring), at) for at in product(*(range(n) for n in ring.sizes))]
+        self.exchanges = [_Exchange.of(d, inner) for d in deals]
+        self.key_exchanges = [_Exchange.of(d, inner) for d in key_deals]
+        round_ = inner.wide(way.ring)
+        ring = Ring(groups(inner, round_), tuple(mesh.size(a) for a in round_), tuple(inner.coords[a] for a in round_))
+        positions = [_with(inner.coords, round_, at) for at in product(*(range(n) for n in ring.sizes))]
         mine, theirs = of_rows[inner.coords], tuple(of_columns[c] for c in positions)
         tiles = tuple((causal if is_causal else whole)(mine, theirs[ring.owner(s)]) for s in range(ring.stops))
         self.work = Work(ring, mine, theirs, tiles, scale, is_causal, groups(inner, way.merge), self.dropout)

@@ -108,6 +108,7 @@ def _kind(layout: Layout | None, axis: int, ndim: int) -> tuple[str, int] | None
 
 
 def _parts(axis: int, shapes: Shapes, q: Layout, k: Layout, v: Layout, mask: Operand | None) -> Iterator[Part]:
+    """The parts that are open to an axis, by what it cuts now."""
     ndim = len(shapes.lead) + 2
     size = q.mesh.size(axis)
     here, *there = [_kind(x, axis, ndim) for x in (q, k, v)]
@@ -171,7 +172,7 @@ def _division(parts: Sequence[Part], shapes: Shapes, q: Layout, k: Layout, v: La
         lead.append(one)
         key_lead.append(other)
     inner = Layout.make(mesh, [*lead, row_cut, (Factor(shapes.value_features),)])
-    goal = _result(inner, rows, row_axes, parts, shapes)
+    goal = _result(inner, rows, row_axes, shapes)
     mask_layout = None
     if mask is not None:
         merged = _factor(shapes.columns, [a for a in key_axes if a in of["merge"]], [key_cut[0]], mesh)
@@ -180,8 +181,8 @@ def _division(parts: Sequence[Part], shapes: Shapes, q: Layout, k: Layout, v: La
         )
     return Division(
         query=_projected(mesh, [*lead, row_cut, (Factor(q.shape[-1]),)], (*shapes.lead, *q.shape[-2:]), q.shape),
-        key=_key_layout(mesh, key_lead, key_cut, shapes, k),
-        value=_key_layout(mesh, key_lead, key_cut, shapes, v),
+        key=_key_layout(mesh, key_lead, key_cut, k),
+        value=_key_layout(mesh, key_lead, key_cut, v),
         mask=mask_layout,
         inner=inner,
         result=goal,
@@ -212,12 +213,12 @@ def _projected(mesh, dims, sizes: Sequence[int], shape: Sequence[int]) -> Layout
     return Layout.make(mesh, [dims[skip + d] if n == sizes[skip + d] else (Factor(n),) for d, n in enumerate(shape)])
 
 
-def _key_layout(mesh, lead, cut, shapes: Shapes, x: Layout) -> Layout:
+def _key_layout(mesh, lead, cut, x: Layout) -> Layout:
     sizes = [f.size for (f,) in lead]
     return _projected(mesh, [*lead, cut, (Factor(x.shape[-1]),)], (*sizes, *x.shape[-2:]), x.shape)
 
 
-def _result(inner: Layout, rows: Factor, row_axes: Sequence[int], parts: Sequence[Part], shapes: Shapes) -> Layout:
+def _result(inner: Layout, rows: Factor, row_axes: Sequence[int], shapes: Shapes) -> Layout:
     """Where the result goes: queries that were cut along the sequence are so again."""
     back = set(row_axes) | set(rows.axes)
     if back == set(row_axes):
