@@ -5,7 +5,8 @@
 A 6-layer CNN (3x3, padding 1, relu) takes a training step. Four questions, each a ratio or a count of one run:
 
 * sent: bytes and messages of a convolution's forward and backward, against the rows of its halo;
-* delayed: every message is made to arrive 5 ms late; the step's time against the slower of its work and its messages;
+* delayed: every message is made to arrive 5 ms late; the step's time against the slower of its work and its messages,
+  and the same with one wide halo for all layers (`halo_blocks`);
 * scaling: the step's time on 1 rank against 2, one thread each;
 * memory: the peak of a rank among 4 against that of 1.
 """
@@ -30,6 +31,7 @@ from torch.distributed.tensor import Shard
 from shardfield import ShardTensor
 from shardfield.comm import wire
 from shardfield.layout import chunk
+from shardfield.shard_utils import halo_blocks
 from shardfield.testing import run_on_ranks
 
 
@@ -93,7 +95,7 @@ def late(seconds: float) -> None:
 
 def delayed(size: int, channels: int, rounds: int, seconds: float = 0.005) -> dict[str, float]:
     """Medians of the step with late messages, of its work alone, and of its messages alone."""
-    model, x = cnn(channels), field(size)
+    model, blocked, x = cnn(channels), halo_blocks(cnn(channels), redundancy=0.2), field(size)
     local = x.to_local().detach()
     messages = [0]
 
@@ -104,13 +106,16 @@ def delayed(size: int, channels: int, rounds: int, seconds: float = 0.005) -> di
     step(model, x)
     wire.meter = None
     real = wire.start_exchange, wire.start_all_reduce
-    times: dict[str, list[float]] = {"step": [], "work": []}
+    times: dict[str, list[float]] = {"step": [], "work": [], "blocked": []}
+    step(blocked, x)
     for _ in range(rounds):
         dist.barrier()
         times["work"].append(step(model, local))
         late(seconds)
         dist.barrier()
         times["step"].append(step(model, x))
+        dist.barrier()
+        times["blocked"].append(step(blocked, x))
         wire.start_exchange, wire.start_all_reduce = real
     found = {name: statistics.median(values) for name, values in times.items()}
     return found | {"messages": messages[0] * seconds}
@@ -167,7 +172,7 @@ def main() -> None:
         print(
             f"{ranks} ranks, messages 5 ms late, 512 x 512: step {slowest['step'] * 1e3:.0f} ms, work "
             f"{slowest['work'] * 1e3:.0f} ms, messages {slowest['messages'] * 1e3:.0f} ms: ratio "
-            f"{found[f'delayed {ranks}']:.3f}"
+            f"{found[f'delayed {ranks}']:.3f}; one halo for all layers {slowest['blocked'] * 1e3:.0f} ms"
         )
 
     pairs = []

@@ -83,3 +83,13 @@ def test_knn_by_broadcasting(tmp_path):
 def test_knn_by_a_ring(tmp_path):
     out, _, _ = torchrun(EXAMPLES / "knn.py", 3, tmp_path, "--ring")
     assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_unet(ranks, tmp_path):
+    first, *others = torchrun(EXAMPLES / "unet.py", ranks, tmp_path)
+    assert "gradients within 1e-5: True" in first and not any(others)
+    loss, alone = re.findall(r"loss ([\d.]+), alone ([\d.]+)", first)[0]
+    assert float(loss) == pytest.approx(float(alone), rel=1e-4)
+    assert "conv2d" in first and "gather " not in first
