@@ -151,6 +151,15 @@ CASES = [
     case(quietly(F.upsample_nearest), T(1, 2, 4, 5), scale_factor=2, how=FEW | {"name": "upsample_nearest"}),
     case(quietly(F.upsample_bilinear), T(1, 2, 4, 5), size=(7, 9), how=FEW | {"name": "upsample_bilinear"}),
     case(torch.nn.Upsample(scale_factor=(1.5, 2), mode="bicubic"), T(1, 2, 4, 5), how=FEW | {"name": "Upsample"}),
+    case(torch._C._nn.upsample_nearest1d, T(2, 2, 7), [10], how=FEW),
+    case(torch._C._nn.upsample_nearest2d, T(1, 2, 4, 5), None, [2.0, 1.6], how=FEW),
+    case(torch._C._nn._upsample_nearest_exact2d, T(1, 2, 4, 5), [9, 3], scales_h=None, scales_w=None, how=FEW),
+    case(torch._C._nn.upsample_linear1d, T(2, 2, 7), [10], True, how=FEW),
+    case(torch._C._nn.upsample_bilinear2d, T(1, 2, 4, 5), [9, 3], False, 2.0, 0.7, how=FEW),
+    case(torch._C._nn.upsample_bicubic2d, T(1, 2, 4, 5), [9, 3], align_corners=True, how=FEW),
+    case(torch._C._nn._upsample_bilinear2d_aa, T(1, 2, 8, 5), [3, 9], False, how=FEW),
+    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), None, False, (2.0, 1.0, 0.5), how=FEW),
+    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), [2, 2], False, how=FEW),
     # ---- channels last, of which torch makes results by other kernels
     *(
         case(

@@ -7,10 +7,11 @@ it is for whole factors, and for cuts that fit the ratio of the sizes. Elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import rule
@@ -26,17 +27,16 @@ from .window import spans
 class Call(NamedTuple):
     """What every local call shares. `factors` are the scale factors that torch's kernels are to work with."""
 
-    fn: Callable
     mode: str
     align_corners: bool | None
     antialias: bool
     factors: tuple[float, ...] | None
 
     def run(self, input: Tensor, sizes: Sequence[int]) -> Tensor:
-        how = {"mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
+        how: Any = {"mode": self.mode, "align_corners": self.align_corners, "antialias": self.antialias}
         if self.factors is None:
-            return self.fn(input, size=list(sizes), **how)
-        return self.fn(input, scale_factor=list(self.factors), **how)
+            return F.interpolate(input, size=list(sizes), **how)
+        return F.interpolate(input, scale_factor=list(self.factors), **how)
 
     def taps(
         self, shape: Sequence[int], out: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -66,19 +66,55 @@ def interpolate(
 ):
     """Halos along cut spatial dims; nothing travels for other cuts, nor for the nearest neighbour."""
     how = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    # torch's own verdict: on the shape, with no samples in it, and on the dtype, with one element
-    none = torch.empty((0, *input.shape[1:]), dtype=input.dtype, device=input.device)
-    shape = fn(none, size, scale_factor, recompute_scale_factor=recompute_scale_factor, **how).shape
-    one = torch.ones([1] * input.ndim, dtype=input.dtype, device=input.device)
-    dtype = fn(one, size=[1] * (input.ndim - 2), **how).dtype
-    out = tuple(shape[2:])
+    out = fn(nothing(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **how).shape[2:]
     factors = None
     if scale_factor is not None and not recompute_scale_factor and mode != "area":
         each = scale_factor if isinstance(scale_factor, (list, tuple)) else (scale_factor,) * len(out)
         factors = tuple(float(f) for f in each)
-    call = Call(fn, mode, align_corners, antialias, factors)
-    if dtype == torch.uint8 and not mode.startswith("nearest"):
+    return resampled(input, out, Call(mode, align_corners, antialias, factors))
+
+
+# what F.interpolate ends in: the mode, and whether antialiased
+KERNELS = {
+    **{f"upsample_nearest{n}d": ("nearest", False) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", False) for n in (1, 2, 3)},
+    "upsample_linear1d": ("linear", False),
+    "upsample_bilinear2d": ("bilinear", False),
+    "upsample_trilinear3d": ("trilinear", False),
+    "upsample_bicubic2d": ("bicubic", False),
+    "_upsample_bilinear2d_aa": ("bilinear", True),
+    "_upsample_bicubic2d_aa": ("bicubic", True),
+    "_upsample_lanczos2d_aa": ("lanczos", True),
+}
+
+
+@rule(*KERNELS)
+def upsample(input: Operand, output_size, *rest, fn, **named):
+    """The same under the names of the kernels; they take the factors as a list or one by one."""
+    mode, antialias = KERNELS[fn.__name__]
+    out = fn(nothing(input), output_size, *rest, **named).shape[2:]
+    given = [*rest, *named.values()]
+    corners = None if mode.startswith("nearest") else named.get("align_corners", next(iter(rest), None))
+    numbers = [n for v in given if not isinstance(v, bool) for n in (v if isinstance(v, (list, tuple)) else [v])]
+    if any(n is not None for n in numbers) and (len(numbers) != len(out) or None in numbers):
+        return None  # a factor for some dims only
+    factors = None if None in numbers or not numbers else tuple(map(float, numbers))
+    return resampled(input, out, Call(mode, corners, antialias, factors))
+
+
+def nothing(input: Operand) -> Tensor:
+    """A tensor by whose shape torch judges a call: with no samples in it, so that nothing is computed."""
+    return torch.empty((0, *input.shape[1:]), dtype=input.dtype, device=input.device)
+
+
+def resampled(input: Operand, out: Sequence[int], call: Call) -> Plan | None:
+    """Who makes which outputs, and of what."""
+    one = torch.ones([1] * input.ndim, dtype=input.dtype, device=input.device)
+    dtype = call._replace(factors=None).run(one, [1] * len(out)).dtype  # torch's verdict on that
+    if dtype == torch.uint8 and not call.mode.startswith("nearest"):
         # torch rounds these in ways that depend on the number of channels
+        if call.factors and any(int(n * f) != m for n, f, m in zip(input.shape[2:], call.factors, out, strict=True)):
+            return None
         layout = input.layout.uncut(range(1, input.ndim))
         result = layout.with_dims([*layout.dims[:2], *((Factor(n),) for n in out)])
         return Plan(local=lambda input: call.run(input, out), operands={"input": layout}, layout=result)
@@ -122,8 +158,10 @@ class Part:
     def _box(self, dim: int) -> Box | None:
         """The part of a dim that torch can be given for the whole; None if there is none."""
         taps, (first, stop) = self.taps[dim], self.cover.owned[dim]
+        factor = None if self.call.factors is None else self.call.factors[dim - 2]
         if not self.cover.layout.is_cut(dim):
-            return Box(0, taps.size, taps.out, 0, taps.out)
+            fits = factor is None or int(taps.size * factor) == taps.out
+            return Box(0, taps.size, taps.out, 0, taps.out) if fits else None
         if taps.ratio is None or first >= stop:
             return None
         p, q = taps.ratio
@@ -132,7 +170,7 @@ class Part:
         reached, made = self.cover.reached[dim], (end - start) // p * q
         if start < reached.start or end > reached.stop:
             return None
-        if self.call.factors is not None and int((end - start) * self.call.factors[dim - 2]) != made:
+        if factor is not None and int((end - start) * factor) != made:
             return None
         return Box(start - reached.start, end - start, made, first - start // p * q, stop - first)
 
