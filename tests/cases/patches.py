@@ -47,6 +47,7 @@ CASES = [
         ]
     ),
     case(F.unfold, T(3, 6, 5), 2, 1, 1, how=FEW),
+    case(F.unfold, T(1, 2, 6, 5, dtype=torch.complex128), 2, padding=1, how=FEW),
     case(F.unfold, T(2, 3, 6, 5), 7, how=FEW),
     case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, how=FEW),
     case(torch.nn.Unfold(2, stride=2), T(2, 3, 6, 4), how=FEW | {"name": "Unfold"}),

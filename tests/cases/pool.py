@@ -27,6 +27,16 @@ def rough(shape, generator):
     return torch.where(x > 1.6, torch.nan, x)
 
 
+def autocast(call):
+    """The call as it is in a region of mixed precision."""
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(x)
+
+    return run
+
+
 CASES = [
     # ---- any cut
     case(F.max_pool2d, T(2, 3, 8, 7), 2, how=FIELD),
@@ -105,8 +115,17 @@ CASES = [
     case(F.avg_pool2d, T(2, 3, 8, 7), 3, 0, how=FEW),
     case(F.avg_pool2d, T(2, 3, 8, 7), 3, divisor_override=0, how=FEW),
     case(F.avg_pool2d, T(8, 7), 3, how=FEW),
+    case(F.avg_pool1d, T(2, 3, 8), 3, divisor_override=2, how=FEW),
     case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, how=FEW),
     case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, how=FEW),
+    # ---- autocast, which takes some pools in float32: also where there is nothing
+    *(
+        case(autocast(call), T(2, 2, 5, 4, 3, dtype=torch.bfloat16), how=FEW | {"name": name, "tolerance": 1e-2})
+        for name, call in {
+            "avg_pool3d, autocast": lambda x: F.avg_pool3d(x, 3, 2, 1),
+            "adaptive_avg_pool3d, autocast": lambda x: F.adaptive_avg_pool3d(x, (2, 1, 3)),
+        }.items()
+    ),
     # ---- twice
     case(twice(lambda x: F.max_pool2d(x, 3, 2, 1)), T(2, 2, 6, 5), how=SOME | {"name": "max_pool, twice"}),
     case(twice(lambda x: F.avg_pool2d(x, 3, 2, 1, True, False)), T(2, 2, 6, 5), how=SOME | {"name": "avg_pool, twice"}),

@@ -23,7 +23,7 @@ from ..plan import Operand, Plan, groups
 from .across import extreme_of, probe_shapes, settled
 from .extreme import NOWHERE
 from .frame import Frame, nothing
-from .pool import along, judge_dtype, linear, renumbered
+from .pool import along, linear, renumbered, result_dtype
 from .rearrange import one_axis
 
 AVERAGE: dict[int, Callable] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
@@ -155,16 +155,16 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     nd = int(fn.__name__.removeprefix("adaptive_avg_pool")[0])
     call = AVERAGE[nd]
     out = probe_shapes(call, input, output_size).shape[-nd:]
-    judge_dtype(input, nd, lambda x: call(x, 1))
+    dtype = result_dtype(input, nd, lambda x: call(x, 1))
     way = Way(linear(input.layout), out, weight=1)
     shape = way.result.local_shape
 
     def local(input):
         block = way.frame.take(input)
         if not way.made:
-            return nothing(block, shape)
+            return nothing(block, shape, dtype)
         if not way.working:
-            return block.new_zeros(shape) + block.reshape(-1)[:0].sum()
+            return block.new_zeros(shape, dtype=dtype) + block.reshape(-1)[:0].sum()
         block = way.spread(block)
         for dim, rows in way.rows.items():
             surplus = rows.surplus(block, dim)
@@ -186,7 +186,7 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
     nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
     call, pair = MAX[nd], fn in PAIRS
     out = probe_shapes(call, input, output_size).shape[-nd:]
-    judge_dtype(input, nd, lambda x: call(x, 1))
+    dtype = result_dtype(input, nd, lambda x: call(x, 1))
     way = Way(input.layout, out, weight=2)  # a value and its place
     layout, result, over = way.source, way.result, groups(way.source, way.axes)
     shape, sizes = result.local_shape, layout.shape[-nd:]
@@ -195,10 +195,10 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
     def pooled(block: Tensor) -> tuple[Tensor, Tensor]:
         """The maxima that this rank finds, and their places in the field."""
         if not way.made:
-            made = nothing(block, shape)
+            made = nothing(block, shape, dtype)
             return made, torch.empty_like(made, dtype=torch.int64)
         if not way.working:
-            made = block.new_full(shape, -math.inf) + block.reshape(-1)[:0].sum()
+            made = block.new_full(shape, -math.inf, dtype=dtype) + block.reshape(-1)[:0].sum()
             return made, torch.full_like(made, NOWHERE, dtype=torch.int64)
         block = way.spread(block)
         made, at = call(block, way.outs, return_indices=True)

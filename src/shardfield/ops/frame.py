@@ -159,6 +159,6 @@ class Frame:
         return layout
 
 
-def nothing(block: Tensor, shape: Sequence[int]) -> Tensor:
+def nothing(block: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A result without elements that is in the graph, so that backward makes the same moves on every rank."""
-    return block.reshape(-1)[:0].reshape(shape)
+    return block.reshape(-1)[:0].reshape(shape).to(dtype)

@@ -21,7 +21,7 @@ from ..plan import Operand, Plan
 from .across import probe_shapes
 from .conv import each
 from .frame import Frame, nothing
-from .pool import judge_dtype, linear
+from .pool import linear, result_dtype
 from .rearrange import one_axis
 from .window import Window
 
@@ -38,7 +38,7 @@ def windows(size: Sequence[int], kernel: Any, dilation: Any, padding: Any, strid
 def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1):
     """The columns of cut rows are cut as a merged dim remembers it: by row and by place in the row."""
     probe_shapes(F.unfold, input, kernel_size, dilation, padding, stride)
-    judge_dtype(input, 2, lambda x: F.unfold(x, 1))
+    dtype = result_dtype(input, 2, lambda x: F.unfold(x, 1))
     dims = (input.ndim - 2, input.ndim - 1)
     layout = one_axis(linear(input.layout), dims)
     looks = windows(input.shape[-2:], kernel_size, dilation, padding, stride)
@@ -51,7 +51,9 @@ def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1):
 
     def local(input):
         block = frame.take(input)
-        return F.unfold(block, kernel_size, dilation, inner, stride) if shape.numel() else nothing(block, shape)
+        if not shape.numel():
+            return nothing(block, shape, dtype)
+        return F.unfold(block, kernel_size, dilation, inner, stride)
 
     return Plan(local=local, operands={"input": layout}, layout=result)
 
@@ -71,7 +73,7 @@ def fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1):
 
 def _fold(input: Operand, size: torch.Size, kernel_size, dilation, padding, stride) -> Plan:
     """Columns (..., channels, cells, rows, places in a row) added up to a field of `size`."""
-    judge_dtype(input, 1, lambda x: F.fold(x, 1, 1))
+    dtype = result_dtype(input, 1, lambda x: F.fold(x, 1, 1))
     dims = (input.ndim - 2, input.ndim - 1)
     source = one_axis(linear(input.layout).uncut([-3]), dims)
     looks = dict(zip((dims[0] - 1, dims[1] - 1), windows(size, kernel_size, dilation, padding, stride), strict=True))
@@ -91,7 +93,7 @@ def _fold(input: Operand, size: torch.Size, kernel_size, dilation, padding, stri
     def local(input: Tensor) -> Tensor:
         *lead, channels, cells, rows, places = columns
         if not columns.numel():
-            return frame.give(nothing(input, (*lead, channels, *sizes)))
+            return frame.give(nothing(input, (*lead, channels, *sizes), dtype))
         flat = input.reshape(*lead, channels * cells, rows * places)
         return frame.give(F.fold(flat, sizes, kernel_size, dilation, inner, stride))
 

@@ -28,10 +28,10 @@ MAX: dict[int, Callable] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE: dict[int, Callable] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def judge_dtype(input: Operand, nd: int, call: Callable[[Tensor], Any]) -> None:
-    """torch's own error for a dtype it lacks; a rank with an empty piece would not see it otherwise."""
+def result_dtype(input: Operand, nd: int, call: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """What dtype a call gives, or torch's own error for one it lacks; a rank with an empty piece would not know."""
     with torch.no_grad():
-        call(torch.zeros((1,) * (nd + 2), dtype=input.dtype, device=input.device))
+        return call(torch.zeros((1,) * (nd + 2), dtype=input.dtype, device=input.device)).dtype
 
 
 class Pool:
@@ -64,7 +64,7 @@ def max_pool(
     pair = return_indices or fn.__name__.endswith("with_indices")
     call = MAX[nd]
     meta = probe_shapes(call, input, kernel_size, stride, padding, dilation, ceil_mode)
-    judge_dtype(input, nd, lambda x: call(x, 1, return_indices=pair))
+    dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if pair else call(x, 1))
     pool = Pool(input, meta.shape[-nd:], kernel_size, stride, padding, dilation)
     layout = one_axis(input.layout, pool.dims)
     frame = Frame(layout, pool.windows)
@@ -77,7 +77,7 @@ def max_pool(
     def local(input):
         block = frame.take(input, fill)
         if not shape.numel():
-            made = nothing(block, shape)
+            made = nothing(block, shape, dtype)
             return (made, torch.empty_like(made, dtype=torch.int64)) if pair else made
         if not pair:
             return call(block, *how)
@@ -127,11 +127,11 @@ def avg_pool(
     """Sums of what is inside the field, divided by how many cells the window has in the whole of it."""
     nd = int(fn.__name__.removeprefix("avg_pool")[0])
     call = AVERAGE[nd]
-    more = () if nd == 1 else (divisor_override,)
+    more = () if divisor_override is None else (divisor_override,)  # which a pool of one dim does not have
     stride = None if stride is None or not each(stride, nd) else stride
     stride = kernel_size if stride is None else stride
     meta = probe_shapes(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
-    judge_dtype(input, nd, lambda x: call(x, 1))
+    dtype = result_dtype(input, nd, lambda x: call(x, 1))
     pool = Pool(input, meta.shape[-nd:], kernel_size, stride, padding, 1)
     layout = linear(input.layout)
     layout = one_axis(layout, pool.dims)
@@ -141,13 +141,13 @@ def avg_pool(
     how = (pool.kernel, pool.stride, pool.inner_padding(layout), ceil_mode, count_include_pad)
     counts = {d: [count(w, o, count_include_pad) for o in range(*frame.owned[d])] for d, w in pool.windows.items()}
     short = {d: c for d, c in counts.items() if layout.is_cut(d) and set(c) - {pool.windows[d].kernel}}
-    if more and more != (None,):
+    if more:
         short = {}
 
     def local(input):
         block = frame.take(input)
         if not shape.numel():
-            return nothing(block, shape)
+            return nothing(block, shape, dtype)
         if short and not block.is_floating_point():
             return whole_numbers(block, pool, how[2], ceil_mode, counts)
         made = call(block, *how, *more)

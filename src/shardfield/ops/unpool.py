@@ -20,7 +20,7 @@ from .adaptive import Adaptive
 from .align import align
 from .frame import nothing
 from .owners import Owners, checked, deliver
-from .pool import judge_dtype
+from .pool import result_dtype
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
 # what torch's Python functions call once they know the size of the result
@@ -38,7 +38,7 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     place is elsewhere goes there. Of several values for one place, one stays, as on one device."""
     size = probe_shapes(fn, input, indices, output_size, *more).shape[-len(output_size) :]
     nd = len(size)
-    judge_dtype(input, nd, lambda x: UNPOOL[nd](x, x.to(indices.dtype), 1))
+    result_dtype(input, nd, lambda x: UNPOOL[nd](x, x.to(indices.dtype), 1))
     how = align((input.layout, indices.layout))
     source = result = how.result
     first = source.ndim - nd
@@ -49,7 +49,7 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     owners = Owners(
         result, range(result.ndim), result.wide(a for d in range(first, result.ndim) for a in result.axes_of(d))
     )
-    here = Owners(source, range(first)) if first else None
+    here = Owners(source, range(first))
     cells, shape = size.numel(), result.local_shape
 
     def local(input: Tensor, indices: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
             flat = input.new_zeros((*shape[:first], cells))
             return flat.scatter(-1, indices.flatten(first), input.flatten(first)).reshape(shape)
         lead: Any = 0
-        for at, n in zip(here.here(indices.device), source.shape[:first], strict=True) if here else ():
+        for at, n in zip(here.here(indices.device), source.shape[:first], strict=True):
             lead = lead * n + at
         numbers = lead.view(*lead.shape, *[1] * nd) * cells + indices
         positions, values = deliver(owners, numbers.reshape(-1), input.reshape(-1), owners.axes)
@@ -94,7 +94,9 @@ def _fractional(input: Operand, samples: Operand, kernel_size, output_size, outp
     nd = int(fn.__name__.removeprefix("fractional_max_pool")[0])
     how = (kernel_size, output_size, output_ratio, True)
     out = probe_shapes(fn, input, *how, samples)[0].shape
-    judge_dtype(input, nd, lambda x: fn(x.new_zeros(1, 1, *[3] * nd), 1, 1, _random_samples=x.new_zeros(1, 1, nd)))
+    dtype = result_dtype(
+        input, nd, lambda x: fn(x.new_zeros(1, 1, *[3] * nd), 1, 1, _random_samples=x.new_zeros(1, 1, nd))
+    )
     source = lent(input.layout, nd)
     result = source.with_dims([*source.dims[:-nd], *((Factor(n),) for n in out[-nd:])])
     lead = source.dims[:-nd] if input.ndim == nd + 2 else [(Factor(1),), *source.dims[:-nd]]
@@ -105,7 +107,7 @@ def _fractional(input: Operand, samples: Operand, kernel_size, output_size, outp
         if shape.numel():
             found = fn(input, *how, samples)
         else:
-            made = nothing(input, shape)
+            made = nothing(input, shape, dtype)
             found = made, torch.empty_like(made, dtype=torch.int64)
         return found if pair else found[0]
 
