@@ -80,9 +80,12 @@ def finite(lse: Tensor) -> Tensor:
     return torch.where(lse == -math.inf, 0, lse)
 
 
-def _dead(bias: Tensor | None) -> Tensor | None:
-    """The rows that a bias hides all columns of this block from: kernels have their own ideas of these."""
-    return None if bias is None else (bias == -math.inf).all(-1)
+def _without_dead(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows that a bias hides all columns of this block from have no share: kernels have their own ideas of these."""
+    if bias is None:
+        return out, lse
+    dead = (bias == -math.inf).all(-1)
+    return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, -math.inf)
 
 
 class FlashCpu:
@@ -90,8 +93,7 @@ class FlashCpu:
 
     def forward(self, q, k, v, bias, causal, scale):
         out, lse = flash_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-        dead = _dead(bias)
-        return out, lse if dead is None else lse.masked_fill(dead, -math.inf)
+        return _without_dead(out, lse, bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         found = flash_cpu_backward(grad, q, k, v, out, finite(lse), 0.0, causal, attn_mask=bias, scale=scale)
@@ -120,11 +122,7 @@ class EfficientCuda:
 
     def forward(self, q, k, v, bias, causal, scale):
         out, lse, *_ = efficient_cuda(q, k, v, _padded(bias, q, k), True, 0.0, causal, scale=scale)
-        lse, dead = lse[..., : q.shape[-2]], _dead(bias)
-        if dead is None:
-            return out, lse
-        dead = dead.expand(lse.shape)
-        return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, -math.inf)
+        return _without_dead(out, lse[..., : q.shape[-2]], bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         state = torch.zeros((), dtype=torch.int64, device=q.device)
