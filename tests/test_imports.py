@@ -28,7 +28,7 @@ LAYERS = [
     {"tensor"},
     {"ops", "scatter"},
     # Building blocks for users' own ops, and older paths of the same things.
-    {"shard_utils"},
+    {"shard_utils", "neighbours"},
     {"distributed.shard_tensor", "distributed.shard_utils"},
     {"models", "data"},
     {"train"},

@@ -6,6 +6,9 @@ from .dispatch import rule as rule
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
 from .lockstep import lockstep as lockstep
+from .neighbours import knn as knn
+from .neighbours import partition_points as partition_points
+from .neighbours import radius_search as radius_search
 from .ops.opt_einsum import einsum as einsum
 from .ops.opt_einsum import tensordot as tensordot
 from .ops.opt_einsum import transpose as transpose

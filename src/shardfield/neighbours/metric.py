@@ -1,0 +1,67 @@
+"""Squared distances that come out the same, to the last bit, however the search is done.
+
+A search on one device, in blocks, by a tree or over many ranks must choose the same neighbours, also where two points
+are equally far. So there is one definition: differences are squared and added feature by feature, each step rounded.
+Rounding never turns the order of two numbers around, so the same steps on the sides of a box give bounds on the
+squared distances to the points inside that hold exactly, without a margin.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NOBODY = torch.iinfo(torch.int64).max  # the index of a neighbour that is not there: behind all others
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which distances are computed: half precision is widened."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def limit(dtype: torch.dtype, features: int) -> float:
+    """The largest size of a coordinate for which no squared distance overflows."""
+    return (torch.finfo(dtype).max / (8 * features)) ** 0.5
+
+
+def _added(gaps: list[Tensor]) -> Tensor:
+    total = gaps[0].square()
+    for gap in gaps[1:]:
+        total += gap.square()
+    return total
+
+
+def squared(left: Tensor, right: Tensor) -> Tensor:
+    """The squared distances of points (..., features) that broadcast: (...)."""
+    return _added([left[..., d] - right[..., d] for d in range(left.shape[-1])])
+
+
+def box(points: Tensor) -> Tensor:
+    """The lowest and the highest coordinates (2, features); of no points: an inside-out box that is far from all."""
+    if len(points):
+        return torch.stack([points.amin(0), points.amax(0)])
+    ends = points.new_tensor([torch.inf, -torch.inf])
+    return ends[:, None].expand(2, points.shape[1])
+
+
+def nearest_in(boxes: Tensor, points: Tensor) -> Tensor:
+    """(points, boxes): no point in the box is closer than this, squared. `boxes`: (boxes, 2, features)."""
+    low, high, x = boxes[:, 0], boxes[:, 1], points[:, None]
+    return _added([_outside(low[:, d], high[:, d], x[..., d]) for d in range(points.shape[1])])
+
+
+def _outside(low: Tensor, high: Tensor, x: Tensor) -> Tensor:
+    return torch.maximum(low - x, x - high).clamp_min(0)
+
+
+def farthest_in(boxes: Tensor, points: Tensor) -> Tensor:
+    """(points, boxes): no point in the box is farther than this, squared."""
+    low, high, x = boxes[:, 0], boxes[:, 1], points[:, None]
+    return _added([torch.maximum((x - low).abs()[..., d], (x - high).abs()[..., d]) for d in range(points.shape[1])])
+
+
+def first(squares: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k first of each row of candidates: by squared distance, then by index."""
+    order = index.argsort(1)
+    order = order.gather(1, squares.gather(1, order).argsort(dim=1, stable=True)[:, :k])
+    return squares.gather(1, order), index.gather(1, order)

@@ -1,0 +1,322 @@
+"""Neighbour search against brute force on one device: every cut, ties, duplicates, gradients, and what is sent."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from harness import MESHES, Case, T, check, mesh_of, shard
+from shardfield import ShardTensor, knn, partition_points, radius_search
+from shardfield.comm import wire
+from shardfield.layout import Layout
+from shardfield.neighbours import across, brute, kernel, local, tree
+from shardfield.neighbours.metric import squared
+from shardfield.testing import run_on_ranks
+
+# ---------------------------------------------------------------------- the reference, written another way
+
+
+def distances(points, queries):
+    """All pairs; a distance of zero has gradient zero."""
+    total = squared(queries[:, None], points)
+    return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), 0)
+
+
+def order_of(points, queries):
+    return squared(queries.detach()[:, None], points.detach()).sort(dim=1, stable=True)[1]
+
+
+def all_pairs_knn(points, queries, k):
+    index = order_of(points, queries)[:, :k]
+    return index, distances(points, queries).gather(1, index)
+
+
+def all_pairs_radius(points, queries, radius, most=None):
+    index, every = order_of(points, queries), distances(points, queries)
+    counts = (every <= radius).sum(1)
+    width = int(counts.max()) if most is None else most
+    counts = counts.clamp_max(width)
+    index = torch.nn.functional.pad(index, (0, max(0, width - index.shape[1])), value=-1)[:, :width]
+    inside = torch.arange(width) < counts[:, None]
+    index = torch.where(inside, index, -1)
+    return index, torch.where(inside, every.gather(1, index.clamp_min(0)), torch.inf), counts
+
+
+def either(ours, reference):
+    """`ours` on ShardTensors and `reference` on plain tensors: the two sides of a case."""
+
+    def call(points, queries, *args):
+        sharded = isinstance(points, ShardTensor) or isinstance(queries, ShardTensor)
+        return (ours if sharded else reference)(points, queries, *args)
+
+    return call
+
+
+def lattice(shape, generator):
+    """Many duplicates and many equal distances; exact in float64 and float32."""
+    return torch.randint(3, shape, generator=generator).double()
+
+
+def clusters(shape, generator):
+    """Three clusters far apart, rows of one cluster together."""
+    centres = torch.tensor([-50.0, 0.0, 80.0], dtype=torch.float64).repeat_interleave(-(-shape[0] // 3))[: shape[0]]
+    return centres[:, None] + torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+NEAR, WITHIN = either(knn, all_pairs_knn), either(radius_search, all_pairs_radius)
+CASES = [
+    Case(NEAR, (T(17, 3), T(9, 3), 4), name="knn"),
+    Case(NEAR, (T(5, 2), T(6, 2), 5), name="knn of all"),
+    Case(NEAR, (T(23, 2, fill=lattice), T(11, 2, fill=lattice), 7), name="knn with ties", partial=False),
+    Case(NEAR, (T(18, 2, fill=clusters), T(9, 2, fill=clusters), 5), name="knn of clusters", partial=False),
+    Case(NEAR, (T(7, 1), T(0, 1), 2), name="knn of nobody"),
+    Case(WITHIN, (T(17, 2), T(9, 2), 0.8), name="radius"),
+    Case(WITHIN, (T(23, 2, fill=lattice), T(11, 2, fill=lattice), 1.0), name="radius with ties", partial=False),
+    Case(WITHIN, (T(17, 2), T(9, 2), 1.0, 3), name="radius and most"),
+    Case(WITHIN, (T(4, 2), T(3, 2), 1.0, 6), name="radius and more"),
+    Case(WITHIN, (T(8, 2), T(5, 2), 0.0), name="radius of zero"),
+]
+LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", 4))
+
+
+def run_case(number, mesh_shape):
+    """On a rank: pair by pair with all visits at once, then by tree with one visit after the other."""
+    case, told = CASES[number], []
+    case.layouts = LAYOUTS
+    for seed, settings in enumerate([(across.AT_ONCE, local.TREE_PAIRS), (0, 0)]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(across, "AT_ONCE", settings[0])
+            patch.setattr(local, "TREE_PAIRS", settings[1])
+            told += check(case, mesh_shape, seed)
+    return told
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
+def test_any_cut(number, mesh):
+    told = run_on_ranks(run_case, torch.Size(mesh).numel(), number, mesh, timeout=240)
+    assert not [line for lines in told for line in lines]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
+def test_the_cases_are_ones_that_work(number):
+    """A case whose reference raises would ask for nothing but an error."""
+    case = CASES[number]
+    values = [a.make(torch.Generator().manual_seed(0)) if isinstance(a, T) else a for a in case.args]
+    for got, ref in zip((knn if case.fn is NEAR else radius_search)(*values), case.fn(*values), strict=True):
+        assert torch.equal(got, ref)
+
+
+# ---------------------------------------------------------------------- one device
+
+
+def cloud(kind, n, features, dtype):
+    generator = torch.Generator().manual_seed(n + features)
+    x = torch.randn(n, features, dtype=torch.float64, generator=generator)
+    if kind == "duplicates":
+        x = x[torch.randint(max(n // 40, 1), (n,), generator=generator)]
+    elif kind == "lattice":
+        x = torch.randint(6, (n, features), generator=generator) / 3.0
+    elif kind == "clusters":
+        x = x * 1e-6 + torch.randint(4, (n, 1), generator=generator) * 1000
+    elif kind == "one":
+        x = x[:1].expand(n, features).clone()
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["normal", "duplicates", "lattice", "clusters", "one"])
+@pytest.mark.parametrize("how", ["pairs", "blocks", "tree"])
+def test_plain(how, kind, dtype, monkeypatch):
+    monkeypatch.setattr(local, "TREE_PAIRS", 0 if how == "tree" else 1 << 62)
+    if how == "blocks":
+        monkeypatch.setattr(brute, "COLUMNS", 100)
+        monkeypatch.setattr(brute, "BLOCK", 1000)
+    for n, m, features, k in ((700, 50, 3, 17), (640, 30, 1, 3), (90, 20, 7, 90)):
+        points, queries = cloud(kind, n, features, dtype), cloud(kind, n, features, dtype)[3 : 3 + m] + 0.25
+        wide = (
+            points.float() if dtype is torch.bfloat16 else points,
+            queries.float() if dtype is torch.bfloat16 else queries,
+        )
+        index, distance = knn(points, queries, k)
+        ref_index, ref = all_pairs_knn(*wide, k)
+        assert torch.equal(index, ref_index) and torch.equal(distance, ref.to(dtype))
+        radius = float(ref[:, min(k, 5) - 1].median())
+        for got, want in zip(radius_search(points, queries, radius), all_pairs_radius(*wide, radius), strict=True):
+            assert torch.equal(got, want.to(got.dtype))
+
+
+def test_memory_of_brute_force_is_bounded(monkeypatch):
+    """No block of distances is larger than it may be, however many points there are."""
+    seen = []
+    monkeypatch.setattr(brute, "squared", lambda a, b: seen.append(len(a) * len(b)) or squared(a, b))
+    monkeypatch.setattr(local, "TREE_PAIRS", 1 << 62)
+    monkeypatch.setattr(brute, "BLOCK", 4096)
+    monkeypatch.setattr(brute, "COLUMNS", 256)
+    knn(torch.randn(3000, 3), torch.randn(200, 3), 5)
+    assert max(seen) <= 4096 and sum(seen) == 3000 * 200
+
+
+def test_without_scipy(monkeypatch):
+    monkeypatch.setattr(tree, "cKDTree", None)
+    points, queries = cloud("lattice", 3000, 3, torch.float32), cloud("lattice", 100, 3, torch.float32)
+    assert 3000 * 100 > local.TREE_PAIRS
+    for got, want in zip(knn(points, queries, 9), all_pairs_knn(points, queries, 9), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_kernel_is_for_cuda():
+    x = torch.zeros(4, 3)
+    assert not kernel.takes(x, x, 2)
+
+
+def test_gradients_of_gradients():
+    generator = torch.Generator().manual_seed(5)
+    points, queries = (torch.randn(n, 2, dtype=torch.float64, generator=generator).requires_grad_() for n in (8, 4))
+    assert torch.autograd.gradcheck(lambda p, q: knn(p, q, 3)[1], (points, queries))
+    assert torch.autograd.gradgradcheck(lambda p, q: knn(p, q, 3)[1], (points, queries))
+
+
+def test_a_distance_of_zero_has_gradient_zero():
+    points = torch.zeros(3, 2, requires_grad=True)
+    knn(points, points.detach()[:1], 3)[1].sum().backward()
+    assert torch.equal(points.grad, torch.zeros(3, 2))
+
+
+# ---------------------------------------------------------------------- what is refused, on all ranks
+
+
+@pytest.mark.parametrize(
+    ("points", "queries", "k", "why"),
+    [
+        (torch.zeros(4, 3), torch.zeros(2, 3), 5, "k = 5 neighbours of 4 points"),
+        (torch.zeros(4, 3), torch.zeros(2, 3), 0, "k must be from 1 to 4"),
+        (torch.zeros(4, 3), torch.zeros(2, 2), 1, "3 features and queries 2"),
+        (torch.zeros(4), torch.zeros(2, 2), 1, r"points is \(4,\)"),
+        (torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.int64), 1, "floating point"),
+        (torch.full((4, 3), torch.nan), torch.zeros(2, 3), 1, "finite"),
+        (torch.zeros(4, 3), torch.full((2, 3), 1e30), 1, "not beyond"),
+    ],
+)
+def test_refused(points, queries, k, why):
+    with pytest.raises(ValueError, match=why):
+        knn(points, queries, k)
+
+
+def refusals():
+    """On a rank of four: every error that only one rank could know of, and one that all do."""
+    mesh, told = mesh_of((2, 2)), []
+    for bad in ("points", "queries", "k"):
+        points, queries = torch.randn(9, 2), torch.randn(7, 2)
+        if bad == "points":
+            points[0, 0] = torch.inf
+        if bad == "queries":
+            queries[6, 1] = torch.nan
+        layouts = Layout.of(mesh, [Shard(0), Replicate()], (9, 2)), Layout.of(mesh, [Replicate(), Shard(0)], (7, 2))
+        p, q = (ShardTensor(shard(x, w), w) for x, w in zip((points, queries), layouts, strict=True))
+        try:
+            knn(p, q, 10 if bad == "k" else 2)
+        except ValueError as error:
+            told.append(str(error)[:22])
+    return told
+
+
+def test_all_ranks_refuse():
+    told = run_on_ranks(refusals, 4, timeout=60)
+    assert told == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbours"]] * 4
+
+
+# ---------------------------------------------------------------------- what is sent
+
+N, K = 4096, 8
+
+
+def sent(kind):
+    """On a rank of four: the bytes it sends for a search, and whether the result is right."""
+    mesh = mesh_of((4,))
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(N, 3, generator=generator)
+    queries = torch.rand(256, 3, generator=generator)
+    if kind == "clusters":  # a cluster on each rank, its queries too
+        points[:, 0] += torch.arange(N) // (N // 4) * 100
+        queries[:, 0] += torch.arange(256) // 64 * 100
+    elif kind == "sorted":  # slabs that touch
+        points, queries = points[points[:, 0].argsort()], queries[queries[:, 0].argsort()]
+    elif kind == "few points":
+        points = points[:40]
+    layouts = [Layout.of(mesh, [Shard(0)], x.shape) for x in (points, queries)]
+    p, q = (ShardTensor(shard(x, w), w) for x, w in zip((points, queries), layouts, strict=True))
+    total = [0]
+    wire.meter = lambda what, messages, nbytes: total.__setitem__(0, total[0] + nbytes)
+    try:
+        index, distance = knn(p, q, K)
+    finally:
+        wire.meter = None
+    ref = all_pairs_knn(points, queries, K)
+    return total[0], torch.equal(index.full_tensor(), ref[0]) and torch.equal(distance.full_tensor(), ref[1])
+
+
+SMALL = 3 * (2 * 3 * 4 + 4 * 8) + 2  # a box and a row of counts to three ranks, and whether all is finite
+QUERY = (3 + 2 * K) * 4  # a query there and its neighbours back
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        ("clusters", SMALL),
+        ("sorted", 64 * QUERY),  # only those near a face: less than one visit for each query
+        ("random", 3 * 64 * QUERY + 1000),  # each to all others: never the points
+        ("few points", SMALL + 3 * 10 * 12 + 3 * 4 * 8),  # the points, as they are fewer bytes
+    ],
+)
+def test_bytes(kind, bound):
+    told = run_on_ranks(sent, 4, kind, timeout=60)
+    assert all(right for _, right in told)
+    assert max(nbytes for nbytes, _ in told) <= bound
+
+
+# ---------------------------------------------------------------------- an order that keeps neighbours together
+
+
+def spread_of(points, parts):
+    """The mean volume of the boxes around equal parts."""
+    return torch.stack([(p.amax(0) - p.amin(0)).prod() for p in points.tensor_split(parts)]).mean()
+
+
+def test_partition_of_plain_points():
+    points = torch.rand(4000, 3, generator=torch.Generator().manual_seed(0))
+    order, moved = partition_points(points)
+    assert torch.equal(order.sort()[0], torch.arange(4000)) and torch.equal(moved, points[order])
+    assert spread_of(moved, 8) < 0.3 * spread_of(points, 8)
+    same = torch.ones(5, 2)
+    assert partition_points(same)[0].tolist() == [0, 1, 2, 3, 4]
+    assert partition_points(points[:0])[0].tolist() == []
+    with pytest.raises(ValueError, match="finite"):
+        partition_points(torch.full((3, 2), torch.nan))
+
+
+def partitions(mesh_shape):
+    """On a rank: orders of points cut in several ways, against the order of the whole."""
+    mesh, told = mesh_of(mesh_shape), []
+    points = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want, moved = partition_points(points)
+    names = [Shard(0), Shard(1), Replicate()]
+    for placed in ([a] + [b] * (mesh.ndim - 1) for a in names for b in names):
+        layout = Layout.of(mesh, placed, points.shape)
+        held = ShardTensor(shard(points, layout).requires_grad_(), layout)
+        order, got = partition_points(held)
+        even = max(got._layout.lengths(0)) - min(got._layout.lengths(0)) <= 1
+        right = torch.equal(order.full_tensor(), want) and torch.equal(got.full_tensor(), moved)
+        (got * moved).sum().backward()
+        told.append(even and right and torch.equal(held.grad.full_tensor(), points))
+    order, got = partition_points(points, mesh)
+    return told + [torch.equal(order.full_tensor(), want) and torch.equal(got.full_tensor(), moved)]
+
+
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+def test_partition_of_cut_points(mesh):
+    told = run_on_ranks(partitions, torch.Size(mesh).numel(), mesh, timeout=60)
+    assert all(all(t) for t in told), told
