@@ -149,8 +149,7 @@ class Part:
     def __init__(self, call: Call, cover: Cover, taps: dict[int, Taps], dtype: torch.dtype, device: torch.device):
         self.call, self.cover, self.taps, self.dtype = call, cover, taps, dtype
         shrinking = sorted(taps, key=lambda d: taps[d].out / taps[d].size)
-        begins = {d: span.start for d, span in cover.reached.items()}
-        self.steps = [taps[d].part(d, cover.layout.ndim, begins[d], cover.owned[d], device) for d in shrinking]
+        self.steps = [taps[d].sums(d, cover.reached[d], cover.owned[d], device) for d in shrinking]
         boxes = [self._box(d) for d in taps]
         self.boxes = [b for b in boxes if b is not None]
         self.direct = len(self.boxes) == len(boxes) and all(b.made for b in self.boxes) and self._same(device)
@@ -199,7 +198,7 @@ class Part:
         half = self.dtype in HALF and not self.call.mode.startswith("nearest")
         made = block.float() if half else block
         for step in self.steps:
-            made = step(made, last)
+            made = step[-1 if last else 0](made)
         made = made.to(self.dtype)
         return made.contiguous(memory_format=CHANNELS_LAST[nd]) if last else made
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Span, starts
+from .weighted import Weighted
 
 
 class Taps(NamedTuple):
@@ -49,34 +50,13 @@ class Taps(NamedTuple):
         low, high = self.cells[first:stop].aminmax()
         return Span(int(low), int(high) + 1)
 
-    def part(self, dim: int, ndim: int, begin: int, owned: Span, device: torch.device) -> Callable[..., Tensor]:
-        """What makes the outputs `owned` along a dim of blocks that begin at input `begin`. Differentiable.
-
-        It takes the block and, for one of the inputs each, whether it lies in memory with its channels last.
-        """
-        index = (self.cells[owned.start : owned.stop] - begin).to(device)
+    def sums(self, dim: int, held: Span, owned: Span, device: torch.device) -> list[Weighted]:
+        """What makes the outputs `owned` along a dim of blocks that hold the inputs `held`; one for each column that
+        may be chosen."""
+        cells = (self.cells[owned.start : owned.stop] - held.start).to(device)
         if self.weights is None:
-            columns = index.unbind(1)
-            return lambda block, last=False: block.index_select(dim, columns[-1 if last else 0])
-        weights = self.weights[owned.start : owned.stop].to(device)
-        weights = weights.view(*weights.shape, *[1] * (ndim - dim - 1))
-        missing = weights.isnan()
-        if not missing.any() and index.shape[1] <= 4:
-            taps = list(zip(index.unbind(1), weights.unbind(1), strict=True))
-
-            def one_by_one(block: Tensor, last: bool = False) -> Tensor:
-                parts = [block.index_select(dim, i) * w for i, w in taps]
-                return sum(parts[1:], parts[0])
-
-            return one_by_one
-        weights = weights.nan_to_num(0)
-
-        def together(block: Tensor, last: bool = False) -> Tensor:
-            found = block.index_select(dim, index.reshape(-1)).unflatten(dim, index.shape)
-            # what fills a window up is a cell of it: its infinity must not become NaN
-            return (found.masked_fill(missing, 0) * weights).sum(dim + 1)
-
-        return together
+            return [Weighted(dim, held.stop - held.start, column[:, None], None) for column in cells.unbind(1)]
+        return [Weighted(dim, held.stop - held.start, cells, self.weights[owned.start : owned.stop].to(device))]
 
 
 # (size, out, scale factor or None, align_corners, dtype) -> the taps of a mode
