@@ -2,7 +2,6 @@
 
 from . import adaptive as adaptive
 from . import attention as attention
-from . import attention as attention
 from . import autograd as autograd
 from . import batch_norm as batch_norm
 from . import classes as classes
@@ -45,6 +44,7 @@ from . import scan as scan
 from . import scatter as scatter
 from . import search as search
 from . import softmax as softmax
+from . import spectral as spectral
 from . import split as split
 from . import subscript as subscript
 from . import take as take

@@ -1,0 +1,165 @@
+"""Fourier sums over some rows of a dim and at some of its frequencies, on plain tensors of one rank.
+
+A dim that lies whole is transformed by torch.fft; of one that does not, the rows that are here meet the columns of
+the DFT matrix that are asked for. Frequencies are lists of integers, of any sign and in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Modes = tuple[int, ...]
+
+
+class Along(NamedTuple):
+    """A transformed dim: its size, the frequencies of its modes, and which of its rows are here, if not all."""
+
+    dim: int
+    size: int
+    modes: Modes
+    rows: tuple[int, int] | None = None
+
+
+def scale(norm: str | None, size: int, back: bool) -> float:
+    """What torch.fft multiplies a sum over `size` values with."""
+    if norm not in (None, "backward", "ortho", "forward"):
+        raise RuntimeError(f'Invalid normalization mode: "{norm}"')
+    if norm == "ortho":
+        return 1 / math.sqrt(size)
+    return 1 / size if back is (norm != "forward") else 1.0
+
+
+def analyse(x: Tensor, along: Sequence[Along], norm: str | None) -> Tensor:
+    """The modes of the rows that are here: sums over x exp(-2 pi i k n / size), a dim at a time."""
+    left = _whole_first(x, along)
+    if not x.is_complex():
+        # half the work for the first dim, and for the others if torch.fft can leave half its results out
+        last = left.pop(max((i for i, a in enumerate(left) if _fast(x, a)), default=0))
+        x = _real_modes(x, last, norm)
+    for a in left:
+        if _fast(x, a):
+            x = _picked(torch.fft.fft(x, dim=a.dim, norm=norm), a.dim, tuple(k % a.size for k in a.modes))
+        else:
+            x = _times(x, a.dim, _matrix(a, -1, scale(norm, a.size, False), x.dtype, x.device))
+    return x
+
+
+def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) -> Tensor:
+    """The rows that belong here of the field with these modes: sums over y exp(2 pi i k n / size).
+
+    With `real`, the last dim has one half of a spectrum whose other half is its conjugate. As torch.fft.irfftn has it,
+    the mode 0 and that of half the size have no other half: their imaginary parts do not count.
+    """
+    if real:
+        y = y * _halves(along[-1].size, along[-1].modes, y.dtype, y.device).view(_column(y, along[-1].dim))
+    left = _whole_first(y, along)[::-1]
+    last = left.pop() if real else None  # a whole one, if there is any
+    for a in left:
+        if _fast(y, a):
+            y = torch.fft.ifft(_placed(y, a.dim, a.size, [k % a.size for k in a.modes]), dim=a.dim, norm=norm)
+        else:
+            y = _times(y, a.dim, _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device))
+    return y if last is None else _real_field(y, last, norm)
+
+
+def _fast(x: Tensor, a: Along) -> bool:
+    return a.rows is None and x.numel() > 0  # torch.fft refuses what is empty; products do not
+
+
+def _whole_first(x: Tensor, along: Sequence[Along]) -> list[Along]:
+    return sorted(along, key=lambda a: not _fast(x, a))
+
+
+def _real_modes(x: Tensor, a: Along, norm: str | None) -> Tensor:
+    """Modes along one dim of real values: those of negative frequencies are conjugates."""
+    if _fast(x, a):
+        folded = [_folded(k, a.size) for k in a.modes]
+        found = _picked(torch.fft.rfft(x, dim=a.dim, norm=norm), a.dim, tuple(map(abs, folded)))
+        if min(folded, default=0) >= 0:
+            return found
+        signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in folded), x.dtype, x.device).view(_column(x, a.dim))
+        return torch.complex(found.real, found.imag * signs)
+    m = len(a.modes)
+    matrix = _matrix(a, -1, scale(norm, a.size, False), x.dtype.to_complex(), x.device)
+    both = x.movedim(a.dim, -1) @ torch.cat((matrix.real, matrix.imag), 1)
+    return torch.complex(both[..., :m], both[..., m:]).movedim(-1, a.dim)
+
+
+def _real_field(y: Tensor, a: Along, norm: str | None) -> Tensor:
+    """The real part of the sum over the last dim left."""
+    if _fast(y, a):
+        # the real part of a field has the modes (y[k] + conj(y[-k])) / 2
+        folded = [_folded(k, a.size) for k in a.modes]
+        up, down = ([i for i, k in enumerate(folded) if k >= 0], [i for i, k in enumerate(folded) if k <= 0])
+        down += [i for i, k in enumerate(folded) if 2 * k == a.size]
+        shape = list(y.shape)
+        shape[a.dim] = a.size // 2 + 1
+        half = y.new_zeros(shape)
+        for at, part in ((up, y), (down, y.conj())):
+            if at:
+                chosen = _picked(part, a.dim, tuple(at)) * 0.5
+                half = half.index_add(a.dim, torch.tensor([abs(folded[i]) for i in at], device=y.device), chosen)
+        return torch.fft.irfft(half, a.size, a.dim, norm)
+    matrix = _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device)
+    rows = y.movedim(a.dim, -1)
+    both = torch.cat((rows.real, rows.imag), -1) @ torch.cat((matrix.real, -matrix.imag), 0)
+    return both.movedim(-1, a.dim)
+
+
+def _folded(k: int, size: int) -> int:
+    """The frequency that k is on a grid of `size`: from -(size - 1) // 2 to size // 2."""
+    k %= size
+    return k if 2 * k <= size else k - size
+
+
+def _column(x: Tensor, dim: int) -> list[int]:
+    return [-1 if d == dim else 1 for d in range(x.ndim)]
+
+
+def _times(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
+    return (x.movedim(dim, -1) @ matrix).movedim(-1, dim)
+
+
+def _picked(x: Tensor, dim: int, index: Modes) -> Tensor:
+    """Some indices of a dim: slices side by side where they are runs."""
+    marks = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
+    if len(marks) > 4:
+        return x.index_select(dim, torch.tensor(index, device=x.device))
+    runs = [x.narrow(dim, index[i] if i < j else 0, j - i) for i, j in zip(marks, marks[1:], strict=False)]
+    return torch.cat(runs, dim) if len(runs) > 1 else runs[0]
+
+
+def _placed(y: Tensor, dim: int, size: int, index: Sequence[int]) -> Tensor:
+    """Modes at their places among zeros; those at one place are summed."""
+    shape = list(y.shape)
+    shape[dim] = size
+    return y.new_zeros(shape).index_add(dim, torch.tensor(list(index), dtype=torch.int64, device=y.device), y)
+
+
+@lru_cache(maxsize=256)
+def _matrix(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """exp(sign 2 pi i k n / size), rows by modes for sums over rows (sign -1), modes by rows for sums over modes."""
+    first, last = a.rows or (0, a.size)
+    with torch.inference_mode(False), torch.no_grad():  # it will be used again, elsewhere
+        rows = torch.arange(first, last, device=device)
+        modes = torch.tensor([k % a.size for k in a.modes], dtype=torch.int64, device=device)
+        product = torch.outer(rows, modes) if sign < 0 else torch.outer(modes, rows)
+        # taken modulo the size as integers: large products would cost digits
+        angle = (product % a.size).to(torch.float64) * (sign * 2 * math.pi / a.size)
+        return torch.polar(torch.full_like(angle, factor), angle).to(dtype)
+
+
+@lru_cache(maxsize=256)
+def _halves(size: int, modes: Modes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _vector(tuple(1.0 if 2 * k % size == 0 else 2.0 for k in modes), dtype.to_real(), device)
+
+
+def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)

@@ -1,0 +1,124 @@
+"""What spectral convolutions send: kept modes, whatever the size of the grid; and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from harness import anyone, mesh_of, shard
+from shardfield import ShardTensor, strict
+from shardfield.comm import wire
+from shardfield.layout import Layout
+from shardfield.ops.spectral import spectral_conv, truncated_fft
+from shardfield.testing import run_on_ranks
+
+BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # of a real field: 4 x 4 are kept
+
+
+def kept_bytes(batch: int, channels: int, modes: tuple[int, int], itemsize: int) -> int:
+    """The block of kept modes."""
+    return batch * channels * modes[0] * (modes[1] // 2 + 1) * itemsize
+
+
+def made(shape, placements, mesh_shape, **kind) -> ShardTensor:
+    """A random tensor in pieces."""
+    layout = Layout.of(mesh_of(mesh_shape), placements, shape)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0), **kind)
+    return ShardTensor(shard(whole, layout).requires_grad_(), layout)
+
+
+def sent_by_layer(mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
+    """On a rank: bytes sent forward and backward by a layer on a field of this grid."""
+    x = made((BATCH, CHANNELS, *grid), cut, mesh_shape, dtype=torch.float64)
+    weight = made((CHANNELS, CHANNELS, 4, 4), weight_cut, mesh_shape, dtype=torch.complex128)
+    count = [0]
+    wire.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+    try:
+        with strict():
+            out = spectral_conv(x, weight, MODES)._local_tensor
+            forward, count[0] = count[0], 0
+            torch.autograd.backward(out, torch.ones_like(out))
+        return forward, count[0]
+    finally:
+        wire.meter = None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cut", "weight_cut", "rounds"),
+    [
+        # whole weights: all-reduces of the block, one each way; over several axes one for each
+        ((2,), [Shard(2)], [Replicate()], 1.0),
+        ((2,), [Shard(3)], [Replicate()], 1.0),
+        ((4,), [Shard(2)], [Replicate()], 1.5),
+        ((2, 2), [Shard(2), Shard(3)], [Replicate(), Replicate()], 2.0),
+        # weights in shards of their modes: a reduce-scatter before the product and an all-gather after it
+        ((2,), [Shard(2)], [Shard(2)], 1.0),
+        ((4,), [Shard(2)], [Shard(2)], 1.5),
+    ],
+    ids=str,
+)
+def test_bytes_follow_the_modes(mesh, cut, weight_cut, rounds):
+    ranks = torch.Size(mesh).numel()
+    block = kept_bytes(BATCH, CHANNELS, MODES, 16)
+    for grid in [(8, 12), (16, 24)]:
+        got = run_on_ranks(sent_by_layer, ranks, mesh, grid, cut, weight_cut, timeout=60)
+        assert got == [(rounds * block, rounds * block)] * ranks, f"on a grid of {grid}"
+
+
+def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
+    """On a rank: bytes sent by a truncated transform into shards of the modes."""
+    x = made((BATCH, CHANNELS, *grid), [Shard(2)], (ranks,), dtype=torch.float32)
+    count = [0]
+    wire.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+    try:
+        with strict():
+            truncated_fft(x, (2, 3), (range(-2, 2), range(4))).redistribute(placements=[Shard(2)])
+        return count[0]
+    finally:
+        wire.meter = None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_large_field_sends_little(ranks):
+    def part(ranks: int, block: int) -> int:
+        return block * (ranks - 1) // ranks
+
+    got = run_on_ranks(sent_by_transform, ranks, ranks, (8, 12), timeout=60)
+    assert got == [part(ranks, kept_bytes(BATCH, CHANNELS, MODES, 8))] * ranks
+    # by the same count, a 720 x 1440 field of 64 channels over 8 ranks, 64 x 33 modes kept; its grid does not matter
+    assert part(8, kept_bytes(1, 64, (64, 64), 8)) == 946_176 < 1.5e6
+
+
+BAD = {
+    "more modes than the weight has": (lambda x, w: spectral_conv(x, w, (6, 6)), ValueError),
+    "a real weight": (lambda x, w: spectral_conv(x, w.real, (4, 6)), ValueError),
+    "a weight of half the precision": (lambda x, w: spectral_conv(x, w.to(torch.complex64), (4, 6)), ValueError),
+    "other channels": (lambda x, w: spectral_conv(x, w[:1], (4, 6)), ValueError),
+    "too many dims": (lambda x, w: spectral_conv(x, w, (4, 6, 2)), ValueError),
+    "no such norm": (lambda x, w: spectral_conv(x, w, (4, 6), norm="both"), RuntimeError),
+    "an empty grid": (lambda x, w: spectral_conv(x, w, (4, 6), output_shape=(0, 4)), ValueError),
+    "half precision": (lambda x, w: truncated_fft(x.bfloat16(), (2,), ((0,),)), RuntimeError),
+    "a dim twice": (lambda x, w: truncated_fft(x, (2, -2), ((0,), (0,))), RuntimeError),
+}
+
+
+def refusals() -> list[str]:
+    """On a rank: the bad calls that do not raise what they should, here or elsewhere."""
+    x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64)
+    w = torch.randn(2, 2, 4, 4, dtype=torch.complex128)
+    wrong = []
+    for name, (bad, error) in BAD.items():
+        try:
+            bad(x, w)
+        except error:
+            passed = False
+        else:
+            passed = True
+        if anyone(passed):
+            wrong.append(name)
+    return wrong
+
+
+def test_bad_calls_raise_on_all_ranks():
+    assert run_on_ranks(refusals, 2, timeout=60) == [[], []]
