@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_memory_of_brute_force_is_bounded(monkeypatch):
 
 
 def test_without_scipy(monkeypatch):
-    monkeypatch.setattr(tree, "cKDTree", None)
+    monkeypatch.setattr(tree, "builder", lambda: None)
     points, queries = cloud("lattice", 3000, 3, torch.float32), cloud("lattice", 100, 3, torch.float32)
     assert 3000 * 100 > local.TREE_PAIRS
     for got, want in zip(knn(points, queries, 9), all_pairs_knn(points, queries, 9), strict=True):
@@ -171,6 +172,77 @@ def test_without_scipy(monkeypatch):
 def test_the_kernel_is_for_cuda():
     x = torch.zeros(4, 3)
     assert not kernel.takes(x, x, 2)
+
+
+class Block(torch.Tensor):
+    """A tensor that is converted as Triton's blocks are."""
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+class Pointer:
+    """Memory as a kernel sees it: an address plus a block of offsets."""
+
+    def __init__(self, memory, offset=0):
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.offset + offset)
+
+    def load(self, mask, other):
+        assert bool((self.offset[mask] < self.memory.numel()).all())
+        return torch.where(mask, self.memory.flatten()[torch.where(mask, self.offset, 0)], other).as_subclass(Block)
+
+    def store(self, block, mask):
+        mask, place = torch.broadcast_tensors(mask, self.offset)
+        self.memory.view(-1)[place[mask].as_subclass(torch.Tensor)] = block[mask].as_subclass(torch.Tensor)
+
+
+class Language:
+    """What the kernel uses of Triton's language, one program at a time."""
+
+    int32, int64, float32, constexpr = torch.int32, torch.int64, torch.float32, None
+    where, static_range = torch.where, range
+
+    def __init__(self, *ids):
+        self.program_id = ids.__getitem__
+
+    arange = staticmethod(lambda a, b: torch.arange(a, b).as_subclass(Block))
+    zeros = staticmethod(lambda shape, dtype: torch.zeros(shape, dtype=dtype).as_subclass(Block))
+    max = staticmethod(lambda x, dim: x.amax(dim))
+    min = staticmethod(lambda x, dim: x.amin(dim))
+    minimum = staticmethod(lambda a, b: a if a < b else b)
+    load = staticmethod(lambda pointer, mask, other: pointer.load(mask, other))
+    store = staticmethod(lambda pointer, block, mask: pointer.store(block, mask))
+
+
+def grid_of(blocks, parts):
+    """Runs the kernel's text for each program of a grid, in place of a device."""
+
+    def launch(points, queries, keys, *sizes, num_warps, enable_fp_fusion, **constants):
+        assert not enable_fp_fusion  # else distances differ in the last bit from those of all other ways
+        for a in range(blocks):
+            for b in range(parts):
+                kernel.tl = Language(a, b)
+                kernel._search(Pointer(points), Pointer(queries), Pointer(keys), *sizes, **constants)
+
+    return launch
+
+
+@pytest.mark.parametrize("kind", ["normal", "lattice"])
+@pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
+def test_the_text_of_the_kernel(n, m, features, k, kind, monkeypatch):
+    """The kernel's own lines on a CPU: which points it keeps, and in what order."""
+    monkeypatch.setattr(kernel, "_kernel", lambda: type("Grid", (), {"__getitem__": lambda _, g: grid_of(*g)})())
+    monkeypatch.setattr(kernel, "tl", None)
+    monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(kernel, "QUERIES", 4)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
+    squares, index = kernel.nearest(points, queries, k)
+    want, distance = all_pairs_knn(points, queries, k)
+    assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
 
 
 def test_gradients_of_gradients():
@@ -259,7 +331,7 @@ def sent(kind):
     return total[0], torch.equal(index.full_tensor(), ref[0]) and torch.equal(distance.full_tensor(), ref[1])
 
 
-SMALL = 3 * (2 * 3 * 4 + 4 * 8) + 2  # a box and a row of counts to three ranks, and whether all is finite
+SMALL = 3 * (16 * 7 * 4 + 4 * 8) + 2  # boxes and a row of counts to three ranks, and whether all is finite
 QUERY = (3 + 2 * K) * 4  # a query there and its neighbours back
 
 
@@ -267,8 +339,8 @@ QUERY = (3 + 2 * K) * 4  # a query there and its neighbours back
     ("kind", "bound"),
     [
         ("clusters", SMALL),
-        ("sorted", 64 * QUERY),  # only those near a face: less than one visit for each query
-        ("random", 3 * 64 * QUERY + 1000),  # each to all others: never the points
+        ("sorted", SMALL + 48 * QUERY),  # only those near a face: less than a visit for each query
+        ("random", SMALL + 3 * 64 * QUERY + 300),  # each to all others: never the points
         ("few points", SMALL + 3 * 10 * 12 + 3 * 4 * 8),  # the points, as they are fewer bytes
     ],
 )

@@ -1,11 +1,11 @@
 """Neighbours among points that lie in blocks on several ranks.
 
-Boxes tell first: every rank knows the box around each block, and so, for each of its queries, within which distance
-there are k points for certain. The search of its own block narrows that. A block whose box lies beyond has nothing
-to say. What is left is told to all in a small table, and for each pair of ranks either the queries go to the points and
-the neighbours found come back, or the block of points goes to the queries, whichever is fewer bytes. Where that would
-be too much at once for a rank, blocks are visited one after the other, as in a ring, and what one round finds spares
-messages in the next.
+Boxes tell first: every rank knows a few boxes that cover each block and how many points they hold, and so, for each
+of its queries, within which distance there are k points for certain. The search of its own block narrows that. A
+block whose boxes lie beyond has nothing to say. What is left is told to all in a small table, and for each pair of
+ranks either the queries go to the points and the neighbours found come back, or the block of points goes to the
+queries, whichever is fewer bytes. Where that would be too much at once for a rank, blocks are visited one after the
+other, as in a ring, and what one round finds spares messages in the next.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 from ..ops.blocks import Blocks
 from ..ops.samplesort import hops
 from .local import Held
-from .metric import NOBODY, box, farthest_in, first, nearest_in
+from .metric import NOBODY, boxes_of, farthest_in, first, nearest_in
 
+DEPTH = 4  # a block is described by 2 ** DEPTH boxes
 AT_ONCE = 1 << 28  # bytes of queries that may arrive on one rank together
 
 
@@ -29,7 +30,11 @@ class Cloud:
     def __init__(self, points: Tensor, blocks: Blocks):
         self.points, self.blocks, self.held = points, blocks, Held(points)
         self.lengths = torch.tensor(blocks.lengths, device=points.device)
-        self.boxes = blocks.each(box(points)[None], 0)
+        boxes, counts = boxes_of(points, DEPTH if blocks.count > 1 else 0)
+        # One message for both. Floats count so far exactly; to count less is only to know less.
+        row = torch.cat([boxes.flatten(1), counts.clamp_max(1 << 24)[:, None].to(points.dtype)], 1)
+        told = blocks.each(row[None], 0).flatten(0, 1)
+        self.boxes, self.counts = told[:, :-1].unflatten(1, (2, -1)), told[:, -1].to(torch.int64)
 
     def nearest(self, queries: Tensor, k: int, reach: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(squared distances, global indices) of the k nearest of all points to this rank's queries.
@@ -39,10 +44,9 @@ class Cloud:
         if self.blocks.count == 1:
             return self.held.nearest(queries, k, reach)
         me, most = self.blocks.index, max(self.blocks.lengths)
-        away = nearest_in(self.boxes, queries)
+        away = self._away(queries)
         if reach is not None:
             away = away.masked_fill(away.sqrt() > reach, torch.inf)
-        away = away.masked_fill(self.lengths == 0, torch.inf)
         best = Best(queries, k, self._certain(queries, k))
         rows = (away[:, me] <= best.bound).nonzero().flatten()
         best.take(rows, *self._global(self.held.nearest(queries[rows], k, reach), me))
@@ -59,18 +63,23 @@ class Cloud:
 
     def count(self, queries: Tensor, reach: Tensor) -> Tensor:
         """At least as many as there are points within `reach` of each query."""
-        near = nearest_in(self.boxes, queries).sqrt() <= reach
+        near = self._away(queries).sqrt() <= reach
         total = self.held.count(queries, reach)
         visits = self._visits(queries, lambda: near, lambda held, rows: held.count(rows, reach)[:, None], 2)
         for _, rows, found in visits:
             total[rows] += found[:, 0]
         return total
 
+    def _away(self, queries: Tensor) -> Tensor:
+        """(queries, blocks): no point of the block is closer than this, squared; infinitely far if it has none."""
+        return nearest_in(self.boxes, queries).unflatten(1, (self.blocks.count, -1)).amin(2)
+
     def _certain(self, queries: Tensor, k: int) -> Tensor:
         """A squared distance within which each query has k points: those of the boxes that lie within it."""
         far, order = farthest_in(self.boxes, queries).sort(1)
-        points = self.lengths[order].cumsum(1)
-        return far.gather(1, (points < k).sum(1, keepdim=True)).flatten()
+        points = self.counts[order].cumsum(1)
+        last = (points < k).sum(1, keepdim=True)
+        return torch.where(last < len(self.boxes), far.gather(1, last.clamp_max(len(self.boxes) - 1)), torch.inf)[:, 0]
 
     def _global(self, found: tuple[Tensor, Tensor], block: int) -> tuple[Tensor, Tensor]:
         squares, index = found

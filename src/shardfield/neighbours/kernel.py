@@ -8,16 +8,13 @@ after the first tiles that happens seldom, and a tile costs its distances and on
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch without CUDA comes without Triton
-    triton = tl = None
+tl: Any = None  # Triton's language: imported when it is first needed, as that takes long
 
 MOST = 64  # neighbours; more are found pair by pair
 FEATURES = 16
@@ -29,7 +26,7 @@ def takes(points: Tensor, queries: Tensor, k: int) -> bool:
     """Whether the kernel can do it. Its offsets are 32 bits wide."""
     features = points.shape[1]
     fits = points.dtype is torch.float32 and k <= MOST and features <= FEATURES and points.numel() < 1 << 31
-    return triton is not None and points.is_cuda and fits and queries.numel() < 1 << 31
+    return points.is_cuda and fits and queries.numel() < 1 << 31 and _kernel() is not None
 
 
 def nearest(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -50,15 +47,17 @@ def nearest(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
 
 
-_compiled: Any = None
-
-
+@cache
 def _kernel() -> Any:
-    """The kernel; made when it is first asked for, as there is no Triton on every machine."""
-    global _compiled
-    if _compiled is None:
-        _compiled = triton.jit(_search)
-    return _compiled
+    """The kernel, or None: torch without CUDA comes without Triton."""
+    global tl
+    try:
+        import triton
+        import triton.language as language
+    except ImportError:
+        return None
+    tl = language
+    return triton.jit(_search)
 
 
 def _search(

@@ -45,9 +45,9 @@ class Held:
 
     def _in_tree(self, queries: Tensor) -> bool:
         n, features = self.points.shape
-        if tree.cKDTree is None or self.points.device.type != "cpu" or features > TREE_FEATURES or not n:
+        if self.points.device.type != "cpu" or features > TREE_FEATURES or not n:
             return False
-        return self._tree is not None or n * len(queries) > TREE_PAIRS
+        return self._tree is not None or (n * len(queries) > TREE_PAIRS and tree.builder() is not None)
 
     def _grown(self) -> tree.Tree:
         if self._tree is None:

@@ -44,6 +44,25 @@ def box(points: Tensor) -> Tensor:
     return ends[:, None].expand(2, points.shape[1])
 
 
+def boxes_of(points: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Boxes (2 ** depth, 2, features) that hold the points between them, and how many each holds.
+
+    A box is halved at the median of its longest side: the boxes of a block follow its shape, which one alone does not.
+    """
+    parts = [points]
+    for _ in range(depth):
+        parts = [half for part in parts for half in _halves(part)]
+    return torch.stack([box(p) for p in parts]), torch.tensor([len(p) for p in parts], device=points.device)
+
+
+def _halves(points: Tensor) -> tuple[Tensor, Tensor]:
+    if len(points) < 2:
+        return points, points[:0]
+    side = points[:, int((points.amax(0) - points.amin(0)).argmax())]
+    low = side <= side.median()
+    return points[low], points[~low]
+
+
 def nearest_in(boxes: Tensor, points: Tensor) -> Tensor:
     """(points, boxes): no point in the box is closer than this, squared. `boxes`: (boxes, 2, features)."""
     low, high, x = boxes[:, 0], boxes[:, 1], points[:, None]

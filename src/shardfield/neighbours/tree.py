@@ -9,6 +9,7 @@ settles what has too many ties.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from torch import Tensor
 from . import brute
 from .metric import NOBODY, first, squared
 
-try:
-    from scipy.spatial import cKDTree
-except ImportError:  # an extra: brute force does without
-    cKDTree = None
-
 EXTRA, MORE, ROUNDS = 4, 4, 3
 ROWS = 1 << 20  # candidates that are looked at together
+
+
+@cache
+def builder() -> Any:
+    """scipy's tree, or None where there is no scipy. Asked for when it is first needed: it takes long to import."""
+    try:
+        from scipy.spatial import cKDTree
+    except ImportError:
+        return None
+    return cKDTree
 
 
 class Tree:
@@ -31,7 +37,7 @@ class Tree:
 
     def __init__(self, points: Tensor):
         self.points = points
-        self.tree: Any = cKDTree(points.double().numpy(), balanced_tree=False)
+        self.tree: Any = builder()(points.double().numpy(), balanced_tree=False)
         finfo = torch.finfo(points.dtype)
         self.slack = (2 * points.shape[1] + 16) * finfo.eps
         self.floor = (points.shape[1] + 1) * finfo.tiny  # squares below it may have lost all their digits
