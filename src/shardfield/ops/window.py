@@ -100,7 +100,6 @@ class Window(NamedTuple):
         more = max(-(-(max(after, 0) - before) // s), 0)
         return Tile(crop, left, before + more * s, more, upto - to, to - first)
 
-
     def taps(self, start: int, length: int, first: int, stop: int) -> tuple[int, int]:
         """Which cells of the window (first, how many) the inputs `start` to `start + length` meet in those outputs.
 
