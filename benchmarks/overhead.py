@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--rounds 30] [--json FILE]
 
 Every round times the three one after the other, so that a busy machine slows all of them. Time is that of this thread
-on its core, and the lower quartile over rounds is kept, since what else runs only ever adds. DTensor's numbers for spatial
-ops are the cost of its calls, not of right answers.
+on its core, and the lower quartile over rounds is kept, since what else runs only ever adds. DTensor's numbers for
+spatial ops are the cost of its calls, not of right answers.
 """
 
 from __future__ import annotations
