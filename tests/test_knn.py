@@ -7,11 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from harness import MESHES, Case, T, check, mesh_of, shard
-from shardfield import ShardTensor, knn, partition_points, radius_search
-from shardfield.comm import wire
+from shardfield import ShardTensor, dispatch, explain, knn, partition_points, radius_search
+from shardfield.dispatch import run_backward
 from shardfield.layout import Layout
 from shardfield.neighbours import across, brute, kernel, local, tree
 from shardfield.neighbours.metric import squared
@@ -306,8 +306,8 @@ def test_all_ranks_refuse():
 N, K = 4096, 8
 
 
-def sent(kind):
-    """On a rank of four: the bytes it sends for a search, and whether the result is right."""
+def sent(kind, gradient):
+    """On a rank of four: what it sends for a search, how that is explained, and whether the result is right."""
     mesh = mesh_of((4,))
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(N, 3, generator=generator)
@@ -320,34 +320,71 @@ def sent(kind):
     elif kind == "few points":
         points = points[:40]
     layouts = [Layout.of(mesh, [Shard(0)], x.shape) for x in (points, queries)]
-    p, q = (ShardTensor(shard(x, w), w) for x, w in zip((points, queries), layouts, strict=True))
-    total = [0]
-    wire.meter = lambda what, messages, nbytes: total.__setitem__(0, total[0] + nbytes)
-    try:
+    p, q = (
+        ShardTensor(shard(x, w), w).requires_grad_(gradient) for x, w in zip((points, queries), layouts, strict=True)
+    )
+    with explain() as report:
         index, distance = knn(p, q, K)
-    finally:
-        wire.meter = None
+    (row,) = report.rows
+    if gradient:
+        with explain() as back:
+            run_backward([distance], [torch.ones(256, K)], None, False, None)
+        row.bytes += back.bytes
     ref = all_pairs_knn(points, queries, K)
-    return total[0], torch.equal(index.full_tensor(), ref[0]) and torch.equal(distance.full_tensor(), ref[1])
+    right = torch.equal(index.full_tensor(), ref[0]) and torch.equal(distance.full_tensor(), ref[1])
+    return row.bytes, row.ending, right
 
 
 SMALL = 3 * (16 * 7 * 4 + 4 * 8) + 2  # boxes and a row of counts to three ranks, and whether all is finite
 QUERY = (3 + 2 * K) * 4  # a query there and its neighbours back
+ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient for each neighbour of a rank's queries
 
 
 @pytest.mark.parametrize(
-    ("kind", "bound"),
+    ("kind", "gradient", "ending", "bound"),
     [
-        ("clusters", SMALL),
-        ("sorted", SMALL + 48 * QUERY),  # only those near a face: less than a visit for each query
-        ("random", SMALL + 3 * 64 * QUERY + 300),  # each to all others: never the points
-        ("few points", SMALL + 3 * 10 * 12 + 3 * 4 * 8),  # the points, as they are fewer bytes
+        ("clusters", False, "rule: boxes alone", SMALL),
+        ("clusters", True, "rule: boxes alone", SMALL + 3 * 4 * 8 + 2),  # no row is asked for either
+        ("sorted", False, "rule: queries to points", SMALL + 48 * QUERY),  # those near a face: less than a visit each
+        ("sorted", True, "rule: queries to points", SMALL + 48 * QUERY + ROWS / 2),
+        ("random", False, "rule: queries to points", SMALL + 3 * 64 * QUERY + 300),  # to all others, never the points
+        ("few points", False, "rule: points to queries", SMALL + 3 * 10 * 12 + 3 * 4 * 8),  # they are fewer bytes
     ],
 )
-def test_bytes(kind, bound):
-    told = run_on_ranks(sent, 4, kind, timeout=60)
-    assert all(right for _, right in told)
-    assert max(nbytes for nbytes, _ in told) <= bound
+def test_bytes(kind, gradient, ending, bound):
+    told = run_on_ranks(sent, 4, kind, gradient, timeout=60)
+    assert [(how, right) for _, how, right in told] == [(ending, True)] * 4
+    assert max(nbytes for nbytes, _, _ in told) <= bound
+
+
+def registered():
+    """On a rank: a user's own handler takes the place of the search."""
+    layout = Layout.of(mesh_of((1,)), [Shard(0)], (4, 2))
+    x = ShardTensor(torch.zeros(4, 2), layout)
+    before = dispatch.TABLE[knn]
+    ShardTensor.register_function_handler(knn, lambda func, types, args, kwargs: "mine")
+    try:
+        return knn(x, x, k=2)
+    finally:
+        ShardTensor.register_function_handler(knn, before)
+
+
+def test_a_handler_of_ones_own():
+    assert run_on_ranks(registered, 1) == ["mine"]
+
+
+def with_dtensors():
+    """On a rank: DTensors are taken over."""
+    mesh = mesh_of((2,))
+    x = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    held = distribute_tensor(x, mesh, [Shard(0)])
+    index, distance = knn(held, held, 3)
+    want = all_pairs_knn(x, x, 3)
+    return torch.equal(index.full_tensor(), want[0]) and torch.equal(distance.full_tensor(), want[1])
+
+
+def test_dtensors():
+    assert run_on_ranks(with_dtensors, 2, timeout=60) == [True, True]
 
 
 # ---------------------------------------------------------------------- an order that keeps neighbours together

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .. import report
 from ..ops.blocks import Blocks
 from ..ops.samplesort import hops
 from .local import Held
@@ -100,13 +101,16 @@ class Cloud:
         mine[:, me] = False
         table = blocks.each(mine.sum(0)[None], 0)  # [asker][block] -> queries
         if not bool(table.any()):
+            report.ending("rule: boxes alone")
             return
         features = queries.shape[1]
         carried = (self.lengths * features)[None] < table * (features + width)  # pairs whose points travel
         asked = torch.where(carried, 0, table)
         arriving = int(asked.sum(0).max()) * (features + width) * queries.element_size()
         step = (torch.arange(blocks.count, device=table.device) - me) % blocks.count
-        if bool((table * carried).any()):
+        ways = {"points to queries": bool(carried.any()), "queries to points": bool(asked.any())}
+        report.ending(f"rule: {' and '.join(way for way, used in ways.items() if used)}")
+        if bool(carried.any()):
             yield from self._fetched(queries, mine, carried, answer)
         if arriving <= AT_ONCE:
             rounds = [step > 0] if bool(asked.any()) else []

@@ -6,13 +6,17 @@ from the points by index, as any index takes rows: only those rows travel, and t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..comm import wire
+from ..dispatch import register
 from ..layout import Factor, Layout
 from ..operands import admit, mesh_of
 from ..ops.blocks import Blocks, freed, spread
@@ -22,7 +26,23 @@ from .across import Cloud
 from .local import Held
 from .metric import NOBODY, limit, working
 
+F = TypeVar("F", bound=Callable)
 
+
+def _called(body: F) -> F:
+    """Calls on ShardTensors go through dispatch as torch's own do: reports list them, users may register their own."""
+
+    @wraps(body)
+    def call(points: Tensor, queries: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((points, queries)):
+            return handle_torch_function(call, (points, queries), points, queries, *args, **kwargs)
+        return body(points, queries, *args, **kwargs)
+
+    register(call, lambda func, types, args, kwargs: body(*args, **kwargs))
+    return call  # type: ignore[return-value]
+
+
+@_called
 def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` nearest of `points` (n, features) to each of `queries` (m, features), nearest first.
 
@@ -45,6 +65,7 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return job.results(squares, index)[:2]
 
 
+@_called
 def radius_search(
     points: Tensor, queries: Tensor, radius: float, max_neighbors: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
