@@ -383,6 +383,23 @@ def with_dtensors():
     return torch.equal(index.full_tensor(), want[0]) and torch.equal(distance.full_tensor(), want[1])
 
 
+def on_a_field():
+    """On a rank: the cells of a field that is cut along its second dim, as points and as queries."""
+    layout = Layout.of(mesh_of((2,)), [Shard(1)], (3, 4, 2), {1: (3, 1)})
+    x = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    held = ShardTensor(shard(x.detach(), layout).requires_grad_(), layout)
+    index, distance = knn(held.reshape(12, 2), held.reshape(12, 2) + 0.1, 3)
+    want = all_pairs_knn(x.reshape(12, 2), x.reshape(12, 2) + 0.1, 3)
+    (distance**2).sum().backward()
+    (want[1] ** 2).sum().backward()
+    same = torch.allclose(held.grad.full_tensor(), x.grad, rtol=1e-10, atol=1e-10)
+    return same and torch.equal(index.full_tensor(), want[0]) and torch.equal(distance.full_tensor(), want[1])
+
+
+def test_cells_of_a_field():
+    assert run_on_ranks(on_a_field, 2, timeout=60) == [True, True]
+
+
 def test_dtensors():
     assert run_on_ranks(with_dtensors, 2, timeout=60) == [True, True]
 
