@@ -53,6 +53,19 @@ CASES = [
     case(attend, T(2, 4, 6, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, how=SOME),
     case(attend, T(2, 4, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, is_causal=True, how=SOME),
     case(attend, T(6, 6, 4), T(3, 7, 4), T(3, 7, 4), enable_gqa=True, how=FEW),
+    # features that do not lie side by side
+    case(
+        lambda q, k, v: attend(q.mT, k.mT, v.mT),
+        T(2, 3, 4, 7),
+        T(2, 3, 4, 5),
+        T(2, 3, 4, 5),
+        how=SOME | {"name": "attention of patches, channels first"},
+    ),
+    case(
+        lambda x: attend(*[x.flatten(2).mT.unsqueeze(1)] * 3),
+        T(2, 3, 4, 3),
+        how=SOME | {"name": "attention of a field's patches"},
+    ),
     # groups of two sizes: no rule
     case(attend, T(4, 6, 4), T(2, 7, 4), T(4, 7, 4), enable_gqa=True, how=FEW | {"gather": True}),
     case(attend, *qkv(2, 3), T(7, 7, fill=hidden), how=SOME),

@@ -68,6 +68,8 @@ def attend(
     more than one, are all those that come by, in global order. For dropout: `where` is the global index of each (batch,
     head), `key` the random key of this call. Adjoint: the ring again; what was made of a block goes to its owner.
     """
+    # Kernels take the features of a row to lie side by side, and read something else where they do not.
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _Attend.apply(work, q, k, v, mask, where, key)
 
 
