@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -257,7 +258,8 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) ->
             return next(left)
         if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
             return type(value)([swap(v) for v in value]) if type(value) in (list, tuple) else [swap(v) for v in value]
-        return value
+        # numpy's integers are no ints, and torch takes them for such
+        return int(value) if isinstance(value, np.integer) else value
 
     positional = [swap(v) for v in args]
     named = {k if k in signature.parameters else _NUMPY.get(k, k): swap(v) for k, v in kwargs.items()}

@@ -267,6 +267,8 @@ class ShardTensor(torch.Tensor):
         if not self._layout.partial:
             return self
         local = self._local_tensor
+        if local.is_inference():  # nobody counts its writes
+            return self._placed(self._layout.with_partial(()))
         key = (local._version, torch.is_grad_enabled())
         known = self._whole
         if known is None or known[0] != key:
@@ -312,7 +314,7 @@ class ShardTensor(torch.Tensor):
     # ------------------------------------------------------------------ as an object
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardTensor({self._layout}, dtype={self.dtype}, local={self._local_tensor})"
+        return f"ShardTensor({self._layout}, dtype={self.dtype}, local={self.__dict__.get('_local_tensor')})"
 
     def __str__(self) -> str:
         if self.numel() == 1 and self.ndim == 0:

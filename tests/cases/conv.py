@@ -1,5 +1,6 @@
 """Rows of the table: convolutions, plain and transposed."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -10,9 +11,19 @@ SOME = {"layouts": 12}
 FIELD = {"layouts": 16}
 
 
-def spatial(*shape):
+def spatial(*shape, **more):
     """A field that is cut along its spatial dims only."""
-    return T(*shape, cut=tuple(range(2, len(shape))))
+    return T(*shape, cut=tuple(range(2, len(shape))), **more)
+
+
+def autocast(call):
+    """The call under autocast."""
+
+    def run(*tensors):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(*tensors)
+
+    return run
 
 
 CASES = [
@@ -75,7 +86,31 @@ CASES = [
     case(F.conv2d, T(1, 2, 6, 5, dtype=torch.complex128), T(2, 2, 3, 3, dtype=torch.complex128), padding=1, how=FEW),
     case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, how=FEW),
     case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1, how=FEW),
+    case(F.conv2d, spatial(1, 2, 7, 6), T(2, 2, 3, 3), None, np.int64(2), [np.int64(1), 1], np.int64(1), how=FEW),
+    # ---- autocast, which lets a half field meet the parameters
+    *(
+        case(
+            autocast(fn),
+            spatial(1, 2, 7, 6, dtype=torch.bfloat16),
+            T(2, 2, 3, 3, dtype=torch.float32, cut=()),
+            T(2, dtype=torch.float32, cut=()),
+            how=FEW | {"tolerance": 5e-2, "name": name},
+        )
+        for name, fn in {
+            "conv2d, autocast": lambda x, w, b: F.conv2d(x, w, b, 2, 1),
+            "conv_transpose2d, autocast": lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1),
+        }.items()
+    ),
+    # ---- inference mode, where writes are not counted
+    case(
+        torch.inference_mode()(lambda x, w: F.conv2d(x, w, padding=1).sum().cos()),
+        T(2, 2, 6, 5),
+        T(2, 2, 3, 3),
+        how=FEW | {"name": "conv, inference mode"},
+    ),
     # ---- bad calls
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), padding=-1, how=FEW),
+    case(F.conv_transpose2d, T(2, 3, 4, 5), T(3, 4, 3, 3), padding=-1, how=FEW),
     case(F.conv2d, T(2, 3, 8, 7), T(4, 2, 3, 3), how=FEW),
     case(F.conv2d, T(2, 3, 2, 7), T(4, 3, 3, 3), how=FEW),
     case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3, dtype=torch.float32), how=FEW),

@@ -51,10 +51,12 @@ def probe_shapes(fn: Callable, *args: Any) -> Any:
     """torch's verdict on the shapes of a call, which tensors of two elements a dim cannot tell."""
 
     def bare(value: Any) -> Any:
-        if not hasattr(value, "shape"):
+        if not isinstance(value, (Tensor, Operand)):
             return value
         # torch's shape functions gather by class indices, which bytes may be for it but not for them
         dtype = torch.int64 if value.dtype is torch.uint8 else value.dtype
+        if dtype in HALF and torch.is_autocast_enabled(value.device.type):
+            dtype = torch.float32  # autocast lets half meet float, but knows no meta tensors
         return torch.empty(value.shape, dtype=dtype, device="meta")
 
     with torch.no_grad(), warnings.catch_warnings():
