@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from harness import anyone, mesh_of, shard
-from shardfield import ShardTensor, strict
+from shardfield import ShardingError, ShardTensor, strict
 from shardfield.comm import wire
 from shardfield.layout import Layout
 from shardfield.ops.spectral import spectral_conv, truncated_fft
@@ -28,7 +28,19 @@ def made(shape, placements, mesh_shape, **kind) -> ShardTensor:
     return ShardTensor(shard(whole, layout).requires_grad_(), layout)
 
 
-def sent_by_layer(mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
+def written_out(x, weight, modes):
+    """The layer as models write it, in torch.fft."""
+    height, width = x.shape[2:]
+    spectrum = torch.fft.fftshift(torch.fft.rfftn(x, dim=(-2, -1), norm="forward"), dim=(-2,))
+    first = height // 2 - modes[0] // 2
+    kept = (slice(None), slice(None), slice(first, first + modes[0]), slice(0, modes[1] // 2 + 1))
+    out = torch.zeros(x.shape[0], weight.shape[1], height, width // 2 + 1, dtype=weight.dtype)
+    out[kept] = torch.einsum("bixy,ioxy->boxy", spectrum[kept], weight)
+    out = torch.fft.ifftshift(out, dim=(-2,))
+    return torch.fft.irfftn(out, s=(height, width), dim=(-2, -1), norm="forward")
+
+
+def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
     """On a rank: bytes sent forward and backward by a layer on a field of this grid."""
     x = made((BATCH, CHANNELS, *grid), cut, mesh_shape, dtype=torch.float64)
     weight = made((CHANNELS, CHANNELS, 4, 4), weight_cut, mesh_shape, dtype=torch.complex128)
@@ -36,7 +48,7 @@ def sent_by_layer(mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
     wire.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
         with strict():
-            out = spectral_conv(x, weight, MODES)._local_tensor
+            out = layer(x, weight, MODES)._local_tensor
             forward, count[0] = count[0], 0
             torch.autograd.backward(out, torch.ones_like(out))
         return forward, count[0]
@@ -59,11 +71,13 @@ def sent_by_layer(mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
     ids=str,
 )
 def test_bytes_follow_the_modes(mesh, cut, weight_cut, rounds):
+    layers = [spectral_conv] if Shard(2) in weight_cut else [spectral_conv, written_out]
     ranks = torch.Size(mesh).numel()
     block = kept_bytes(BATCH, CHANNELS, MODES, 16)
-    for grid in [(8, 12), (16, 24)]:
-        got = run_on_ranks(sent_by_layer, ranks, mesh, grid, cut, weight_cut, timeout=60)
-        assert got == [(rounds * block, rounds * block)] * ranks, f"on a grid of {grid}"
+    for layer in layers:
+        for grid in [(16, 24), (32, 48)]:
+            got = run_on_ranks(sent_by_layer, ranks, layer, mesh, grid, cut, weight_cut, timeout=60)
+            assert got == [(rounds * block, rounds * block)] * ranks, f"{layer.__name__} on a grid of {grid}"
 
 
 def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
@@ -122,3 +136,46 @@ def refusals() -> list[str]:
 
 def test_bad_calls_raise_on_all_ranks():
     assert run_on_ranks(refusals, 2, timeout=60) == [[], []]
+
+
+def waits() -> tuple[list[int], list[str]]:
+    """On a rank: bytes sent up to each use of a spectrum, and the uses that should have raised and did not."""
+    x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64)
+    sent = [0]
+    seen = []
+    wrong = []
+    wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
+    try:
+        spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=-2)
+        assert spectrum.shape == (1, 2, 8, 5) and spectrum.dtype == torch.complex128 and "local=None" in repr(spectrum)
+        seen.append(sent[0])
+        block = spectrum[..., 3:5, :2]
+        seen.append(sent[0])
+        assert spectrum.abs().shape == (1, 2, 8, 5)
+        seen.append(sent[0])
+        assert spectrum[..., 3:5, :2].shape == (1, 2, 2, 2)  # taken now: a slice of it
+        for name, call in {
+            "a block is no view": lambda: block.mul_(2),
+            "the field has changed": lambda: changed(x.detach().clone()),
+            "the field has changed before all is taken": lambda: changed(x.detach().clone(), torch.abs),
+        }.items():
+            try:
+                call()
+            except ShardingError:
+                continue
+            wrong.append(name)
+    finally:
+        wire.meter = None
+    return seen, wrong
+
+
+def changed(x, use=lambda s: s[..., :2, :2]):
+    spectrum = torch.fft.rfft2(x)
+    x.add_(1)
+    return use(spectrum)
+
+
+def test_a_spectrum_waits():
+    for seen, wrong in run_on_ranks(waits, 2, timeout=60):
+        assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 and seen[2] > 2 * seen[1]
+        assert not wrong

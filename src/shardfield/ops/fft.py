@@ -12,10 +12,14 @@ import torch
 from ..dispatch import composed, rule
 from ..layout import Factor
 from ..plan import Operand, Plan
+from . import deferred
 from .blocks import freed
 
 fft = torch.fft
 
+# transforms over several dims that wait for what is wanted of them, and those that end such a wait
+ASKED = (fft.fft, fft.rfft)
+GIVEN = (fft.ifft, fft.irfft)
 # the length of the result along the transformed dim, from the length asked for and the operand's
 LENGTH = {
     "fft_fft": lambda n, size: size if n is None else n,
@@ -60,7 +64,13 @@ def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
     if dim is None:
         count = len(s) if s is not None else input.ndim
         dim = range(input.ndim - count, input.ndim)
-    dims = [d % input.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    wrong = [d for d in dims if not -input.ndim <= d < input.ndim]
+    if wrong:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-input.ndim}, {input.ndim - 1}], but got {wrong[0]})"
+        )
+    dims = [d % input.ndim for d in dims]
     if len(set(dims)) < len(dims):
         raise RuntimeError("FFT dims must be unique")
     if s is not None and len(s) != len(dims):
@@ -82,6 +92,13 @@ def _several(one, last, first: bool):
 
     def nd(input, s=None, dim=None, norm=None):
         dims, sizes = _dims(input, s, dim)
+        if last in ASKED:
+            later = deferred.asked(input, dims, sizes, norm, last is fft.rfft, lambda x: now(x, dims, sizes, norm))
+        else:
+            later = deferred.inverse(input, dims, sizes, norm, last is fft.irfft) if last in GIVEN else None
+        return now(input, dims, sizes, norm) if later is None else later
+
+    def now(input, dims, sizes, norm):
         if last is one:
             return _each(one, input, dims, sizes, norm)
         if first:
@@ -110,12 +127,18 @@ for _name, _one, _last, _first in [
 @composed(fft.fftshift)
 def fftshift(input, dim=None):
     """Half a turn forward."""
-    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    return torch.roll(input, [input.shape[d] // 2 for d in dims], list(dims))
+    return _shifted(input, dim, 1)
 
 
 @composed(fft.ifftshift)
 def ifftshift(input, dim=None):
     """Half a turn back."""
-    dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    return torch.roll(input, [-(input.shape[d] // 2) for d in dims], list(dims))
+    return _shifted(input, dim, -1)
+
+
+def _shifted(input, dim, sign: int):
+    dims = list(range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim)
+    by = [sign * (input.shape[d] // 2) for d in dims]
+    turns = {d % input.ndim: n for d, n in zip(dims, by, strict=True)}
+    later = deferred.rolled(input, turns) if len(turns) == len(dims) else None
+    return torch.roll(input, by, dims) if later is None else later

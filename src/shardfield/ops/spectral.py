@@ -195,7 +195,7 @@ def spectral_conv(
         mixed = modes * weight
     else:
         mixed = torch.einsum(f"bi{letters},io{letters}->bo{letters}", modes, weight)
-    like = _rows(x._layout, dims, sizes) if isinstance(x, ShardTensor) else None
+    like = resized(x._layout, dims, sizes) if isinstance(x, ShardTensor) else None
     return truncated_ifft(mixed, dims, last, sizes, norm, real, like)
 
 
@@ -245,8 +245,8 @@ def _settled(modes: Tensor, weight: Tensor) -> Tensor:
     return modes._placed(modes._layout.with_partial([a for a in modes._layout.partial_axes if a in cutting]))
 
 
-def _rows(layout: Layout, dims: Sequence[int], sizes: Sequence[int]) -> Layout:
-    """Where the result lies: as the field, on another grid cut in proportion."""
+def resized(layout: Layout, dims: Sequence[int], sizes: Sequence[int]) -> Layout:
+    """Where a field of other sizes lies: as this one, cut in proportion."""
     layout = layout.with_partial(())
     for dim, size in zip(dims, sizes, strict=True):
         (factor,) = layout.dims[dim]

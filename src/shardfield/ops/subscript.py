@@ -14,6 +14,7 @@ from ..dispatch import composed, gathered, handler, mesh_of, replicated
 from ..layout import Factor, Layout, starts
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
+from . import deferred
 from .index import Basic, as_shard, basic
 from .mask import nonzero, put_where, rows_where
 from .parse import Parsed, is_mask, parse, plain_key
@@ -25,6 +26,10 @@ from .take import index_by, place
 def getitem(func, types, args, kwargs):
     x, index = args
     if x.__class__ is ShardTensor:
+        if "_deferred" in x.__dict__:
+            found = deferred.part(x, index)
+            if found is not None:
+                return found
         key = plain_key(index)
         if key is not None:
             return basic_at(x._layout, key).run(x)
@@ -65,6 +70,8 @@ def setitem(func, types, args, kwargs):
     x, index, value = args
     if x.__class__ is not ShardTensor:
         return _into_plain(func, types, args)
+    if "_deferred" in x.__dict__ and deferred.put(x, index, value):
+        return None
     x._writable()
     settle(x)
     _assign(x, parse(x.shape, index, x.device), _as_value(value, x))
@@ -181,11 +188,13 @@ def _into_plain(func, types, args):
     mesh = mesh_of(args, None)
     held = x.__class__ is not Tensor or x.is_leaf and x.requires_grad or shares_memory(x)
     if not held:
-        parsed = parse(x.shape, index, x.device)
-        value = _as_value(value, x)
-        layout = _cut_alike(x.shape, parsed, value, mesh)
-        made = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
-        _assign(made, parsed, value)
+        made = deferred.given(x, index, value, mesh)
+        if made is None:
+            parsed = parse(x.shape, index, x.device)
+            value = _as_value(value, x)
+            layout = _cut_alike(x.shape, parsed, value, mesh)
+            made = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
+            _assign(made, parsed, value)
         try:
             torch.utils.swap_tensors(x, made)
             return
