@@ -195,6 +195,6 @@ CASES = [
         twice(lambda x, g: F.grid_sample(x, g, align_corners=False)),
         T(1, 2, 5, 4),
         T(1, 3, 4, 2, fill=anywhere),
-        how=FEW | {"name": "grid_sample, twice"},
+        how=FEW | {"name": "grid_sample, twice", "grad": torch.__version__ >= "2.13"},  # torch 2.11 has no second one
     ),
 ]
