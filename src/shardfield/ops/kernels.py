@@ -118,13 +118,24 @@ class FlashCuda:
 
 
 class EfficientCuda:
-    """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias."""
+    """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias.
+
+    Half precision with a bias is worked on in fp32: torch 2.11's backward gave NaN for it (bf16, on an H200).
+    """
 
     def forward(self, q, k, v, bias, causal, scale):
+        if bias is not None and q.dtype is not torch.float32:
+            out, lse = self.forward(q.float(), k.float(), v.float(), bias.float(), causal, scale)
+            return out.to(q.dtype), lse
         out, lse, *_ = efficient_cuda(q, k, v, _padded(bias, q, k), True, 0.0, causal, scale=scale)
         return _without_dead(out, lse[..., : q.shape[-2]], bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        if bias is not None and q.dtype is not torch.float32:
+            half = q.dtype
+            grad, q, k, v, out, lse, bias = (t.float() for t in (grad, q, k, v, out, lse, bias))
+            found = self.backward(grad, q, k, v, out, lse, bias, causal, scale)
+            return Grads(*(g.to(half) for g in found[:3]))
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         # The kernel reads lse in whole steps of 32 rows.
         lse = F.pad(finite(lse), (0, -q.shape[-2] % 32), value=math.inf).contiguous()
