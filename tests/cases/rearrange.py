@@ -1,5 +1,6 @@
 """The same elements elsewhere."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +34,7 @@ CASES = [
     case(torch.roll, T(5, 6), 2, 0, how={"layouts": 16}),
     case(torch.roll, T(5, 6), (-1, 8), (0, 1), how=FEW),
     case(torch.roll, T(5, 6), (1, 3), (1, 1), how=FEW),
+    case(torch.roll, T(5, 6), np.int64(2), np.int64(1), how=FEW),
     case(torch.roll, T(3, 4), 5, how=FEW),
     case(torch.roll, T(5, 6), (1, 2), 0, how=FEW),
     case(torch.roll, T(0, 6), 1, 0, how=FEW),

@@ -21,6 +21,7 @@ from ..layout import Span, pieces
 from .cover import Cover
 from .window import Tile, Window, spans
 
+CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast makes one dtype of
 PLAIN = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 
@@ -188,9 +189,7 @@ class Blocks:
         device = block.device.type
         if torch.is_autocast_enabled(device):  # as torch would, but before the halo travels
             to = torch.get_autocast_dtype(device)
-            block, weight, bias = (
-                t.to(to) if t is not None and t.dtype == torch.float32 else t for t in (block, weight, bias)
-            )
+            block, weight, bias = (t.to(to) if t is not None and t.dtype in CAST else t for t in (block, weight, bias))
         if block.is_complex():
             return self.widened(block, weight, bias)
         if self.simple:

@@ -126,7 +126,8 @@ _along_dims = TABLE[torch.roll]
 def roll_any(func, types, args, kwargs):
     """Without dims, the flattened tensor rolls."""
     named = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
-    if named.get("dims") not in (None, (), []):
+    dims = named.get("dims")
+    if dims is not None and not (isinstance(dims, (tuple, list)) and not dims):
         return _along_dims(func, types, args, kwargs)
     x = named["input"]
     torch.empty(x.shape, device="meta").roll(named["shifts"])
