@@ -16,8 +16,9 @@ from torch import Tensor
 from ..dispatch import composed, rule
 from ..layout import Factor, Layout, pieces, starts
 from ..plan import Operand, Plan, groups
+from ..redistribute import simplified
 from .across import probe_shapes
-from .convolved import CAST, PLAIN, TRANSPOSED, Blocks, Call
+from .convolved import PLAIN, TRANSPOSED, Blocks, Call
 from .cover import Cover
 from .rearrange import one_axis
 from .window import Window
@@ -37,15 +38,41 @@ def paddings(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tu
     return (0,) * len(kernel) if padding == "valid" else each(padding, len(kernel))
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@rule("conv1d", "conv2d", "conv3d", merged=True)
 def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, fn):
     """Halos along cut spatial dims; nothing travels for other cuts."""
     judge(fn, input, weight, bias, stride, padding, dilation, groups)
     nd = weight.ndim - 2
     gaps = each(dilation, nd)
     before = paddings(padding, weight.shape[2:], gaps)
+    point = {*weight.shape[2:], *each(stride, nd)} == {1} and not any(before) and groups == 1
+    several = not input.layout.is_simple or any(len(input.layout.axes_of(d)) > 1 for d in range(2, input.ndim))
+    if point and several and input.ndim == nd + 2 and weight.layout.is_replicated and not input.layout.is_cut(1):
+        return by_point(input, weight, bias, fn)
+    input, weight, bias = simple(input), simple(weight), bias if bias is None else simple(bias)
     out = probe_shapes(fn, input, weight, bias, stride, padding, dilation, groups).shape[-nd:]
     return planned(input, weight, bias, Call(each(stride, nd), gaps, False, groups), before, out)
+
+
+def simple(operand: Operand) -> Operand:
+    """The operand as it will lie, without merged dims."""
+    return Operand(simplified(operand.layout), operand.dtype, operand.device, operand.at)
+
+
+def by_point(input: Operand, weight: Operand, bias: Operand | None, fn: Callable) -> Plan:
+    """A kernel of one point mixes channels and looks at no neighbour: cells may lie in any order, as merged dims do."""
+    mesh = input.layout.mesh
+    targets = {"weight": Layout.replicate(mesh, weight.shape)}
+    if bias is not None:
+        targets["bias"] = Layout.replicate(mesh, bias.shape)
+
+    def local(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if input.numel():
+            return fn(input, weight, bias)
+        made = torch.einsum("oi,bi...->bo...", weight.flatten(1), input)  # torch's kernels refuse empty pieces
+        return made if bias is None else made + bias.to(made.dtype).view(-1, *[1] * (input.ndim - 2))
+
+    return Plan(local=local, operands=targets, layout=input.layout.with_dim(1, Factor(weight.shape[0])))
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -77,8 +104,7 @@ def judge(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *
     if min(out[2 - weight.ndim :]) < 1:  # before 2.13, torch finds it in the kernel only
         raise RuntimeError(f"{fn.__name__}: the kernel {tuple(weight.shape[2:])} is larger than the padded input")
     kinds = {t.dtype for t in (input, weight, bias) if t is not None}
-    alike = torch.is_autocast_enabled(input.device.type) and kinds.issubset(CAST)
-    if len(kinds) > 1 and not alike:
+    if len(kinds) > 1 and not torch.is_autocast_enabled(input.device.type):
         raise RuntimeError(
             f"{fn.__name__}: input, weight and bias should have one dtype, not {sorted(map(str, kinds))}"
         )
