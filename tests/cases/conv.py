@@ -91,11 +91,12 @@ CASES = [
     *(
         case(
             autocast(fn),
-            spatial(1, 2, 7, 6, dtype=torch.bfloat16),
+            spatial(1, 2, 7, 6, dtype=dtype),
             T(2, 2, 3, 3, dtype=torch.float32, cut=()),
             T(2, dtype=torch.float32, cut=()),
-            how=FEW | {"tolerance": 5e-2, "name": name},
+            how=FEW | {"tolerance": 5e-2, "name": f"{name}, {dtype}"},
         )
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)  # the last is left as it is, and refused
         for name, fn in {
             "conv2d, autocast": lambda x, w, b: F.conv2d(x, w, b, 2, 1),
             "conv_transpose2d, autocast": lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1),

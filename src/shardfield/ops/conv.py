@@ -18,7 +18,7 @@ from ..layout import Factor, Layout, pieces, starts
 from ..plan import Operand, Plan, groups
 from ..redistribute import simplified
 from .across import probe_shapes
-from .convolved import PLAIN, TRANSPOSED, Blocks, Call
+from .convolved import CAST, PLAIN, TRANSPOSED, Blocks, Call
 from .cover import Cover
 from .rearrange import one_axis
 from .window import Window
@@ -104,7 +104,8 @@ def judge(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *
     if min(out[2 - weight.ndim :]) < 1:  # before 2.13, torch finds it in the kernel only
         raise RuntimeError(f"{fn.__name__}: the kernel {tuple(weight.shape[2:])} is larger than the padded input")
     kinds = {t.dtype for t in (input, weight, bias) if t is not None}
-    if len(kinds) > 1 and not torch.is_autocast_enabled(input.device.type):
+    alike = torch.is_autocast_enabled(input.device.type) and kinds.issubset(CAST)
+    if len(kinds) > 1 and not alike:
         raise RuntimeError(
             f"{fn.__name__}: input, weight and bias should have one dtype, not {sorted(map(str, kinds))}"
         )
