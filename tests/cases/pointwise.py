@@ -145,6 +145,13 @@ CASES += [
     case(torch.add, T(0, 6), T(0, 6), how=named("no rows")),
     case(torch.frexp, T(5, 6), how=named("frexp", grad=False)),
     case(F.prelu, T(2, 3, 4), T(3), how=named("prelu")),
+    case(F.prelu, T(2, 3, 4), T(3, dtype=torch.float32), how=named("prelu of two dtypes")),
+    case(
+        torch.autocast("cpu", torch.bfloat16)(lambda x, w: F.prelu(x, w)),
+        T(2, 3, 4, dtype=torch.float32),
+        T(3, dtype=torch.float32),
+        how=named("prelu under autocast") | {"tolerance": 3e-2},
+    ),
     case(F.glu, T(4, 6), how=named("glu")),
     case(chain, T(5, 6), T(5, 6), how={"layouts": 20}),
     case(chain, T(5, 6), T(6), how={"layouts": 20}),

@@ -251,6 +251,11 @@ handler(torch.where)(pointwise)
 @composed("prelu")
 def prelu(input, weight):
     """A slope per channel, or one for all."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (input.dtype, weight.dtype):
+        input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
+    if input.dtype != weight.dtype:
+        raise RuntimeError(f"prelu: input and weight should have one dtype, not {input.dtype} and {weight.dtype}")
     if weight.numel() == 1:
         weight = weight.reshape(())
     elif input.ndim > 1:
