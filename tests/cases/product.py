@@ -45,6 +45,7 @@ LINEAR = [
     case(torch.nn.functional.linear, T(5, 6, dtype=C), T(3, 6, dtype=C), T(3, dtype=C)),
     case(F.bilinear, T(4, 3), T(4, 5), T(2, 3, 5), T(2)),
     case(F.bilinear, T(2, 4, 3), T(2, 4, 5), T(2, 3, 5)),
+    case(F.bilinear, T(4, 3, dtype=torch.float32), T(4, 5), T(2, 3, 5)),
     case(
         lambda x, w, b: F.linear(x.reshape(2, 20, 3), w, b).reshape(2, 4, 5, 6),
         T(2, 4, 5, 3, cut=(0, 1, 2)),

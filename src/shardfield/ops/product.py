@@ -161,6 +161,8 @@ def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
 def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     """As `linear`, with two inputs."""
     checked(fn, input1, input2, weight, bias)
+    if not input1.dtype == input2.dtype == weight.dtype:  # torch's kernel says so, but not to empty pieces
+        raise RuntimeError(f"bilinear: one dtype is wanted, not {input1.dtype}, {input2.dtype} and {weight.dtype}")
     over = batch(input1.ndim - 1)
     terms = [term(input1, (*over, "i")), term(input2, (*over, "j")), term(weight, "oij")]
     work = contract(terms, (*over, "o"))
