@@ -7,6 +7,7 @@ does for them. Cut channels are split by groups, or give a Partial where every o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,8 @@ def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilati
         return by_point(input, weight, bias, fn)
     input, weight, bias = simple(input), simple(weight), bias if bias is None else simple(bias)
     out = probe_shapes(fn, input, weight, bias, stride, padding, dilation, groups).shape[-nd:]
-    return planned(input, weight, bias, Call(each(stride, nd), gaps, False, groups), before, out)
+    call = Call(each(stride, nd), gaps, False, groups)
+    return planned(input, weight, bias, call, before, out, partial(fn_of, fn, (stride, padding, dilation, groups)))
 
 
 def simple(operand: Operand) -> Operand:
@@ -84,7 +86,8 @@ def conv_transpose(
     nd = weight.ndim - 2
     out = probe_shapes(fn, input, weight, bias, stride, padding, output_padding, groups, dilation).shape[-nd:]
     call = Call(each(stride, nd), each(dilation, nd), True, groups)
-    return planned(input, weight, bias, call, each(padding, nd), out)
+    how = (stride, padding, output_padding, groups, dilation)
+    return planned(input, weight, bias, call, each(padding, nd), out, partial(fn_of, fn, how))
 
 
 @composed("convolution")
@@ -153,8 +156,21 @@ class Channels:
         return weight.is_cut(dim) and not set(weight.axes_of(dim)) & set(layout.shard_axes)
 
 
+def fn_of(fn: Callable, how: tuple, with_bias: bool) -> Callable:
+    """torch's own call, as a function of the tensors alone."""
+    if with_bias:
+        return lambda input, weight, bias: fn(input, weight, bias, *how)
+    return lambda input, weight: fn(input, weight, None, *how)
+
+
 def planned(
-    input: Operand, weight: Operand, bias: Operand | None, call: Call, before: Sequence[int], out: Sequence[int]
+    input: Operand,
+    weight: Operand,
+    bias: Operand | None,
+    call: Call,
+    before: Sequence[int],
+    out: Sequence[int],
+    native: Callable[[bool], Callable],
 ) -> Plan:
     """Where operands go, who makes which outputs, and what each rank does for them."""
     nd = weight.ndim - 2
@@ -173,6 +189,12 @@ def planned(
     over = groups(layout, sorted(others)) if plain else ()
     filled = [layout.dims[0], layout.dims[1], *result.dims[1:2]]
     busy = all(n for (factor,) in filled for n in pieces(factor)) and 0 not in weight.shape
+    targets = {"input": layout if batched else layout.without([0]), "weight": channels.weight}
+    if bias is not None:
+        targets["bias"] = channels.bias
+    made = result if batched else result.without([0])
+    if plain and busy and not any(layout.is_cut(d) for d in range(2, nd + 2)):
+        return Plan(local=native(bias is not None), operands=targets, layout=made)
     blocks = Blocks(call._replace(groups=channels.groups), cover, over, busy)
     first = all(layout.coords[a] == 0 for a in channels.partial)
     narrow = channels.narrow
@@ -182,11 +204,9 @@ def planned(
             weight = weight.narrow(*narrow)
         if bias is not None and not first:
             bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool), 0)  # one of the addends has it
-        made = blocks.convolve(input if batched else input.unsqueeze(0), weight, bias)
-        return made if batched else made.squeeze(0)
+        if batched:
+            return blocks.convolve(input, weight, bias)
+        return blocks.convolve(input.unsqueeze(0), weight, bias).squeeze(0)
 
-    targets = {"input": layout if batched else layout.without([0]), "weight": channels.weight}
-    if bias is not None:
-        targets["bias"] = channels.bias
     whole = ("weight", "bias") if plain else ()
-    return Plan(local=local, operands=targets, layout=result if batched else result.without([0]), whole=whole)
+    return Plan(local=local, operands=targets, layout=made, whole=whole)
