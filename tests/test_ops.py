@@ -11,11 +11,20 @@ import cases
 from harness import MESHES, check
 from shardfield.testing import run_on_ranks
 
-# Layouts drawn for a row on each mesh: the first few keep `make test` short, `make sweep` runs all that a row asks for.
-LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", "3"))
-# One rank alone is left to test_rules.py, which runs every row there.
-SEVERAL = [mesh for mesh in MESHES if math.prod(mesh) > 1]
-ROWS = [(name, at) for name in cases.FAMILIES for at in range(len(cases.family(name)))]
+# What `make test` has time for: a few layouts of each row, on tiles and on one of the other meshes in turn. With
+# SHARDFIELD_LAYOUTS, as `make sweep` sets it, that many layouts (or what a row asks for) on every mesh. One rank alone
+# is left to test_rules.py, which runs every row there.
+LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", "4"))
+EVERY = "SHARDFIELD_LAYOUTS" in os.environ
+LINES = [mesh for mesh in MESHES if len(mesh) == 1 and math.prod(mesh) > 1]
+TILES = [mesh for mesh in MESHES if len(mesh) > 1]
+
+
+def meshes(at: int) -> list[tuple[int, ...]]:
+    return [*(LINES if EVERY else [LINES[at % len(LINES)]]), *TILES]
+
+
+CALLS = [(name, at, mesh) for name in cases.FAMILIES for at in range(len(cases.family(name))) for mesh in meshes(at)]
 
 
 def run_rows(family: str, rows: list[int], mesh: tuple[int, ...]) -> list[str]:
@@ -26,8 +35,12 @@ def run_rows(family: str, rows: list[int], mesh: tuple[int, ...]) -> list[str]:
     return [complaint for row in rows for complaint in check(table[row], mesh)]
 
 
-@pytest.mark.parametrize("mesh", SEVERAL, ids=lambda m: "x".join(map(str, m)))
-@pytest.mark.parametrize(("family", "row"), ROWS, ids=[f"{f}-{cases.family(f)[at].name}" for f, at in ROWS])
+def called(call: tuple[str, int, tuple[int, ...]]) -> str:
+    family, at, mesh = call
+    return f"{family}-{cases.family(family)[at].name}-{'x'.join(map(str, mesh))}"
+
+
+@pytest.mark.parametrize(("family", "row", "mesh"), CALLS, ids=map(called, CALLS))
 def test_op(family, row, mesh):
     complaints = run_on_ranks(run_rows, math.prod(mesh), family, [row], mesh, timeout=60)
     told = [f"rank {rank}: {c}" for rank, found in enumerate(complaints) for c in found]
