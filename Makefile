@@ -51,7 +51,9 @@ docs: $(VENV)/.docs
 
 setup: $(VENV)/.dev
 
-# torch goes first and alone, so that no other package's range decides which build is taken.
+# torch goes first and alone, so that no other package's range decides which build is taken. The two packages without
+# their dependencies: one pulls in hundreds of megabytes that its models never import (what they import is in the extra
+# "recipes"), the other asks for one torch release and runs on those we support.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { \
 		test -n "$(PYTHON)" || { echo "shardfield needs Python 3.11 or newer with venv; set PYTHON=..." >&2; exit 1; }; \
@@ -59,12 +61,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "installing shardfield and its development tools into $(VENV)"
 	@$(PIP) torch
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models]'
+	@$(PIP) --no-deps neuraloperator torch-harmonics
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	@echo "installing the documentation tools into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,docs]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models,docs]'
 	@touch $@
 
 clean:
