@@ -1,4 +1,4 @@
-"""Every example runs, started as its reader would start it, and does what it says."""
+"""Every example runs and does what it says: one under torchrun, the others forked, which spares their imports."""
 
 import re
 from pathlib import Path
@@ -28,45 +28,42 @@ def test_train_ddp_in_one_process():
     assert loss == pytest.approx(128 * 64, rel=0.1)
 
 
-@pytest.mark.slow
 def test_train_ddp(tmp_path):
     losses, norms = zip(*map(trained, torchrun(EXAMPLES / "train_ddp.py", 2, tmp_path)), strict=True)
     assert len(set(losses)) == 2, "each rank has batches of its own"
     assert len(set(norms)) == 1, "and all end with the same parameters"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["device_mesh_2d.py", "device_mesh.py"])
-def test_device_mesh_by_hand_and_by_mesh(name, tmp_path):
-    out = torchrun(EXAMPLES / name, 8, tmp_path)
+def test_device_mesh_by_hand_and_by_mesh(name, forks, tmp_path):
+    out = forks.run(EXAMPLES / name, tmp_path, 8)
     for rank, text in enumerate(out):
         row = [0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7]
         assert f"{rank=} shards with {row} and replicates with {[rank % 4, rank % 4 + 4]}" in text
 
 
-@pytest.mark.slow
-def test_hsdp(tmp_path):
-    out = torchrun(EXAMPLES / "hsdp.py", 8, tmp_path)
+def test_hsdp(forks, tmp_path):
+    out = forks.run(EXAMPLES / "hsdp.py", tmp_path, 8)
     held, norms = zip(*(re.findall(r"holds (\d+) of .* norm ([\d.]+)", text)[0] for text in out), strict=True)
     # Four ranks share the 165 numbers, padded to a multiple of four; every rank sees the norm of the same gradient.
     assert set(held) == {"42"}
     assert len(set(norms)) == 1 and float(norms[0]) > 0
 
 
-def test_vector_add(tmp_path):
-    first, second = torchrun(EXAMPLES / "vector_add.py", 2, tmp_path)
+def test_vector_add(forks, tmp_path):
+    first, second = forks.run(EXAMPLES / "vector_add.py", tmp_path, 2)
     assert "2 ranks: c is (1000000,) (Shard(dim=0),), agrees: True" in first and not second
 
 
-def test_vector_dot(tmp_path):
-    first, second = torchrun(EXAMPLES / "vector_dot.py", 2, tmp_path)
+def test_vector_dot(forks, tmp_path):
+    first, second = forks.run(EXAMPLES / "vector_dot.py", tmp_path, 2)
     numbers = re.findall(r"-?\d+\.\d\d", first + second)
     assert len(numbers) == 5 and len(set(numbers)) == 1, "one device, the rule and the handler agree on both ranks"
     assert "(Replicate(),)" in first
 
 
-def test_reshape_subtract(tmp_path):
-    first, _ = torchrun(EXAMPLES / "reshape_subtract.py", 2, tmp_path)
+def test_reshape_subtract(forks, tmp_path):
+    first, _ = forks.run(EXAMPLES / "reshape_subtract.py", tmp_path, 2)
     assert first.splitlines() == [
         "a_sharded shape and placement: torch.Size([234567, 3]), (Shard(dim=0),)",
         "b_sharded shape and placement: torch.Size([12345, 3]), (Shard(dim=0),)",
@@ -76,19 +73,18 @@ def test_reshape_subtract(tmp_path):
     ]
 
 
-def test_knn_by_broadcasting(tmp_path):
-    assert "broadcasting (303, 17)" in torchrun(EXAMPLES / "knn.py", 2, tmp_path)[0]
+def test_knn_by_broadcasting(forks, tmp_path):
+    assert "broadcasting (303, 17)" in forks.run(EXAMPLES / "knn.py", tmp_path, 2)[0]
 
 
-def test_knn_by_a_ring(tmp_path):
-    out, _, _ = torchrun(EXAMPLES / "knn.py", 3, tmp_path, "--ring")
+def test_knn_by_a_ring(forks, tmp_path):
+    out, _, _ = forks.run(EXAMPLES / "knn.py", tmp_path, 3, "--ring")
     assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_unet(ranks, tmp_path):
-    first, *others = torchrun(EXAMPLES / "unet.py", ranks, tmp_path)
+def test_unet(ranks, forks, tmp_path):
+    first, *others = forks.run(EXAMPLES / "unet.py", tmp_path, ranks)
     assert "gradients within 1e-5: True" in first and not any(others)
     loss, alone = re.findall(r"loss ([\d.]+), alone ([\d.]+)", first)[0]
     assert float(loss) == pytest.approx(float(alone), rel=1e-4)

@@ -7,6 +7,7 @@ the result into torch's. Where every rank has a problem of its own, torch's func
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import report
 from .._compat import left_aligned
@@ -87,13 +87,15 @@ def attention_call(func, types, args, kwargs):
     """torch's causal biases are tensors without data: what they stand for is said otherwise."""
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     bias = named.get("attn_mask")
-    if not isinstance(bias, CausalBias):
+    # Who made one has imported its module, and the compiler with it: half a second that others need not pay.
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(bias, module.CausalBias):
         return _planned(func, types, args, kwargs)
     if named.get("is_causal"):
         raise ValueError("CausalBias should not be used with causal=True")
     rows, columns = bias.seq_len_q, bias.seq_len_kv
     named["attn_mask"] = None
-    if bias.variant is CausalVariant.UPPER_LEFT or rows == columns:
+    if bias.variant is module.CausalVariant.UPPER_LEFT or rows == columns:
         named["is_causal"] = True
     else:
         device = named["query"].device
