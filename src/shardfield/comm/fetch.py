@@ -4,11 +4,14 @@ A `Halo` is one cut dim: which rows of a block its peers ask for and which this 
 before the block and the rows behind it. On a mesh that cuts several dims, the strips of the first dim take part in
 the exchange along the second, so that corners come by way of the neighbours: one message for each neighbour and
 direction. The adjoint sends the strips' gradients back and adds them where the rows came from.
+
+Where the field goes on beyond its ends (in a circle, mirrored), the rows there are other rows of it, and travel in the
+same messages. Along a dim that is whole they are this rank's own: such a halo has no group and sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +28,7 @@ class Halo(NamedTuple):
     """The rows of a strip along `dim`: `before` of them in front of the block, `after` behind it."""
 
     dim: int
-    group: ProcessGroup
+    group: ProcessGroup | None
     route: Route
     before: int
     after: int
@@ -33,29 +36,45 @@ class Halo(NamedTuple):
     wider: Route  # block -> block with its strips, for those who must have it in one piece
 
     @staticmethod
-    def around(dim: int, lengths: Sequence[int], wanted: Sequence[Span], coord: int, group: ProcessGroup) -> Halo:
-        """Coord c holds its piece of `lengths` and wants the range `wanted[c]`, which lies around it or is empty."""
-        requests, sizes = [], []
+    def around(
+        dim: int,
+        lengths: Sequence[int],
+        wanted: Sequence[Span],
+        coord: int,
+        group: ProcessGroup | None,
+        shift: int = 0,
+        ask: Callable[[int, int], list[Run]] = lambda start, stop: [Run(start, stop - start)],
+    ) -> Halo:
+        """Coord c holds its piece of `lengths` and wants the range `wanted[c]`, which lies around it or is empty.
+
+        Ranges count from `shift` places before the first row, and `ask` names the rows that stand in one.
+        """
+        requests, sizes, whole = [], [], []
         for start, length, (lo, hi) in zip(starts(lengths), lengths, wanted, strict=True):
-            stop = start + length
-            first = Run(lo, max(min(hi, start) - lo, 0), 0)
-            behind = max(lo, stop)
-            last = Run(behind, max(hi - behind, 0), first.length)
-            requests.append([first, last])
-            sizes.append((first.length, last.length))
+            start, stop = start + shift, start + shift + length
+            if lo < hi:  # with what lies between it and the block
+                lo, hi = min(lo, stop), max(hi, start)
+            first, last = Span(lo, max(min(hi, start), lo)), Span(max(lo, stop), max(hi, lo, stop))
+            before, after = first.stop - first.start, last.stop - last.start
+            behind = [run._replace(target=run.target + before) for run in ask(*last)]
+            requests.append([*ask(*first), *behind])
+            sizes.append((before, after))
+            whole.append(ask(start - before, stop + after))
         route = fetch_route(dim, lengths, coord, requests, [a + b for a, b in sizes])
-        whole = [[Run(start - a, a + n + b)] for start, n, (a, b) in zip(starts(lengths), lengths, sizes, strict=True)]
-        wider = fetch_route(dim, lengths, coord, whole, [run.length for (run,) in whole])
+        wide = [a + n + b for n, (a, b) in zip(lengths, sizes, strict=True)]
+        wider = fetch_route(dim, lengths, coord, whole, wide)
         return Halo(dim, group, route, *sizes[coord], any(a + b for a, b in sizes), wider)
 
     def widen(self, block: Tensor) -> Tensor:
         """The block with its strips, in one piece. Differentiable."""
-        return travel(block, self.wider, self.group)
+        if self.group is not None:
+            return travel(block, self.wider, self.group)
+        return torch.cat([_turned(piece.of(block), piece) for piece in self.wider.send[0]], self.dim)
 
     def start(self, block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> wire.Pending[Tensor]:
         """Send what peers ask of `block` (widened by the strips of `earlier` dims); brings this rank's strip."""
         sends = [
-            _flat([_widened(block, earlier, piece) for piece in pieces], block.new_empty(0))
+            _flat([_turned(_widened(block, earlier, piece), piece) for piece in pieces], block.new_empty(0))
             for pieces in self.route.send
         ]
         shape = list(block.shape)
@@ -63,7 +82,7 @@ class Halo(NamedTuple):
             shape[halo.dim] += halo.before + halo.after
         shape[self.dim] = self.before + self.after
         counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.recv]
-        pending = wire.start_exchange(sends, counts, self.group)
+        pending = self._exchange(sends, counts)
 
         def land() -> Tensor:
             strip = block.new_empty(shape)
@@ -82,7 +101,7 @@ class Halo(NamedTuple):
         for halo in earlier:
             shape[halo.dim] += halo.before + halo.after
         counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.send]
-        pending = wire.start_exchange(sends, counts, self.group)
+        pending = self._exchange(sends, counts)
 
         def land() -> list[tuple[Piece, Tensor]]:
             found = []
@@ -90,11 +109,20 @@ class Halo(NamedTuple):
                 at = 0
                 for piece in pieces:
                     size = torch.Size(piece.shape(shape))
-                    found.append((piece, flat[at : at + size.numel()].view(size)))
+                    found.append((piece, _turned(flat[at : at + size.numel()].view(size), piece)))
                     at += size.numel()
             return found
 
         return wire.Pending((), (), land)
+
+    def _exchange(self, sends: list[Tensor], counts: Sequence[Sequence[int]]) -> wire.Pending[list[Tensor]]:
+        if self.group is None:
+            return wire.Pending((), (), lambda: sends)
+        return wire.start_exchange(sends, counts, self.group)
+
+
+def _turned(rows: Tensor, piece: Piece) -> Tensor:
+    return rows.flip(piece.flip) if piece.flip else rows
 
 
 def _flat(parts: Sequence[Tensor], empty: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from .._compat import function_apply
 from ..errors import ShardingError
-from . import wire
+from . import defer, wire
 from .route import Piece, Route
 
 Groups = tuple[ProcessGroup, ...]
@@ -28,12 +28,18 @@ Groups = tuple[ProcessGroup, ...]
 def enter(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """Replicate values enter work that differs from rank to rank. Forward: identity. Adjoint: all-reduce (sum).
 
-    All tensors share one message per group in backward, a flat buffer of their gradients.
+    All tensors share one message per group in backward, a flat buffer of their gradients; none is sent where the
+    gradients are averaged over the group later (see `defer`).
     """
     wanted = [t for t in tensors if t.requires_grad]
     if not groups or not wanted or not torch.is_grad_enabled():
         return list(tensors)
-    entered = iter(_Enter.apply(groups, *wanted))
+    wanted, groups = defer.postponed(wanted, groups)
+    if (
+        groups and len(wanted) > 1 and any(defer.averaged_later(t) & set(groups) for t in wanted)
+    ):  # they cannot wait together
+        return [enter([t], groups)[0] for t in tensors]
+    entered = iter(_Enter.apply(groups, *wanted) if groups else wanted)
     return [next(entered) if t.requires_grad else t for t in tensors]
 
 
@@ -70,7 +76,8 @@ def gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup
 def split(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
     """Replicate -> Shard(dim). Forward: this rank's slice (a view of it). Adjoint: all-gather."""
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Split.apply(tensor, dim, tuple(lengths), group)
+        (tensor,), now = defer.postponed([tensor], (group,))
+        return _Split.apply(tensor, dim, tuple(lengths), group) if now else _slice(tensor, dim, lengths, group)
     return _slice(tensor, dim, lengths, group)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm import moves, wire
+from ..comm import defer, moves, wire
 from ..comm.fetch import add_back
 from ..comm.moves import Groups
 from ..layout import Span, pieces
@@ -146,6 +146,13 @@ def channels(call: Call, weight: Tensor) -> int:
     return weight.shape[1] * call.groups if call.transposed else weight.shape[0]
 
 
+def _entered(weight: Tensor, bias: Tensor | None, over: Groups) -> tuple[Tensor, Tensor | None]:
+    if bias is None:
+        return moves.enter([weight], over)[0], None
+    weight, bias = moves.enter([weight, bias], over)
+    return weight, bias
+
+
 class Blocks:
     """One rank's part: the box of its own block and, for each strip, of the rows before and behind the block.
 
@@ -191,22 +198,18 @@ class Blocks:
             to = torch.get_autocast_dtype(device)
             block, weight, bias = (t.to(to) if t is not None and t.dtype in CAST else t for t in (block, weight, bias))
         if block.is_complex():
-            return self.widened(block, weight, bias)
+            return self.widened(block, weight, bias, self.over)
         if self.simple:
-            return placed(self.call, self.own, self.out, block, *self._entered(weight, bias))
-        return _Convolved.apply(self, block, weight, bias)
+            return placed(self.call, self.own, self.out, block, *_entered(weight, bias, self.over))
+        given = [weight] if bias is None else [weight, bias]
+        given, over = defer.postponed(given, self.over)
+        return _Convolved.apply(self, over, block, given[0], None if bias is None else given[1])
 
-    def widened(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def widened(self, block: Tensor, weight: Tensor, bias: Tensor | None, over: Groups) -> Tensor:
         """The same by widening the block first: all in differentiable calls, for derivatives of derivatives."""
         block = self.widen(block)
-        weight, bias = self._entered(weight, bias)
+        weight, bias = _entered(weight, bias, over)
         return placed(self.call, self.wide, self.out, block, weight, bias)
-
-    def _entered(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if bias is None:
-            return moves.enter([weight], self.over)[0], None
-        weight, bias = moves.enter([weight, bias], self.over)
-        return weight, bias
 
     # ------------------------------------------------------------------ the parts, without autograd
 
@@ -235,7 +238,15 @@ class Blocks:
     def _add(self, out: Tensor, box: Box, piece: Tensor, weight: Tensor) -> None:
         box.region(out).add_(box.kept(self.call.run(box.of(piece), box.kernel(weight), None, box.padding)))
 
-    def backward(self, grad: Tensor, block: Tensor, strips: Sequence[Tensor], weight: Tensor, wanted: Sequence[bool]):
+    def backward(
+        self,
+        grad: Tensor,
+        block: Tensor,
+        strips: Sequence[Tensor],
+        weight: Tensor,
+        wanted: Sequence[bool],
+        over: Groups,
+    ):
         """The gradients of block, weight and bias. What must travel leaves as soon as it is known."""
         of_block, of_weight, of_bias = wanted
         working = bool(grad.numel()) and not idle(block, weight)
@@ -258,7 +269,7 @@ class Blocks:
                 self.own.kernel(weight_grad).add_(made[1])
             if of_bias:
                 found.append(grad.sum([d for d in range(grad.ndim) if d != 1]))
-            return moves.start_sum(found, self.over)
+            return moves.start_sum(found, over)
 
         def of_own() -> Tensor:
             if not working or self.own is None:
@@ -302,18 +313,19 @@ class _Convolved(moves.Move):
     """One node for a convolution with its halos. Adjoint: the strips' gradients go back to their rows' owners."""
 
     @staticmethod
-    def forward(ctx, blocks, block, weight, bias):
+    def forward(ctx, blocks, over, block, weight, bias):
         out, strips = blocks.forward(block, weight, bias)
-        ctx.blocks = blocks
+        ctx.blocks, ctx.over = blocks, over
         ctx.save_for_backward(block, weight, bias, *strips)
         return moves.unviewed(out)
 
     @staticmethod
     def backward(ctx, grad):
         block, weight, bias, *strips = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         if not torch.is_grad_enabled():
-            return None, *ctx.blocks.backward(grad, block, strips, weight, wanted)
+            return None, None, *ctx.blocks.backward(grad, block, strips, weight, wanted, ctx.over)
         chosen = [t for t, want in zip((block, weight, bias), wanted, strict=True) if want]
-        found = iter(torch.autograd.grad(ctx.blocks.widened(block, weight, bias), chosen, grad, create_graph=True))
-        return None, *(next(found) if want else None for want in wanted)
+        out = ctx.blocks.widened(block, weight, bias, ctx.over)
+        found = iter(torch.autograd.grad(out, chosen, grad, create_graph=True))
+        return None, None, *(next(found) if want else None for want in wanted)
