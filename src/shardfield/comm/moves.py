@@ -35,11 +35,10 @@ def enter(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     if not groups or not wanted or not torch.is_grad_enabled():
         return list(tensors)
     wanted, groups = defer.postponed(wanted, groups)
-    if (
-        groups and len(wanted) > 1 and any(defer.averaged_later(t) & set(groups) for t in wanted)
-    ):  # they cannot wait together
-        return [enter([t], groups)[0] for t in tensors]
-    entered = iter(_Enter.apply(groups, *wanted) if groups else wanted)
+    if len(wanted) > 1 and any(defer.averaged_later(t) & set(groups) for t in wanted):
+        entered = iter([enter([t], groups)[0] for t in wanted])  # some can wait, others cannot
+    else:
+        entered = iter(_Enter.apply(groups, *wanted) if groups else wanted)
     return [next(entered) if t.requires_grad else t for t in tensors]
 
 
