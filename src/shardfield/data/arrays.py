@@ -1,0 +1,40 @@
+"""Array files that appear whole or not at all, and are read by memory map. Nothing is pickled."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+
+def mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
+    """The array in a .npy file, mapped and not read; None if there is no such file or it holds something else."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):  # not there, truncated, or no array file
+        return None
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror or error}") from error
+    return found if isinstance(found, np.memmap) and found.shape == tuple(shape) and found.dtype == dtype else None
+
+
+def write(path: Path, array: np.ndarray) -> None:
+    """Write a .npy file under its name in one step, so that no reader ever sees a part, nor two writers a mixture."""
+    part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "xb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())  # else a host that loses power may keep the name and lose the bytes
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        why = f"cannot write {path}: {error.strerror or error}; choose another folder with cache= or SHARDFIELD_CACHE"
+        raise OSError(error.errno or errno.EIO, why) from error

@@ -1,0 +1,130 @@
+"""Darcy flow as a dataset: made once, kept on disk, and read in blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import arrays, darcy_solver
+from .together import together
+
+Slices = Sequence[slice]
+
+# Samples in one file: few enough that ranks share the work evenly, enough to keep files few.
+PER_FILE = 8
+FIELDS = ("x", "y")
+
+
+class Darcy:
+    """The standard Darcy flow problem: from the permeability `x` of a medium (3 or 12) to the pressure `y` in it.
+
+    Sample i is solved on a grid of `fine` x `fine` points (to 1e-9), and every k-th point is kept, so that
+    `resolution` points are left along each dim. It depends on `seed`, `start + i` and `fine` alone: not on who makes
+    it, nor when. `Darcy(200, start=1000)` are 200 samples that `Darcy(1000)` has not.
+
+    >>> darcy = Darcy(2, resolution=9, fine=33)
+    >>> darcy[1]["x"].shape, sorted(set(darcy[1]["x"].flatten().tolist()))
+    (torch.Size([1, 9, 9]), [3.0, 12.0])
+
+    Samples are made when first asked for, and kept in array files under `cache` (default: the environment's
+    SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` makes them all, the ranks sharing the work.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        resolution: int = 64,
+        fine: int = 253,
+        seed: int = 0,
+        cache: str | os.PathLike | None = None,
+        start: int = 0,
+    ):
+        if n < 1 or start < 0 or seed < 0:
+            raise ValueError(f"Darcy: n is {n}, start {start}, seed {seed}: at least one sample, from 0 on, is needed")
+        if fine < 3 or resolution < 2 or (fine - 1) % (resolution - 1):
+            works = [r for r in range(2, max(fine, 3) + 1) if (fine - 1) % (r - 1) == 0]
+            raise ValueError(
+                f"Darcy: no stride keeps {resolution} of {fine} points with both ends; resolutions that do: {works}"
+            )
+        self.n, self.resolution, self.fine, self.seed, self.start = n, resolution, fine, seed, start
+        self.folder = cache_folder(cache) / "darcy-1" / f"seed{seed}-fine{fine}-points{resolution}"
+        self._files: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self.n
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a sample."""
+        return {key: (1, self.resolution, self.resolution) for key in FIELDS}
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return self.read(i, (slice(None),) * 3)
+
+    def read(self, i: int, slices: Slices | Mapping[str, Slices]) -> dict[str, Tensor]:
+        """The block of sample i within `slices` (one per dim; a mapping has its own for "x" and "y").
+
+        Only the pages of the file that hold the block are read.
+        """
+        if not -self.n <= i < self.n:
+            raise IndexError(f"Darcy: sample {i} of {self.n}")
+        file, row = divmod(self.start + i % self.n, PER_FILE)
+        if file not in self._files:
+            self._files[file] = self._file(file)
+        sample = self._files[file][row]
+        blocks = {}
+        for which, key in enumerate(FIELDS):
+            at = tuple(slices[key] if isinstance(slices, Mapping) else slices)
+            blocks[key] = torch.from_numpy(np.array(sample[which : which + 1][at]))
+        return blocks
+
+    def prepare(self, mesh: DeviceMesh | None = None, progress: Callable[[int, int], Any] | None = None) -> Darcy:
+        """Make what the cache lacks. With a mesh, each rank makes its share of the files, and all wait for all.
+
+        If a rank cannot write, every rank raises a `ShardingError` that says where and why. `progress(done, total)`
+        is called with the number of samples of this rank's share. Ranks that do not share the cache folder (a disk
+        of each host) make the rest when they read it.
+        """
+        files = range(self.start // PER_FILE, -(-(self.start + self.n) // PER_FILE))
+        if mesh is not None:
+            ranks = mesh.mesh.flatten().tolist()
+            files = files[ranks.index(mesh.get_rank()) :: len(ranks)]
+
+        def make() -> None:
+            for done, file in enumerate(files, 1):
+                self._file(file)
+                if progress is not None:
+                    progress(done * PER_FILE, len(files) * PER_FILE)
+
+        together("Darcy.prepare", mesh, make)
+        return self
+
+    def _file(self, file: int) -> np.ndarray:
+        """The samples of one file as (sample, field, row, column): read, or made and written where it is not sound."""
+        path = self.folder / f"{file:06d}.npy"
+        shape = (PER_FILE, len(FIELDS), self.resolution, self.resolution)
+        found = arrays.mapped(path, shape, np.float32)
+        if found is None or not np.isin(found[:, 0, 0, 0], (3, 12)).all():
+            step = (self.fine - 1) // (self.resolution - 1)
+            made = np.empty(shape, np.float32)
+            for row in range(PER_FILE):
+                both = darcy_solver.sample(self.seed, file * PER_FILE + row, self.fine)
+                made[row] = torch.stack(both)[:, ::step, ::step].numpy()
+            arrays.write(path, made)
+            found = arrays.mapped(path, shape, np.float32)
+            if found is None:
+                raise OSError(f"{path} was written and does not hold what was written")
+        return found
+
+
+def cache_folder(cache: str | os.PathLike | None = None) -> Path:
+    """Where made data is kept: `cache`, else the environment's SHARDFIELD_CACHE, else ~/.cache/shardfield."""
+    return Path(cache or os.environ.get("SHARDFIELD_CACHE") or Path.home() / ".cache" / "shardfield").expanduser()

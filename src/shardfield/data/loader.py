@@ -1,0 +1,174 @@
+"""Batches over a mesh: samples over its data axis, blocks of each sample over its domain axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ..comm import wire
+from ..layout import Layout, balanced, starts
+from ..tensor import wrap
+from .ahead import ahead
+from .cut import Cut
+from .together import cheap_to_ask, together
+
+
+class ShardedLoader:
+    """Batches of a dataset as ShardTensors, of which each rank reads its own part and nothing else.
+
+    Ranks that differ on the mesh axis `data` get different samples, `batch_size` each; ranks that differ on the
+    `domain` axes (default: all others) get blocks of the same samples. A batch has the structure of a sample (tensor,
+    tuple or dict), each tensor with a batch dim in front, and lies on the submesh of the domain axes. On a mesh of
+    the data axis alone, tensors are plain.
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "spatial"))
+        loader = ShardedLoader(Darcy(1000), 8, mesh)
+        for batch in loader:
+            loss = criterion(model(batch["x"]), batch["y"])
+
+    `placements` says how ONE sample is cut, one placement per domain axis: a list for all its tensors, a mapping from
+    key (or position) to list, or a function of (key, shape). By default the last dims but one are cut by a single
+    domain axis, the last two by two. `sizes` maps a domain axis to the lengths of its pieces, else dims are cut as
+    torch.chunk does. A dataset with `read(i, slices)` and `shapes` is read in blocks; any other is indexed, and sliced.
+
+    The order is a permutation that `seed` and the epoch decide, the same on all ranks. Nothing is padded or repeated:
+    without `drop_last`, the samples left at the end are dealt out as evenly as can be, and a rank may get an empty
+    batch; all get the same number of batches. A mean over data ranks is then exact if each multiplies its own mean by
+    `loader.weight` (its share of the batch's samples times the number of data ranks; 0 for an empty batch, whose loss
+    must be a sum: a mean of nothing is NaN).
+
+    `prefetch` batches are read ahead by a thread, which never communicates. If reading fails on one rank, all raise.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        mesh: DeviceMesh,
+        *,
+        data: str | None = "data",
+        domain: str | Sequence[str] | None = None,
+        placements: Sequence[Placement] | Mapping[Any, Sequence[Placement]] | Callable[..., Any] | None = None,
+        sizes: Mapping[str, Sequence[int]] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch: int = 2,
+    ):
+        names = mesh.mesh_dim_names or ()
+        if data is not None and data not in names:
+            raise ValueError(
+                f"ShardedLoader: the mesh has axes {names}, and no data axis {data!r}; pass data=None if so"
+            )
+        if domain is None:
+            domain = tuple(name for name in names if name != data)
+        domain = (domain,) if isinstance(domain, str) else tuple(domain)
+        if unknown := [name for name in domain if name not in names or name == data]:
+            raise ValueError(f"ShardedLoader: {unknown} of the domain are not axes of {names} besides {data!r}")
+        if batch_size < 1 or prefetch < 0:
+            raise ValueError(f"ShardedLoader: batch_size is {batch_size}, prefetch {prefetch}")
+        if not len(dataset):
+            raise ValueError("ShardedLoader: the dataset is empty")
+        self.dataset, self.batch_size, self.mesh = dataset, batch_size, mesh
+        self.shuffle, self.seed, self.drop_last, self.prefetch = shuffle, seed, drop_last, prefetch
+        self.data_size = mesh.size(names.index(data)) if data is not None else 1
+        self.data_coord = mesh.get_local_rank(data) if data is not None else 0
+        self.domain = mesh[domain] if names and domain else mesh if not names else None
+        if drop_last and len(dataset) < self.global_batch:
+            raise ValueError(
+                f"ShardedLoader: {len(dataset)} samples do not fill one batch of {batch_size} on {self.data_size} data "
+                f"ranks, and drop_last leaves out what does not"
+            )
+        self._cut = together("ShardedLoader", mesh, lambda: Cut(dataset, self.domain, placements, sizes), ValueError)
+        self._asks = cheap_to_ask(mesh)
+        self.epoch, self._seen, self._resume = 0, 0, 0
+        self.weight = 1.0  # this and the next of the batch last given
+        self.indices: list[int] = []
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in a full batch over all data ranks."""
+        return self.batch_size * self.data_size
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, the same on every rank."""
+        full, rest = divmod(len(self.dataset), self.global_batch)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this epoch: all of them, or, after `load_state_dict`, those not seen before."""
+        self._seen, self._resume = self._resume, 0
+        order = np.arange(len(self.dataset))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        for taken, batch in self._batches(order.tolist(), self._seen, self.drop_last):
+            self._seen += taken
+            yield batch
+        self.epoch, self._seen = self.epoch + 1, 0
+
+    def sweep(self) -> Iterator[Any]:
+        """Every sample once, in the order of the dataset, none dropped; where the loader stands is not touched."""
+        for _, batch in self._batches(list(range(len(self.dataset))), 0, False):
+            yield batch
+
+    # ------------------------------------------------------------------ where it stands
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that is drawn next. Epochs advance by themselves; naming the one at hand changes nothing."""
+        if epoch != self.epoch:
+            self.epoch, self._seen, self._resume = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The place behind the batch last given: it fits loaders of any batch size and any number of data ranks."""
+        epoch, seen = self._place(self.epoch, self._seen or self._resume)
+        return {"epoch": epoch, "seen": seen, "seed": self.seed, "shuffle": int(self.shuffle), "n": len(self.dataset)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there: the next iteration gives what was left of that epoch, in the same order."""
+        mine = self.state_dict()
+        if differ := [key for key in ("n", "seed", "shuffle") if int(state[key]) != mine[key]]:
+            told = ", ".join(f"{key} {int(state[key])} (here {mine[key]})" for key in differ)
+            raise ValueError(f"ShardedLoader: the saved place is in another order of samples: {told}")
+        self.epoch, self._resume = self._place(int(state["epoch"]), int(state["seen"]))
+        self._seen = 0
+
+    def _place(self, epoch: int, seen: int) -> tuple[int, int]:
+        left = len(self.dataset) - seen
+        over = left < (self.global_batch if self.drop_last else 1)
+        return (epoch + 1, 0) if over else (epoch, seen)
+
+    # ------------------------------------------------------------------ batches
+
+    def _batches(self, order: list[int], seen: int, drop_last: bool) -> Iterator[tuple[int, Any]]:
+        """How many samples all ranks together took, and this rank's batch of them."""
+        shares = []
+        for at in range(seen, len(order), self.global_batch):
+            count = min(self.global_batch, len(order) - at)
+            if count == self.global_batch or not drop_last:
+                lengths = balanced(count, self.data_size)
+                begin = at + starts(lengths)[self.data_coord]
+                shares.append((count, order[begin : begin + lengths[self.data_coord]]))
+        with closing(ahead(lambda share: self._read(share[1]), shares, self.prefetch)) as blocks:
+            for count, indices in shares:
+                # Where ranks cannot talk without waiting for the accelerator, a rank that fails does so by itself.
+                mesh = self.mesh if self._asks else None
+                read = together("ShardedLoader", mesh, lambda: next(blocks), Exception)
+                self.weight, self.indices = len(indices) * self.data_size / count, indices
+                yield count, self._cut.join([self._placed(t, layout, len(indices)) for t, layout in read])
+
+    def _read(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
+        """In the thread: this rank's blocks, in memory from which they are copied while others compute."""
+        locals_ = self._cut.read(indices)
+        if self.mesh.device_type == "cuda":
+            locals_ = [t.pin_memory() for t in locals_]
+        return list(zip(locals_, self._cut.layouts, strict=True))
+
+    def _placed(self, local: Tensor, layout: Layout | None, samples: int) -> Tensor:
+        local = local.to(wire.device_of(self.mesh), non_blocking=True)
+        return local if layout is None else wrap(local, layout.insert(0, samples))
