@@ -1,0 +1,259 @@
+"""neuraloperator's models, losses and normalisers, unmodified, on fields in uneven pieces: what one device gives.
+
+It makes its spectra and spectral weights in torch.cfloat whatever the field is, so to be compared to ten digits it is
+run with that name standing for complex128; one row runs it as it is, in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import sys
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from harness import anyone, differs, mesh_of, shard, whole
+from shardfield import ShardTensor, explain, strict
+from shardfield.layout import Layout
+from shardfield.testing import run_on_ranks
+
+FNO = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 1}
+TFNO = FNO | {"n_modes": (4, 4), "rank": 0.5}
+UNO = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "lifting_channels": 4, "projection_channels": 4}
+HALF = [[0.5, 0.5], [1, 1], [2, 2]]
+PLANE, ODD, LINE, SPACE = (2, 1, 12, 10), (1, 1, 9, 11), (2, 1, 14), (1, 1, 6, 8, 6)
+
+# name -> (model, its arguments, the shape of its input, the loss)
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
+    "fno 1-d": ("FNO", FNO | {"n_modes": (4,), "n_layers": 2}, LINE, "h1"),
+    "fno 2-d": ("FNO", FNO | {"n_modes": (4, 4), "n_layers": 2}, PLANE, "h1"),
+    "fno 3-d": ("FNO", FNO | {"n_modes": (2, 4, 4)}, SPACE, "h1 open"),
+    "tfno": ("TFNO", TFNO | {"n_layers": 2}, PLANE, "lp"),
+    "tfno on an odd grid": ("TFNO", TFNO, ODD, "h1 open"),
+    "separable": ("FNO", FNO | {"n_modes": (4, 4), "separable": True, "fno_skip": "identity"}, PLANE, "lp"),
+    "padded": ("TFNO", TFNO | {"domain_padding": 0.25}, PLANE, "lp"),
+    "finer": ("TFNO", TFNO | {"resolution_scaling_factor": 2}, (1, 1, 6, 8), "lp"),
+    "coarser 3-d": ("FNO", FNO | {"n_modes": (2, 2, 4), "resolution_scaling_factor": 0.5}, (1, 1, 8, 8, 8), "lp"),
+    "complex": ("FNO", FNO | {"n_modes": (4, 4), "complex_data": True, "positional_embedding": None}, PLANE, "abs"),
+    "fewer modes": ("FNO", FNO | {"n_modes": (4, 4), "max_n_modes": (6, 5)}, PLANE, "lp"),
+    "all modes": ("FNO", FNO | {"n_modes": (40, 40)}, (1, 1, 8, 10), "lp"),
+    "tanh first": ("FNO", FNO | {"n_modes": (4, 4), "stabilizer": "tanh", "preactivation": True}, PLANE, "lp"),
+    "no skips": (
+        "FNO",
+        FNO | {"n_modes": (4, 4), "fno_skip": "soft-gating", "channel_mlp_skip": None, "channel_mlp_dropout": 0.0},
+        PLANE,
+        "lp",
+    ),
+    "finer, then as told": (
+        "FNO",
+        FNO | {"n_modes": (4, 4), "n_layers": 2, "fno_skip": "linear", "channel_mlp_skip": "identity"},
+        PLANE,
+        "lp",
+    ),
+    "uno": (
+        "UNO",
+        UNO
+        | {"uno_out_channels": [4, 4, 4], "uno_n_modes": [[4, 4], [4, 4], [4, 4]], "uno_scalings": HALF, "n_layers": 3}
+        | {"channel_mlp_skip": "linear"},
+        PLANE,
+        "lp",
+    ),
+}
+MODELS |= {
+    f"{kind} {how}": ("TFNO", TFNO | {"factorization": kind, "implementation": how}, (1, 1, 10, 8), "lp")
+    for kind in ("tucker", "cp", "tt", "dense")
+    for how in ("reconstructed", "factorized")
+}
+MODELS |= {
+    f"{kind} separable": ("TFNO", TFNO | {"factorization": kind, "separable": True}, (1, 1, 10, 8), "lp")
+    for kind in ("tucker", "cp", "tt")
+}
+MODELS |= {norm: ("TFNO", TFNO | {"norm": norm}, PLANE, "lp") for norm in ("instance_norm", "group_norm", "batch_norm")}
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """New tensors have 64 bits, or 128 if made as torch.cfloat, and none is made single (as by 3-D resampling)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with contextlib.ExitStack() as wide:
+            wide.enter_context(mock.patch.object(torch, "cfloat", torch.complex128))
+            for kind in (Tensor, ShardTensor):
+                wide.enter_context(mock.patch.object(kind, "float", kind.double))
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@cache
+def neuralop() -> Any:
+    """neuraloperator, without torch-harmonics, which takes longer to import than all else and is not needed here."""
+    absent = "torch_harmonics" not in sys.modules
+    if absent:
+        sys.modules["torch_harmonics"] = None  # type: ignore[assignment]
+    try:
+        import neuralop.data.transforms.normalizers
+        import neuralop.losses
+        import neuralop.models
+    finally:
+        if absent:
+            del sys.modules["torch_harmonics"]
+    return neuralop
+
+
+def loss_of(kind: str, order: int) -> Any:
+    losses = neuralop().losses
+    if kind == "lp":
+        return losses.LpLoss(d=order)
+    if kind == "abs":
+        return lambda got, wanted: losses.LpLoss(d=order)(got.abs(), wanted.abs())
+    edges = {} if kind == "h1" else {f"periodic_in_{x}": False for x in "xyz"[:order]}
+    return losses.H1Loss(d=order, **edges)
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[Any, Tensor, Any]:
+    """A model, its input and its loss, the same on every rank."""
+    kind, arguments, shape, loss = MODELS[name]
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(io.StringIO()):  # UNO prints its arguments
+        model = getattr(neuralop().models, kind)(**arguments)
+    if arguments.get("complex_data"):
+        dtype = dtype.to_complex()
+    return model, torch.randn(shape, dtype=dtype), loss_of(loss, len(shape) - 2)
+
+
+def cuts(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]:
+    """Uneven pieces along the first dim of the grid, the last, and the first two."""
+
+    def uneven(n: int, parts: int) -> list[int]:
+        rest = n - n // 2 - (parts > 2)
+        return [n // 2 + 1 if parts > 1 else n, *([1] if parts == 3 else []), rest - 1][:parts]
+
+    last = len(shape) - 1
+    over = mesh_of(mesh)
+    if len(mesh) == 2:
+        if last > 2:
+            for dims in ((2, 3), (last, 2)):
+                yield Layout.of(over, [Shard(d) for d in dims], shape, {d: uneven(shape[d], 2) for d in dims})
+        else:
+            yield Layout.of(over, [Replicate(), Shard(2)], shape, {2: uneven(shape[2], 2)})
+    else:
+        for d in sorted({2, last}):
+            yield Layout.of(over, [Shard(d)], shape, {d: uneven(shape[d], mesh[0])})
+
+
+def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> list[str]:
+    """On a rank: output, loss, gradients of the input and of every parameter, against one device."""
+    model, field, loss = made(name, dtype)
+    more = {"output_shape": (9, 14)} if "told" in name else {}
+    alone = copy.deepcopy(model)
+    x = field.clone().requires_grad_()
+    found = alone(x, **more)
+    target = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
+    cost = loss(found, target)
+    cost.backward()
+    complaints = []
+    for layout in cuts(field.shape, mesh):
+        twin = copy.deepcopy(model)
+        label, error = f"{name} as {layout}", None
+        piece = ShardTensor(shard(field, layout).requires_grad_(), layout)
+        try:
+            with strict():
+                got = twin(piece, **more)
+                value = loss(got, target)
+                value.backward()
+        except Exception as problem:
+            error = f"{label}: {type(problem).__name__}: {problem}\n{traceback.format_exc(limit=-8)}"
+        if anyone(error is not None):
+            return [*complaints, error or f"{label}: another rank raised"]
+        pairs = {"output": (got, found), "loss": (value, cost), "input": (piece.grad, x.grad)}
+        theirs = dict(alone.named_parameters()) | dict(alone.named_buffers())
+        for key, ours in (dict(twin.named_parameters()) | dict(twin.named_buffers())).items():
+            pairs[key] = (ours.grad, theirs[key].grad) if ours.requires_grad else (ours, theirs[key])
+        for key, (ours, wanted) in pairs.items():
+            why = differs(whole(ours), wanted, tolerance)
+            if why:
+                complaints.append(f"{label}: {key}: {why}")
+    return complaints
+
+
+def conditioned(mesh: tuple[int, ...]) -> list[str]:
+    """On a rank: a block whose norm is told its weights, and fields normalised before and after it."""
+    from neuralop.layers.fno_block import FNOBlocks
+
+    torch.manual_seed(0)
+    block = FNOBlocks(2, 2, (4, 4), norm="ada_in", ada_in_features=3)
+    block.set_ada_in_embeddings(torch.randn(3))
+    field = torch.randn(3, 2, 10, 8)
+    normalizer = neuralop().data.transforms.normalizers.UnitGaussianNormalizer
+    complaints = []
+    for layout in cuts(field.shape, mesh):
+        ends: list[list[Any]] = []
+        for value in (field.clone(), ShardTensor(shard(field, layout), layout)):
+            value.requires_grad_()
+            block.zero_grad()
+            with strict():
+                fitted, folded = normalizer(dim=[0, 2, 3]), normalizer(dim=[0, 2, 3])
+                fitted.fit(value.detach())
+                folded.partial_fit(value.detach(), batch_size=2)
+                out = folded.inverse_transform(block(fitted.transform(value)))
+                out.square().mean().backward()
+            ends.append([fitted.mean, fitted.std, folded.std, out, value.grad, *(p.grad for p in block.parameters())])
+        for i, (wanted, got) in enumerate(zip(*ends, strict=True)):
+            why = differs(whole(got), wanted, 1e-10)
+            if why:
+                complaints.append(f"conditioned as {layout}: {i}: {why}")
+    return complaints
+
+
+def run(mesh: tuple[int, ...], names: list[str]) -> list[str]:
+    with in_double():
+        found = [c for name in names for c in compare(name, mesh, torch.float64, 1e-10)] + conditioned(mesh)
+    return found + compare("tfno", mesh, torch.float32, 1e-4)
+
+
+MESHES = [(2,), (3,), (2, 2)]
+EVERYWHERE = ["fno 1-d", "fno 3-d", "tfno", "tfno on an odd grid", "padded", "finer", "uno"]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_models_give_what_one_device_gives(mesh):
+    """The usual ones on every mesh, the others on one of them each."""
+    names = EVERYWHERE + sorted(MODELS.keys() - set(EVERYWHERE))[MESHES.index(mesh) :: len(MESHES)]
+    for complaints in run_on_ranks(run, torch.Size(mesh).numel(), mesh, names, timeout=120):
+        assert not complaints, "\n".join(complaints)
+
+
+def traffic(grid: tuple[int, int], mesh: tuple[int, ...]) -> tuple[dict[str, int], int]:
+    """On a rank: bytes that a TFNO sends forward, by the module that sends them, and backward."""
+    torch.manual_seed(0)
+    model = neuralop().models.TFNO(**TFNO | {"n_layers": 2})
+    layout = Layout.of(mesh_of(mesh), [Shard(2), Shard(3)][: len(mesh)], (1, 1, *grid))
+    x = ShardTensor(torch.randn(layout.local_shape), layout)
+    with strict(), explain() as report:
+        model(x).sum().backward()
+    forward: dict[str, int] = {}
+    for row in report.rows:
+        if row.bytes:
+            forward[row.module] = forward.get(row.module, 0) + row.bytes
+    return forward, sum(row.back_bytes for row in report.rows)
+
+
+def test_bytes_follow_the_modes():
+    """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, summed over each axis that cuts the grid."""
+    for mesh in ((2,), (2, 2)):
+        ranks = torch.Size(mesh).numel()
+        coarse, fine = (run_on_ranks(traffic, ranks, grid, mesh) for grid in ((16, 16), (32, 32)))
+        assert coarse == fine
+        for forward, _ in coarse:
+            assert forward == {f"TFNO/fno_blocks/convs.{i}": 4 * 3 * 4 * 8 * len(mesh) for i in range(2)}
