@@ -21,6 +21,7 @@ PUBLIC: dict[str, list[str]] = {
         "knn",
         "lockstep",
         "ops",
+        "parallelize",
         "partition_points",
         "radius_search",
         "rule",
@@ -38,6 +39,7 @@ PUBLIC: dict[str, list[str]] = {
         "perform_ring_iteration",
         "unhalo_padding",
     ],
+    "shardfield.train": ["clip_grad_norm_", "no_sync", "parallelize", "real_pairs"],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",

@@ -19,3 +19,4 @@ from .scatter import scatter_tensor as scatter_tensor
 from .scatter import sync_module_over_mesh as sync_module_over_mesh
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor
+from .train import parallelize as parallelize

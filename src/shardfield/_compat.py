@@ -36,6 +36,11 @@ same_memory = torch._C._is_alias_of
 set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 
 
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """All axes of a mesh as one, named `name`. torch 2.11-2.15: no public name; it is made once a mesh."""
+    return mesh._flatten(name)
+
+
 def open_body(func: Any) -> Any:
     """A Python function of torch without its own `__torch_function__` check, so that the calls inside it dispatch.
 
@@ -104,6 +109,17 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 def _storage_users(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def root_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The tensor that a plain tensor is a view of (or itself) and how often its memory was written; None if nobody
+    counts, as in inference mode.
+
+    torch 2.11-2.15: the base of a view and the count of writes, by which autograd tells what was written since.
+    """
+    if tensor.is_inference():
+        return None
+    return (tensor if tensor._base is None else tensor._base), tensor._version
 
 
 # torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.

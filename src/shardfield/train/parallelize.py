@@ -1,0 +1,195 @@
+"""One call that puts a model on a mesh of data x domain ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from .._compat import flatten_mesh
+from ..comm.defer import average_later
+from ..scatter import sync_module_over_mesh
+from .complex_params import real_pairs
+
+Strategy = Literal["fsdp", "hsdp", "ddp"]
+Which = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    data: str | None = "data",
+    domain: str | Sequence[str] | None = "spatial",
+    strategy: Strategy = "fsdp",
+    units: Which | None = None,
+    mixed_precision: torch.dtype | None = None,
+    checkpoint: bool | Which = False,
+    reshard_after_forward: bool = True,
+    sync: bool = True,
+) -> nn.Module:
+    """Train a model on fields that are cut over the mesh axes `domain`, with different samples along the axis `data`.
+
+    The model is called with ShardTensors on `mesh[domain]` (or plain tensors); take the mean of the loss over the
+    samples at hand, as in any data-parallel run. Parameters start as rank 0 has them. Their gradients are summed over
+    the domain and averaged over the data in one message: the domain costs no message of its own for them.
+
+    - "fsdp": parameters, gradients and optimizer state are cut over data x domain (FSDP2), in place;
+    - "hsdp": they are cut over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
+    - "ddp": they are whole on every rank, and gradients travel in buckets during backward (DistributedDataParallel).
+
+    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of every
+    ModuleList. `checkpoint`: modules whose activations are computed again in backward (True: those same units).
+    `mixed_precision`: the dtype that autocast computes in; parameters and their sums stay as they are. Complex
+    parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every strategy alike: a
+    checkpoint of one is a checkpoint of the others.
+    """
+    axes, cut = _axes(mesh, data, domain)
+    if strategy not in ("fsdp", "hsdp", "ddp"):
+        raise ValueError(f"parallelize: strategy {strategy!r} is none of 'fsdp', 'hsdp', 'ddp'")
+    over = mesh[axes] if len(axes) < mesh.ndim else mesh
+    if sync:
+        sync_module_over_mesh(model, over, verify=True)
+    groups = [over.get_group(a) for a in axes]
+    chosen = _units(model, units)
+    if checkpoint is not False:
+        for module in chosen if checkpoint is True else _units(model, checkpoint):
+            module.forward = _recomputed(module.forward)  # type: ignore[method-assign]
+    if mixed_precision is not None:
+        autocast = torch.autocast(mesh.device_type, dtype=mixed_precision)
+        model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    real_pairs(model)
+    if strategy == "ddp":
+        return _ddp(model, _flat(over), groups)
+    if strategy == "fsdp":
+        target = _flat(over)
+    else:
+        if not cut or len(cut) == len(axes):
+            raise ValueError(
+                f"parallelize: 'hsdp' cuts parameters over the domain and replicates them along the data axis; "
+                f"the mesh {mesh.mesh_dim_names} gives it data={data!r} and domain={domain!r}. With one of them use "
+                f"'fsdp'"
+            )
+        target = mesh[(data, *cut)] if len(cut) == 1 else _two_axes(mesh, str(data), cut)
+    return _fsdp(model, chosen, target, groups, reshard_after_forward)
+
+
+def _axes(mesh: DeviceMesh, data: str | None, domain: str | Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:
+    """The mesh axes over which gradients are averaged, in mesh order, and those among them that cut the domain."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("parallelize: the mesh's axes have no names; give mesh_dim_names when you make it")
+    cut = [domain] if isinstance(domain, str) else list(domain or [])
+    wanted = [*([data] if data is not None else []), *cut]
+    missing = [n for n in wanted if n not in names]
+    if missing:
+        raise ValueError(
+            f"parallelize: the mesh has axes {names}, and none is named {', '.join(map(repr, missing))}; "
+            f"name them with data= and domain= (None for one that is not there)"
+        )
+    if not wanted:
+        raise ValueError("parallelize: neither a data axis nor a domain axis is named")
+    return tuple(n for n in names if n in wanted), cut
+
+
+def _flat(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))
+
+
+def _two_axes(mesh: DeviceMesh, data: str, cut: Sequence[str]) -> DeviceMesh:
+    """A mesh of the data axis and all domain axes as one."""
+    flat = _flat(mesh[tuple(n for n in mesh.mesh_dim_names or () if n in cut)])
+    return mesh[(data, (flat.mesh_dim_names or ("",))[0])]
+
+
+def _units(model: nn.Module, which: Which | None) -> list[nn.Module]:
+    """The modules to treat one by one, innermost first; the model itself is not among them."""
+    if which is None:
+        members = {m for holder in model.modules() if isinstance(holder, nn.ModuleList) for m in holder}
+        chosen = [m for m in model.modules() if m in members and _stands_alone(m, model)]
+    elif isinstance(which, Collection):
+        chosen = [m for m in model.modules() if isinstance(m, tuple(which))]
+    else:
+        chosen = [m for m in model.modules() if which(m)]
+    return [m for m in reversed(chosen) if m is not model]
+
+
+def _stands_alone(module: nn.Module, model: nn.Module) -> bool:
+    """True if a module is called, has parameters, and shares none of them with modules outside it."""
+    if type(module).forward is nn.Module.forward:  # a list in a list
+        return False
+    own, inside = set(module.parameters()), set(module.modules())
+    return bool(own) and not any(own & set(m.parameters(recurse=False)) for m in model.modules() if m not in inside)
+
+
+def _recomputed(forward: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpointed(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.Module:
+    for parameter in model.parameters():
+        average_later(parameter, groups)
+    if not any(p.requires_grad for p in model.parameters()):
+        return model
+    # the ranks agree already, and a field's statistics are the same on all ranks of a domain
+    return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
+
+
+def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: list[ProcessGroup], reshard: bool):
+    from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
+
+    for module in units:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    # FSDP puts whole parameters in place of its own when a module is called; they are made at the first call.
+    held: set[nn.Module] = set()
+    for module in [*units, model]:
+        inside = [m for m in module.modules() if m not in held]
+        held.update(inside)
+        named = [(m._parameters, name) for m in inside for name in m._parameters]
+        if named:
+            module.register_forward_pre_hook(_promise(named, groups))
+    return model
+
+
+def _promise(named: list[tuple[dict[str, Any], str]], groups: list[ProcessGroup]) -> Callable:
+    def hook(module: nn.Module, args: Any) -> None:
+        for parameters, name in named:
+            found = parameters.get(name)
+            if found is not None and not isinstance(found, DTensor) and not hasattr(found, "_averaged_later"):
+                average_later(found, groups)
+
+    return hook
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward adds to gradients and sends none of them: all but the last step of an accumulation."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    switch = getattr(model, "set_requires_gradient_sync", lambda on: None)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients of a parallelized model so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before, a plain tensor that is the same on every rank.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

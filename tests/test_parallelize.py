@@ -1,0 +1,242 @@
+"""`parallelize`: after five steps every parameter equals the one-process run, and the domain costs no extra message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardfield import ShardTensor, explain, scatter_tensor
+from shardfield.testing import run_on_ranks
+from shardfield.train import clip_grad_norm_, no_sync, parallelize
+from shardfield.train.complex_params import SUFFIX
+
+SIZES = {1: [9], 2: [6, 3], 4: [4, 0, 3, 2]}  # rows of a field of 9 x 8
+
+
+class Block(nn.Module):
+    """Convolution, norm and a spectral layer with complex weights; `gate` is made of a parameter by local calls."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.GroupNorm(1, width)
+        self.modes = nn.Parameter(torch.randn(width, width, 3, 3, dtype=torch.complex128) / 9)
+        self.gate = nn.Parameter(torch.randn(width, 1, 1))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfftn(x, dim=(-2, -1), norm="forward")
+        kept = torch.einsum("bihw,oihw->bohw", spectrum[..., :3, :3], self.modes)
+        out = torch.zeros_like(spectrum)
+        out[..., :3, :3] = kept
+        smooth = torch.fft.irfftn(out, s=x.shape[-2:], dim=(-2, -1), norm="forward")
+        return x + torch.tanh(self.norm(self.conv(x))) + smooth * torch.sigmoid(2 * self.gate)
+
+
+class Net(nn.Module):
+    """Two blocks, a position embedding that is cut with the field, and a head on replicated values."""
+
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.lift = nn.Conv2d(2, width, 1)
+        self.position = nn.Parameter(torch.randn(1, width, 9, 8))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+        self.unused_here = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.lift(x) + self.position
+        for block in self.blocks:
+            x = block(x)
+        pooled = x.mean((-2, -1))
+        return self.head(pooled) * self.unused_here, x
+
+
+def seeded() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def sample(step: int, number: int):
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(1, 2, 9, 8, dtype=torch.float64, generator=generator), torch.randn(
+        1, 3, dtype=torch.float64, generator=generator
+    )
+
+
+def batch(step: int, numbers):
+    xs, ys = zip(*(sample(step, n) for n in numbers), strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+def loss_of(model, x, y):
+    out, field = model(x)
+    return F.mse_loss(out, y) + 0.1 * field.square().mean()
+
+
+def reference(samples: int, steps: int = 5, accumulate: int = 1, clip: float | None = None):
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            (loss_of(model, *batch(step * accumulate + part, range(samples))) / accumulate).backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}, norms
+
+
+def whole(model) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        value = p.full_tensor() if isinstance(p, DTensor) else p
+        name = name.removeprefix("module.")
+        if name.endswith(SUFFIX):
+            name, value = name.removesuffix(SUFFIX), torch.view_as_complex(value.contiguous())
+        found[name] = value.detach()
+    return found
+
+
+def field(full: torch.Tensor, mesh) -> ShardTensor:
+    rows = SIZES[mesh.size()]
+    start = sum(rows[: mesh.get_local_rank()])
+    local = full[:, :, start : start + rows[mesh.get_local_rank()]].contiguous()
+    shapes = {0: [(*full.shape[:2], n, full.shape[3]) for n in rows]}
+    return ShardTensor.from_local(local, mesh, [Shard(2)], sharding_shapes=shapes)
+
+
+def train(shape, strategy, accumulate=1, clip=None, **options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
+    torch.manual_seed(dist.get_rank())  # rank 0's parameters are what counts
+    model = seeded() if dist.get_rank() == 0 else Net().double()
+    model = parallelize(model, mesh, strategy=strategy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = [2 * mesh.get_local_rank("data"), 2 * mesh.get_local_rank("data") + 1]
+    norms = []
+    for step in range(5):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x, y = batch(step * accumulate + part, mine)
+            x = field(x, mesh["spatial"])
+            with no_sync(model) if part + 1 < accumulate else torch.enable_grad():
+                (loss_of(model, x, y) / accumulate).backward()
+        if clip is not None:
+            norms.append(clip_grad_norm_(model, clip))
+        optimizer.step()
+    expected, expected_norms = reference(2 * shape[0], accumulate=accumulate, clip=clip)
+    torch.testing.assert_close(norms, expected_norms)
+    got = whole(model)
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def every_strategy(shape):
+    for strategy in ("fsdp", "ddp", "hsdp"):
+        train(shape, strategy)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4)], ids=str)
+def test_five_steps_equal_one_process(shape):
+    run_on_ranks(every_strategy, shape[0] * shape[1], shape, timeout=120)
+
+
+def options(shape):
+    train(shape, "fsdp", accumulate=2, clip=0.05, checkpoint=True)
+    train(shape, "ddp", accumulate=2, clip=0.05, checkpoint=[Block])
+    train(shape, "fsdp", units=[Block, nn.Conv2d], reshard_after_forward=False)
+
+
+def test_accumulation_clipping_and_checkpointing():
+    run_on_ranks(options, 4, (2, 2), timeout=120)
+
+
+def tiles():
+    """The domain on two mesh axes: a field cut into tiles."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "h", "w"))
+    expected, _ = reference(2, steps=2)
+    for strategy in ("fsdp", "ddp", "hsdp"):
+        model = parallelize(seeded(), mesh, strategy=strategy, domain=("h", "w"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(2):
+            x, y = batch(step, range(2))
+            optimizer.zero_grad()
+            loss_of(model, scatter_tensor(x, 0, mesh["h", "w"], [Shard(2), Shard(3)]), y).backward()
+            optimizer.step()
+        for name, value in whole(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_domain_of_tiles():
+    run_on_ranks(tiles, 4, timeout=120)
+
+
+def messages_of_a_step():
+    """What the ops send in backward for a net of convolutions, with and without `parallelize`."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
+    counts = []
+    for strategy in (None, "fsdp", "ddp"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 1, 3, padding=1)
+        )
+        if strategy is not None:
+            model = parallelize(model, mesh, strategy=strategy)
+        x = scatter_tensor(torch.randn(1, 2, 8, 6), 0, mesh["spatial"], [Shard(2)], requires_grad=True)
+        out = model(x).sum().full_tensor()
+        with explain() as report:
+            out.backward()
+        counts.append((report._outside.kinds.get("all_reduce", 0), report.messages))
+    assert counts[0][0] == 3, counts
+    assert counts[1] == counts[2] and counts[1][0] == 0, counts
+    # the two halos' gradients, and nothing else
+    assert counts[1][1] == 2, counts
+
+
+def test_the_domain_costs_no_message_of_its_own():
+    run_on_ranks(messages_of_a_step, 2)
+
+
+def bad_input():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
+    for error, given in (
+        ("none is named 'height'", {"domain": "height"}),
+        ("is none of 'fsdp'", {"strategy": "zero"}),
+        ("neither a data axis nor a domain axis", {"data": None, "domain": None}),
+        ("With one of them use 'fsdp'", {"strategy": "hsdp", "domain": None}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            parallelize(nn.Linear(2, 2), mesh, **given)
+    with pytest.raises(ValueError, match="have no names"):
+        parallelize(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+
+
+def test_bad_input():
+    run_on_ranks(bad_input, 2)
+
+
+def half():
+    """bf16 compute leaves parameters and their sums in fp32, and is near the fp32 run."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 3, padding=1))
+        model = parallelize(model, mesh, mixed_precision=dtype)
+        out = model(scatter_tensor(torch.randn(2, 2, 9, 8), 0, mesh["spatial"], [Shard(2)]))
+        assert out.dtype == (dtype or torch.float32)
+        loss = out.float().square().mean()
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        losses.append(loss.redistribute(placements=[Replicate()]).item())
+    assert losses[0] != losses[1] and abs(losses[1] / losses[0] - 1) < 0.02
+
+
+def test_mixed_precision():
+    run_on_ranks(half, 2)
