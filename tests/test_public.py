@@ -31,6 +31,7 @@ PUBLIC: dict[str, list[str]] = {
         "tensordot",
         "transpose",
     ],
+    "shardfield.data": ["Darcy", "Field", "ShardedLoader", "UnitGaussian", "open_field"],
     "shardfield.shard_utils": [
         "HaloConfig",
         "RingPassingConfig",
@@ -39,7 +40,16 @@ PUBLIC: dict[str, list[str]] = {
         "perform_ring_iteration",
         "unhalo_padding",
     ],
-    "shardfield.train": ["clip_grad_norm_", "no_sync", "parallelize", "real_pairs"],
+    "shardfield.train": [
+        "CheckpointError",
+        "Checkpoints",
+        "clip_grad_norm_",
+        "full_state_dict",
+        "load_full_state_dict",
+        "no_sync",
+        "parallelize",
+        "real_pairs",
+    ],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",

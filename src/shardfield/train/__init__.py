@@ -1,5 +1,9 @@
 """Training on a mesh: models on data x domain ranks, the loop, checkpoints."""
 
+from .checkpoint import CheckpointError as CheckpointError
+from .checkpoint import Checkpoints as Checkpoints
+from .checkpoint import full_state_dict as full_state_dict
+from .checkpoint import load_full_state_dict as load_full_state_dict
 from .complex_params import real_pairs as real_pairs
 from .parallelize import clip_grad_norm_ as clip_grad_norm_
 from .parallelize import no_sync as no_sync

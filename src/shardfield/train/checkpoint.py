@@ -1,0 +1,195 @@
+"""Checkpoints that outlive a kill at any moment and load on another mesh, under another strategy."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from .complex_params import complex_names, pair_names
+from .storage import INDEX, CheckpointError, Reader, Writer
+
+
+class Checkpoints:
+    """The checkpoints of one run, in the folders `step-<n>` of `folder`; the newest `keep` of them stay.
+
+    Model and optimizer go in as `parallelize` left them, each rank writing what it holds, and any number of ranks may
+    read them under any strategy. Saving goes on in the background: what is saved is the state at the time of the call.
+    All ranks make the same calls. `scalars` is whatever else a run needs to go on, as JSON has it.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3):
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep={keep}; at least one must stay")
+        self.folder, self.keep = Path(folder), keep
+        self._saving: Any = None
+        # Messages of the background thread must not mix with those of training.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def steps(self) -> dict[int, Path]:
+        """The complete checkpoints, oldest first."""
+        found = {int(p.name[5:]): p for p in self.folder.glob("step-*") if p.name[5:].isdigit() and p.is_dir()}
+        return dict(sorted(found.items()))
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next(reversed(self.steps().values()), None)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scalars: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Begin to save; an earlier save is brought to its end first. `extra`: more tensors, equal on all ranks."""
+        import torch.distributed.checkpoint as dcp
+
+        self.wait()
+        tensors, plain = _state(model, optimizer)
+        tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
+        content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
+        writer = _Keeping(self.folder / f"step-{step:06d}", content, self)
+        with _quiet():
+            begun = dcp.async_save(
+                tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None
+            )
+        self._saving = getattr(begun, "upload_completion", begun)
+
+    def wait(self) -> None:
+        """Return when the last save is on disk; raise on all ranks if it failed on any."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.result()
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
+                raise CheckpointError(f"{self.folder}: a checkpoint could not be written: {_first(error)}") from error
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Put a checkpoint into model, optimizer and `extra`, and return its scalars."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        reader = Reader(Path(path))
+        tensors, plain = _state(model, optimizer)
+        tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
+        _same_names(Path(path), reader.index["tensors"], tensors, optimizer is not None)
+        content = reader.index["scalars"]
+        try:
+            with _quiet():
+                dcp.load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+                set_model_state_dict(model, _part(tensors, "model."))
+                if optimizer is not None:
+                    held = {n: tuple(v) if isinstance(v, list) else v for n, v in content["optimizer"].items()}
+                    # what a newer torch adds to an optimizer's settings keeps its default
+                    state = _part(tensors, "optimizer.") | plain | held
+                    set_optimizer_state_dict(model, optimizer, state, options=_flat_options())
+        except CheckpointError:
+            raise
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            raise CheckpointError(f"{path}: {_first(error)}") from error
+        return content["run"]
+
+
+class _Keeping(Writer):
+    """Removes older checkpoints, and what a killed save left, once a new one is complete."""
+
+    def __init__(self, folder: Path, scalars: dict[str, Any], owner: Checkpoints):
+        super().__init__(folder, scalars)
+        self.owner = owner
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        stale = [*list(self.owner.steps().values())[: -self.owner.keep], *self.owner.folder.glob("step-*.part")]
+        for path in stale:
+            (path / INDEX).unlink(missing_ok=True)  # no longer a checkpoint, wherever this is interrupted
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state of a parallelized model on every rank, named and typed as the plain model has it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    with _quiet():
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+    return complex_names(whole)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put the state of a plain model, whole on every rank, into a parallelized one."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    with _quiet():
+        set_model_state_dict(model, pair_names(state, inner), options=StateDictOptions(full_state_dict=True))
+
+
+def _flat_options() -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of model and optimizer by name, and the optimizer's other settings."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    with _quiet():
+        tensors = {f"model.{n}": v for n, v in get_model_state_dict(model).items() if isinstance(v, Tensor)}
+        if optimizer is None:
+            return tensors, {}
+        state = get_optimizer_state_dict(model, optimizer, options=_flat_options())
+    tensors |= {f"optimizer.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
+    return tensors, {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+
+
+def _part(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+
+
+def _same_names(path: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
+    """Raise if a checkpoint is of another model or optimizer."""
+    known = {n: v for n, v in held.items() if with_optimizer or not n.startswith("optimizer.")}
+    lacks = sorted(wanted.keys() - known.keys())
+    more = sorted(n for n in known.keys() - wanted.keys() if not n.startswith("extra."))
+    shapes = [n for n in wanted.keys() & known.keys() if tuple(known[n]["shape"]) != tuple(wanted[n].shape)]
+    if lacks or more or shapes:
+        told = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
+        told += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
+        told += [
+            f"holds {n} of shape {tuple(known[n]['shape'])}, wanted is {tuple(wanted[n].shape)}"
+            for n in sorted(shapes)[:1]
+        ]
+        raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(told)}")
+
+
+def _first(error: BaseException) -> str:
+    """What went wrong, on one line: DCP packs the ranks' errors into one with all their tracebacks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's own warnings about its own calls are not for our users."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
