@@ -1,4 +1,7 @@
 """Data of which each rank reads, or makes, only what it owns."""
 
 from .darcy import Darcy as Darcy
+from .field import Field as Field
+from .field import open_field as open_field
 from .loader import ShardedLoader as ShardedLoader
+from .normalise import UnitGaussian as UnitGaussian

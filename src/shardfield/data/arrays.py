@@ -14,12 +14,12 @@ import numpy as np
 def mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
     """The array in a .npy file, mapped and not read; None if there is no such file or it holds something else."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError):  # not there, truncated, or no array file
+        found = np.lib.format.open_memmap(path, mode="r")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # not there; truncated, no array file, or objects
         return None
     except OSError as error:
         raise OSError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror or error}") from error
-    return found if isinstance(found, np.memmap) and found.shape == tuple(shape) and found.dtype == dtype else None
+    return found if found.shape == tuple(shape) and found.dtype == dtype else None
 
 
 def write(path: Path, array: np.ndarray) -> None:

@@ -29,7 +29,7 @@ class Darcy:
     `resolution` points are left along each dim. It depends on `seed`, `start + i` and `fine` alone: not on who makes
     it, nor when. `Darcy(200, start=1000)` are 200 samples that `Darcy(1000)` has not.
 
-    >>> darcy = Darcy(2, resolution=9, fine=33)
+    >>> darcy = Darcy(2, resolution=9, fine=33, cache="cache")
     >>> darcy[1]["x"].shape, sorted(set(darcy[1]["x"].flatten().tolist()))
     (torch.Size([1, 9, 9]), [3.0, 12.0])
 
@@ -47,8 +47,10 @@ class Darcy:
         cache: str | os.PathLike | None = None,
         start: int = 0,
     ):
-        if n < 1 or start < 0 or seed < 0:
-            raise ValueError(f"Darcy: n is {n}, start {start}, seed {seed}: at least one sample, from 0 on, is needed")
+        if n < 1 or start < 0 or not 0 <= seed < 2**32:
+            raise ValueError(
+                f"Darcy: n {n}, start {start}, seed {seed}: n is at least 1, start 0, and seed has 32 bits"
+            )
         if fine < 3 or resolution < 2 or (fine - 1) % (resolution - 1):
             works = [r for r in range(2, max(fine, 3) + 1) if (fine - 1) % (r - 1) == 0]
             raise ValueError(

@@ -69,23 +69,28 @@ class ShardedLoader:
         if domain is None:
             domain = tuple(name for name in names if name != data)
         domain = (domain,) if isinstance(domain, str) else tuple(domain)
-        if unknown := [name for name in domain if name not in names or name == data]:
-            raise ValueError(f"ShardedLoader: {unknown} of the domain are not axes of {names} besides {data!r}")
-        if batch_size < 1 or prefetch < 0:
-            raise ValueError(f"ShardedLoader: batch_size is {batch_size}, prefetch {prefetch}")
+        if list(domain) != [name for name in names if name in domain and name != data]:
+            raise ValueError(
+                f"ShardedLoader: the domain {domain} is not axes of {names} in their order, without {data!r}"
+            )
+        if batch_size < 1 or prefetch < 0 or not 0 <= seed < 2**32:
+            raise ValueError(
+                f"ShardedLoader: batch_size is {batch_size}, prefetch {prefetch}, seed {seed} (of 32 bits)"
+            )
         if not len(dataset):
             raise ValueError("ShardedLoader: the dataset is empty")
         self.dataset, self.batch_size, self.mesh = dataset, batch_size, mesh
         self.shuffle, self.seed, self.drop_last, self.prefetch = shuffle, seed, drop_last, prefetch
         self.data_size = mesh.size(names.index(data)) if data is not None else 1
         self.data_coord = mesh.get_local_rank(data) if data is not None else 0
-        self.domain = mesh[domain] if names and domain else mesh if not names else None
+        self.data_group = mesh.get_group(data) if data is not None else None
+        self.domain = mesh[domain] if domain else None if names else mesh  # a mesh without names is all domain
         if drop_last and len(dataset) < self.global_batch:
             raise ValueError(
                 f"ShardedLoader: {len(dataset)} samples do not fill one batch of {batch_size} on {self.data_size} data "
                 f"ranks, and drop_last leaves out what does not"
             )
-        self._cut = together("ShardedLoader", mesh, lambda: Cut(dataset, self.domain, placements, sizes), ValueError)
+        self._cut = together("ShardedLoader", mesh, lambda: Cut(dataset, self.domain, placements, sizes))
         self._asks = cheap_to_ask(mesh)
         self.epoch, self._seen, self._resume = 0, 0, 0
         self.weight = 1.0  # this and the next of the batch last given
@@ -158,7 +163,7 @@ class ShardedLoader:
             for count, indices in shares:
                 # Where ranks cannot talk without waiting for the accelerator, a rank that fails does so by itself.
                 mesh = self.mesh if self._asks else None
-                read = together("ShardedLoader", mesh, lambda: next(blocks), Exception)
+                read = together("ShardedLoader", mesh, lambda: next(blocks))
                 self.weight, self.indices = len(indices) * self.data_size / count, indices
                 yield count, self._cut.join([self._placed(t, layout, len(indices)) for t, layout in read])
 

@@ -16,17 +16,15 @@ from ..errors import ShardingError
 T = TypeVar("T")
 
 
-def together(what: str, mesh: DeviceMesh | None, work: Callable[[], T], *more: type[Exception]) -> T:
+def together(what: str, mesh: DeviceMesh | None, work: Callable[[], T]) -> T:
     """`work()`, a thing each rank does by itself; where it fails on one, every rank of the mesh raises.
 
-    Costs one exchange of an integer along each mesh axis. The error lists every rank that failed and why. A failure is
-    an OSError, a ShardingError or one of `more`.
+    Costs one exchange of an integer along each mesh axis. The error lists every rank that failed and why.
     """
-    failures: tuple[type[Exception], ...] = (OSError, ShardingError, *more)
     failed: Exception | None = None
     try:
         value = work()
-    except failures as error:
+    except Exception as error:
         failed = error
     if mesh is None or mesh.size() == 1:
         if failed is not None:

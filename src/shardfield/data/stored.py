@@ -1,0 +1,72 @@
+"""Opening the array file formats: zarr folders and HDF5 files."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ShardingError
+
+
+def open_array(path: Path, name: str | None) -> tuple[Any, torch.dtype]:
+    """An array that is read where it is indexed (numpy's basic indexing), and its dtype as a tensor."""
+    if not path.exists():
+        raise ShardingError(f"there is no {path}")
+    try:
+        array = _zarr(path, name) if path.is_dir() else _hdf5(path, name)
+    except ShardingError:
+        raise
+    except Exception as error:  # whatever these packages raise on what is broken or not theirs
+        raise ShardingError(f"cannot open {path}: {type(error).__name__}: {error}") from error
+    try:
+        dtype = torch.from_numpy(np.empty(0, np.dtype(array.dtype).newbyteorder("="))).dtype
+    except TypeError:
+        raise ShardingError(f"{path}: arrays of {array.dtype} cannot be tensors") from None
+    return array, dtype
+
+
+def _zarr(path: Path, name: str | None) -> Any:
+    zarr = _package("zarr")
+    if not any((path / file).exists() for file in ("zarr.json", ".zarray", ".zgroup")):
+        raise ShardingError(f"{path} is a folder without zarr.json, .zarray or .zgroup: it is no zarr store")
+    found = zarr.open(store=str(path), mode="r")
+    if isinstance(found, zarr.Array):
+        if name is not None:
+            raise ShardingError(f"{path} is one array, and has none called {name!r} inside")
+        return found
+    known = {key: item for key, item in found.members(max_depth=None) if isinstance(item, zarr.Array)}
+    return known[_chosen(path, name, list(known))]
+
+
+def _hdf5(path: Path, name: str | None) -> Any:
+    h5py = _package("h5py")
+    if not h5py.is_hdf5(path):
+        raise ShardingError(f"{path} is neither an HDF5 file nor a zarr folder, or it is truncated")
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_sieve_buf_size(4096)  # by default 64 KB are read around each row of a block
+    file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+    known: list[str] = []
+    file.visititems(lambda key, item: known.append(key) if isinstance(item, h5py.Dataset) else None)
+    return file[_chosen(path, name, known)]
+
+
+def _chosen(path: Path, name: str | None, known: list[str]) -> str:
+    if name is None and len(known) == 1:
+        return known[0]
+    key = (name or "").strip("/")
+    if key not in known:
+        lacks = "holds several arrays, or none: name one" if name is None else f"has no array called {name!r}"
+        raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(known)) or 'nothing'}")
+    return key
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ShardingError(f"reading this needs {name}: pip install 'shardfield[recipes]'") from None
