@@ -32,6 +32,16 @@ overrides_on = torch._C._is_torch_function_enabled
 # torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
 same_memory = torch._C._is_alias_of
 
+
+def hooks_on_saving() -> bool:
+    """Whether someone else has a say in what backward keeps, or forbids that anyone has.
+
+    torch 2.11-2.15: what `torch.autograd.graph.saved_tensors_hooks` looks at, and no public name tells.
+    """
+    state = torch._C._autograd
+    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
+
+
 # torch 2.11-2.15: the groups that a DeviceMesh makes have torch's time-outs, and init_device_mesh takes no other.
 set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 

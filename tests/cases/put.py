@@ -38,7 +38,13 @@ def at(*index, value, shape=(5, 6, 4), how=HOW, fn=set_):
 M = dict(fill="bool", dtype=torch.bool)
 five = T(5, fill=lambda s, g: torch.tensor([True, False, True, True, False]))
 
+TIES = dict(fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 CASES = [
+    *(
+        case(torch.index_reduce, T(5, 3, **TIES), 0, I(9), T(9, 3, **TIES), reduce, include_self=own, how=HOW)
+        for reduce in ("mean", "amax", "amin")
+        for own in (True, False)
+    ),
     at(S(1, 4), value=T(3, 6, 4)),
     at(S(1, 4), value=T(6, 1)),
     at(S(1, 4), value=T(1, 1, 3, 6, 4)),

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness import T, case
+from harness import T, case, twice
 
 HOW = {"layouts": 6}
 M = dict(fill="bool", dtype=torch.bool)
@@ -48,7 +48,58 @@ def on_transposed(name):
     return call
 
 
+def whole_rows(fn, dim=0):
+    """An index that is one vector, expanded: it names rows."""
+
+    def call(x, index, *args, **kwargs):
+        shape = [-1 if d == dim else n for d, n in enumerate(x.shape)]
+        index = index.view([-1 if d == dim else 1 for d in range(x.ndim)]).expand(shape)
+        return fn(x, dim, index, *args, **kwargs)
+
+    call.__name__ = getattr(fn, "__name__", "rows") + " of rows"
+    return call
+
+
+def into_zeros(name, *args, **kwargs):
+    """Into a new tensor, in place."""
+
+    def call(index, src):
+        index = index.view(-1, 1).expand_as(src)
+        return src.new_zeros(5, src.shape[1]).__getattribute__(name)(0, index, src, *args, **kwargs)
+
+    call.__name__ = name + " into zeros"
+    return call
+
+
+def into_plain(index, src):
+    """Into a plain tensor, in place, which is read again."""
+    out = torch.zeros(5, 3, dtype=src.dtype)
+    same = out.index_add_(0, index, src)
+    assert same is out
+    return out * 2
+
+
+FIXED = torch.tensor([0, 4, 4, 1, 0, 4, 2])
+SRC = T(5, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
+ROWS = T(9, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 CASES = [
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), how=HOW),
+    case(whole_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), how=HOW),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), how=HOW),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, how=HOW),
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9, high=6), T(9, 3), how=HOW),  # out of range
+    *(
+        case(whole_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, how=HOW)
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for own in (True, False)
+    ),
+    case(whole_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", how=HOW),
+    case(twice(lambda x, s: whole_rows(torch.scatter_reduce)(x, FIXED, s, "amax")), T(5, 3), T(7, 3), how=HOW),
+    case(twice(lambda x, s: whole_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), how=HOW),
+    case(into_zeros("scatter_add_"), I(9), T(9, 3), how=HOW),
+    case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, how=HOW),
+    case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), how=HOW),
+    case(into_plain, I(9), T(9, 3), how=HOW),
     case(torch.scatter, T(5, 6, 4), 0, P(3, 6, 4, dim=0, high=5), T(3, 6, 4), how=HOW),
     case(torch.scatter, T(5, 6, 4), 1, P(4, 5, 3, dim=1, high=6), T(5, 6, 4, grad=False), how=HOW),
     case(torch.Tensor.scatter, T(5, 6), -1, P(5, 6, dim=1, high=6), T(5, 6), how=HOW),

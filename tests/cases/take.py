@@ -4,7 +4,7 @@ from operator import getitem
 
 import torch
 
-from harness import T, case
+from harness import T, case, twice
 
 S = slice
 HOW = {"layouts": 6}
@@ -22,6 +22,13 @@ def at(*index, shape=(5, 6, 4)):
 
 
 CASES = [
+    case(lambda x, i: torch.gather(x, 0, i.view(-1, 1).expand(-1, 3)), T(5, 3), I(9), how=HOW | {"name": "rows"}),
+    case(
+        lambda x, i: torch.gather(x, 1, i.view(1, -1, 1).expand(2, -1, 3)), T(2, 5, 3), I(4), how=HOW | {"name": "rows"}
+    ),
+    case(lambda x, i: torch.take_along_dim(x, i.view(-1, 1), 0), T(5, 3), I(9, low=-5), how=HOW | {"name": "along"}),
+    case(twice(lambda x: x[torch.tensor([0, 4, 4, 1, 0, 4, 2])]), T(5, 3), how=HOW),
+    case(torch.index_select, T(4, 3), 0, I(11, high=4), how=HOW),
     at(torch.tensor([0, 3, 3])),
     at([1, 4, -1]),
     at(I(3)),

@@ -58,7 +58,7 @@ def agree(
     if unchecked:
         return None
     assert len(own) <= ROOM
-    device = _device(group)
+    device = device_of(group)
     header = [_fingerprint(what, claim), int(problem is not None), *own, *[0] * (ROOM - len(own))]
     heard = wire.gather_ints(header, group, device)
     if len({h[0] for h in heard}) > 1 or any(h[1] for h in heard):
@@ -71,7 +71,7 @@ def _fingerprint(what: str, claim: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _device(group: ProcessGroup) -> torch.device:
+def device_of(group: ProcessGroup) -> torch.device:
     """Where the check's few integers live: the CPU if the group has a backend for it, whatever the tensors are on."""
     kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if "cpu" in kinds:

@@ -2,7 +2,7 @@
 
 An entry of an index is one flat global number over the indexed dims. `Owners` turns it into a mesh coord or a position
 in this rank's block, by arithmetic alone. Where entries lie on the axis that cuts what they ask for, they travel to
-the owners (`Trip`): bytes follow the entries, never the field.
+the owners (`Hop`; `lists` has whole journeys): bytes follow the entries, never the field.
 """
 
 from __future__ import annotations
@@ -122,58 +122,12 @@ class Hop(NamedTuple):
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows return to where they came from. Adjoint: the way there."""
+        return moves.travel(rows, self.home, self.group).index_select(0, self.inverse)
+
+    @property
+    def home(self) -> Route:
         r = self.route
-        home = Route(r.recv, r.send, r.sizes_out, r.sizes_in)
-        return moves.travel(rows, home, self.group).index_select(0, self.inverse)
-
-
-class Trip:
-    """Entries on their way to the ranks that hold what they name: one hop for each axis."""
-
-    def __init__(self, owners: Owners, flat: Tensor, axes: Sequence[int]):
-        self.hops: list[Hop] = []
-        for axis in axes:
-            self.hops.append(Hop.to(owners.coord(flat, axis), axis, owners.layout))
-            flat = self.hops[-1].there(flat)
-        self.flat = flat  # the entries that have arrived here
-
-    def there(self, rows: Tensor) -> Tensor:
-        for hop in self.hops:
-            rows = hop.there(rows)
-        return rows
-
-    def back(self, rows: Tensor) -> Tensor:
-        for hop in reversed(self.hops):
-            rows = hop.back(rows)
-        return rows
-
-
-def fetch(block: Tensor, owners: Owners, flat: Tensor, ask: Sequence[int]) -> Tensor:
-    """The rows of `block`'s indexed dims that the 1-D entries `flat` name: (entries, other dims).
-
-    Over the axes in `ask` the owners are asked. Over the other axes that cut the indexed dims every rank has the same
-    entries, and each gives the rows it holds and zeros for the others: the result is Partial over them.
-    """
-    trip = Trip(owners, flat, ask)
-    masked = [a for a in owners.axes if a not in ask]
-    if not masked:
-        return trip.back(rows_at(block, owners.dims, owners.positions(trip.flat)))
-    held = owners.mine(trip.flat, masked).nonzero().flatten()
-    rows = rows_at(block, owners.dims, owners.positions(trip.flat[held]))
-    return trip.back(rows.new_zeros(len(trip.flat), *rows.shape[1:]).index_copy(0, held, rows))
-
-
-def deliver(owners: Owners, flat: Tensor, rows: Tensor | None, ask: Sequence[int]) -> tuple[list[Tensor], Any]:
-    """Positions in this rank's block of the entries it holds, and their rows: asked for over `ask`, else picked."""
-    trip = Trip(owners, flat, ask)
-    flat = trip.flat
-    rows = None if rows is None else trip.there(rows)
-    masked = [a for a in owners.axes if a not in ask]
-    if masked:
-        held = owners.mine(flat, masked).nonzero().flatten()
-        flat = flat[held]
-        rows = None if rows is None else rows.index_select(0, held)
-    return owners.positions(flat), rows
+        return Route(r.recv, r.send, r.sizes_out, r.sizes_in)
 
 
 def rows_at(block: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> Tensor:
@@ -198,11 +152,24 @@ def checked(
 
     Ranks that hold different parts of the index agree by one small reduction.
     """
-    low = -size if negative else 0
-    wrong = ((index < low) | (index >= size)).any()
+    wrong = outside(index, size, negative)
     for axis in layout.wide(layout.shard_axes):
         wrong = wire.all_reduce(wrong, layout.mesh.get_group(axis))
     if bool(wrong):
-        raise error(f"index out of bounds for dimension with size {size}")
+        raise out_of_bounds(size, error)
+    return from_front(index, size, negative)
+
+
+def outside(index: Tensor, size: int, negative: bool) -> Tensor:
+    """Whether any entry names what is not there."""
+    return ((index < (-size if negative else 0)) | (index >= size)).any()
+
+
+def out_of_bounds(size: int, error: type[Exception]) -> Exception:
+    return error(f"index out of bounds for dimension with size {size}")
+
+
+def from_front(index: Tensor, size: int, negative: bool) -> Tensor:
+    """An index as int64, counted from the front."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + size, index) if negative else index

@@ -1,7 +1,8 @@
 """Writing by index tensors: index_put, index_add, index_copy, index_fill, index_reduce, put.
 
 What is written travels, not what it is written into. An entry is written by the rank that holds its place: picked out
-where every rank has all entries, sent there where they are cut over the axis that cuts the indexed dim.
+where every rank has all entries, sent there where they are cut over the axis that cuts the indexed dim. What adds up
+is summed first, so that each rank sends one row for each place (see `lists`).
 """
 
 from __future__ import annotations
@@ -12,31 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import handler, replicated
+from ..dispatch import handler, mesh_of, replicated
 from ..execute import planned
-from ..layout import Factor, Layout, chunk, nested_chunk
+from ..layout import Factor, Layout, chunk
 from ..plan import Operand, Plan
 from ..tensor import ShardTensor
 from .align import align, project
+from .homes import NOWHERE, Home, become, home_of, landed, note_cut, say_where
 from .index import dim_of
-from .owners import Owners, checked, deliver
+from .lists import Asked, Lists
+from .merged_rows import merged, merges
+from .owners import Owners, checked
 from .take import filled, small
 
 Dims = list[tuple[Factor, ...]]
 
 
 def meet(
-    target: Layout, dims: Sequence[int], entries: Layout, values: Layout | None, adds: bool, fixed: bool
+    target: Layout,
+    dims: Sequence[int],
+    entries: Layout,
+    values: Layout | None,
+    adds: bool,
+    fixed: bool,
+    item: int,
+    home: Home,
 ) -> tuple[Layout, Layout, Layout | None]:
     """Where target, entries and values must lie for a write along `dims` of the target.
 
     `values` has the entries' dims first, then the target's other dims (of size 1 where it broadcasts). adds: writes to
     one place add up, so that a target no rank has cut may become Partial. fixed: the target is written in place and
-    keeps its layout, unless what is written is larger than it.
+    keeps its layout, unless what is written is larger than it, or it may become another (see `homes`).
     """
     n, rest = entries.ndim, [d for d in range(target.ndim) if d not in dims]
     indexed = {a for d in dims for a in target.axes_of(d)}
-    still = fixed and (values is None or values.numel <= target.numel)
+    still = fixed and not home[0] and (values is None or values.numel <= target.numel)
     if values is not None and not still:  # the target follows the values where it is not cut, which is free
         for i, d in enumerate(rest, n):
             taken = {*target.shard_axes, *target.partial_axes}
@@ -46,11 +57,10 @@ def meet(
     entries = _entries(entries, values, {a for d in rest for a in target.axes_of(d)}, indexed)
     free = tuple(a for a in entries.shard_axes if a not in indexed)
     spot = next((d for d in dims if not target.axes_of(d) and target.shape[d] > 1), None)
-    if free and adds and not still:
+    if free and spot is not None and not still and (not adds or not indexed):
+        target = landed(target, spot, free, entries.numel, item, adds, home)
+    elif free and adds and not still:
         target = Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in free)])
-    elif free and spot is not None and not still:
-        size, parts = target.shape[spot], [target.mesh.size(a) for a in free]
-        target = target.with_dim(spot, Factor(size, free, nested_chunk(size, parts)))
     elif free:
         entries = entries.uncut([b for b in range(n) if set(free) & set(entries.axes_of(b))])
     if values is None:
@@ -86,11 +96,27 @@ def _entries(entries: Layout, values: Layout | None, busy: set[int], indexed: se
 class Write:
     """A write along `dims`, planned: the layouts, and how a rank finds what it is to write."""
 
-    def __init__(self, input: Operand, dims, entries: Layout, values: Layout | None, adds: bool, fixed: bool):
-        self.target, self.entries, self.values = meet(input.layout, dims, entries, values, adds, fixed)
+    def __init__(
+        self,
+        input: Operand,
+        dims,
+        entries: Layout,
+        values: Layout | None,
+        adds: bool,
+        fixed: bool,
+        negative: bool = True,
+        sums: bool = False,
+        home: Home = NOWHERE,
+    ):
+        found = meet(input.layout, dims, entries, values, adds, fixed, input.dtype.itemsize, home)
+        self.before, (self.target, self.entries, self.values) = input.layout, found
         self.owners = Owners(self.target, dims)
-        self.ask = [a for a in self.owners.axes if a in self.entries.shard_axes]
+        self.ask = tuple(a for a in self.owners.axes if a in self.entries.shard_axes)
         self.dims = tuple(dims)
+        self.negative = negative
+        self.sums = sums and input.dtype is not torch.bool
+        size = self.target.shape[self.dims[0]]
+        self.asked = Asked(self.owners, self.ask, self.entries, size, negative, distinct=self.sums)
         self.in_place = fixed and self.target is input.layout
         self.fixed = fixed
         self.judged = filled(self.target) and not self.owners.axes and not self.entries.wide(self.entries.shard_axes)
@@ -100,32 +126,54 @@ class Write:
         """The tensor that is written: the operand itself, or a copy if it must not change."""
         return input.clone() if self.fixed and not self.in_place else input
 
-    def index(self, index: Tensor, dim: int, device: torch.device, negative: bool) -> Tensor:
-        """The values of one index tensor, judged by torch if all ranks see the same and by us if not."""
-        if not index.ndim and self.entries.ndim:  # a number where a list of one is meant
-            index = index.reshape(1)[: self.entries.local_shape[0]]
-        index = index.to(device)
-        return index if self.judged else checked(index, self.target.shape[dim], self.entries, negative)
+    def arrived(self, indices: Sequence[Tensor], values: Tensor | None, device: torch.device) -> tuple[list, Any]:
+        """Positions in this rank's block that are written, and the rows for them: all others are left out.
 
-    def arrived(self, indices: Sequence[Tensor], values: Tensor | None) -> tuple[list[Tensor], Any]:
-        """Positions in this rank's block that are written, and the rows for them: all others are left out."""
-        if not self.owners.axes:
-            return list(indices), values
+        Index values are judged by torch where all ranks see the same, and by us where they do not.
+        """
+        note_cut(self.target, self.dims)
+        say_where(self.before, self.target)
+        # a number where a list of one is meant
+        few = [i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices]
+        found = [i.to(device) for i in few]
         here = self.entries.local_shape
-        flat = self.owners.flat(indices).expand(here).reshape(-1)
-        rows = None if values is None else values.expand(*here, *self.rest).reshape(len(flat), *self.rest)
-        return deliver(self.owners, flat, rows, self.ask)
+        if len(self.dims) == 1 and self.ask:
+            lists = self.asked.lists(found[0].expand(here))
+        else:
+            if not self.judged:
+                pairs = zip(self.dims, found, strict=True)
+                found = [checked(i, self.target.shape[d], self.entries, self.negative) for d, i in pairs]
+            if not self.owners.axes:
+                return found, values
+            lists = Lists(self.owners, self.owners.flat(found).expand(here).reshape(-1), self.ask, self.sums)
+        if values is None:
+            return lists.positions, None
+        return lists.positions, lists.deliver(values.expand(*here, *self.rest).reshape(here.numel(), *self.rest))
 
 
 def in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dict) -> Any:
     """Run a planned in-place call: the local tensor was written, or the result is written into the target."""
-    if target.__class__ is not ShardTensor:
-        result = run(func, (), (target, *args), kwargs)
-        return target if result._local_tensor is target else target.copy_(replicated(result))
-    target._writable()
-    settle(target)
+    if target.__class__ is ShardTensor:
+        target._writable()
+        settle(target)
+    kwargs = homed((target, *args), kwargs, True)
     result = run(func, (), (target, *args), kwargs)
-    return target if result._local_tensor is target._local_tensor else target._write(result)
+    if result._local_tensor is (target._local_tensor if target.__class__ is ShardTensor else target):
+        return target
+    if kwargs.get("home", NOWHERE)[0] and become(target, result):
+        return target
+    return target._write(result) if target.__class__ is ShardTensor else target.copy_(replicated(result))
+
+
+def homed(args: tuple, kwargs: dict, in_place: bool) -> dict:
+    """The arguments of `fn(target, dim, index, source, ...)` with what is known of a place for the rows."""
+    if len(args) < 4 or not all(isinstance(args[i], Tensor) for i in (0, 2, 3)) or not isinstance(args[1], int):
+        return kwargs
+    target, dim, index, source = args[:4]
+    if source.ndim != target.ndim or index.ndim not in (1, target.ndim) or not -target.ndim <= dim < target.ndim:
+        return kwargs
+    home = home_of(target, dim, mesh_of(args, None), in_place)
+    return kwargs if home is NOWHERE else {**kwargs, "home": home}
 
 
 def settle(target: ShardTensor) -> None:
@@ -143,13 +191,12 @@ def settle(target: ShardTensor) -> None:
 def _put(input: Operand, value: Operand, accumulate: bool, dims: torch.Size, *indices: Operand, fn):
     """`value`: entry dims first, then the other dims of `input`, of size 1 where it broadcasts."""
     entries = align(tuple(i.layout for i in indices)).result
-    write = Write(input, dims, entries, value.layout, accumulate, fn.__name__.endswith("_"))
+    write = Write(input, dims, entries, value.layout, accumulate, fn.__name__.endswith("_"), sums=accumulate)
     assert write.values is not None
 
     def local(input, indices, value):
         target = write.start(input) if write.fixed else input.clone()
-        found = [write.index(i, d, target.device, True) for i, d in zip(indices, dims, strict=True)]
-        positions, rows = write.arrived(found, value.to(target.device))
+        positions, rows = write.arrived(indices, value.to(target.device), target.device)
         block = target.movedim(list(dims), list(range(len(dims))))
         block.index_put_(tuple(positions), rows, accumulate)
         return target
@@ -171,8 +218,21 @@ run_put = planned(_put, partial=False, merged=True)
 # ---------------------------------------------------------------------- whole rows of one dim
 
 
-def _rows(input: Operand, dim: int, index: Operand, source: Operand, adds: bool, fn, more: Callable):
-    """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index."""
+def _rows(
+    input: Operand,
+    dim: int,
+    index: Operand,
+    source: Operand,
+    adds: bool,
+    home: Home,
+    fn: Callable,
+    more: Callable,
+    merge: Any = (None, True),
+):
+    """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index.
+
+    merge: the reduction, and whether the target's own values take part in it.
+    """
     name = fn.__name__
     if not input.ndim or not source.ndim:
         if input.ndim:
@@ -195,13 +255,21 @@ def _rows(input: Operand, dim: int, index: Operand, source: Operand, adds: bool,
         raise RuntimeError(f"{name}(): source has shape {list(source.shape)}; {count} indices want {other}")
     order = [dim, *(d for d in range(input.ndim) if d != dim)]
     entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
-    write = Write(input, [dim], entries, source.layout.permute(order), adds, name.endswith("_"))
+    write = Write(input, [dim], entries, source.layout.permute(order), adds, name.endswith("_"), False, adds, home)
     assert write.values is not None
+    merging = bool(write.ask) and merges(merge[0], input.dtype)
 
     def local(input, index, source):
         target = write.start(input)
-        found = write.index(index, dim, target.device, negative=False)
-        (position,), rows = write.arrived([found], source.movedim(dim, 0))
+        if merging:
+            note_cut(write.target, write.dims)
+            vector = index.reshape(1)[: write.entries.local_shape[0]] if not index.ndim else index
+            lists = write.asked._replace(distinct=True).lists(vector.to(target.device))
+            rows = source.movedim(dim, 0)
+            if not write.in_place:
+                return merged(target, dim, lists, rows, *merge)
+            return target.copy_(merged(target.clone(), dim, lists, rows, *merge))
+        (position,), rows = write.arrived([index], source.movedim(dim, 0), target.device)
         return more(target, dim, position, rows.movedim(0, dim))
 
     back = [order.index(d) for d in range(input.ndim)]
@@ -209,19 +277,19 @@ def _rows(input: Operand, dim: int, index: Operand, source: Operand, adds: bool,
     return Plan(local, write.target, {"input": write.target, "index": where, "source": write.values.permute(back)})
 
 
-def _index_add(input, dim, index, source, *, alpha=1, fn):
-    return _rows(input, dim, index, source, True, fn, lambda x, d, i, s: fn(x, d, i, s, alpha=alpha))
+def _index_add(input, dim, index, source, *, alpha=1, home=NOWHERE, fn):
+    return _rows(input, dim, index, source, True, home, fn, lambda x, d, i, s: fn(x, d, i, s, alpha=alpha))
 
 
-def _index_copy(input, dim, index, source, *, fn):
-    return _rows(input, dim, index, source, False, fn, fn)
+def _index_copy(input, dim, index, source, *, home=NOWHERE, fn):
+    return _rows(input, dim, index, source, False, home, fn, fn)
 
 
-def _index_reduce(input, dim, index, source, reduce, *, include_self=True, fn):
+def _index_reduce(input, dim, index, source, reduce, *, include_self=True, home=NOWHERE, fn):
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax, amin but got {reduce}.")
     more: Callable = lambda x, d, i, s: fn(x, d, i, s, reduce, include_self=include_self)  # noqa: E731
-    return _rows(input, dim, index, source, False, fn, more)
+    return _rows(input, dim, index, source, False, home, fn, more, (reduce, include_self))
 
 
 def _index_fill(input, dim, index, value, *, fn):
@@ -239,8 +307,7 @@ def _index_fill(input, dim, index, value, *, fn):
 
     def local(input, index, value):
         target = write.start(input)
-        found = write.index(index, dim, target.device, negative=True)
-        (position,), _ = write.arrived([found], None)
+        (position,), _ = write.arrived([index], None, target.device)
         return fn(target, dim, position, value)
 
     return Plan(local, write.target, {"input": write.target, "index": project(write.entries, index.shape)})
@@ -248,7 +315,7 @@ def _index_fill(input, dim, index, value, *, fn):
 
 def register(name: str, run: Callable) -> None:
     """A planned function and its in-place form."""
-    handler(name)(run)
+    handler(name)(lambda func, types, args, kwargs: run(func, types, args, homed(args, kwargs, False)))
     handler(name + "_")(lambda func, types, args, kwargs: in_place(run, func, args[0], args[1:], kwargs))
 
 

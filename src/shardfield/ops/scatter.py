@@ -14,13 +14,16 @@ from torch import Tensor
 
 from ..dispatch import composed, handler, mesh_of
 from ..execute import planned
-from ..layout import Factor, Layout, nested_chunk
+from ..layout import Factor, Layout
 from ..plan import Operand, Plan
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
+from .homes import NOWHERE, Home, landed, note_cut, say_where
 from .index import as_shard, dim_of, sliced
+from .lists import Asked, Lists, rowwise
 from .mask import put_where, with_mask
-from .owners import Owners, checked, deliver
+from .merged_rows import merged, merges, scatter_index
+from .owners import Owners, checked
 from .put import register, settle
 from .take import element_numbers, filled, follow, longer, meta, small
 
@@ -37,7 +40,9 @@ def _entries(index: Layout, src: Layout | None) -> Layout:
     return Layout.make(index.mesh, dims)
 
 
-def _meet(x: Layout, dim: int, entries: Layout, adds: bool, still: bool) -> tuple[Layout, Layout]:
+def _meet(
+    x: Layout, dim: int, entries: Layout, adds: bool, still: bool, item: int, home: Home
+) -> tuple[Layout, Layout]:
     """Where the target and the entries must lie. Entries cut over axes that the target does not use write addends
     into a Partial, or make the target be cut there, or are made whole."""
     x, entries = follow(x, dim, entries, still)
@@ -47,15 +52,14 @@ def _meet(x: Layout, dim: int, entries: Layout, adds: bool, still: bool) -> tupl
     free = tuple(a for a in entries.axes_of(dim) if a not in along)
     if not free:
         return x, entries
-    if adds:
+    if adds and along:
         return Layout.make(x.mesh, x.dims, [*x.partial, *((a, "sum") for a in free)]), entries
-    if along or x.shape[dim] < 2:
+    if along or (not adds and x.shape[dim] < 2):
         return x, entries.uncut([dim])
-    parts = [x.mesh.size(a) for a in free]
-    return x.with_dim(dim, Factor(x.shape[dim], free, nested_chunk(x.shape[dim], parts))), entries
+    return landed(x, dim, free, entries.shape[dim], item, adds, home), entries
 
 
-def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, fn: Callable, more: dict):
+def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, home: Home, fn: Callable, more: dict):
     """`fn(input, dim, index, src, **more)`, planned; `src` is a tensor or a number."""
     of_tensor = isinstance(src, Operand)
     fn(*meta(input), dim, *meta(index), *(meta(src) if of_tensor else [src]), **more)
@@ -65,33 +69,57 @@ def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, fn
         others = {"index": index, "src": src} if of_tensor else {"index": index}
         return small(lambda input, index, src: fn(input, dim, index, src, **more), input.layout, **others)
     dim, in_place = dim_of(dim, input.ndim), fn.__name__.endswith("_")
-    still = in_place and index.numel() <= input.numel()
+    still = in_place and not home[0] and index.numel() <= input.numel()
     entries = _entries(index.layout, src.layout if of_tensor else None)
-    layout, where = _meet(input.layout, dim, entries, adds, still)
+    layout, where = _meet(input.layout, dim, entries, adds, still, input.dtype.itemsize, home)
     owners = Owners(layout, range(layout.ndim), layout.wide(layout.axes_of(dim)))
-    ask = [a for a in owners.axes if a in where.shard_axes]
+    ask = tuple(a for a in owners.axes if a in where.shard_axes)
+    whole_rows = where.without([dim]).dims == layout.without([dim]).dims
+    reduce = more.get("reduce", "sum" if adds else None)
+    sums = of_tensor and reduce in ("sum", "add") and input.dtype is not torch.bool
+    merging = of_tensor and "include_self" in more and merges(reduce, input.dtype)
+    rows_of = Owners(layout, [dim])
+    asked = Asked(rows_of, ask, where, layout.shape[dim], False, sums or merging, RuntimeError)
     judged = filled(layout) and not owners.axes and not where.wide(where.shard_axes)
-    kept = layout is input.layout
+    before, kept = input.layout, layout is input.layout
     shape = layout.local_shape
 
     def local(input, index, src):
+        note_cut(layout, [dim])
+        say_where(before, layout)
         target = input.clone() if in_place and not kept else input
-        if not judged:
+        here = tuple(slice(n) for n in index.shape)
+        if ask and whole_rows:
+            lists = asked.settle(rowwise(index, dim), index)
+            if lists is not None:
+                return by_rows(target, lists, src[here].movedim(dim, 0) if of_tensor else None, src)
+            index = index.to(torch.int64)
+        elif not judged:
             index = checked(index, layout.shape[dim], where, negative=False, error=RuntimeError)
         if of_tensor:  # else torch has no gradient for a source larger than the index
-            src = src[tuple(slice(n) for n in index.shape)]
+            src = src[here]
         if not owners.axes:
             return fn(target, dim, index, src, **more)
-        flat = element_numbers(index, dim, owners, where)
-        positions, rows = deliver(owners, flat, src.reshape(-1) if of_tensor else None, ask)
-        place = positions[0]
-        for position, size in zip(positions[1:], shape[1:], strict=True):
+        lists = Lists(owners, element_numbers(index, dim, owners, where), ask, sums)
+        place = lists.positions[0]
+        for position, size in zip(lists.positions[1:], shape[1:], strict=True):
             place = place * size + position
         line = target.reshape(-1)
-        out = fn(line, 0, place, rows if of_tensor else src, **more)
+        out = fn(line, 0, place, lists.deliver(src.reshape(-1)) if of_tensor else src, **more)
         if not in_place:
             return out.reshape(shape)
         return target if target.is_contiguous() else target.copy_(out.reshape(shape))
+
+    def by_rows(target: Tensor, lists: Lists, rows: Tensor | None, number: Any) -> Tensor:
+        """The same where the index names whole rows."""
+        if merging:
+            assert rows is not None
+            if not in_place:
+                return merged(target, dim, lists, rows, more["reduce"], more["include_self"])
+            out = merged(target.clone(), dim, lists, rows, more["reduce"], more["include_self"])
+            return target.copy_(out)
+        place = scatter_index(lists, target, dim)
+        return fn(target, dim, place, number if rows is None else lists.deliver(rows).movedim(0, dim), **more)
 
     operands = {"input": layout, "index": where}
     if of_tensor:
@@ -100,12 +128,12 @@ def _elements(input: Operand, dim: int, index: Operand, src: Any, adds: bool, fn
     return Plan(local, layout, operands)
 
 
-def _scatter(input, dim, index, src=None, *, value=None, reduce=None, fn):
+def _scatter(input, dim, index, src=None, *, value=None, reduce=None, home=NOWHERE, fn):
     more = {} if reduce is None else {"reduce": reduce}
     src = value if src is None else src
     if src is None:
         return None
-    plan = _elements(input, dim, index, src, False, fn, more)
+    plan = _elements(input, dim, index, src, False, home, fn, more)
     if plan is None or isinstance(src, Operand):
         return plan
     # a number comes as `src` or as `value`: either way the plan has it
@@ -113,13 +141,13 @@ def _scatter(input, dim, index, src=None, *, value=None, reduce=None, fn):
     return Plan(local, plan.layout, plan.operands)
 
 
-def _scatter_add(input, dim, index, src, *, fn):
-    return _elements(input, dim, index, src, True, fn, {})
+def _scatter_add(input, dim, index, src, *, home=NOWHERE, fn):
+    return _elements(input, dim, index, src, True, home, fn, {})
 
 
-def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, fn):
+def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, home=NOWHERE, fn):
     adds = reduce == "sum" and include_self
-    return _elements(input, dim, index, src, adds, fn, {"reduce": reduce, "include_self": include_self})
+    return _elements(input, dim, index, src, adds, home, fn, {"reduce": reduce, "include_self": include_self})
 
 
 def _with_vectors(run: Callable) -> Callable:

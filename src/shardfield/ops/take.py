@@ -1,12 +1,15 @@
 """Taking by index tensors: index, index_select, gather, take, take_along_dim.
 
-Ranks never gather the tensor they take from. Where the indexed dim is whole on each rank the work is local. Where it
-is cut and every rank has the whole index, each rank takes the entries it holds and leaves zeros: Partial, as large as
-the result. Where the index is cut over the same axis, each rank asks the owners of its own entries.
+Ranks never gather the tensor they take from. Where the indexed dim is whole on each rank the work is local. Where the
+index is cut over the same axis, each rank asks the owners of its own entries for the rows it lacks (see `lists`).
+Where every rank has the whole index, each takes the entries it holds and leaves zeros: Partial, as large as the
+result. Should that be larger than what is taken from, the index is cut instead, which costs nothing, and so is the
+result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,11 +18,13 @@ from torch import Tensor
 
 from ..dispatch import composed, rule
 from ..execute import planned
-from ..layout import Factor, Layout
+from ..layout import Factor, Layout, chunk
 from ..plan import Operand, Plan
 from .align import align, project
+from .homes import note_cut
 from .index import dim_of, sliced
-from .owners import Owners, checked, fetch
+from .lists import Asked, Lists, rowwise
+from .owners import Owners, checked
 
 
 def meta(*operands: Operand) -> list[Tensor]:
@@ -46,6 +51,16 @@ def meet(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> t
         else:
             index = index.uncut([b])
     return layout, index
+
+
+def spread(index: Layout, dim: int, axes: Sequence[int]) -> Layout:
+    """An index that is whole over `axes`, cut there along `dim` as well: each rank takes a part of what it has."""
+    if len(index.dims[dim]) > 1 or not axes:
+        return index
+    (factor,) = index.dims[dim]
+    parts = math.prod(index.mesh.size(a) for a in axes)
+    pieces = [n for length in factor.lengths or (factor.size,) for n in chunk(length, parts)]
+    return index.with_dim(dim, Factor(factor.size, (*factor.axes, *axes), tuple(pieces)))
 
 
 def small(local: Callable, result: Layout, **others: Operand) -> Plan:
@@ -75,8 +90,11 @@ def taking(input: Operand, indices, dims, at: int, fn: Callable, negative: bool 
     dims = tuple(dims)
     layout, where = meet(input.layout, dims, align(tuple(i.layout for i in indices)).result, input.dtype.itemsize)
     owners = Owners(layout, dims)
-    busy = set(where.shard_axes)
-    ask = [a for a in owners.axes if a in busy]
+    if where.ndim and where.numel > math.prod(owners.sizes):
+        longest = max(range(where.ndim), key=lambda b: where.shape[b])
+        where = spread(where, longest, [a for a in owners.axes if a not in where.shard_axes])
+    ask = tuple(a for a in owners.axes if a in where.shard_axes)
+    asked = Asked(owners, ask, where, layout.shape[dims[0]], negative, distinct=True)
     rest = [d for d in range(layout.ndim) if d not in dims]
     order = [layout.dims[d] for d in rest]
     order[at:at] = where.dims
@@ -87,14 +105,19 @@ def taking(input: Operand, indices, dims, at: int, fn: Callable, negative: bool 
     rest_shape = [layout.local_shape[d] for d in rest]
 
     def local(input, indices):
-        found = []
-        for dim, index in zip(dims, indices, strict=True):
-            index = index.to(input.device)
-            found.append(index if torch_checks else checked(index, layout.shape[dim], where, negative))
-        if not owners.axes:
-            return fn(input, found)
-        flat = owners.flat(found).expand(here).reshape(-1)
-        rows = fetch(input, owners, flat, ask).reshape((*here, *rest_shape))
+        note_cut(layout, dims)
+        indices = [index.to(input.device) for index in indices]
+        if len(dims) == 1 and ask:
+            lists = asked.lists(indices[0])
+        else:
+            found = indices
+            if not torch_checks:
+                pairs = zip(dims, indices, strict=True)
+                found = [checked(index, layout.shape[dim], where, negative) for dim, index in pairs]
+            if not owners.axes:
+                return fn(input, found)
+            lists = Lists(owners, owners.flat(found).expand(here).reshape(-1), ask, distinct=True)
+        rows = lists.fetch(input, dims).reshape((*here, *rest_shape))
         return rows.movedim(list(range(len(here))), list(range(at, at + len(here))))
 
     return Taking(local, result, layout, [project(where, i.shape) for i in indices])
@@ -212,17 +235,29 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     if layout.is_cut(dim) and any(op != "sum" for _, op in layout.partial):
         layout = layout.with_partial(())
     layout, where = follow(layout, dim, index.layout)
-    owners = Owners(layout, range(layout.ndim), layout.wide(layout.axes_of(dim)))
-    ask = [a for a in owners.axes if a in where.shard_axes]
+    along = layout.wide(layout.axes_of(dim))
+    if where.numel > layout.numel:
+        where = spread(where, dim, [a for a in along if a not in where.shard_axes])
+    owners = Owners(layout, range(layout.ndim), along)
+    ask = tuple(a for a in owners.axes if a in where.shard_axes)
+    whole_rows = where.without([dim]).dims == layout.without([dim]).dims
+    asked = Asked(Owners(layout, [dim]), ask, where, layout.shape[dim], False, distinct=True, error=RuntimeError)
     partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
     torch_checks = filled(layout) and not owners.axes and not where.wide(where.shard_axes)
 
     def local(input, index):
-        if not torch_checks:
+        note_cut(layout, [dim])
+        if ask and whole_rows:
+            lists = asked.settle(rowwise(index, dim), index)
+            if lists is not None:
+                return lists.fetch(input, [dim]).movedim(0, dim)
+            index = index.to(torch.int64)
+        elif not torch_checks:
             index = checked(index, layout.shape[dim], where, negative=False, error=RuntimeError)
         if not owners.axes:
             return fn(input, dim, index)
-        return fetch(input, owners, element_numbers(index, dim, owners, where), ask).reshape(index.shape)
+        lists = Lists(owners, element_numbers(index, dim, owners, where), ask, distinct=True)
+        return lists.fetch(input, owners.dims).reshape(index.shape)
 
     result = Layout.make(layout.mesh, where.dims, partial)
     return Plan(local=local, layout=result, operands={"input": layout, "index": where})

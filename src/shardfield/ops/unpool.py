@@ -19,7 +19,8 @@ from .across import probe_shapes
 from .adaptive import Adaptive
 from .align import align
 from .frame import nothing
-from .owners import Owners, checked, deliver
+from .lists import deliver
+from .owners import Owners, checked
 from .pool import result_dtype
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}

@@ -1,0 +1,87 @@
+"""Where rows go that are written into a tensor that is whole on every rank, as zeros that messages are added to.
+
+The rows of a graph's nodes are cut in some way, but the zeros that their messages are summed into do not tell: they are
+as long as the nodes are many, and that is all. So the cut is remembered of every dim that entries are taken from or
+written to, by its length, and given to the sums. Where none is known, and bytes do not speak against it, each rank
+keeps addends of the whole: Partial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import report
+from .._compat import shares_memory
+from ..layout import Factor, Layout, nested_chunk
+from ..tensor import ShardTensor
+
+MESSAGE = 1 << 15  # bytes that take as long as one message more
+Home = tuple[bool, torch.Size, torch.Size]  # whether the target may be cut though it is written in place; axes, lengths
+NOWHERE: Home = (False, torch.Size(()), torch.Size(()))
+
+_CUTS: dict[tuple[Any, int], Factor] = {}
+
+
+def note_cut(layout: Layout, dims: Sequence[int]) -> None:
+    """Remember how dims are cut that entries are taken from or written to. All ranks see the same calls."""
+    for d in dims:
+        if layout.is_cut(d) and len(layout.dims[d]) == 1:
+            _CUTS[layout.mesh, layout.shape[d]] = layout.dims[d][0]
+
+
+def home_of(target: Tensor, dim: Any, mesh: Any, in_place: bool) -> Home:
+    """What is known of where rows of a whole tensor could go."""
+    if isinstance(target, ShardTensor) and not target._layout.is_replicated:
+        return NOWHERE
+    known = _CUTS.get((mesh, target.shape[dim]))
+    axes, lengths = (known.axes, known.lengths) if known else ((), ())
+    return in_place and not _held(target), torch.Size(axes), torch.Size(lengths)
+
+
+def _held(target: Tensor) -> bool:
+    """Whether a tensor that is written in place must stay whole: autograd or other tensors look at its memory."""
+    if target.__class__ is ShardTensor:
+        return bool(target._copied_view) or _held(target._local_tensor)
+    leaf = target.is_leaf and target.requires_grad
+    return target.__class__ is not Tensor or leaf or target._is_view() or shares_memory(target)
+
+
+def become(target: Tensor, value: ShardTensor) -> bool:
+    """Let a tensor that nobody else looks at be `value` from now on, if torch allows."""
+    if target.__class__ is ShardTensor:
+        target._local_tensor, target._layout = value._local_tensor, value._layout
+        return True
+    try:
+        torch.utils.swap_tensors(target, value)
+    except RuntimeError:  # saved for backward, or known by a weak reference
+        return False
+    return True
+
+
+def landed(target: Layout, dim: int, free: tuple[int, ...], count: int, item: int, adds: bool, home: Home) -> Layout:
+    """A layout for a target that is whole along `dim`, for `count` entries that are cut over the axes `free`.
+
+    adds: what is written to one place adds up, and may stay in addends.
+    """
+    size, parts = target.shape[dim], [target.mesh.size(a) for a in free]
+    _, axes, lengths = home
+    taken = {*target.shard_axes, *target.partial_axes}
+    if sum(lengths) == size and axes and set(free) <= set(axes) and not taken & set(axes):
+        return target.with_dim(dim, Factor(size, tuple(axes), tuple(lengths)))
+    row = target.numel // max(size, 1) * item
+    # the sum of addends, against distinct rows at most, and three messages to find out which
+    apart = min(count // math.prod(parts), size) * (row + 8) + 3 * MESSAGE
+    if adds and (size < 2 or 2 * size * row <= apart):
+        return Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in free)])
+    return target.with_dim(dim, Factor(size, free, nested_chunk(size, parts)))
+
+
+def say_where(before: Layout, after: Layout) -> None:
+    """For reports: what was made of a target that was whole."""
+    if len(after.partial) > len(before.partial):
+        report.ending("rule: addends of the whole")
