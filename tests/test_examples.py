@@ -89,3 +89,11 @@ def test_unet(ranks, forks, tmp_path):
     loss, alone = re.findall(r"loss ([\d.]+), alone ([\d.]+)", first)[0]
     assert float(loss) == pytest.approx(float(alone), rel=1e-4)
     assert "conv2d" in first and "gather " not in first
+
+
+def test_train_cnn(forks, tmp_path):
+    first, *others = forks.run(EXAMPLES / "train_cnn.py", tmp_path, 4)
+    assert not any(others) and re.findall(r"^Epoch (\d)$", first, re.M) == ["1", "2", "3", "4", "5"]
+    losses = [float(x) for x in re.findall(r"^Step [02468], Loss: ([\d.]+)$", first, re.M)]
+    # Labels are noise, so a model of ten classes stays at log(10).
+    assert len(losses) == 25 and sum(losses) / 25 == pytest.approx(2.3026, abs=0.1)
