@@ -64,7 +64,7 @@ def test_the_solver_against_elimination():
 
 
 def test_darcy_has_the_statistics_of_the_problem():
-    drawn = [darcy_solver.sample(0, i, 33) for i in range(100)]
+    drawn = [darcy_solver.sample(0, i, 33) for i in range(60)]
     a, u = (torch.stack(field) for field in zip(*drawn, strict=True))
     assert 0.014 < u.max() < 0.018 and abs(u.mean() - 0.0055) < 3e-4
     assert abs((a == 12).double().mean() - 0.5) < 0.05
@@ -149,6 +149,17 @@ def test_the_cache(tmp_path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == [path.name], "parts of files are left behind"
 
 
+def test_a_finer_grid_is_solved_once(tmp_path, monkeypatch):
+    fine = Darcy(2, resolution=9, fine=17, cache=tmp_path)[1]
+    calls = made_by(monkeypatch)
+    coarse = Darcy(2, resolution=5, fine=17, cache=tmp_path)[1]
+    assert (
+        not calls
+        and torch.equal(coarse["y"], fine["y"][:, ::2, ::2])
+        and torch.equal(coarse["x"], fine["x"][:, ::2, ::2])
+    )
+
+
 def test_writers_at_the_same_time(tmp_path):
     sets = [Darcy(8, **SMALL, cache=tmp_path) for _ in range(4)]
     threads = [threading.Thread(target=s.prepare) for s in sets]
@@ -186,7 +197,7 @@ def prepared(folder):
     samples = [darcy[i]["y"] for i in range(40)]
     assert len(calls) == made, "what other ranks made is read from the cache"
     patch.undo()
-    bad = Darcy(40, **SMALL, cache=Path(folder) / ("file" if dist.get_rank() == 2 else "good"))
+    bad = Darcy(24, **SMALL, cache=Path(folder) / ("file" if dist.get_rank() == 2 else "good"))
     refused(lambda: bad.prepare(mesh), "Darcy.prepare: cannot be done\n  rank 2: cannot write", "Not a directory")
     return made, told, torch.stack(samples)
 

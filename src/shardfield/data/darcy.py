@@ -34,7 +34,8 @@ class Darcy:
     (torch.Size([1, 9, 9]), [3.0, 12.0])
 
     Samples are made when first asked for, and kept in array files under `cache` (default: the environment's
-    SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` makes them all, the ranks sharing the work.
+    SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` makes them all, the ranks sharing the work. A finer
+    grid of the same samples that is kept already is thinned out, not solved again.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Darcy:
                 f"Darcy: no stride keeps {resolution} of {fine} points with both ends; resolutions that do: {works}"
             )
         self.n, self.resolution, self.fine, self.seed, self.start = n, resolution, fine, seed, start
-        self.folder = cache_folder(cache) / "darcy-1" / f"seed{seed}-fine{fine}-points{resolution}"
+        self.folder = cache_folder(cache) / "darcy-1"  # another number when samples change
         self._files: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -111,20 +112,35 @@ class Darcy:
 
     def _file(self, file: int) -> np.ndarray:
         """The samples of one file as (sample, field, row, column): read, or made and written where it is not sound."""
-        path = self.folder / f"{file:06d}.npy"
-        shape = (PER_FILE, len(FIELDS), self.resolution, self.resolution)
-        found = arrays.mapped(path, shape, np.float32)
-        if found is None or not np.isin(found[:, 0, 0, 0], (3, 12)).all():
-            step = (self.fine - 1) // (self.resolution - 1)
-            made = np.empty(shape, np.float32)
-            for row in range(PER_FILE):
-                both = darcy_solver.sample(self.seed, file * PER_FILE + row, self.fine)
-                made[row] = torch.stack(both)[:, ::step, ::step].numpy()
-            arrays.write(path, made)
-            found = arrays.mapped(path, shape, np.float32)
-            if found is None:
-                raise OSError(f"{path} was written and does not hold what was written")
+        found = self._mapped(file, self.resolution)
+        if found is None:
+            arrays.write(self._path(file, self.resolution), self._made(file))
+            found = self._mapped(file, self.resolution)
+        if found is None:
+            raise OSError(f"{self._path(file, self.resolution)} does not hold what was written to it")
         return found
+
+    def _made(self, file: int) -> np.ndarray:
+        """The samples of one file: every k-th point of a finer grid that the cache has, else solved."""
+        for points in range(self.resolution + 1, self.fine + 1):
+            if (self.fine - 1) % (points - 1) == 0 and (points - 1) % (self.resolution - 1) == 0:
+                finer = self._mapped(file, points)
+                if finer is not None:
+                    step = (points - 1) // (self.resolution - 1)
+                    return np.ascontiguousarray(finer[:, :, ::step, ::step])
+        step = (self.fine - 1) // (self.resolution - 1)
+        first = file * PER_FILE
+        solved = (darcy_solver.sample(self.seed, first + row, self.fine) for row in range(PER_FILE))
+        return np.stack([torch.stack(both)[:, ::step, ::step].float().numpy() for both in solved])
+
+    def _mapped(self, file: int, points: int) -> np.ndarray | None:
+        shape = (PER_FILE, len(FIELDS), points, points)
+        found = arrays.mapped(self._path(file, points), shape, np.float32)
+        # Of the right shape and yet not ours: a coefficient is 3 or 12.
+        return found if found is not None and np.isin(found[:, 0, 0, 0], (3, 12)).all() else None
+
+    def _path(self, file: int, points: int) -> Path:
+        return self.folder / f"seed{self.seed}-fine{self.fine}-points{points}" / f"{file:06d}.npy"
 
 
 def cache_folder(cache: str | os.PathLike | None = None) -> Path:
