@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfield import ShardTensor, explain, scatter_tensor
 from shardfield.testing import run_on_ranks
-from shardfield.train import clip_grad_norm_, no_sync, parallelize
+from shardfield.train import clip_grad_norm_, no_sync, parallel, parallelize
 from shardfield.train.complex_params import SUFFIX
 
 SIZES = {1: [9], 2: [6, 3], 4: [4, 0, 3, 2]}  # rows of a field of 9 x 8
@@ -139,7 +139,7 @@ def train(shape, strategy, accumulate=1, clip=None, **options):
 
 def every_strategy(shape):
     for strategy in ("fsdp", "ddp", "hsdp"):
-        train(shape, strategy)
+        train(shape, strategy, **({} if strategy == "ddp" else {"units": [Block]}))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4)], ids=str)
@@ -148,9 +148,10 @@ def test_five_steps_equal_one_process(shape):
 
 
 def options(shape):
-    train(shape, "fsdp", accumulate=2, clip=0.05, checkpoint=True)
+    train(shape, "fsdp", accumulate=2, clip=0.05, units=[Block], checkpoint=True)
     train(shape, "ddp", accumulate=2, clip=0.05, checkpoint=[Block])
     train(shape, "fsdp", units=[Block, nn.Conv2d], reshard_after_forward=False)
+    train(shape, "fsdp")
 
 
 def test_accumulation_clipping_and_checkpointing():
@@ -201,6 +202,24 @@ def messages_of_a_step():
 
 def test_the_domain_costs_no_message_of_its_own():
     run_on_ranks(messages_of_a_step, 2)
+
+
+def test_units_are_whole_blocks_that_are_worth_it(monkeypatch):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return self.parts[0](x)
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Inner(), Inner(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(2, 2)])
+    model.tied = nn.Linear(4, 4)
+    model.tied.weight = model.blocks[3].weight
+    monkeypatch.setattr(parallel, "UNIT", 16)
+    assert set(parallel._units(model, None)) == {model.blocks[0], model.blocks[1], model.blocks[2]}
+    assert parallel._units(model, lambda m: isinstance(m, Inner)) == [model.blocks[1], model.blocks[0]]
 
 
 def bad_input():

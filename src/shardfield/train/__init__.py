@@ -5,6 +5,6 @@ from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import full_state_dict as full_state_dict
 from .checkpoint import load_full_state_dict as load_full_state_dict
 from .complex_params import real_pairs as real_pairs
-from .parallelize import clip_grad_norm_ as clip_grad_norm_
-from .parallelize import no_sync as no_sync
-from .parallelize import parallelize as parallelize
+from .parallel import clip_grad_norm_ as clip_grad_norm_
+from .parallel import no_sync as no_sync
+from .parallel import parallelize as parallelize

@@ -18,6 +18,7 @@ from ..scatter import sync_module_over_mesh
 from .complex_params import real_pairs
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
+UNIT = 1 << 20  # numbers in a module below which gathering it by itself costs more time than it saves memory
 Which = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
@@ -44,8 +45,8 @@ def parallelize(
     - "hsdp": they are cut over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
     - "ddp": they are whole on every rank, and gradients travel in buckets during backward (DistributedDataParallel).
 
-    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of every
-    ModuleList. `checkpoint`: modules whose activations are computed again in backward (True: those same units).
+    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of a
+    ModuleList that have a million numbers or more. `checkpoint`: modules whose activations are computed again in backward (True: those same units).
     `mixed_precision`: the dtype that autocast computes in; parameters and their sums stay as they are. Complex
     parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every strategy alike: a
     checkpoint of one is a checkpoint of the others.
@@ -112,7 +113,10 @@ def _units(model: nn.Module, which: Which | None) -> list[nn.Module]:
     """The modules to treat one by one, innermost first; the model itself is not among them."""
     if which is None:
         members = {m for holder in model.modules() if isinstance(holder, nn.ModuleList) for m in holder}
-        chosen = [m for m in model.modules() if m in members and _stands_alone(m, model)]
+        chosen = []
+        for m in model.modules():  # from the outside in
+            if m in members and _stands_alone(m, model) and not any(m in set(c.modules()) for c in chosen):
+                chosen.append(m)
     elif isinstance(which, Collection):
         chosen = [m for m in model.modules() if isinstance(m, tuple(which))]
     else:
@@ -121,11 +125,13 @@ def _units(model: nn.Module, which: Which | None) -> list[nn.Module]:
 
 
 def _stands_alone(module: nn.Module, model: nn.Module) -> bool:
-    """True if a module is called, has parameters, and shares none of them with modules outside it."""
+    """True if a module is called, is worth messages of its own, and shares no parameters with modules outside it."""
     if type(module).forward is nn.Module.forward:  # a list in a list
         return False
     own, inside = set(module.parameters()), set(module.modules())
-    return bool(own) and not any(own & set(m.parameters(recurse=False)) for m in model.modules() if m not in inside)
+    return sum(p.numel() for p in own) >= UNIT and not any(
+        own & set(m.parameters(recurse=False)) for m in model.modules() if m not in inside
+    )
 
 
 def _recomputed(forward: Callable) -> Callable:
