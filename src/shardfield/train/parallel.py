@@ -45,11 +45,11 @@ def parallelize(
     - "hsdp": they are cut over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
     - "ddp": they are whole on every rank, and gradients travel in buckets during backward (DistributedDataParallel).
 
-    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of a
-    ModuleList that have a million numbers or more. `checkpoint`: modules whose activations are computed again in backward (True: those same units).
-    `mixed_precision`: the dtype that autocast computes in; parameters and their sums stay as they are. Complex
-    parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every strategy alike: a
-    checkpoint of one is a checkpoint of the others.
+    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of a ModuleList
+    that have a million numbers or more. `checkpoint`: modules whose activations are computed again in backward (True:
+    those same units). `mixed_precision`: the dtype that autocast computes in; parameters and their sums stay as they
+    are. Complex parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every
+    strategy alike: a checkpoint of one is a checkpoint of the others.
     """
     axes, cut = _axes(mesh, data, domain)
     if strategy not in ("fsdp", "hsdp", "ddp"):
