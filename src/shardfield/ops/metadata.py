@@ -16,7 +16,7 @@ is_pinned is_shared is_signed dense_dim has_names is_coalesced can_cast __dir__ 
 """.split()
 ATTRIBUTES = """
 is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
-is_vulkan is_xla is_xpu itemsize layout name names
+is_vulkan is_xla is_xpu itemsize layout name names _base
 """.split()
 
 
