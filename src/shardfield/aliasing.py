@@ -8,12 +8,22 @@ someone writes, by one small message: all ranks write, or all refuse.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from .comm import wire
 from .layout import Layout
+
+# Those who still need a tensor that others may write into: `keep(local tensor)` is called before every write.
+LENT: WeakSet[Any] = WeakSet()
+
+PASSED_BY = (
+    "this tensor's gradient is not known: ops have read it as part of what it was made from. Call retain_grad() on it "
+    "before it is used"
+)
 
 
 def in_order(tensor: Tensor, joined: Sequence[Sequence[int]]) -> bool:

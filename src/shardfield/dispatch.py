@@ -155,7 +155,7 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
         seeds.append(seed)
     if inputs is not None:
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        inputs = [t._local_tensor if isinstance(t, operands.ShardTensor) else t for t in inputs]
+        inputs = [t._in_graph() if isinstance(t, operands.ShardTensor) else t for t in inputs]
     torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
 
 

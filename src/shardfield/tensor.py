@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from . import dispatch, operands
 from ._compat import make_wrapper
-from .aliasing import Doubt, settled
+from .aliasing import LENT, PASSED_BY, Doubt, settled
 from .comm import moves
 from .errors import ShardingError
 from .layout import Layout
@@ -41,6 +41,7 @@ class ShardTensor(torch.Tensor):
     # torch would have returned a view here and this is a copy: writing would be lost
     _copied_view: bool | Doubt = False
     _narrowed = False  # a slice of a cut dim
+    _passed_by = False  # it was read before it was made, so that gradients do not go through it
     _whole: tuple[tuple[int, bool], ShardTensor] | None = (
         None  # what a Partial sums to, and the version it was taken at
     )
@@ -144,12 +145,18 @@ class ShardTensor(torch.Tensor):
         return self._layout.with_partial(()) if self._layout.partial else self._layout
 
     def retain_grad(self) -> None:
-        self._local_tensor.retain_grad()
+        self._in_graph().retain_grad()
 
     def register_hook(self, hook: Callable[[ShardTensor], Tensor | None]) -> Any:
         """`hook` gets the gradient as a ShardTensor and may return another."""
         layout = self._grad_layout
-        return self._local_tensor.register_hook(_local_hook(hook, layout))
+        return self._in_graph().register_hook(_local_hook(hook, layout))
+
+    def _in_graph(self) -> Tensor:
+        """The local tensor, for one who asks for its gradient."""
+        if self._passed_by:
+            raise ShardingError(PASSED_BY)
+        return self._local_tensor
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[ShardTensor], None]) -> Any:
         return self._local_tensor.register_post_accumulate_grad_hook(lambda _: hook(self))
@@ -287,6 +294,8 @@ class ShardTensor(torch.Tensor):
         return self
 
     def _writable(self) -> None:
+        for borrower in list(LENT) if LENT else ():
+            borrower.keep(self._local_tensor)
         if self._copied_view and settled(self._copied_view):
             raise ShardingError(
                 "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one "
@@ -314,7 +323,8 @@ class ShardTensor(torch.Tensor):
     # ------------------------------------------------------------------ as an object
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardTensor({self._layout}, dtype={self.dtype}, local={self.__dict__.get('_local_tensor')})"
+        local = self.__dict__.get("_local_tensor", "not made yet")
+        return f"ShardTensor({self._layout}, dtype={self.dtype}, local={local})"
 
     def __str__(self) -> str:
         if self.numel() == 1 and self.ndim == 0:

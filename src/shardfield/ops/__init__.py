@@ -52,6 +52,7 @@ from . import unique as unique
 from . import unpool as unpool
 from . import view as view
 
+from . import borders as borders  # isort: skip  (it stands before rules that are in the table by now)
 from .methods import install as _install  # isort: skip
 
 _install()

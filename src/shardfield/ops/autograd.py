@@ -63,7 +63,7 @@ def _grad(
     pairs = [seeded(o, s) for o, s in zip(outputs, seeds, strict=True)]
     grads = torch.autograd.grad(
         [local for local, _ in pairs],
-        [t._local_tensor if isinstance(t, ShardTensor) else t for t in inputs],
+        [t._in_graph() if isinstance(t, ShardTensor) else t for t in inputs],
         [seed for _, seed in pairs],
         retain_graph=retain_graph,
         create_graph=create_graph,

@@ -21,6 +21,7 @@ from ..redistribute import simplified
 from .across import probe_shapes
 from .convolved import CAST, PLAIN, TRANSPOSED, Blocks, Call
 from .cover import Cover
+from .pad import Borders, continued, edges_of
 from .rearrange import one_axis
 from .window import Window
 
@@ -40,20 +41,29 @@ def paddings(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tu
 
 
 @rule("conv1d", "conv2d", "conv3d", merged=True)
-def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, fn):
-    """Halos along cut spatial dims; nothing travels for other cuts."""
-    judge(fn, input, weight, bias, stride, padding, dilation, groups)
+def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, borders=(), fn):
+    """Halos along cut spatial dims; nothing travels for other cuts. `borders` are those that input is to have first."""
+    wide = continued(input, borders)
+    judge(fn, wide, weight, bias, stride, padding, dilation, groups)
     nd = weight.ndim - 2
     gaps = each(dilation, nd)
     before = paddings(padding, weight.shape[2:], gaps)
     point = {*weight.shape[2:], *each(stride, nd)} == {1} and not any(before) and groups == 1
     several = not input.layout.is_simple or any(len(input.layout.axes_of(d)) > 1 for d in range(2, input.ndim))
-    if point and several and input.ndim == nd + 2 and weight.layout.is_replicated and not input.layout.is_cut(1):
+    if (
+        not borders
+        and point
+        and several
+        and input.ndim == nd + 2
+        and weight.layout.is_replicated
+        and not input.layout.is_cut(1)
+    ):
         return by_point(input, weight, bias, fn)
     input, weight, bias = simple(input), simple(weight), bias if bias is None else simple(bias)
-    out = probe_shapes(fn, input, weight, bias, stride, padding, dilation, groups).shape[-nd:]
+    out = probe_shapes(fn, wide, weight, bias, stride, padding, dilation, groups).shape[-nd:]
     call = Call(each(stride, nd), gaps, False, groups)
-    return planned(input, weight, bias, call, before, out, partial(fn_of, fn, (stride, padding, dilation, groups)))
+    native = partial(fn_of, fn, (stride, padding, dilation, groups))
+    return planned(input, weight, bias, call, before, out, native, borders)
 
 
 def simple(operand: Operand) -> Operand:
@@ -171,6 +181,7 @@ def planned(
     before: Sequence[int],
     out: Sequence[int],
     native: Callable[[bool], Callable],
+    borders: Borders = (),
 ) -> Plan:
     """Where operands go, who makes which outputs, and what each rank does for them."""
     nd = weight.ndim - 2
@@ -179,9 +190,15 @@ def planned(
     layout = one_axis(layout, range(2, nd + 2))
     channels = Channels(layout, weight.layout, call.groups, call.transposed)
     layout = channels.input
-    dims = zip(layout.shape[2:], out, weight.shape[2:], call.stride, before, call.dilation, strict=True)
-    windows = [Window(n, o, k, s, p, d, call.transposed) for n, o, k, s, p, d in dims]
-    cover = Cover(layout, dict(enumerate(windows, 2)))
+    edges = edges_of(layout, borders)
+    zeros = {d: edges.pop(d) for d, edge in list(edges.items()) if edge.mode == "constant"}
+    windows = {}
+    dims = zip(out, weight.shape[2:], call.stride, before, call.dilation, strict=True)
+    for dim, (o, k, s, p, d) in enumerate(dims, 2):
+        size, pad = layout.shape[dim], p + zeros[dim].before if dim in zeros else p
+        size += edges[dim].before + edges[dim].after if dim in edges else 0
+        windows[dim] = Window(size, o, k, s, pad, d, call.transposed)
+    cover = Cover(layout, windows, edges)
     result = cover.result(layout).with_dim(1, channels.result).with_partial(channels.partial)
     # A whole weight's gradient is summed by the convolution itself, which has work to do meanwhile.
     plain = channels.narrow is None and not channels.partial
@@ -193,9 +210,10 @@ def planned(
     if bias is not None:
         targets["bias"] = channels.bias
     made = result if batched else result.without([0])
-    if plain and busy and not any(layout.is_cut(d) for d in range(2, nd + 2)):
+    if plain and busy and not borders and not any(layout.is_cut(d) for d in range(2, nd + 2)):
         return Plan(local=native(bias is not None), operands=targets, layout=made)
-    blocks = Blocks(call._replace(groups=channels.groups), cover, over, busy)
+    # with edges, the first and last piece may lack cells that no rank has to send
+    blocks = Blocks(call._replace(groups=channels.groups), cover, over, busy and not edges)
     first = all(layout.coords[a] == 0 for a in channels.partial)
     narrow = channels.narrow
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..comm.fetch import Halo
 from ..layout import Factor, Layout, Span, pieces
+from .pad import Edge
 from .window import Window, spans
 
 
@@ -20,11 +21,12 @@ class Cover:
     """This rank's part of an op that looks through a window along some dims, each cut by one axis if anything travels.
 
     held, owned: the inputs it has and the outputs it makes, by dim, in global indices. halos: for each cut dim, the
-    exchange of what those outputs read elsewhere. factors: how the outputs are cut.
+    exchange of what those outputs read elsewhere. factors: how the outputs are cut. edges: dims along which the field
+    goes on beyond its ends; their windows look at the longer field, in whose indices `held` is.
     """
 
-    def __init__(self, layout: Layout, windows: Mapping[int, Window]):
-        self.layout, self.windows = layout, dict(windows)
+    def __init__(self, layout: Layout, windows: Mapping[int, Window], edges: Mapping[int, Edge] | None = None):
+        self.layout, self.windows, self.edges = layout, dict(windows), edges or {}
         self.held: dict[int, Span] = {}
         self.owned: dict[int, Span] = {}
         self.factors: dict[int, Factor] = {}
@@ -32,15 +34,20 @@ class Cover:
         for dim, window in self.windows.items():
             (factor,) = layout.dims[dim]
             lengths = pieces(factor)
-            made = window.owned(lengths)
+            edge = self.edges.get(dim)
+            made = window.owned(lengths if edge is None else edge.grown(lengths))
             at = layout.index(factor.axes)
-            self.held[dim], self.owned[dim] = spans(lengths)[at], spans(made)[at]
+            shift = 0 if edge is None else edge.before
+            held = [Span(start + shift, stop + shift) for start, stop in spans(lengths)]
+            self.held[dim], self.owned[dim] = held[at], spans(made)[at]
             self.factors[dim] = Factor(window.out, factor.axes, made if factor.axes else ())
             wanted = [window.reads(*span) for span in spans(made)]
-            if any(not inside(want, held) for want, held in zip(wanted, spans(lengths), strict=True)):
-                (axis,) = layout.wide(factor.axes)
-                group = layout.mesh.get_group(axis)
-                self.halos.append(Halo.around(dim, lengths, wanted, layout.coords[axis], group))
+            if any(not inside(want, has) for want, has in zip(wanted, held, strict=True)):
+                group = layout.mesh.get_group(layout.wide(factor.axes)[0]) if layout.is_cut(dim) else None
+                more = () if edge is None else (shift, edge.shown)
+                self.halos.append(Halo.around(dim, lengths, wanted, at, group, *more))
+        # what is copied here comes last: it does not travel as part of the corners
+        self.halos.sort(key=lambda halo: halo.group is None)
 
     @property
     def reached(self) -> dict[int, Span]:

@@ -199,7 +199,7 @@ def put(x: ShardTensor, index: Any, value: Any) -> bool:
 def rolled(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
     """A shifted spectrum that is not there yet."""
     spectrum = x.__dict__.get("_deferred") if x.__class__ is ShardTensor else None
-    return None if spectrum is None else _later(spectrum.rolled(by), x._dtype, x)
+    return _later(spectrum.rolled(by), x._dtype, x) if isinstance(spectrum, (Asked, Given)) else None
 
 
 def inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from ..comm.moves import travel
 from ..comm.route import Route, Run, fetch_route
 from ..layout import Factor, Layout, Span, pieces
+from .pad import Edge, taken
 from .window import spans
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
@@ -83,16 +84,30 @@ class Cropped(NamedTuple):
         return self._around(block, self.start, self.size - self.start - self.length)
 
 
+def bordered(block: Tensor, dim: int, edge: Edge, fill: float) -> Tensor:
+    """A block with the border of a dim that is whole here."""
+    if edge.mode == "constant":
+        return Cropped(dim, edge.size, 0, edge.size, edge.before, edge.after).there(block, fill)
+    return taken(block, dim, edge.shown(0, edge.before + edge.size + edge.after))
+
+
 class Frame:
     """This rank's part of an op that looks through windows along some dims, each cut by one axis at most.
 
     begins: the global index, by dim, of the piece's first cell; of a dim that is whole here, 0: its padding is left to
     the local call. owned: the outputs this rank makes. factors: how the outputs are cut. sends: cells that travel, all
-    ranks together, by dim. made: how the outputs are to be cut, where the cells do not decide it.
+    ranks together, by dim. made: how the outputs are to be cut, where the cells do not decide it. edges: dims along
+    which the field goes on beyond its ends; their windows, and `begins`, are those of the longer field.
     """
 
-    def __init__(self, layout: Layout, windows: Mapping[int, Looks], made: Mapping[int, Sequence[int]] | None = None):
-        self.windows = dict(windows)
+    def __init__(
+        self,
+        layout: Layout,
+        windows: Mapping[int, Looks],
+        made: Mapping[int, Sequence[int]] | None = None,
+        edges: Mapping[int, Edge] | None = None,
+    ):
+        self.windows, self.edges = dict(windows), edges or {}
         self.begins: dict[int, int] = {}
         self.owned: dict[int, Span] = {}
         self.factors: dict[int, Factor] = {}
@@ -101,13 +116,31 @@ class Frame:
         for dim, window in self.windows.items():
             (factor,) = layout.dims[dim]
             lengths = pieces(factor)
-            cut = window.owned(lengths) if made is None else tuple(made[dim])
+            edge = self.edges.get(dim)
+            cells = lengths if edge is None else edge.grown(lengths)
+            cut = window.owned(cells) if made is None else tuple(made[dim])
             at = layout.index(factor.axes)
             self.owned[dim] = spans(cut)[at]
             self.factors[dim] = Factor(window.out, factor.axes, cut if factor.axes else ())
             self.begins[dim] = self.sends[dim] = 0
-            if layout.is_cut(dim):
+            if layout.is_cut(dim) and edge is not None:
+                self._look_beyond(layout, dim, lengths, cut, at)
+            elif layout.is_cut(dim):
                 self._look(layout, dim, lengths, cut, at)
+        self.here = {dim: edge for dim, edge in self.edges.items() if not layout.is_cut(dim)}
+
+    def _look_beyond(self, layout: Layout, dim: int, lengths: Sequence[int], cut: Sequence[int], at: int) -> None:
+        window, edge = self.windows[dim], self.edges[dim]
+        covers = [window.covers(*o) for o in spans(cut)]
+        requests = []
+        for begin, end in covers:
+            first, last = max(begin, 0), min(end, window.size)
+            runs = edge.shown(first, last) if first < last else []
+            requests.append([run._replace(target=run.target + first - begin) for run in runs])
+        (axis,) = layout.wide(layout.axes_of(dim))
+        route = fetch_route(dim, lengths, at, requests, [end - begin for begin, end in covers])
+        self.begins[dim] = covers[at].start
+        self.turns.append(Travelled(route, layout.mesh.get_group(axis)))
 
     def _look(self, layout: Layout, dim: int, lengths: Sequence[int], cut: Sequence[int], at: int) -> None:
         window, held = self.windows[dim], spans(lengths)
@@ -144,10 +177,13 @@ class Frame:
         """The cells that this rank's outputs read, in one piece. Differentiable; one exchange a cut dim at most."""
         for turn in self.turns:
             block = turn.there(block, fill)
+        for dim, edge in self.here.items():  # last, so that copies made here do not travel
+            block = bordered(block, dim, edge, fill)
         return block
 
     def give(self, block: Tensor) -> Tensor:
         """The adjoint of `take`: every rank's piece is added into the field, and this rank gets its part of the sum."""
+        assert not self.edges
         for turn in reversed(self.turns):
             block = turn.back(block)
         return block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,44 @@ def grown(lengths: Sequence[int], before: int, after: int) -> tuple[int, ...]:
     """The lengths when the first and the last piece that is not empty grow."""
     held = [c for c, n in enumerate(lengths) if n] or [0]
     return tuple(n + before * (c == held[0]) + after * (c == held[-1]) for c, n in enumerate(lengths))
+
+
+class Edge(NamedTuple):
+    """How a dim of `size` goes on beyond its ends: a mode of F.pad, and by how many cells."""
+
+    mode: str
+    before: int
+    after: int
+    size: int
+
+    def grown(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """The lengths of the pieces with what lies beyond the ends."""
+        return grown(lengths, self.before, self.after)
+
+    def shown(self, start: int, stop: int) -> list[Run]:
+        """Which cells stand at `start` to `stop` of the longer dim; a constant border has none."""
+        if self.mode != "constant":
+            return copies(self.mode, self.size, self.before, self.after, start, stop)
+        first, last = max(start, self.before), min(stop, self.before + self.size)
+        return [Run(first - self.before, last - first, first - start)] if first < last else []
+
+
+Borders = tuple[tuple[int, str, int, int], ...]  # (dim counted from the last, mode, before, after)
+
+
+def edges_of(layout: Layout, borders: Borders) -> dict[int, Edge]:
+    """Borders by dim."""
+    return {layout.ndim + d: Edge(mode, a, b, layout.shape[d]) for d, mode, a, b in borders}
+
+
+def continued(input: Operand, borders: Borders) -> Operand:
+    """The operand with its borders."""
+    layout = input.layout
+    for dim, edge in edges_of(layout, borders).items():
+        (factor,) = simplified(layout, [dim]).dims[dim]
+        cut = edge.grown(factor.lengths) if factor.axes else ()
+        layout = layout.with_dim(dim, Factor(edge.before + edge.size + edge.after, factor.axes, cut))
+    return Operand(layout, input.dtype, input.device, input.at)
 
 
 @rule("pad", partial=True, merged=True)

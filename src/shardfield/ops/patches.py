@@ -21,6 +21,7 @@ from ..plan import Operand, Plan
 from .across import probe_shapes
 from .conv import each
 from .frame import Frame, nothing
+from .pad import continued, edges_of
 from .pool import linear, result_dtype
 from .rearrange import one_axis
 from .window import Window
@@ -35,14 +36,15 @@ def windows(size: Sequence[int], kernel: Any, dilation: Any, padding: Any, strid
 
 
 @rule(F.unfold, exact=True, partial=True, merged=True)
-def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1):
+def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, borders=()):
     """The columns of cut rows are cut as a merged dim remembers it: by row and by place in the row."""
+    source, input = input.layout, continued(input, borders)
     probe_shapes(F.unfold, input, kernel_size, dilation, padding, stride)
     dtype = result_dtype(input, 2, lambda x: F.unfold(x, 1))
     dims = (input.ndim - 2, input.ndim - 1)
-    layout = one_axis(linear(input.layout), dims)
+    layout = one_axis(linear(source), dims)
     looks = windows(input.shape[-2:], kernel_size, dilation, padding, stride)
-    frame = Frame(layout, dict(zip(dims, looks, strict=True)))
+    frame = Frame(layout, dict(zip(dims, looks, strict=True)), edges=edges_of(layout, borders))
     *lead, channels, rows, columns = frame.result(layout).dims
     cells = Factor(math.prod(w.kernel for w in looks))
     result = layout.with_dims([*lead, (*channels, cells), (*rows, *columns)])

@@ -21,6 +21,7 @@ from .across import probe_shapes
 from .conv import each
 from .extreme import least
 from .frame import Frame, nothing
+from .pad import continued, edges_of
 from .rearrange import one_axis
 from .window import Window
 
@@ -57,22 +58,32 @@ class Pool:
     merged=True,
 )
 def max_pool(
-    input: Operand, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, fn
+    input: Operand,
+    kernel_size,
+    stride=None,
+    padding=0,
+    dilation=1,
+    ceil_mode=False,
+    return_indices=False,
+    *,
+    borders=(),
+    fn,
 ):
-    """Outside the field no cell is larger than any other."""
+    """Outside the field no cell is larger than any other. `borders` are those that input is to have first."""
+    source, input = input.layout, continued(input, borders)
     nd = int(fn.__name__.removeprefix("max_pool")[0])
     pair = return_indices or fn.__name__.endswith("with_indices")
     call = MAX[nd]
     meta = probe_shapes(call, input, kernel_size, stride, padding, dilation, ceil_mode)
     dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if pair else call(x, 1))
     pool = Pool(input, meta.shape[-nd:], kernel_size, stride, padding, dilation)
-    layout = one_axis(input.layout, pool.dims)
-    frame = Frame(layout, pool.windows)
+    layout = one_axis(source, pool.dims)
+    frame = Frame(layout, pool.windows, edges=edges_of(layout, borders))
     result = frame.result(layout)
     shape, fill = result.local_shape, least(input.dtype, "max")
     how = (pool.kernel, pool.stride, pool.inner_padding(layout), pool.dilation, ceil_mode)
     steps = [_inside(frame.begins[d], gap) for d, gap in zip(pool.dims, pool.dilation, strict=True)]
-    sizes = layout.shape[-nd:]
+    sizes = input.shape[-nd:]
 
     def local(input):
         block = frame.take(input, fill)
@@ -122,9 +133,11 @@ def avg_pool(
     count_include_pad=True,
     divisor_override=None,
     *,
+    borders=(),
     fn,
 ):
     """Sums of what is inside the field, divided by how many cells the window has in the whole of it."""
+    source, input = input.layout, continued(input, borders)
     nd = int(fn.__name__.removeprefix("avg_pool")[0])
     call = AVERAGE[nd]
     more = () if divisor_override is None else (divisor_override,)  # which a pool of one dim does not have
@@ -133,9 +146,8 @@ def avg_pool(
     meta = probe_shapes(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
     dtype = result_dtype(input, nd, lambda x: call(x, 1))
     pool = Pool(input, meta.shape[-nd:], kernel_size, stride, padding, 1)
-    layout = linear(input.layout)
-    layout = one_axis(layout, pool.dims)
-    frame = Frame(layout, pool.windows)
+    layout = one_axis(linear(source), pool.dims)
+    frame = Frame(layout, pool.windows, edges=edges_of(layout, borders))
     result = frame.result(layout)
     shape = result.local_shape
     how = (pool.kernel, pool.stride, pool.inner_padding(layout), ceil_mode, count_include_pad)
