@@ -421,6 +421,11 @@ def structures_and_errors():
     refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Partial()]), "Shard or Replicate")
     refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"spatial": [1, 2]}), "do not sum to its size 7")
     refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"x": [1, 2]}), "'x' is no axis")
+    mine = dict(seed=1) if dist.get_rank() else dict(drop_last=True)
+    refused(
+        lambda: ShardedLoader(Whole(3 + dist.get_rank()), 1, mesh, **mine),
+        "the ranks do not agree on samples, seed, drop_last\n  rank 0: samples 3, seed 0, drop_last 1\n  rank 1: ",
+    )
     uneven = [torch.ones(2, 4), torch.ones(2, 5)]
     refused(lambda: list(ShardedLoader(uneven, 1, mesh, shuffle=False)), "sample 1 has shapes [(2, 5)]")
     for options, said in [
@@ -538,6 +543,16 @@ def opened(folder):
     loader = ShardedLoader(plain, 2, mesh)
     for batch in loader:
         assert torch.equal(batch.full_tensor(), values[loader.indices])
+    pair = {"x": plain, "y": open_field(f"{folder}/f.h5", name="group/u")}
+    for batch in ShardedLoader(pair, 4, mesh, placements={"y": [Shard(2)]}, shuffle=False):
+        assert batch["x"].placements == (Shard(2),) and batch["y"].placements == (Shard(3),)
+        assert torch.equal(batch["x"].full_tensor(), batch["y"].full_tensor())
+    for bad, said in [
+        ({"x": plain, "y": open_field(f"{folder}/group.zarr", name="v")}, "lengths"),
+        ({"x": [1]}, "'x'"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            ShardedLoader(bad, 1, mesh)
 
     refused(lambda: uneven[0, 0, 3], "dim 2 is cut over the mesh")
     for index, said in [((0,) * 5, "5 indices"), (4, "out of bounds"), (slice(3, 0, -1), "forwards"), ("a", "'a'")]:

@@ -14,6 +14,29 @@ from ..errors import ShardingError
 from ..layout import Layout
 
 
+class Joined:
+    """Datasets that are read in blocks, side by side: a sample has a tensor of each."""
+
+    def __init__(self, datasets: Mapping[Any, Any]):
+        self.datasets = datasets
+        if other := [key for key, d in datasets.items() if not (hasattr(d, "read") and hasattr(d, "shapes"))]:
+            raise ValueError(f"datasets side by side have read(i, slices) and shapes; {other} have not")
+        if len({len(d) for d in datasets.values()}) > 1:
+            raise ValueError(
+                f"datasets side by side have different lengths: { {k: len(d) for k, d in datasets.items()} }"
+            )
+
+    def __len__(self) -> int:
+        return max((len(d) for d in self.datasets.values()), default=0)
+
+    @property
+    def shapes(self) -> dict[Any, tuple[int, ...]]:
+        return {key: dataset.shapes for key, dataset in self.datasets.items()}
+
+    def read(self, i: int, slices: Mapping[Any, Sequence[slice]]) -> dict[Any, Tensor]:
+        return {key: dataset.read(i, slices[key]) for key, dataset in self.datasets.items()}
+
+
 class Cut:
     """The layout of every tensor of a sample over the domain mesh (None: samples are whole), and who reads what."""
 

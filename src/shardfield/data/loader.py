@@ -15,8 +15,8 @@ from ..comm import wire
 from ..layout import Layout, balanced, starts
 from ..tensor import wrap
 from .ahead import ahead
-from .cut import Cut
-from .together import cheap_to_ask, together
+from .cut import Cut, Joined
+from .together import cheap_to_ask, same_everywhere, together
 
 
 class ShardedLoader:
@@ -36,6 +36,7 @@ class ShardedLoader:
     key (or position) to list, or a function of (key, shape). By default the last dims but one are cut by a single
     domain axis, the last two by two. `sizes` maps a domain axis to the lengths of its pieces, else dims are cut as
     torch.chunk does. A dataset with `read(i, slices)` and `shapes` is read in blocks; any other is indexed, and sliced.
+    Fields that lie side by side are one dataset: `{"x": open_field(...), "y": open_field(...)}`.
 
     The order is a permutation that `seed` and the epoch decide, the same on all ranks. Nothing is padded or repeated:
     without `drop_last`, the samples left at the end are dealt out as evenly as can be, and a rank may get an empty
@@ -61,6 +62,13 @@ class ShardedLoader:
         drop_last: bool = False,
         prefetch: int = 2,
     ):
+        dataset = Joined(dataset) if isinstance(dataset, Mapping) else dataset
+        # Ranks that drew from different orders would put blocks of different samples together.
+        same_everywhere(
+            "ShardedLoader",
+            mesh,
+            dict(samples=len(dataset), batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last),
+        )
         names = mesh.mesh_dim_names or ()
         if data is not None and data not in names:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ def _zarr(path: Path, name: str | None) -> Any:
         if name is not None:
             raise ShardingError(f"{path} is one array, and has none called {name!r} inside")
         return found
-    known = {key: item for key, item in found.members(max_depth=None) if isinstance(item, zarr.Array)}
-    return known[_chosen(path, name, list(known))]
+    return _chosen(path, name, found, zarr.Array, lambda: found.members(max_depth=None))
 
 
 def _hdf5(path: Path, name: str | None) -> Any:
@@ -50,19 +50,21 @@ def _hdf5(path: Path, name: str | None) -> Any:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_sieve_buf_size(4096)  # by default 64 KB are read around each row of a block
     file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
-    known: list[str] = []
-    file.visititems(lambda key, item: known.append(key) if isinstance(item, h5py.Dataset) else None)
-    return file[_chosen(path, name, known)]
+    items: list[tuple[str, Any]] = []
+    return _chosen(path, name, file, h5py.Dataset, lambda: file.visititems(lambda *item: items.append(item)) or items)
 
 
-def _chosen(path: Path, name: str | None, known: list[str]) -> str:
+def _chosen(path: Path, name: str | None, group: Any, kind: type, items: Callable[[], Iterable]) -> Any:
+    """The array called `name`, or the only one; all `items` are looked at only to find that one, or to tell them."""
+    if name is not None:
+        found = group.get(name.strip("/"))
+        if isinstance(found, kind):
+            return found
+    known = {key: item for key, item in items() if isinstance(item, kind)}
     if name is None and len(known) == 1:
-        return known[0]
-    key = (name or "").strip("/")
-    if key not in known:
-        lacks = "holds several arrays, or none: name one" if name is None else f"has no array called {name!r}"
-        raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(known)) or 'nothing'}")
-    return key
+        return next(iter(known.values()))
+    lacks = "holds several arrays, or none: name one" if name is None else f"has no array called {name!r}"
+    raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(known)) or 'nothing'}")
 
 
 def _package(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -54,6 +54,16 @@ def _compare(what: str, mesh: DeviceMesh, failed: Exception | None) -> None:
         raise ShardingError(f"{what}: {next(iter(lines.values()))}") from failed
     told = [f"{what}: cannot be done", *(f"rank {r}: {line}" for r, line in lines.items())]
     raise ShardingError("\n  ".join(told)) from failed
+
+
+def same_everywhere(what: str, mesh: DeviceMesh, claim: Mapping[str, int]) -> None:
+    """Raise on every rank of the mesh, with what each has, unless all have the same."""
+    rows = everywhere([int(n) for n in claim.values()], mesh)
+    if differ := [key for key, column in zip(claim, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]:
+        told = [", ".join(f"{k} {n}" for k, n in zip(claim, row, strict=True) if k in differ) for row in rows]
+        ranks = mesh.mesh.flatten().tolist()
+        lines = [f"rank {r}: {line}" for r, line in zip(ranks, told, strict=True)]
+        raise ShardingError("\n  ".join([f"{what}: the ranks do not agree on {', '.join(differ)}", *lines]))
 
 
 def everywhere(values: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
