@@ -390,6 +390,15 @@ def test_means_are_exact():
     assert [r[0] for r in ranks] == [1, 0, 0] and all(r[2] == pytest.approx(whole) for r in ranks)
 
 
+class Careless(Blocks):
+    def read(self, i, slices):
+        return self.whole(i)
+
+
+class NoShapes(Rows):
+    read = Blocks.read
+
+
 class Pairs:
     def __len__(self):
         return 3
@@ -427,7 +436,16 @@ def structures_and_errors():
         "the ranks do not agree on samples, seed, drop_last\n  rank 0: samples 3, seed 0, drop_last 1\n  rank 1: ",
     )
     uneven = [torch.ones(2, 4), torch.ones(2, 5)]
-    refused(lambda: list(ShardedLoader(uneven, 1, mesh, shuffle=False)), "sample 1 has shapes [(2, 5)]")
+    refused(
+        lambda: list(ShardedLoader(uneven, 1, mesh, shuffle=False)),
+        "sample 1 gives tensors of [(2, 5)] where [(2, 4)] are due",
+    )
+    refused(
+        lambda: ShardedLoader(dataset, 1, mesh, placements={"u": [Shard(0)]}),
+        "placements has ['u'], a sample has ['x',",
+    )
+    refused(lambda: list(ShardedLoader(Careless(2), 1, mesh)), "(2, 7, 6), ()] where [(2, 4, 6), ()] are due")
+    refused(lambda: ShardedLoader(NoShapes(2), 1, mesh), "needs `shapes` too")
     for options, said in [
         (dict(data="dp"), "no data axis 'dp'"),
         (dict(domain="h"), "'h'"),

@@ -50,6 +50,8 @@ class Cut:
         self.shapes = [tuple(p) if self.blockwise else tuple(torch.as_tensor(p).shape) for p in parts]
         self.layouts: list[Layout | None] = [None] * len(parts)
         self._slices = [tuple(slice(0, n) for n in shape) for shape in self.shapes]
+        if isinstance(placements, Mapping) and (unknown := [key for key in placements if key not in self.keys]):
+            raise ValueError(f"placements has {unknown}, a sample has {self.keys}")
         if mesh is not None:
             layouts = [
                 layout_of(mesh, _placed(placements, key, shape, mesh), shape, sizes)
@@ -75,13 +77,12 @@ class Cut:
         return tuple(values) if self._kind is tuple else dict(zip(self.keys, values, strict=True))
 
     def _blocks(self, i: int) -> list[Tensor]:
-        if self.blockwise:
-            _, parts = _parts(self.dataset.read(i, self.join(self._slices)), _is_tensor)
-            return [torch.as_tensor(p) for p in parts]
-        whole = [torch.as_tensor(p) for p in _parts(self.dataset[i], _is_tensor)[1]]
-        if [tuple(t.shape) for t in whole] != self.shapes:
-            raise ShardingError(f"sample {i} has shapes {[tuple(t.shape) for t in whole]}, sample 0 {self.shapes}")
-        return [t[at] for t, at in zip(whole, self._slices, strict=True)]
+        found = self.dataset.read(i, self.join(self._slices)) if self.blockwise else self.dataset[i]
+        tensors = [torch.as_tensor(p) for p in _parts(found, _is_tensor)[1]]
+        due = [tuple(at.stop - at.start for at in block) for block in self._slices] if self.blockwise else self.shapes
+        if [tuple(t.shape) for t in tensors] != due:
+            raise ShardingError(f"sample {i} gives tensors of {[tuple(t.shape) for t in tensors]} where {due} are due")
+        return tensors if self.blockwise else [t[at] for t, at in zip(tensors, self._slices, strict=True)]
 
 
 def layout_of(
