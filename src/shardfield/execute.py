@@ -167,27 +167,10 @@ def planned(planner: Callable, partial: bool, merged: bool) -> Handler:
         locals_: list[Tensor] = []
         layouts: list[Layout] = []
         key = [func, *autocast_state()]
-
-        def scan(value: Any) -> None:
-            if isinstance(value, Tensor):
-                local, layout = admit(value, mesh, partial, merged)
-                locals_.append(local)
-                layouts.append(layout)
-                key.append(layout)
-                key.append(local.dtype)
-            elif isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
-                key.append(len(value))
-                for item in value:
-                    scan(item)
-            else:
-                key.append(value.__class__)
-                key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
-
-        for value in args:
-            scan(value)
+        _scan(args, partial, merged, mesh, key, locals_, layouts)
         for name, value in kwargs.items():
             key.append(name)
-            scan(value)
+            _scan((value,), partial, merged, mesh, key, locals_, layouts)
         found = tuple(key)
         try:
             ready = PLANS.get(found)
@@ -204,6 +187,23 @@ def planned(planner: Callable, partial: bool, merged: bool) -> Handler:
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
     return run
+
+
+def _scan(values: Iterable[Any], partial: bool, merged: bool, mesh: Any, key: list, locals_: list, layouts: list):
+    """Add all there is among the arguments to a key; the tensors, admitted, to `locals_` and `layouts`."""
+    for value in values:
+        if isinstance(value, Tensor):
+            local, layout = admit(value, mesh, partial, merged)
+            locals_.append(local)
+            layouts.append(layout)
+            key.append(layout)
+            key.append(local.dtype)
+        elif isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+            key.append(len(value))
+            _scan(value, partial, merged, mesh, key, locals_, layouts)
+        else:
+            key.append(value.__class__)
+            key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
 
 
 # what stands in a key as itself

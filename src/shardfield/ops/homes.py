@@ -71,8 +71,10 @@ def landed(target: Layout, dim: int, free: tuple[int, ...], count: int, item: in
     size, parts = target.shape[dim], [target.mesh.size(a) for a in free]
     _, axes, lengths = home
     taken = {*target.shard_axes, *target.partial_axes}
-    if sum(lengths) == size and axes and set(free) <= set(axes) and not taken & set(axes):
-        return target.with_dim(dim, Factor(size, tuple(axes), tuple(lengths)))
+    over = [(a, "sum") for a in free if a not in axes]
+    if sum(lengths) == size and axes and (adds or not over) and not taken & set(axes):
+        dims = [(Factor(size, tuple(axes), tuple(lengths)),) if d == dim else f for d, f in enumerate(target.dims)]
+        return Layout.make(target.mesh, dims, [*target.partial, *over])
     row = target.numel // max(size, 1) * item
     # the sum of addends, against distinct rows at most, and three messages to find out which
     apart = min(count // math.prod(parts), size) * (row + 8) + 3 * MESSAGE

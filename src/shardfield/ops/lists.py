@@ -63,6 +63,7 @@ class Lists:
 
     def __init__(self, owners: Owners, flat: Tensor, ask: Sequence[int], distinct: bool):
         self.entries = len(flat)
+        self.below = False  # whether an entry was counted from the end, on any rank
         self.count: Tensor | None = None  # of entries for each row of the block, once asked for
         self.stages: list[Stage] = []
         for axis in ask:
@@ -142,9 +143,12 @@ class Asked(NamedTuple):
         """
         kept, key = (None, ()) if index is None else self._kept(index)
         lists = None if kept is None else kept.get(key)
-        wrong = lists is None and bool(outside(index if judged is None else judged, self.size, self.negative))  # type: ignore[arg-type]
-        missing, elements, wrong = _anyone([lists is None, index is None, wrong], self.where)
-        if wrong:
+        seen = index if judged is None else judged
+        assert seen is not None
+        wrong = lists is None and bool(outside(seen, self.size, True))
+        below = bool((seen < 0).any()) if lists is None else lists.below
+        missing, elements, wrong, below = _anyone([lists is None, index is None, wrong, below], self.where)
+        if wrong or (below and not self.negative):
             raise out_of_bounds(self.size, self.error)
         if elements:
             return None
@@ -153,8 +157,9 @@ class Asked(NamedTuple):
             report.ending("rule: rows by kept lists")
             return lists
         report.ending("rule: rows by new lists")
-        flat = from_front(index, self.size, self.negative).reshape(-1)
+        flat = from_front(index, self.size, below).reshape(-1)
         lists = Lists(self.owners, flat, self.ask, self.distinct)
+        lists.below = below
         if kept is not None:
             kept[key] = lists
             if len(kept) > _BOUND:
@@ -173,7 +178,7 @@ class Asked(NamedTuple):
         owners = self.owners
         layout, cuts = owners.layout, tuple(owners.layout.dims[d] for d in owners.dims)  # other dims may differ
         part = (index.dtype, index.storage_offset(), tuple(index.shape), index.stride())
-        return known[1], (part, layout.mesh, cuts, owners.axes, self.ask, self.negative, self.distinct)
+        return known[1], (part, layout.mesh, cuts, owners.axes, self.ask, self.distinct)
 
 
 def _anyone(flags: Sequence[bool], where: Layout) -> list[bool]:

@@ -51,7 +51,7 @@ class Owners:
             for factor, digit in row:
                 if axis in factor.axes:
                     ends = torch.tensor(factor.lengths, device=flat.device).cumsum(0)
-                    piece = torch.searchsorted(ends, digit, right=True)
+                    piece = torch.searchsorted(ends, digit.contiguous(), right=True)
                     inner = factor.axes[factor.axes.index(axis) + 1 :]
                     piece = piece.div(math.prod(self.layout.mesh.size(a) for a in inner), rounding_mode="floor")
                     return piece % self.layout.mesh.size(axis)
