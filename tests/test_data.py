@@ -468,7 +468,8 @@ def test_reading_goes_on_while_the_batch_is_used():
 
 def reads_ahead():
     dataset = Blocks(9)
-    batches = iter(ShardedLoader(dataset, 1, mesh_of(data=1), prefetch=3))
+    loader = ShardedLoader(dataset, 1, mesh_of(data=1), prefetch=3)
+    batches = iter(loader)
     next(batches)
     for _ in range(500):
         if dataset.elements == 4 * 84:
@@ -476,6 +477,9 @@ def reads_ahead():
         threading.Event().wait(0.01)
     threading.Event().wait(0.05)
     assert dataset.elements == 4 * 84, "the one given and three ahead"
+    waited = loader.waited
+    next(batches)
+    assert 0 < waited < loader.waited
     batches.close()
     assert not [t for t in threading.enumerate() if t.name == "shardfield-ahead"]
 

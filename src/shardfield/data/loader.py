@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -44,7 +45,8 @@ class ShardedLoader:
     `loader.weight` (its share of the batch's samples times the number of data ranks; 0 for an empty batch, whose loss
     must be a sum: a mean of nothing is NaN).
 
-    `prefetch` batches are read ahead by a thread, which never communicates. If reading fails on one rank, all raise.
+    `prefetch` batches are read ahead by a thread, which never communicates; `loader.waited` are the seconds that it was
+    not ahead. If reading fails on one rank, all raise.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ShardedLoader:
         self.epoch, self._seen, self._resume = 0, 0, 0
         self.weight = 1.0  # this and the next of the batch last given
         self.indices: list[int] = []
+        self.waited = 0.0  # seconds in all that a batch was asked for and not yet read
 
     @property
     def global_batch(self) -> int:
@@ -171,9 +174,16 @@ class ShardedLoader:
             for count, indices in shares:
                 # Where ranks cannot talk without waiting for the accelerator, a rank that fails does so by itself.
                 mesh = self.mesh if self._asks else None
-                read = together("ShardedLoader", mesh, lambda: next(blocks))
+                read = together("ShardedLoader", mesh, lambda: self._next(blocks))
                 self.weight, self.indices = len(indices) * self.data_size / count, indices
                 yield count, self._cut.join([self._placed(t, layout, len(indices)) for t, layout in read])
+
+    def _next(self, blocks: Iterator[Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return next(blocks)
+        finally:
+            self.waited += time.perf_counter() - begun
 
     def _read(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
         """In the thread: this rank's blocks, in memory from which they are copied while others compute."""
