@@ -113,7 +113,7 @@ def _units(model: nn.Module, which: Which | None) -> list[nn.Module]:
     """The modules to treat one by one, innermost first; the model itself is not among them."""
     if which is None:
         members = {m for holder in model.modules() if isinstance(holder, nn.ModuleList) for m in holder}
-        chosen = []
+        chosen: list[nn.Module] = []
         for m in model.modules():  # from the outside in
             if m in members and _stands_alone(m, model) and not any(m in set(c.modules()) for c in chosen):
                 chosen.append(m)

@@ -1,0 +1,143 @@
+"""The command `shardfield`: train, info. Runs alone or under torchrun, mpirun, srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .errors import ShardfieldError
+
+USAGE = """usage: shardfield COMMAND [...]
+
+  train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
+  info                                               versions and devices
+
+Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns its exit code. 2: what was asked for cannot be, and one line says why."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "info": info}
+    if not words or words[0] in ("-h", "--help"):
+        _say(USAGE)
+        return 0 if words else 2
+    if words[0] not in commands:
+        from .train.config import nearest
+
+        return _refuse(f"unknown command {words[0]!r}{nearest(words[0], commands)}")
+    return commands[words[0]](words[1:])
+
+
+def train(words: list[str]) -> int:
+    from .train.config import UsageError, from_file, nearest
+    from .train.loop import Preempted
+    from .train.nonfinite import NonFinite
+    from .train.recipes import DEFAULT, RECIPES
+
+    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
+    if name not in RECIPES:
+        return _refuse(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
+    try:
+        import tyro
+    except ImportError as error:
+        return _refuse(f"training needs more packages ({error}): pip install 'shardfield[recipes]'")
+    kind, recipe = RECIPES[name]
+    try:
+        default = kind()
+        if "--config" in words:
+            at = words.index("--config")
+            if at + 1 == len(words):
+                raise UsageError("--config wants a file")
+            default = from_file(kind, Path(words[at + 1]))
+            del words[at : at + 2]
+        prog = f"shardfield train {name}"
+        config = tyro.cli(kind, args=words, default=default, prog=prog, console_outputs=_rank() == 0)
+        config.check()
+        return _run(recipe, config)
+    except SystemExit as end:  # tyro has said what is wrong, or shown the help
+        return int(end.code or 0)
+    except Preempted as end:
+        _say(str(end))
+        return 0
+    except NonFinite as error:
+        return _refuse(str(error), 1)
+    except (ShardfieldError, OSError) as error:
+        return _refuse(str(error))
+
+
+def _run(recipe, config) -> int:
+    from .distributed import DistributedManager
+    from .train.log import Log
+    from .train.loop import Trainer, writable
+    from .train.picture import draw_curve
+
+    begun = time.monotonic()
+    DistributedManager.initialize()
+    manager = DistributedManager()
+    if not torch.distributed.is_initialized():  # one process: a world of its own
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = config.mesh(manager.device.type)
+        writable(config.out)
+        log = Log(config.out, manager.rank == 0, config.log_every)
+        if manager.rank == 0:
+            (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
+        shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
+        log.say(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
+        trainer = Trainer(recipe(config, mesh, log), config, mesh, log)
+        results = trainer.run()
+        if config.picture:
+            trainer.draw()
+            if manager.rank == 0:
+                draw_curve(config.out)
+        told = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
+        log.say(f"done in {time.monotonic() - begun:.0f} s: {told}; see {config.out}")
+        return 0
+    finally:
+        DistributedManager.cleanup()
+
+
+def info(words: list[str]) -> int:
+    from importlib.metadata import version
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    _say(
+        f"shardfield {version('shardfield')}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        f"{os.cpu_count()} cores, {count} x {accelerator.type if accelerator else 'no accelerator'}"
+    )
+    return 0
+
+
+def _rank() -> int:
+    """This process's rank before there is a world: from the launcher's variables."""
+    from .distributed.launch import detect
+
+    try:
+        return detect(dict(os.environ)).rank
+    except ShardfieldError:
+        return 0
+
+
+def _say(text: str) -> None:
+    if _rank() == 0:
+        print(text, flush=True)
+
+
+def _refuse(text: str, code: int = 2) -> int:
+    if _rank() == 0:
+        print(f"shardfield: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""What a run can be told: one dataclass that every recipe's own extends."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import ShardfieldError
+
+C = TypeVar("C", bound="TrainConfig")
+DOMAIN = ("h", "w", "d")  # the names of the mesh axes that cut a field's dims
+
+
+class UsageError(ShardfieldError):
+    """Something a user asked for that cannot be: told in one line, with what would work."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The options that all recipes have."""
+
+    out: Path = Path("runs/default")
+    """Where checkpoints, metrics and pictures go."""
+    domain: tuple[int, ...] = (1,)
+    """Ranks along the field's first cut dim, or along two of them; the other ranks have samples of their own."""
+    strategy: Literal["fsdp", "hsdp", "ddp"] = "fsdp"
+    """How parameters lie on the ranks."""
+    epochs: int = 10
+    """Passes over the training samples."""
+    max_steps: int | None = None
+    """Stop after so many steps, whatever `epochs` says."""
+    batch_size: int = 8
+    """Samples in a step, over all ranks."""
+    accumulate: int = 1
+    """Parts that a step's samples are worked on in, one after the other."""
+    learning_rate: float = 3e-3
+    """At its highest; it falls as a cosine to `final_learning_rate` times this."""
+    final_learning_rate: float = 1e-3
+    """Of the highest, at the last step."""
+    warmup: int = 20
+    """Steps over which the learning rate rises from nothing."""
+    weight_decay: float = 1e-4
+    """Of AdamW."""
+    clip: float | None = 1.0
+    """The largest norm of all gradients together."""
+    ema: float | None = None
+    """Decay of a running mean of the parameters, which is then what is evaluated."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: computed in bfloat16 where autocast does, parameters and sums in fp32."""
+    recompute: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    seed: int = 0
+    """Of the parameters, the order of samples, and dropout."""
+    resume: str = "auto"
+    """"auto": from the newest checkpoint in `out`, if any; "never"; or the path of a checkpoint."""
+    save_every: int = 200
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints that stay."""
+    evaluate_every: int = 1
+    """Epochs between evaluations; 0: only at the end."""
+    log_every: int = 20
+    """Steps between lines of progress where there is no terminal."""
+    picture: bool = True
+    """Draw prediction.png and curve.png at the end, where matplotlib is there."""
+
+    def check(self) -> None:
+        """Raise a UsageError for values that cannot be."""
+        for name in ("epochs", "batch_size", "accumulate", "keep", "log_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; at least 1 is needed")
+        for name in ("save_every", "evaluate_every", "warmup"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 0 or more is needed")
+        if not 1 <= len(self.domain) <= len(DOMAIN) or min(self.domain) < 1:
+            raise UsageError(f"--domain {self.domain}: ranks along one to three dims, at least 1 each")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UsageError(f"--ema is {self.ema}; a decay lies between 0 and 1")
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of all ranks: a data axis, and one axis for each entry of `domain`."""
+        ranks, cut = dist.get_world_size(), torch.Size(self.domain).numel()
+        if ranks % cut:
+            fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            asked = " x ".join(map(str, self.domain))
+            raise UsageError(
+                f"--domain {asked} asks for groups of {cut} ranks, and there are {ranks}: {fits} divide them"
+            )
+        data = ranks // cut
+        if self.batch_size % (data * self.accumulate):
+            raise UsageError(
+                f"--batch-size {self.batch_size} is not a multiple of {data} data ranks"
+                + (f" times {self.accumulate} parts" if self.accumulate > 1 else "")
+            )
+        return init_device_mesh(device_type, (data, *self.domain), mesh_dim_names=("data", *DOMAIN[: len(self.domain)]))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the domain axes."""
+        return DOMAIN[: len(self.domain)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step: a function of its number, so that nothing need be saved to go on."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(steps - self.warmup, 1)
+        low = self.final_learning_rate
+        return self.learning_rate * (low + (1 - low) * 0.5 * (1 + torch.cos(torch.tensor(done * torch.pi)).item()))
+
+    def as_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def from_file(kind: type[C], path: Path) -> C:
+    """A configuration with what a TOML or JSON file says, and defaults for the rest."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    try:
+        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    return updated(kind(), given, f"--config {path}")
+
+
+def updated(config: C, given: dict[str, Any], where: str) -> C:
+    """A copy with the values of `given`, read as they would be on the command line."""
+    known = {f.name: f for f in dataclasses.fields(config)}
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{where}: unknown key {name!r}{nearest(name, known)}")
+    words: list[str] = []
+    for name, value in given.items():
+        key = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        else:
+            words += [f"--{key}", *(str(v) for v in (value if isinstance(value, list) else [value]))]
+    return parsed(config, words, where)
+
+
+def parsed(config: C, words: list[str], where: str) -> C:
+    """The configuration that command-line words make of another one."""
+    import tyro
+
+    try:
+        return tyro.cli(type(config), args=words, default=config, console_outputs=False)
+    except SystemExit:
+        raise UsageError(f"{where}: a value has the wrong type; {' '.join(words)}") from None
+
+
+def nearest(name: str, known: Any) -> str:
+    """A hint at what was meant."""
+    found = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(known))}"

@@ -1,0 +1,47 @@
+"""A running mean of a model's parameters, kept in the pieces they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Average:
+    """mean = decay * mean + (1 - decay) * parameters, after each step."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        named = {n.removeprefix("module."): p for n, p in model.named_parameters()}
+        self.parameters = list(named.values())
+        self.means: dict[str, Tensor] = {f"ema.{n}": p.detach().clone() for n, p in named.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for mean, parameter in zip(self.means.values(), self.parameters, strict=True):
+            _local(mean).lerp_(_local(parameter), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the mean for its parameters."""
+        pairs = [(_local(m), _local(p)) for m, p in zip(self.means.values(), self.parameters, strict=True)]
+        held = [p.clone() for _, p in pairs]
+        _copy([m for m, _ in pairs], pairs)
+        try:
+            yield
+        finally:
+            _copy(held, pairs)
+
+
+@torch.no_grad()
+def _copy(values: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for value, (_, parameter) in zip(values, pairs, strict=True):
+        parameter.copy_(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

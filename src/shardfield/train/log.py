@@ -1,0 +1,125 @@
+"""What a run tells: progress on the terminal, metrics.jsonl, TensorBoard, all from rank 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    """Where `is_main` is False, every call does nothing."""
+
+    def __init__(self, folder: Path, is_main: bool, log_every: int = 20):
+        self.folder, self.is_main, self.log_every = folder, is_main, log_every
+        self.path = folder / "metrics.jsonl"
+        self._bar: Any = None
+        self._board: Any = None
+        self._began: tuple[float, int] | None = None
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        if self.is_main:
+            print(text, flush=True) if self._bar is None else self._bar.console.print(text, highlight=False)
+
+    def resume(self, step: int) -> None:
+        """Forget what an earlier run told of later steps: they will be told again."""
+        if not self.is_main or not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.replace(self.path)
+
+    def record(self, step: int, **values: float) -> None:
+        """Numbers for programs: one line of JSON, and TensorBoard where it is installed."""
+        if not self.is_main:
+            return
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step} | values) + "\n")
+        if self._board is None:
+            self._board = _board(self.folder)
+        if self._board:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    @contextmanager
+    def progress(self, begin: int, steps: int):
+        """A bar on a terminal, a line now and then elsewhere."""
+        self._began, self._first = (time.monotonic(), begin), begin
+        if self.is_main and sys.stdout.isatty():
+            self._bar, self._work = _bar(begin, steps)
+        try:
+            if self._bar is not None:
+                with self._bar:
+                    yield
+            else:
+                yield
+        finally:
+            self._bar = None
+
+    def step(self, step: int, steps: int, loss: float, rate: float, samples: int) -> None:
+        """A step is done, with so many samples over all ranks."""
+        if not self.is_main:
+            return
+        assert self._began is not None
+        begun, first = self._began
+        took = (time.monotonic() - begun) / (step - first)
+        self.record(step, loss=loss, learning_rate=rate, samples_per_s=samples / took)
+        if self._bar is not None:
+            self._bar.update(self._work, completed=step, loss=f"{loss:.4f}", speed=f"{samples / took:.1f}")
+        elif step % self.log_every == 0 or step == steps:
+            left = _clock(took * (steps - step))
+            print(f"step {step}/{steps}  loss {loss:.4f}  {samples / took:.1f} samples/s  {left} left", flush=True)
+
+
+def curve(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tuple[int, float]]]]:
+    """The training loss by step, and each test metric, from metrics.jsonl."""
+    losses: list[tuple[int, float]] = []
+    tests: dict[str, list[tuple[int, float]]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        values = json.loads(line)
+        step = values.pop("step")
+        if "loss" in values:
+            losses.append((step, values["loss"]))
+        for name, value in values.items():
+            if "/" in name:
+                tests.setdefault(name, []).append((step, value))
+    return losses, tests
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # a line that a kill cut short
+        return float("inf")
+
+
+def _bar(begin: int, steps: int) -> tuple[Any, Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} samples/s"),
+        TimeRemainingColumn(),
+    )
+    return bar, bar.add_task("", total=steps, completed=begin, loss="-", speed="-")
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return False
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,252 @@
+"""The training loop: steps, evaluation, checkpoints, and an orderly end whatever happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import wire
+from ..layout import pieces
+from ..tensor import ShardTensor
+from .checkpoint import Checkpoints
+from .config import TrainConfig, UsageError
+from .ema import Average
+from .log import Log
+from .nonfinite import NonFinite, report
+from .parallel import clip_grad_norm_, no_sync, parallelize
+from .task import Task
+
+
+class Preempted(Exception):
+    """The run was asked to end (SIGTERM), and everything is saved."""
+
+
+def fit(task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log | None = None) -> dict[str, float]:
+    """Train, and return the test metrics of the end. Goes on from a checkpoint as `config.resume` says."""
+    return Trainer(task, config, mesh, log or Log(config.out, dist.get_rank() == 0, config.log_every)).run()
+
+
+class Trainer:
+    """One run of a task on a mesh. All ranks make the same calls."""
+
+    def __init__(self, task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log):
+        self.task, self.config, self.mesh, self.log = task, config, mesh, log
+        self.device = wire.device_of(mesh)
+        model = task.model.to(device=self.device)
+        self.model: nn.Module = parallelize(
+            model.to(config.dtype),
+            mesh,
+            domain=config.axes,
+            strategy=config.strategy,
+            mixed_precision=torch.bfloat16 if config.precision == "bf16" else None,
+            checkpoint=config.recompute,
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        self.average = None if config.ema is None else Average(self.model, config.ema)
+        self.checkpoints = Checkpoints(config.out, config.keep)
+        self.per_epoch = len(task.train) // config.accumulate
+        if not self.per_epoch:
+            raise UsageError(f"an epoch has {len(task.train)} batches, and a step takes {config.accumulate} of them")
+        planned = config.epochs * self.per_epoch
+        self.steps = planned if config.max_steps is None else min(planned, config.max_steps)
+        self.step = 0
+        self.waited = 0.0  # for data, in seconds
+        self.saved = -1
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> dict[str, float]:
+        self._resume()
+        results: dict[str, float] = {}
+        with _stop_signal() as asked, self.log.progress(self.step, self.steps):
+            while self.step < self.steps:
+                self._epoch(asked)
+                epoch = self.step // self.per_epoch
+                last = self.step >= self.steps
+                if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
+                    results = self.evaluate()
+            if not results:
+                results = self.evaluate()
+        self._save()
+        self.checkpoints.wait()
+        return results
+
+    def _epoch(self, asked: list[int]) -> None:
+        """The steps that are left of this epoch."""
+        batches = iter(self.task.train)
+        parts: list[Any] = []
+        while self.step < self.steps:
+            begun = time.monotonic()
+            batch = next(batches, None)
+            self.waited += time.monotonic() - begun
+            if batch is None:
+                return
+            parts.append(batch)
+            if len(parts) == self.config.accumulate:
+                self._step(parts, asked)
+                parts = []
+
+    def _step(self, parts: list[Any], asked: list[int]) -> None:
+        # What is drawn in a step depends on its number alone, so that it is drawn again after a restart.
+        coord = self.mesh.get_local_rank("data")
+        torch.manual_seed(((self.config.seed * 1_000_003 + self.step) * 65_537 + coord) % (1 << 63))
+        rate = self.config.rate(self.step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, batch in enumerate(parts):
+            with no_sync(self.model) if i + 1 < len(parts) else nullcontext():
+                output = self.model(*self.task.inputs(batch))
+                loss = self.task.loss(output, batch) / len(parts)
+                loss.backward()
+            total += whole(loss.detach()).double()
+        norm = clip_grad_norm_(self.model, self.config.clip or math.inf)
+        loss_value, norm_value, stop = self._together(total, norm, bool(asked))
+        if not math.isfinite(loss_value) or not math.isfinite(norm_value):
+            raise self._nonfinite(loss_value, norm_value, batch, output)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
+        self.step += 1
+        self.log.step(self.step, self.steps, loss_value, rate, self.config.batch_size)
+        if stop:
+            self._save()
+            self.checkpoints.wait()
+            raise Preempted(f"step {self.step}: asked to end; saved in {self.checkpoints.latest()}")
+        if self.config.save_every and self.step % self.config.save_every == 0:
+            self._save()
+
+    def _together(self, loss: Tensor, norm: Tensor, asked: bool) -> tuple[float, float, bool]:
+        """The mean loss over data ranks, the norm of the gradients, and whether any rank was asked to end."""
+        told = torch.stack([loss, norm.to(loss), torch.tensor(float(asked)).to(loss)])
+        dist.all_reduce(told)
+        loss_sum, norm_sum, stop = told.tolist()
+        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0
+
+    def _nonfinite(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
+        """What a stop for NaN or inf leaves behind: the state before the step, and the last batch."""
+        folder = self.config.out / f"nonfinite-step-{self.step}"
+        kept = Checkpoints(folder, 1)
+        kept.save(self.step, self.model, self.optimizer, self._scalars())
+        kept.wait()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {norm}"
+        return report(folder, self.mesh, self.step, what, batch, output)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The mean of each metric over each test set."""
+        self.model.eval()
+        results = {}
+        with self.average.in_place() if self.average is not None else nullcontext():
+            for name, loader in self.task.tests.items():
+                sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=self.device)
+                for batch in loader.sweep():
+                    output = self.model(*self.task.inputs(batch))
+                    values = [whole(score(output, batch)).double() for score in self.task.metrics.values()]
+                    sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(values[0].numel()))])
+                dist.all_reduce(sums, group=self.mesh.get_group("data"))
+                for metric, value in zip(self.task.metrics, sums[:-1] / sums[-1], strict=True):
+                    results[f"{name}/{metric}"] = value.item()
+        if results:
+            self.log.record(self.step, **results)
+            self.log.say(f"step {self.step}  " + "  ".join(f"{n} {v:.4f}" for n, v in results.items()))
+        return results
+
+    def draw(self) -> None:
+        """The recipe's picture, of the first test batch."""
+        if self.task.draw is None or not self.task.tests:
+            return
+        self.model.eval()
+        with torch.no_grad(), self.average.in_place() if self.average is not None else nullcontext():
+            batch = next(iter(next(iter(self.task.tests.values())).sweep()))
+            output = self.model(*self.task.inputs(batch))
+        shown = {n: (whole(t), boundaries(t)) for n, t in {**batch, "prediction": output}.items()}
+        if dist.get_rank() == 0:
+            self.task.draw(self.config.out, shown)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _scalars(self) -> dict[str, Any]:
+        return {"step": self.step, "loader": self.task.train.state_dict(), "config": self.config.as_json()}
+
+    def _save(self) -> None:
+        if self.saved != self.step:
+            extra = {} if self.average is None else self.average.means
+            self.checkpoints.save(self.step, self.model, self.optimizer, self._scalars(), extra)
+            self.saved = self.step
+
+    def _resume(self) -> None:
+        if self.config.resume == "never":
+            path = None
+        elif self.config.resume == "auto":
+            path = self.checkpoints.latest()
+        else:
+            path = Path(self.config.resume)
+        if path is not None:
+            extra = {} if self.average is None else self.average.means
+            state = self.checkpoints.load(path, self.model, self.optimizer, extra)
+            self.task.train.load_state_dict(state["loader"])
+            self.step = self.saved = state["step"]
+            self.log.say(f"going on from {path}")
+        self.log.resume(self.step)
+
+
+def whole(value: Any) -> Tensor:
+    """A plain tensor with the whole value."""
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def boundaries(tensor: Any) -> tuple[list[int], list[int]]:
+    """Where the last two dims of a field are cut: the first row, or column, of each piece but the first."""
+    if not isinstance(tensor, ShardTensor):
+        return [], []
+    rows, columns = (
+        sorted({*accumulate(pieces(dim[0]))} - {0, tensor.shape[at]}) if len(dim) == 1 else []
+        for at, dim in ((d, tensor._layout.dims[d]) for d in (tensor.ndim - 2, tensor.ndim - 1))
+    )
+    return rows, columns
+
+
+@contextmanager
+def _stop_signal() -> Iterator[list[int]]:
+    """A list that is no longer empty once the process was asked to end."""
+    asked: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    except ValueError:  # not in the main thread
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def writable(folder: Path) -> None:
+    """Raise a UsageError unless a run can write there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_text(json.dumps(0))
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from None

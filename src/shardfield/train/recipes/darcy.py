@@ -1,0 +1,101 @@
+"""Darcy flow, as the recipes that learn it share it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from ...data import Darcy, ShardedLoader, UnitGaussian
+from ..config import TrainConfig, UsageError
+from ..log import Log
+
+
+@dataclass(kw_only=True)
+class DarcyConfig(TrainConfig):
+    """Options of recipes that learn Darcy flow."""
+
+    n_train: int = 1000
+    """Training samples."""
+    n_test: int = 200
+    """Test samples."""
+    resolution: int = 64
+    """Points along each dim in training."""
+    test_resolutions: tuple[int, ...] = (64, 22)
+    """Points along each dim in the test sets; the model is trained at one of them."""
+    fine: int = 253
+    """Points along each dim of the grid on which samples are solved, before they are thinned out."""
+    cache: Path | None = None
+    """Where samples are kept; by default SHARDFIELD_CACHE of the environment, else ~/.cache/shardfield."""
+
+
+class Normalized(nn.Module):
+    """A model whose input is normalised, and whose output is put back into the units of the truth."""
+
+    def __init__(self, model: nn.Module, x: UnitGaussian, y: UnitGaussian):
+        super().__init__()
+        self.model, self.x, self.y = model, x, y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.y.inverse_transform(self.model(self.x.transform(x)))
+
+
+class Cast:
+    """A dataset in another dtype."""
+
+    def __init__(self, dataset: Darcy, dtype: torch.dtype):
+        self.dataset, self.dtype, self.shapes = dataset, dtype, dataset.shapes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {n: t.to(self.dtype) for n, t in self.dataset[i].items()}
+
+    def read(self, i: int, slices: Any) -> dict[str, Tensor]:
+        return {n: t.to(self.dtype) for n, t in self.dataset.read(i, slices).items()}
+
+
+def loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[ShardedLoader, dict[str, ShardedLoader]]:
+    """The training samples and the test sets, made where the cache lacks them."""
+    for points in (config.resolution, *config.test_resolutions):
+        if points < max(config.domain):
+            raise UsageError(f"a field of {points} points along a dim cannot be cut over {max(config.domain)} ranks")
+    begun = time.monotonic()
+
+    def prepared(n: int, points: int, start: int) -> Cast:
+        made = Darcy(n, resolution=points, fine=config.fine, seed=config.seed, start=start, cache=config.cache).prepare(
+            mesh
+        )
+        return Cast(made, config.dtype)
+
+    def loader(dataset: Any, size: int, **how: Any) -> ShardedLoader:
+        cut = [Shard(1), Shard(2)][: len(config.domain)]
+        return ShardedLoader(dataset, size, mesh, domain=config.axes, placements=cut, seed=config.seed, **how)
+
+    log.say(f"Darcy flow: {config.n_train} + {config.n_test} samples, solved on {config.fine} x {config.fine} points")
+    each = config.batch_size // mesh.size(0) // config.accumulate
+    train = loader(prepared(config.n_train, config.resolution, 0), each, drop_last=True)
+    tests = {
+        f"{points}x{points}": loader(prepared(config.n_test, points, config.n_train), 8, shuffle=False)
+        for points in config.test_resolutions
+    }
+    log.say(f"data ready after {time.monotonic() - begun:.0f} s")
+    return train, tests
+
+
+def normalized(model: nn.Module, train: ShardedLoader) -> Normalized:
+    """The model between fields normalised by the statistics of the training samples."""
+    return Normalized(model, UnitGaussian.fit(train, "x"), UnitGaussian.fit(train, "y"))
+
+
+def relative_l2(output: Tensor, batch: Any) -> Tensor:
+    """|output - y| / |y|, for each sample."""
+    difference = (output - batch["y"]).flatten(1).square().sum(1)
+    return (difference / batch["y"].flatten(1).square().sum(1)).sqrt()

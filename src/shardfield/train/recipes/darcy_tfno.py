@@ -1,0 +1,81 @@
+"""neuraloperator's TFNO learns Darcy flow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..config import UsageError
+from ..log import Log
+from ..picture import draw_prediction
+from ..task import Task
+from .darcy import DarcyConfig, loaders, normalized, relative_l2
+
+
+@dataclass(kw_only=True)
+class DarcyTFNOConfig(DarcyConfig):
+    """A TFNO learns the pressure in a porous medium from its permeability."""
+
+    out: Path = Path("runs/darcy_tfno")
+    epochs: int = 8
+    batch_size: int = 8
+    learning_rate: float = 5e-3
+    modes: int = 16
+    """Fourier modes kept along each dim."""
+    width: int = 24
+    """Channels."""
+    layers: int = 4
+    """Fourier layers."""
+    factorization: Literal["tucker", "cp", "tt", "dense"] = "tucker"
+    """Of the spectral weights."""
+    rank: float = 0.42
+    """Of the factorized weights: the share of the dense ones' numbers that they have."""
+    loss: Literal["h1", "l2"] = "h1"
+    """Relative, and a mean over samples: of values and first derivatives, or of values."""
+
+
+def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
+    try:
+        from neuralop.losses import H1Loss, LpLoss
+        from neuralop.models import TFNO
+    except ImportError as error:
+        raise UsageError(
+            f"the recipe darcy_tfno needs neuraloperator ({error}): pip install 'shardfield[recipes]', then "
+            f"pip install --no-deps neuraloperator"
+        ) from None
+    if config.modes > min(config.resolution, *config.test_resolutions):
+        raise UsageError(f"--modes {config.modes}: a field of {min(config.test_resolutions)} points has no more modes")
+    train, tests = loaders(config, mesh, log)
+    torch.manual_seed(config.seed)
+    model = TFNO(
+        n_modes=(config.modes, config.modes),
+        hidden_channels=config.width,
+        in_channels=1,
+        out_channels=1,
+        n_layers=config.layers,
+        factorization=None if config.factorization == "dense" else config.factorization,
+        rank=config.rank,
+    )
+    chosen = H1Loss(d=2, reduction="mean") if config.loss == "h1" else LpLoss(d=2, p=2, reduction="mean")
+    h1 = H1Loss(d=2)
+    h1.reduce_all = lambda each: each  # a number for each sample
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return chosen(output, batch["y"])
+
+    def relative_h1(output: Tensor, batch: Any) -> Tensor:
+        return h1(output, batch["y"]).reshape(-1)
+
+    return Task(
+        model=normalized(model, train),
+        train=train,
+        loss=loss,
+        tests=tests,
+        metrics={"l2": relative_l2, "h1": relative_h1},
+        draw=draw_prediction,
+    )
