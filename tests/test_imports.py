@@ -32,7 +32,7 @@ LAYERS = [
     {"distributed.shard_tensor", "distributed.shard_utils"},
     {"models", "data"},
     {"train"},
-    {"cli"},
+    {"cli", "__main__"},
     {""},  # shardfield/__init__: the public surface
     {"testing"},
 ]

@@ -22,6 +22,7 @@ from ..comm import wire
 from ..layout import pieces
 from ..tensor import ShardTensor
 from .checkpoint import Checkpoints
+from .complex_params import real_pairs
 from .config import TrainConfig, UsageError
 from .ema import Average
 from .log import Log
@@ -45,9 +46,9 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log):
         self.task, self.config, self.mesh, self.log = task, config, mesh, log
         self.device = wire.device_of(mesh)
-        model = task.model.to(device=self.device)
+        # as pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters
         self.model: nn.Module = parallelize(
-            model.to(config.dtype),
+            real_pairs(task.model).to(self.device, config.dtype),
             mesh,
             domain=config.axes,
             strategy=config.strategy,
