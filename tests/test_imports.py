@@ -32,7 +32,8 @@ LAYERS = [
     {"distributed.shard_tensor", "distributed.shard_utils"},
     {"models", "data"},
     {"train"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
     {""},  # shardfield/__init__: the public surface
     {"testing"},
 ]
