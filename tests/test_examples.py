@@ -82,6 +82,13 @@ def test_knn_by_a_ring(forks, tmp_path):
     assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
 
 
+def test_graph(forks, tmp_path):
+    first, second = forks.run(EXAMPLES / "graph.py", tmp_path, 2)
+    before, after = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+)", first)[0])
+    share = int(re.findall(r"sends (\d+)% of the nodes", first)[0])
+    assert after < before and 0 < share < 15 and "agrees: True" in first and not second
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_unet(ranks, forks, tmp_path):
     first, *others = forks.run(EXAMPLES / "unet.py", tmp_path, ranks)

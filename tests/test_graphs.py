@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -261,6 +262,12 @@ def stale() -> None:
         index.to_local()[:, :1] = 7
     same()
     assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
+    os.environ["SHARDFIELD_CHECK_SIZES"] = "0"
+    try:  # kept lists are used without a word, rows alone are sent
+        ending, forward, backward = sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())
+        assert ending == KEPT and forward % ROW == backward % ROW == 0
+    finally:
+        del os.environ["SHARDFIELD_CHECK_SIZES"]
     with torch.inference_mode():  # nobody counts writes here
         index = placed(edge_index, cut, 1)
         same()
