@@ -147,17 +147,28 @@ def waits() -> tuple[list[int], list[str]]:
     wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
     try:
         spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=-2)
-        assert spectrum.shape == (1, 2, 8, 5) and spectrum.dtype == torch.complex128 and "made yet" in repr(spectrum)
+        assert (
+            spectrum.shape == (1, 2, 8, 5) and spectrum.dtype == torch.complex128 and "not made yet" in repr(spectrum)
+        )
+        assert spectrum.requires_grad and not spectrum.is_leaf and spectrum.grad is None and spectrum.is_complex()
+        assert spectrum.element_size() == 16 and spectrum.nbytes == 16 * 80 and not spectrum.is_floating_point()
+        assert torch.zeros_like(spectrum).shape == spectrum.shape and not torch.fft.fft(x.detach(), dim=2).requires_grad
+        with torch.no_grad():
+            assert torch.fft.rfft2(x).grad_fn is None
         seen.append(sent[0])
         block = spectrum[..., 3:5, :2]
         seen.append(sent[0])
         assert spectrum.abs().shape == (1, 2, 8, 5)
         seen.append(sent[0])
         assert spectrum[..., 3:5, :2].shape == (1, 2, 2, 2)  # taken now: a slice of it
+        assert spectrum.grad_fn is not None
         for name, call in {
-            "a block is no view": lambda: block.mul_(2),
-            "the field has changed": lambda: changed(x.detach().clone()),
-            "the field has changed before all is taken": lambda: changed(x.detach().clone(), torch.abs),
+            "the field's memory has changed": lambda: changed(x.detach().clone()),
+            "the field's memory has changed before all is taken": lambda: changed(x.detach().clone(), torch.abs),
+            "parts were taken, and its gradient lacks theirs": lambda: spectrum.retain_grad(),
+            "parts were taken, and a hook would not see them": lambda: spectrum.register_hook(print),
+            "parts were taken: no gradient by it": lambda: torch.autograd.grad(block.abs().sum(), spectrum),
+            "a part of a part": lambda: stale(x.detach()),
         }.items():
             try:
                 call()
@@ -171,11 +182,41 @@ def waits() -> tuple[list[int], list[str]]:
 
 def changed(x, use=lambda s: s[..., :2, :2]):
     spectrum = torch.fft.rfft2(x)
-    x.add_(1)
+    x.to_local().add_(1)
     return use(spectrum)
+
+
+def stale(x):
+    spectrum = torch.fft.rfft2(x)
+    corner = spectrum[..., :2, :2][..., :1]
+    spectrum.zero_()
+    return corner
 
 
 def test_a_spectrum_waits():
     for seen, wrong in run_on_ranks(waits, 2, timeout=60):
         assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 and seen[2] > 2 * seen[1]
+        assert not wrong
+
+
+def in_single(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
+    """On a rank: float32, autograd off and inference mode, against one device."""
+    x = made((2, 3, 10, 12), cut, mesh_shape, dtype=torch.float32)
+    weight = torch.randn(3, 4, *MODES, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))[..., :4]
+    whole = x.full_tensor().detach()
+    wrong = []
+    for name, mode in {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode}.items():
+        for layer in (written_out, spectral_conv):
+            with mode(), strict():
+                got = layer(x if name == "grad" else x.detach(), weight, MODES).full_tensor()
+            wanted = written_out(whole, weight, MODES)
+            far = (got - wanted).abs().max() / wanted.abs().max()
+            if far > 1e-5 or got.dtype != torch.float32:
+                wrong.append(f"{layer.__name__}, {name}: {far}")
+    return wrong
+
+
+@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_single_precision_and_inference(mesh, cut):
+    for wrong in run_on_ranks(in_single, torch.Size(mesh).numel(), mesh, cut, timeout=60):
         assert not wrong

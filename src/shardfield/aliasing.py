@@ -69,4 +69,4 @@ class Doubt:
 
 def settled(copied: bool | Doubt) -> bool:
     """Whether writing into a tensor would be lost."""
-    return copied.lost() if isinstance(copied, Doubt) else copied
+    return copied if isinstance(copied, bool) else copied.lost()

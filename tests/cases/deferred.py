@@ -145,3 +145,147 @@ CASES += [
     }.items()
 ]
 CASES += [case(fn, T(2, 8, 8), how=FEW) for fn in (both, written, put_after_shift, kept_twice)]
+
+
+# ---------------------------------------------------------------------- writes
+
+
+def scaled_block(x, w):
+    """In place: read, multiplied where it is read, written back."""
+    spectrum = fft.rfft2(x)
+    spectrum[..., :2, :2] *= w
+    return fft.irfft2(spectrum, s=x.shape[-2:])
+
+
+def part_written(x):
+    """A part is a view: writing into it, or into a view of it, writes into the spectrum."""
+    spectrum = fft.rfft2(x)
+    part = spectrum[..., :2, :2]
+    part.mul_(3)
+    part.imag[..., 0].zero_()
+    row = part[..., :1]
+    row += 1
+    return spectrum * 2, part, row
+
+
+def part_written_after(x):
+    """The same once the spectrum is there."""
+    spectrum = fft.rfft2(x)
+    part = spectrum[..., 1:3, :2]
+    before = spectrum * 2
+    part *= 2
+    return before, spectrum * 1, part * 1
+
+
+def spectrum_written_after(x):
+    """A part sees what is written into the spectrum, all of it or a slice."""
+    spectrum = fft.rfft2(x)
+    part, other = spectrum[..., :2, :2], spectrum[..., 3:5, :2]
+    spectrum[..., 1, :] = 0
+    first = part * 1
+    spectrum[..., :1, :].mul_(5)
+    spectrum *= 2
+    return first, part, other, spectrum
+
+
+def same_part_twice(x):
+    spectrum = fft.rfft2(x)
+    one, two = spectrum[..., :2, :2], spectrum[..., :2, :2]
+    one *= 2
+    return two, fft.fftshift(spectrum, dim=-2)
+
+
+def parts_that_meet(x):
+    spectrum = fft.rfft2(x)
+    one, two = spectrum[..., :2, :2], spectrum[..., 1:3, 1:3]
+    one *= 2
+    two += 1
+    return one, two, spectrum
+
+
+def first_column_real(x):
+    """Through a view of a view, as neuraloperator makes half a spectrum one of a real field."""
+    spectrum = fft.fftshift(fft.rfft2(x), dim=-2)
+    spectrum[..., 0].imag.zero_()
+    spectrum[..., -1].imag.zero_()
+    return fft.irfft2(fft.ifftshift(spectrum, dim=-2), s=x.shape[-2:])
+
+
+def field_written(x):
+    """A field that is written while its spectrum waits."""
+    y = x * 1
+    spectrum, shifted = fft.fft2(y), fft.fftshift(fft.fft2(y))
+    y[..., :3, :] = 0
+    part = spectrum[..., :2, :2]
+    y += 1
+    y.copy_(x * 2)
+    return part, spectrum, y, shifted
+
+
+def hermitian(x, w):
+    """The inverse in two steps, the first column and the last made real between them."""
+    spectrum = fft.rfft2(x)
+    out = torch.zeros(spectrum.shape, dtype=C)
+    out[..., :2, :2] = spectrum[..., :2, :2] * w
+    out[..., -2:, :2] = spectrum[..., -2:, :2] * w
+    rows = fft.ifftn(out, s=[x.shape[-2]], dim=[-2])
+    rows[..., 0].imag.zero_()
+    rows[..., -1].imag.zero_()
+    return fft.irfft(rows, n=x.shape[-1])
+
+
+def step_by_step(x):
+    """The inverse in two steps."""
+    spectrum = fft.fftshift(fft.rfft2(x), dim=-2)
+    out = torch.zeros_like(spectrum)
+    out[..., 3:5, :2] = spectrum[..., 3:5, :2]
+    out[..., 5:6, 1:2] = spectrum[..., 5:6, 1:2] * 2
+    out = fft.ifftshift(out, dim=-2)
+    return fft.irfft(fft.ifft(out, dim=-2), n=7), out.abs()
+
+
+def one_dim(x, w, dim, n=None, norm=None):
+    """Modes along one dim, in the transforms along one dim."""
+    kept = [slice(None)] * x.ndim
+    kept[dim] = slice(0, len(w))
+    spectrum = (fft.fft if x.is_complex() else fft.rfft)(x, dim=dim, norm=norm)
+    out = torch.zeros_like(spectrum)
+    out[tuple(kept)] = spectrum[tuple(kept)] * w.view([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+    return (fft.ifft if x.is_complex() else fft.irfft)(out, n=n or x.shape[dim], dim=dim, norm=norm)
+
+
+CASES += [
+    case(fn, T(2, 8, 8), how=FEW)
+    for fn in (
+        part_written,
+        part_written_after,
+        spectrum_written_after,
+        same_part_twice,
+        parts_that_meet,
+        first_column_real,
+        step_by_step,
+    )
+]
+CASES += [case(fn, T(2, 8, 8), T(dtype=C), how=FEW) for fn in (scaled_block, hermitian)]
+CASES += [case(field_written, T(2, 8, 8, dtype=C), how=FEW)]
+CASES += [
+    case(one_dim, T(*x, dtype=kind), T(2, dtype=C), dim, *more, how=FEW)
+    for kind, x, dim, more in [
+        (torch.float64, (3, 9), 1, ()),
+        (torch.float64, (9, 3), 0, (12, "ortho")),
+        (torch.float64, (2, 8, 3), -2, (5, "forward")),
+        (C, (3, 8), 1, ()),
+        (C, (2, 9, 3), 1, (4,)),
+    ]
+]
+CASES += [
+    case(lambda x, f=fn, n=norm: f(x, norm=n)[..., 1:3], T(3, 9, dtype=C), how=FEW | {"name": f"{fn.__name__} {norm}"})
+    for fn in (fft.fft, fft.ifft, fft.ifft2)
+    for norm in (None, "ortho", "forward")
+]
+CASES += [
+    case(lambda x: fft.fftshift(fft.ifftn(x, dim=(1, 2)))[:, 2:4, :2], T(2, 6, 8), how=FEW | {"name": "ifftn shifted"}),
+    case(
+        lambda x: (fft.rfft2(x).new_zeros(2, 8, 5), fft.rfft2(x).new_tensor(1)), T(2, 8, 8), how=FEW | {"name": "new"}
+    ),
+]

@@ -39,6 +39,10 @@ class Padded:
         self.version, self.grad = source._version, grad
         LENT.add(self)
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and self.source.requires_grad
+
     def field(self) -> ShardTensor:
         """The field as it was when it was padded."""
         if self.source._version != self.version:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..dispatch import handler
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
+from . import deferred
 
 
 def plain(value):
@@ -23,6 +24,10 @@ def like(func, types, args, kwargs):
         named["fill_value"] = plain(named["fill_value"])
     if not isinstance(x, ShardTensor):
         return func(x, **named)
+    if func.__name__ == "zeros_like" and not named.keys() - {"dtype"}:
+        later = deferred.zeros(x, named.get("dtype") or x.dtype)
+        if later is not None:
+            return later
     return wrap(func(x._local_tensor, **named), x._layout.with_partial(()))
 
 
@@ -35,12 +40,14 @@ def new(func, types, args, kwargs):
         return func(x, *map(plain, rest), **kwargs)
     whole = func(torch.empty(0, device="meta"), *map(plain, rest), **{k: v for k, v in kwargs.items() if k != "device"})
     if whole.shape != x.shape or func.__name__ == "new_empty_strided":
-        return wrap(func(x._local_tensor, *map(plain, rest), **kwargs), Layout.replicate(x._layout.mesh, whole.shape))
+        return wrap(
+            func(deferred.stand_in(x), *map(plain, rest), **kwargs), Layout.replicate(x._layout.mesh, whole.shape)
+        )
     layout = x._layout.with_partial(())
     numbers = len(rest) and isinstance(rest[0], int)
     kwargs.pop("size", None)
     rest = [layout.local_shape, *([] if numbers else map(plain, rest[1:]))]
-    return wrap(func(x._local_tensor, *rest, **kwargs), layout)
+    return wrap(func(deferred.stand_in(x), *rest, **kwargs), layout)
 
 
 @handler("new_tensor")
@@ -54,5 +61,5 @@ def new_tensor(func, types, args, kwargs):
         return wrap(data._local_tensor.detach().to(copy=True, **kwargs).requires_grad_(needs), data._layout)
     if not isinstance(x, ShardTensor):
         return func(x, data, **kwargs)
-    made: Tensor = func(x._local_tensor, data, **kwargs)
+    made: Tensor = func(deferred.stand_in(x), data, **kwargs)
     return wrap(made, Layout.replicate(x._layout.mesh, made.shape))

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
-from ..dispatch import composed, rule
+from ..dispatch import TABLE, composed, rule
 from ..layout import Factor
 from ..plan import Operand, Plan
+from ..tensor import ShardTensor
 from . import deferred
 from .blocks import freed
 
 fft = torch.fft
 
-# transforms over several dims that wait for what is wanted of them, and those that end such a wait
-ASKED = (fft.fft, fft.rfft)
+# transforms that wait for what is wanted of them, and those that end such a wait
+ASKED = (fft.fft, fft.rfft, fft.ifft)
 GIVEN = (fft.ifft, fft.irfft)
 # the length of the result along the transformed dim, from the length asked for and the operand's
 LENGTH = {
@@ -59,6 +60,42 @@ def _apply(fn, input, n, dim, norm, length):
     return (nothing.real if input.is_complex() and not dtype.is_complex else nothing).to(dtype).expand(shape)
 
 
+AT_ONCE = {one: TABLE[one] for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)}
+
+
+def _once(one, input, n, dim, norm):
+    """A transform along one dim that does not wait."""
+    return AT_ONCE[one](one, (), (input, n, dim, norm), {})
+
+
+def _later(input, dims, sizes, norm, last, now):
+    """A transform that waits, or ends a wait; None where it is to be done now."""
+    found = deferred.inverse(input, dims, sizes, norm, last is fft.irfft) if last in GIVEN else None
+    if found is None and last in ASKED:
+        found = deferred.asked(input, dims, sizes, norm, last is fft.rfft, last is fft.ifft, now)
+    return found
+
+
+def _along_one(one):
+    """A transform along one dim, as those over several: it waits if the dim is cut."""
+
+    def run(func, types, args, kwargs):
+        found = None if "out" in kwargs else known(*args, **kwargs)
+        return AT_ONCE[one](func, types, args, kwargs) if found is None else found
+
+    def known(input, n=None, dim=-1, norm=None):
+        if input.__class__ is not ShardTensor or not -input.ndim <= dim < input.ndim:
+            return None
+        dims = [dim % input.ndim]
+        return _later(input, dims, [n], norm, one, lambda x: _once(one, x, n, dims[0], norm))
+
+    return run
+
+
+for _one in {*ASKED, *GIVEN}:
+    TABLE[_one] = _along_one(_one)
+
+
 def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
     """The dims of a transform over several, and the length asked for along each, as torch reads them."""
     if dim is None:
@@ -83,7 +120,7 @@ def _each(one, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
     cut = getattr(input, "_layout", None)
     order = sorted(range(len(dims)), key=lambda i: (cut is not None and cut.is_cut(dims[i]), -i))
     for i in order:
-        input = one(input, sizes[i], dims[i], norm)
+        input = _once(one, input, sizes[i], dims[i], norm)
     return input
 
 
@@ -92,18 +129,15 @@ def _several(one, last, first: bool):
 
     def nd(input, s=None, dim=None, norm=None):
         dims, sizes = _dims(input, s, dim)
-        if last in ASKED:
-            later = deferred.asked(input, dims, sizes, norm, last is fft.rfft, lambda x: now(x, dims, sizes, norm))
-        else:
-            later = deferred.inverse(input, dims, sizes, norm, last is fft.irfft) if last in GIVEN else None
+        later = _later(input, dims, sizes, norm, last, lambda x: now(x, dims, sizes, norm))
         return now(input, dims, sizes, norm) if later is None else later
 
     def now(input, dims, sizes, norm):
         if last is one:
             return _each(one, input, dims, sizes, norm)
         if first:
-            return _each(one, last(input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm)
-        return last(_each(one, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm)
+            return _each(one, _once(last, input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm)
+        return _once(last, _each(one, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm)
 
     def two(input, s=None, dim=(-2, -1), norm=None):
         return nd(input, s, dim, norm)

@@ -8,6 +8,7 @@ from .._compat import tensor_getter
 from ..dispatch import TABLE, handler
 from ..errors import ShardingError
 from ..tensor import ShardTensor, wrap
+from .deferred import stand_in
 
 # answered by the local tensor as they are
 METHODS = """
@@ -22,7 +23,7 @@ is_vulkan is_xla is_xpu itemsize layout name names _base
 
 def of_local(func, types, args, kwargs):
     first, *rest = args
-    return func(first._local_tensor, *rest, **kwargs)
+    return func(stand_in(first), *rest, **kwargs)
 
 
 for _name in METHODS:
@@ -50,7 +51,7 @@ def is_nonzero(func, types, args, kwargs):
 
 
 def nbytes(func, types, args, kwargs):
-    return args[0]._layout.numel * args[0]._local_tensor.element_size()
+    return args[0]._layout.numel * args[0].dtype.itemsize
 
 
 def data(func, types, args, kwargs):

@@ -1,0 +1,172 @@
+"""A spectrum that is not there yet: the transform of a field along cut dims, until it is known what of it is wanted.
+
+A block of it is a truncated transform. On one device that block would be a view of the spectrum, so the two keep an
+eye on each other: what is written into a block is put into the spectrum when that is taken, and once it is taken a
+write into either makes the block the view it should be. The field is copied if it is written while a spectrum waits.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..aliasing import LENT
+from ..errors import ShardingError
+from ..layout import Layout
+from ..tensor import ShardTensor, wrap
+from .spectra import Runs, as_slice, block_of, meets, pays, rolled
+from .spectral import truncated_fft
+
+# Where fields lay whose modes were taken, by the sizes of their spectra: a spectrum of these sizes that is put together
+# from modes belongs to such a field. Were it another, its inverse would be as right, and lie differently.
+HOMES: OrderedDict[tuple, Layout] = OrderedDict()
+HOMES_BOUND = 64
+
+
+class Asked:
+    """The spectrum of a field along `dims`, rolled by `shifts`. `now` takes it of a field; `back`: an inverse one."""
+
+    def __init__(self, source: ShardTensor, dims, norm, real: bool, back: bool, layout: Layout, now: Callable):
+        self.source: ShardTensor | None = wrap(source._local_tensor, source._layout)
+        self.dims, self.norm, self.real, self.back = tuple(dims), norm, real, back
+        self.layout, self.now = layout, now
+        self.shifts: dict[int, int] = {}
+        self.blocks: list[Block] = []
+        self.local: Tensor | None = None  # the spectrum, once it is taken
+        self.version = None if source._local_tensor.is_inference() else source._version
+        self.grad = torch.is_grad_enabled()
+        LENT.add(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and self._field().requires_grad
+
+    def rolled(self, by: Mapping[int, int]) -> Asked | None:
+        """The same, rolled further; None where blocks of it were written."""
+        if any(b.written for b in self.blocks):
+            return None
+        other = Asked(self._field(), self.dims, self.norm, self.real, self.back, self.layout, self.now)
+        other.shifts = {d: self.shifts.get(d, 0) + by.get(d, 0) for d in {*self.shifts, *by}}
+        other.grad = self.grad and torch.is_grad_enabled()
+        return other
+
+    def whole(self) -> ShardTensor:
+        """The spectrum itself."""
+        with torch.set_grad_enabled(self.grad):
+            made = rolled(self.now(self._field()), self.shifts)._placed(self.layout)
+        for block in self.blocks:
+            if block.written:
+                made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
+        self.local, self.source = made._local_tensor, None
+        return made
+
+    def part(self, index: Any) -> ShardTensor | None:
+        """The modes at an index, whole on every rank; None where the index is no block or the block is large."""
+        shape = self.layout.shape
+        runs = block_of(shape, index)
+        field = self._field()
+        if runs is None or set(self.shifts) - set(self.dims) or not pays(field._layout, self.dims, shape, runs):
+            return None
+        grad = self.grad and torch.is_grad_enabled()
+        known = next((b for b in self.blocks if b.runs == runs and b.grad == grad), None)
+        if known is None:
+            if any(meets(b.runs, runs) for b in self.blocks):
+                return None
+            sign = -1 if self.back else 1
+            modes = [tuple(sign * (i - self.shifts.get(d, 0)) % shape[d] for i in runs[d]) for d in self.dims]
+            others = tuple(slice(None) if d in self.dims else as_slice(r) for d, r in enumerate(runs))
+            with torch.set_grad_enabled(grad):
+                found = truncated_fft(field, self.dims, modes, opposite(self.norm) if self.back else self.norm)
+                found = found._placed(found._layout.with_partial(()))[others]
+                if found._local_tensor._is_view():  # its memory is to be that of the block alone
+                    found = found.clone()
+            known = Block(self, runs, found, grad)
+            self.blocks.append(known)
+            self._remember_home(field._layout)
+        return known.shown()
+
+    def _remember_home(self, layout: Layout) -> None:
+        if not self.back:
+            home = (layout.mesh, self.dims, tuple(self.layout.shape[d] for d in self.dims), self.real)
+            HOMES[home] = layout.with_partial(())
+            HOMES.move_to_end(home)
+            if len(HOMES) > HOMES_BOUND:
+                HOMES.popitem(last=False)
+
+    def _field(self) -> ShardTensor:
+        assert self.source is not None
+        if self.version is not None and self.source._version != self.version:
+            raise ShardingError(
+                "the local tensor of a field was written into after its transform was asked for and before that was "
+                "used; write into the field itself, or transform a clone() of it"
+            )
+        return self.source
+
+    # ------------------------------------------------------------------ writes
+
+    def keep(self, target: Tensor) -> None:
+        """This memory is about to be written. What is done here sends nothing: ranks may differ in what still lives."""
+        at = place(target)
+        if self.local is None:
+            if self.source is not None and at == place(self.source._local_tensor):
+                with torch.set_grad_enabled(self.grad):
+                    self.source = wrap(self.source._local_tensor.clone(), self.source._layout)
+                if self.version is not None:
+                    self.version = self.source._version
+            for block in self.blocks:
+                block.written |= at == place(block.local)
+        elif at == place(self.local) or any(at == place(b.local) for b in self.blocks):
+            self._join()
+
+    def _join(self) -> None:
+        """Make views of the blocks."""
+        assert self.local is not None
+        whole = wrap(self.local, self.layout)
+        while self.blocks:
+            block = self.blocks.pop()
+            for tensor in [t for t in (r() for r in block.given) if t is not None]:
+                view = whole[tuple(map(as_slice, block.runs))]
+                tensor._local_tensor, tensor._layout = view._local_tensor, view._layout
+                tensor._copied_view, tensor._narrowed = view._copied_view, view._narrowed
+            # what is left of its references are views of views: each holds one (a count that is the same on all ranks)
+            if sys.getrefcount(block) > 2:
+                raise ShardingError(
+                    "a spectrum is written of which a part was taken before, and of that part another, which on one "
+                    "device would see the write. Take it from the spectrum by one index, or clone() it"
+                )
+
+
+class Block:
+    """Modes of a spectrum that were handed out, and the tensors that show them. As `_copied_view` of those and of
+    what is made of them it says whether writing there would be lost."""
+
+    def __init__(self, spectrum: Asked, runs: Runs, modes: ShardTensor, grad: bool):
+        self.spectrum, self.runs, self.grad = spectrum, runs, grad
+        self.local, self.layout = modes._local_tensor, modes._layout
+        self.given: list[weakref.ref] = []
+        self.written = False
+
+    def shown(self) -> ShardTensor:
+        made = wrap(self.local, self.layout)
+        made._copied_view = self  # type: ignore[assignment]
+        self.given.append(weakref.ref(made))
+        return made
+
+    def lost(self) -> bool:
+        return self.spectrum.local is not None
+
+
+def opposite(norm: str | None) -> str | None:
+    """The norm with which a transform the other way scales as this one does."""
+    return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
+
+
+def place(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,121 @@
+"""A spectrum that is put together: zeros with some blocks of modes, until its field is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..layout import Factor, Layout
+from ..tensor import ShardTensor, wrap
+from .spectra import Runs, as_slice, block_of, meets, pays, rolled
+from .spectral import resized, truncated_ifft
+
+
+class Given:
+    """A spectrum that is zero but for some blocks, rolled by `shifts`; its field is to lie as `home`.
+
+    `dims` are those of which it holds modes, `real` says that the last of them is half a spectrum.
+    """
+
+    def __init__(self, layout: Layout, dtype, device, dims: Sequence[int], home: Layout, real: bool):
+        self.layout, self.dtype, self.device = layout, dtype, device
+        self.dims, self.home, self.real = tuple(dims), home, real
+        self.blocks: list[tuple[Runs, ShardTensor]] = []
+        self.shifts: dict[int, int] = {}
+        self.grad = torch.is_grad_enabled()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and any(value.requires_grad for _, value in self.blocks)
+
+    def rolled(self, by: Mapping[int, int]) -> Given:
+        """The same, rolled further."""
+        other = Given(self.layout, self.dtype, self.device, self.dims, self.home, self.real)
+        other.blocks = list(self.blocks)
+        other.shifts = {d: self.shifts.get(d, 0) + by.get(d, 0) for d in {*self.shifts, *by}}
+        return other
+
+    def put(self, index: Any, value: Any) -> bool:
+        """Take in a block; False where it is none, is large, or meets another."""
+        runs = block_of(self.layout.shape, index)
+        if self.shifts or runs is None or value.__class__ is not ShardTensor or not value._dtype.is_complex:
+            return False
+        if tuple(map(len, runs)) != tuple(value.shape) or not pays(self.home, self.dims, self.layout.shape, runs):
+            return False
+        if any(len(r) != n for d, (r, n) in enumerate(zip(runs, self.layout.shape, strict=True)) if d not in self.dims):
+            return False
+        if any(meets(runs, other) for other, _ in self.blocks):
+            return False
+        self.blocks.append((runs, value.to(self.dtype).clone()))
+        return True
+
+    def whole(self) -> ShardTensor:
+        """The spectrum itself."""
+        with torch.set_grad_enabled(self.grad):
+            zeros = torch.zeros(self.layout.local_shape, dtype=self.dtype, device=self.device)
+            made = wrap(zeros, self.layout)
+            for runs, value in self.blocks:
+                made[tuple(map(as_slice, runs))] = value
+            return rolled(made, self.shifts)._placed(self.layout)
+
+    def inverse(self, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
+        """The field, of these sizes along `dims`; along some of the dims: a `Given` that has modes of the others.
+
+        None where the blocks do not tell.
+        """
+        left = tuple(d for d in self.dims if d not in dims)
+        if set(dims) - set(self.dims) or (real and not (self.real and dims[-1] == self.dims[-1])):
+            return None
+        if (self.real and not real and self.dims[-1] in dims) or set(self.shifts) - set(self.dims) or not self.blocks:
+            return None
+        goal = [self._size(d, n, real and d == dims[-1]) for d, n in zip(dims, sizes, strict=True)]
+        if min(goal) < 1:
+            return None
+        like = resized(self.home, dims, goal)
+        made: list[tuple[Runs, Any]] = []
+        for runs, value in self.blocks:
+            modes = []
+            for d, n in zip(dims, goal, strict=True):
+                places = [(i + self.shifts.get(d, 0)) % self.layout.shape[d] for i in runs[d]]
+                fit = [j for j, p in enumerate(places) if p < (n // 2 + 1 if real and d == dims[-1] else n)]
+                if len(fit) < len(places):  # the array is cropped, as torch.fft does
+                    value = value.index_select(d, torch.tensor(fit, dtype=torch.int64, device=self.device))
+                modes.append(tuple(places[j] for j in fit))
+            over = list(runs)
+            for d, n in zip(dims, goal, strict=True):
+                over[d] = range(n)
+            made.append((over, truncated_ifft(value, dims, modes, goal, norm, real, like)))
+        total = _summed(made)
+        if not left:
+            return total[0][1] if len(total) == 1 else None
+        return self._partly(left, like, total)
+
+    def _partly(self, left: tuple[int, ...], like: Layout, made: list[tuple[Runs, Any]]) -> Given | None:
+        """What is left after some dims were evaluated."""
+        if any(meets(a, b) for i, (a, _) in enumerate(made) for b, _ in made[:i]):
+            return None
+        layout = made[0][1]._layout
+        for d in left:
+            layout = layout.with_dim(d, Factor(self.layout.shape[d]))
+        other = Given(layout, self.dtype, self.device, left, like, self.real)
+        other.blocks, other.shifts = made, {d: n for d, n in self.shifts.items() if d in left}
+        return other
+
+    def _size(self, dim: int, asked: int | None, half: bool) -> int:
+        if asked is not None:
+            return asked
+        return 2 * (self.layout.shape[dim] - 1) if half else self.layout.shape[dim]
+
+
+def _summed(blocks: list[tuple[Runs, Any]]) -> list[tuple[Runs, Any]]:
+    """Blocks at the same place added up."""
+    found: list[tuple[Runs, Any]] = []
+    for runs, value in blocks:
+        same = next((i for i, (other, _) in enumerate(found) if other == runs), None)
+        if same is None:
+            found.append((runs, value))
+        else:
+            found[same] = (runs, found[same][1] + value)
+    return found
