@@ -104,6 +104,30 @@ class Neighbourhood(nn.Module):
         return F.scaled_dot_product_attention(q.unsqueeze(2), k, v).squeeze(2)
 
 
+class Neighbourhood2d(nn.Module):
+    """Every cell of a field attends to the cells around it, itself included: keys and values by `F.unfold`."""
+
+    def __init__(self, width: int, heads: int, window: int):
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.bias = nn.Parameter(torch.randn(heads, window * window))
+
+    def forward(self, x):
+        batch, width, height, breadth = x.shape
+        q, k, v = self.qkv(x).chunk(3, 1)
+        pad, cells = self.window // 2, self.window**2
+        k, v = (
+            F.unfold(t, self.window, padding=pad).view(batch, self.heads, -1, cells, height * breadth) for t in (k, v)
+        )
+        q = q.reshape(batch, self.heads, -1, 1, height * breadth)
+        inside = F.unfold(torch.ones_like(x[:, :1]), self.window, padding=pad).view(batch, 1, cells, -1)
+        scores = (q * k).sum(2) * q.shape[2] ** -0.5 + self.bias[:, :, None]
+        weights = scores.masked_fill(inside == 0, float("-inf")).softmax(2)
+        mixed = (weights.unsqueeze(2) * v).sum(3)
+        return self.out(mixed.reshape(batch, width, height, breadth))
+
+
 class Vit(nn.Module):
     """A vision transformer on a field: patches, a class token, learned positions."""
 

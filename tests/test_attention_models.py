@@ -68,7 +68,7 @@ class Padded(nn.Module):
 first = partial(Mha, batch_first=True)
 encoder = partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True)
 SEQUENCE, OTHER = (2, 7, 8), (2, 5, 8)
-# name -> (model, shapes of its inputs, the dim of them that is cut)
+# name -> (model, shapes of its inputs, the dim of them that is cut, or two that are on two axes)
 MODELS = {
     "mha": (first, [SEQUENCE], 1),
     "mha with weights": (partial(first, call={"need_weights": True}), [SEQUENCE], 1),
@@ -93,17 +93,23 @@ MODELS = {
     "swin": (partial(models.SwinBlock, (8, 12), 8, 2, 4, 0), [(2, 8, 12, 8)], 1),
     "swin, shifted": (partial(models.SwinBlock, (8, 12), 8, 2, 4, 2), [(2, 8, 12, 8)], 1),
     "neighbourhood": (partial(models.Neighbourhood, 8, 2), [(2, 9, 8)], 1),
+    "neighbourhood of a field": (partial(models.Neighbourhood2d, 4, 2, 3), [(2, 4, 8, 7)], (2, 3)),
+    "swin of tiles": (partial(models.SwinBlock, (8, 12), 8, 2, 4, 2), [(2, 8, 12, 8)], (1, 2)),
     "vit": (partial(models.Vit, (8, 12), 2, 8, 2, 5), [(2, 3, 8, 12)], 2),
     "slices": (partial(models.Slices, 8, 2, 3), [(2, 11, 8)], 1),
     "latents": (partial(models.Latents, 8, 2, 3), [(2, 11, 8)], 1),
 }
-CUT = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1)}
+CUT = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1), 12: (7, 0, 5)}
 
 
-def pieces(x: torch.Tensor, mesh, dim: int) -> ShardTensor:
-    """The sequence in three uneven pieces, or the sequence in two and the batch in two."""
+def pieces(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
+    """The sequence in three uneven pieces, or the sequence in two and the batch (or another dim) in two."""
+    dim, *more = (dim,) if isinstance(dim, int) else dim
     lengths = CUT[x.shape[dim]]
-    if mesh.ndim == 1:
+    if mesh.ndim == 2 and more:
+        tiles = {d: (CUT[x.shape[d]][0], sum(CUT[x.shape[d]][1:])) for d in (dim, *more)}
+        layout = Layout.of(mesh, [Shard(d) for d in tiles], x.shape, tiles)
+    elif mesh.ndim == 1:
         layout = Layout.of(mesh, [Shard(dim)], x.shape, {dim: lengths})
     else:
         batch = 1 - dim if x.ndim == 3 and dim < 2 else 0
