@@ -268,6 +268,10 @@ def stale() -> None:
         assert ending == KEPT and forward % ROW == backward % ROW == 0
     finally:
         del os.environ["SHARDFIELD_CHECK_SIZES"]
+    index[0] = 5
+    with torch.inference_mode():
+        same()  # makes lists that a training step can use
+    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
     with torch.inference_mode():  # nobody counts writes here
         index = placed(edge_index, cut, 1)
         same()
@@ -324,3 +328,35 @@ def small_or_large() -> None:
 
 def test_few_rows_stay_addends():
     run_on_ranks(small_or_large, 3, timeout=60)
+
+
+def written_again() -> None:
+    """On a rank of three: what is written in place reaches all who look, once, twice, and after it was read."""
+    mesh = mesh_of((3,))
+    nodes, edge_index, edges = graph()
+    along, cut = layouts(mesh)[0]
+    index, messages = placed(edge_index[0], cut, 0), placed(edges, cut, 0)
+    x = placed(nodes, along, 0)
+    wanted = torch.zeros(NODES, WIDTH, dtype=nodes.dtype).index_add_(0, edge_index[0], edges)
+    for known in (False, True):
+        homes._CUTS.clear()
+        if known:
+            x[index]
+        for make in (lambda: torch.zeros(NODES, WIDTH, dtype=nodes.dtype), lambda: x.new_zeros(NODES, WIDTH)):
+            total = make()
+            for times in (1, 2, 3):
+                assert total.index_add_(0, index, messages) is total
+                torch.testing.assert_close(whole(total.sum(0)), times * wanted.sum(0))
+                torch.testing.assert_close(whole(total), times * wanted)
+            total = make()
+            seen = [total[:4], total.view(-1), total.detach()]
+            total.index_add_(0, index, messages)
+            for view, part in zip(seen, (wanted[:4], wanted.view(-1), wanted), strict=True):
+                torch.testing.assert_close(whole(view), part)
+        local = torch.zeros(NODES, WIDTH, dtype=nodes.dtype)
+        ShardTensor(local, Layout.replicate(mesh, local.shape)).index_add_(0, index, messages)
+        torch.testing.assert_close(local, wanted)
+
+
+def test_written_in_place():
+    run_on_ranks(written_again, 3, timeout=60)

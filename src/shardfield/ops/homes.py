@@ -9,6 +9,7 @@ keeps addends of the whole: Partial.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ def home_of(target: Tensor, dim: Any, mesh: Any, in_place: bool) -> Home:
 def _held(target: Tensor) -> bool:
     """Whether a tensor that is written in place must stay whole: autograd or other tensors look at its memory."""
     if target.__class__ is ShardTensor:
-        return bool(target._copied_view) or _held(target._local_tensor)
+        users = sys.getrefcount(target.__dict__["_local_tensor"])  # of its own: the dict, and this call
+        return users > 2 or bool(target._copied_view) or _held(target._local_tensor)
     leaf = target.is_leaf and target.requires_grad
     return target.__class__ is not Tensor or leaf or target._is_view() or shares_memory(target)
 
@@ -54,7 +56,7 @@ def _held(target: Tensor) -> bool:
 def become(target: Tensor, value: ShardTensor) -> bool:
     """Let a tensor that nobody else looks at be `value` from now on, if torch allows."""
     if target.__class__ is ShardTensor:
-        target._local_tensor, target._layout = value._local_tensor, value._layout
+        target._local_tensor, target._layout, target._whole = value._local_tensor, value._layout, None
         return True
     try:
         torch.utils.swap_tensors(target, value)

@@ -159,8 +159,9 @@ class Asked(NamedTuple):
         if not missing and lists is not None:
             return self._judged(lists)
         report.ending("rule: rows by new lists")
-        flat = from_front(index, self.size, below).reshape(-1)
-        lists = Lists(self.owners, flat, self.ask, self.distinct)
+        with torch.inference_mode(False):  # a training step may use them too
+            flat = from_front(index, self.size, below).reshape(-1)
+            lists = Lists(self.owners, flat, self.ask, self.distinct)
         lists.below = below
         if kept is not None:
             kept[key] = lists

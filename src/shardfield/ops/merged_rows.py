@@ -15,7 +15,8 @@ from .lists import Lists
 
 def merges(reduce: str | None, dtype: torch.dtype) -> bool:
     """Whether rows can be merged before they are sent. (A product's gradient takes all of its factors.)"""
-    return reduce in ("amax", "amin") or (reduce == "mean" and dtype.is_floating_point)
+    ordered = dtype is not torch.bool and not dtype.is_complex
+    return (ordered and reduce in ("amax", "amin")) or (reduce == "mean" and dtype.is_floating_point)
 
 
 def merged(target: Tensor, dim: int, lists: Lists, rows: Tensor, reduce: str, include_self: bool) -> Tensor:

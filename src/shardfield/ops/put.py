@@ -182,7 +182,7 @@ def settle(target: ShardTensor) -> None:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         whole = target._whole_value()
-        target._local_tensor, target._layout = whole._local_tensor, whole._layout
+        target._local_tensor, target._layout, target._whole = whole._local_tensor, whole._layout, None
 
 
 # ---------------------------------------------------------------------- index_put
