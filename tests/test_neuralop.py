@@ -19,12 +19,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from harness import anyone, differs, mesh_of, shard, whole
 from shardfield import ShardTensor, explain, strict
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
+from shardfield.train.complex_params import complex_names, real_pairs
+from shardfield.train.parallel import parallelize
 
 FNO = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 1}
 TFNO = FNO | {"n_modes": (4, 4), "rank": 0.5}
@@ -257,3 +263,91 @@ def test_bytes_follow_the_modes():
         assert coarse == fine
         for forward, _ in coarse:
             assert forward == {f"TFNO/fno_blocks/convs.{i}": 4 * 3 * 4 * 8 * len(mesh) for i in range(2)}
+
+
+# ---------------------------------------------------------------------- wrappers that divide data and parameters
+
+STEPS, ROWS = 3, [7, 5]
+
+
+def sample(step: int, batch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(batch, 1, sum(ROWS), 8, generator=generator) for _ in range(2))
+    return x, y
+
+
+def seeded() -> Any:
+    torch.manual_seed(0)
+    return neuralop().models.TFNO(**TFNO | {"n_layers": 2})
+
+
+def step_through(model: Any, batches: Any) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    loss = neuralop().losses.LpLoss(d=2, reduction="mean")
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def wrapped(strategy: str, model: Any, mesh: Any) -> Any:
+    data = mesh["data"]
+    if strategy == "ddp":
+        return DDP(model, process_group=data.get_group())
+    if strategy == "fsdp1":
+        return FSDP(real_pairs(model), device_mesh=data, use_orig_params=True, device_id=torch.device("cpu"))
+    if strategy.startswith("fsdp2"):
+        over = mesh["spatial"] if "domain" in strategy else data
+        real_pairs(model)
+        for part in (model.fno_blocks, model):
+            fully_shard(part, mesh=over)
+        return model
+    return parallelize(model, mesh, strategy=strategy.removeprefix("parallelize "))
+
+
+def full_parameters(model: Any) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model) if isinstance(model, FSDP) else contextlib.nullcontext():
+        named = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        found = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in named.items()}
+    return complex_names({n.removeprefix("module."): p for n, p in found.items()})
+
+
+def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
+    """On a rank: a TFNO after a few steps under each wrapper, against one process that sees the whole batch."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
+    domain = mesh["spatial"]
+    mine = mesh.get_local_rank("data")
+
+    def cut(full: Tensor) -> ShardTensor:
+        layout = Layout.of(domain, [Shard(2)], (2, *full.shape[1:]), {2: ROWS})
+        return ShardTensor(shard(full[2 * mine : 2 * mine + 2], layout), layout)
+
+    wrong = []
+    with in_double():
+        alone = seeded()
+        step_through(alone, [sample(step, 2 * shape[0]) for step in range(STEPS)])
+        wanted = dict(alone.named_parameters())
+        assert any(p.is_complex() for p in wanted.values()) and not all(p.is_complex() for p in wanted.values())
+        for strategy in strategies:
+            model = wrapped(strategy, seeded(), mesh)
+            with strict():
+                step_through(model, [tuple(map(cut, sample(step, 2 * shape[0]))) for step in range(STEPS)])
+            got = full_parameters(model)
+            wrong += [f"{strategy}: {n}" for n in wanted.keys() ^ got.keys()]
+            for n in wanted.keys() & got.keys():
+                why = differs(got[n], wanted[n].detach(), 1e-9)
+                wrong += [f"{strategy}: {n}: {why}"] if why else []
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategies"),
+    [
+        ((2, 2), ["ddp", "fsdp1", "fsdp2", "parallelize ddp", "parallelize fsdp", "parallelize hsdp"]),
+        ((1, 2), ["fsdp2 over the domain", "parallelize fsdp"]),
+    ],
+    ids=str,
+)
+def test_three_steps_equal_one_process(shape, strategies):
+    for wrong in run_on_ranks(train, torch.Size(shape).numel(), shape, strategies, timeout=120):
+        assert not wrong, "\n".join(wrong)
