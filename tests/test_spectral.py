@@ -7,10 +7,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from harness import anyone, mesh_of, shard
-from shardfield import ShardingError, ShardTensor, strict
+from shardfield import ShardingError, ShardTensor, lockstep, strict
 from shardfield.comm import wire
 from shardfield.layout import Layout
-from shardfield.ops.spectral import spectral_conv, truncated_fft
+from shardfield.ops.spectral import spectral_conv, spread_weight, truncated_fft, truncated_ifft
 from shardfield.testing import run_on_ranks
 
 BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # of a real field: 4 x 4 are kept
@@ -100,7 +100,8 @@ def test_a_large_field_sends_little(ranks):
 
     got = run_on_ranks(sent_by_transform, ranks, ranks, (8, 12), timeout=60)
     assert got == [part(ranks, kept_bytes(BATCH, CHANNELS, MODES, 8))] * ranks
-    # by the same count, a 720 x 1440 field of 64 channels over 8 ranks, 64 x 33 modes kept; its grid does not matter
+    # by the same count, a 720 x 1440 field of 64 channels over 8 ranks, 64 x 33 modes kept; its grid does not matter.
+    # A layer with whole weights sends twice that, by one sum, for its two transforms.
     assert part(8, kept_bytes(1, 64, (64, 64), 8)) == 946_176 < 1.5e6
 
 
@@ -113,8 +114,31 @@ BAD = {
     "no such norm": (lambda x, w: spectral_conv(x, w, (4, 6), norm="both"), RuntimeError),
     "an empty grid": (lambda x, w: spectral_conv(x, w, (4, 6), output_shape=(0, 4)), ValueError),
     "half precision": (lambda x, w: truncated_fft(x.bfloat16(), (2,), ((0,),)), RuntimeError),
+    "a complex field where a real one is needed": (lambda x, w: torch.fft.rfft2(x * 1j), RuntimeError),
+    "the modes of a real one, later": (lambda x, w: torch.fft.rfft(x * 1j, dim=2)[:, :, :2], RuntimeError),
+    "real modes": (lambda x, w: truncated_ifft(x, (2,), ((0,),), (4,)), RuntimeError),
+    "a size too many": (lambda x, w: torch.fft.irfft2(torch.fft.rfft2(x), s=(8, 9, 2)), RuntimeError),
+    "a size of nothing": (lambda x, w: torch.fft.irfft2(filled(x), s=(8, 0)), RuntimeError),
+    "a block of another shape": (lambda x, w: filled(x, lambda b: torch.cat([b, b], -1)), RuntimeError),
+    "modes that are not there": (lambda x, w: truncated_fft(x, (4,), ((0,),)), IndexError),
+    "sizes that differ from rank to rank": (lambda x, w: of_other_sizes(x), ShardingError),
     "a dim twice": (lambda x, w: truncated_fft(x, (2, -2), ((0,), (0,))), RuntimeError),
 }
+
+
+def filled(x, change=lambda block: block):
+    """Zeros with some modes of a field."""
+    spectrum = torch.fft.rfft2(x)
+    out = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
+    out[..., :2, :2] = change(spectrum[..., :2, :2])
+    return out
+
+
+def of_other_sizes(x):
+    """Nothing is sent by this inverse, so only those find out who ask."""
+    spectrum = filled(x)
+    with lockstep():
+        return torch.fft.irfft2(spectrum, s=(8, 9 + x.device_mesh.get_local_rank()))
 
 
 def refusals() -> list[str]:
@@ -136,6 +160,26 @@ def refusals() -> list[str]:
 
 def test_bad_calls_raise_on_all_ranks():
     assert run_on_ranks(refusals, 2, timeout=60) == [[], []]
+
+
+def spread(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
+    """On a rank: a layer whose weight lies in shards of its modes, against one whose weight is whole."""
+    x = made((1, 2, 8, 10), cut, mesh_shape, dtype=torch.float64)
+    whole = torch.randn(2, 3, 4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert spread_weight(whole, x) is whole
+    weight = spread_weight(whole, x, above=whole.nbytes - 1)
+    assert weight.is_leaf and weight.requires_grad and weight.to_local().nbytes * len(cut) * 2 == whole.nbytes
+    with strict():
+        for w in (whole, weight):
+            spectral_conv(x, w, MODES).square().sum().backward()
+    assert weight.to_local().grad.shape == weight.to_local().shape
+    return [] if torch.allclose(weight.grad.full_tensor(), whole.grad) else ["gradients differ"]
+
+
+@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_large_weights_lie_in_shards_of_their_modes(mesh, cut):
+    for wrong in run_on_ranks(spread, torch.Size(mesh).numel(), mesh, cut, timeout=60):
+        assert not wrong
 
 
 def waits() -> tuple[list[int], list[str]]:

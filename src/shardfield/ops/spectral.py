@@ -6,6 +6,7 @@ so the result is Partial; the inverse evaluates the rows of each rank from modes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ..comm import moves
 from ..dispatch import rule
 from ..errors import ShardingError
-from ..layout import Factor, Layout, starts
+from ..layout import Factor, Layout, nested_chunk, starts
 from ..plan import Operand, Plan
 from ..tensor import ShardTensor
 from .blocks import Blocks
@@ -231,6 +232,32 @@ def _middle(weight: Tensor, kept: Sequence[int], real: bool) -> Tensor:
         if spare:
             weight = weight.narrow(dim, 0 if real and i == len(kept) - 1 else spare // 2, count)
     return weight
+
+
+def spread_weight(weight: Tensor, like: ShardTensor, *, above: int = 16 << 20) -> Tensor:
+    """A weight for `spectral_conv` of fields that lie as `like`: itself if it is small, else in shards of its modes.
+
+    Above `above` bytes it is cut by the mesh axes that cut the grid, each along the longest dim of modes left. Ranks
+    then mix their own modes: they arrive by a reduce-scatter and leave by an all-gather, and neither the weight nor its
+    gradient is whole anywhere. `weight` is the same on all ranks; what comes back is a leaf of its own.
+
+        weight = spread_weight(torch.randn(64, 64, 32, 32, 17, dtype=torch.cfloat, requires_grad=True), x)
+    """
+    grid, modes = list(range(2, like.ndim)), list(range(weight.ndim - like.ndim + 2, weight.ndim))
+    axes = [a for d in grid for a in like._layout.wide(like._layout.axes_of(d))]
+    if isinstance(weight, ShardTensor) or weight.nbytes <= above or not axes:
+        return weight
+    layout = Layout.replicate(like._layout.mesh, weight.shape)
+    taken: dict[int, list[int]] = {d: [] for d in modes}
+    for axis in axes:
+        width = {d: weight.shape[d] / math.prod(layout.mesh.size(a) for a in taken[d]) for d in modes}
+        taken[max(modes, key=lambda d: width[d])].append(axis)
+    for d, cutting in taken.items():
+        if cutting:
+            size, parts = weight.shape[d], [layout.mesh.size(a) for a in cutting]
+            layout = layout.with_dim(d, Factor(size, tuple(cutting), nested_chunk(size, parts)))
+    here = tuple(slice(*layout.span(d)) for d in range(weight.ndim))
+    return ShardTensor(weight.detach()[here].clone().requires_grad_(weight.requires_grad), layout)
 
 
 def _settled(modes: Tensor, weight: Tensor) -> Tensor:
