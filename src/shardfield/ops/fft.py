@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..dispatch import TABLE, composed, rule
+from ..execute import planned
 from ..layout import Factor
 from ..plan import Operand, Plan
 from ..tensor import ShardTensor
@@ -21,6 +22,7 @@ fft = torch.fft
 # transforms that wait for what is wanted of them, and those that end such a wait
 ASKED = (fft.fft, fft.rfft, fft.ifft)
 GIVEN = (fft.ifft, fft.irfft)
+BACK = (fft.irfft, fft.hfft)  # of half a spectrum: the length asked for along the last dim is that of the result
 # the length of the result along the transformed dim, from the length asked for and the operand's
 LENGTH = {
     "fft_fft": lambda n, size: size if n is None else n,
@@ -52,10 +54,14 @@ def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
 def _apply(fn, input, n, dim, norm, length):
     if input.numel():
         return fn(input, n, dim, norm)
-    # torch has no transform of nothing: the empty piece of a batch, of the dtype that the others get
-    dtype = fn(torch.ones(2, dtype=input.dtype, device=input.device), 2).dtype
     shape = list(input.shape)
     shape[dim] = length
+    return _of_nothing(fn, input, shape)
+
+
+def _of_nothing(fn, input, shape):
+    """torch has no transform of nothing: the empty piece of a batch, of the dtype that the others get."""
+    dtype = fn(torch.ones(2, dtype=input.dtype, device=input.device), 2).dtype
     nothing = input.sum() * 0
     return (nothing.real if input.is_complex() and not dtype.is_complex else nothing).to(dtype).expand(shape)
 
@@ -124,8 +130,22 @@ def _each(one, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
     return input
 
 
-def _several(one, last, first: bool):
+def _several(fn, one, last, first: bool):
     """A transform over several dims: `last` along the last of them, before or after `one` along the others."""
+
+    def together(input: Operand, dims, sizes, norm):
+        """All dims lie whole: torch's own call, on the piece of each rank."""
+        layout = input.layout.uncut(dims)
+        for d, n in zip(dims, sizes, strict=True):
+            layout = layout.with_dim(d, Factor(LENGTH[(last if d == dims[-1] else one).__name__](n, input.shape[d])))
+        asked = [layout.shape[d] if last in BACK else n or input.shape[d] for d, n in zip(dims, sizes, strict=True)]
+
+        def local(input):
+            return fn(input, asked, dims, norm) if input.numel() else _of_nothing(last, input, layout.local_shape)
+
+        return Plan(local=local, operands={"input": input.layout.uncut(dims)}, layout=layout)
+
+    run_together = planned(together, partial=False, merged=False)
 
     def nd(input, s=None, dim=None, norm=None):
         dims, sizes = _dims(input, s, dim)
@@ -133,6 +153,10 @@ def _several(one, last, first: bool):
         return now(input, dims, sizes, norm) if later is None else later
 
     def now(input, dims, sizes, norm):
+        whole = getattr(input, "_layout", None)
+        if whole is not None and len(dims) > 1 and whole.is_simple and not any(map(whole.is_cut, dims)):
+            if 0 not in input.shape and all(n is None or n > 0 for n in sizes):
+                return run_together(fn, (), (input, tuple(dims), tuple(sizes), norm), {})
         if last is one:
             return _each(one, input, dims, sizes, norm)
         if first:
@@ -153,7 +177,7 @@ for _name, _one, _last, _first in [
     ("hfft", fft.fft, fft.hfft, False),
     ("ihfft", fft.ifft, fft.ihfft, True),
 ]:
-    _nd, _two = _several(_one, _last, _first)
+    _nd, _two = _several(getattr(fft, _name + "n"), _one, _last, _first)
     composed(getattr(fft, _name + "n"))(_nd)
     composed(getattr(fft, _name + "2"))(_two)
 
