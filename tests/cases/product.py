@@ -298,3 +298,35 @@ BATCHES = [
 CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]
 
 CASES += [case(torch.chain_matmul, T(3, 4), T(4, 5), T(5, 2), how={"layouts": 4})]
+
+
+def there_and_back(x, there, back):
+    """A transform by a constant table, which sums over a dim, and one that brings it back, or another in its place."""
+    modes = torch.einsum("...mk,mlk->...lm", x, there)
+    modes = torch.complex(modes.contiguous(), 2 * modes).transpose(-1, -2)
+    return torch.einsum("...ml,mkl->...km", modes.real.contiguous(), back), modes.imag
+
+
+TABLE = {"grad": False, "cut": ()}
+CONSTANT = torch.arange(72, dtype=torch.float64).sin().view(4, 3, 6)
+
+CASES += [
+    case(there_and_back, T(2, 3, 4, 6), T(4, 3, 6, **TABLE), T(4, k, 3, **TABLE), how={"layouts": 12})
+    for k in (6, 5, 2)
+] + [
+    case(
+        twice(lambda x: there_and_back(x, CONSTANT, CONSTANT.transpose(1, 2))[0]),
+        T(2, 4, 6),
+        how={"layouts": 12, "name": "there and back, twice"},
+    ),
+    case(
+        lambda x, w, there, back: torch.einsum(
+            "bolm,mkl->bokm", torch.einsum("bilm,oil->bolm", torch.einsum("bimk,mlk->bilm", x, there), w), back
+        ),
+        T(2, 3, 4, 6),
+        T(3, 3, 3, cut=()),
+        T(4, 3, 6, **TABLE),
+        T(4, 6, 3, **TABLE),
+        how={"layouts": 12, "name": "there, weighted, and back"},
+    ),
+]

@@ -57,6 +57,7 @@ def contract(
     stay: bool = True,
     busy: bool = False,
     broadcast: bool = False,
+    tables: Collection[int] = (),
 ) -> Work:
     """The cheapest division of a product, by bytes moved before it and to be summed after it.
 
@@ -65,18 +66,24 @@ def contract(
     moves nothing is taken before a cheaper one that does, unless its Partial result is much larger than the operands.
     With `busy`, a way that leaves fewer axes idle comes first. A dim of size 1 broadcasts where its label is a number,
     or any label with `broadcast`.
+
+    `tables` are operands that are whole everywhere and constant, as those of a transform are. One that sums over a cut
+    dim of a field leaves a Partial; one that takes such a Partial back to a field of its size or larger divides the
+    dim that it brings: the Partial is summed while it is small, and the field lies in pieces again.
     """
     mesh = terms[0].layout.mesh
     found = [label for group in out for label in (group if type(group) is tuple else (group,))]
-    plan = _Search(mesh, terms, found, whole, linear, sums, broadcast)
+    plan = _Search(mesh, terms, found, whole, linear, sums, broadcast, tables)
     best, least = None, None
     for choice in itertools.product(*(plan.choices(axis) for axis in plan.axes)):
         cuts = plan.cuts(dict(zip(plan.axes, choice, strict=True)))
         if cuts is None:
             continue
         moved, summed, size = plan.cost(cuts, choice)
-        # 0: nothing moves and the result is of a size to be left Partial
-        rank = 0 if stay and not moved and (not summed or size <= SPREAD * plan.largest) else 1
+        # 0: nothing moves and the result is of a size to be left Partial; 1: a table's dim takes the place of one that
+        # was summed away
+        left = not summed or (size <= SPREAD * plan.largest and not plan.spreads(choice, size))
+        rank = 0 if stay and not moved and left else 1 if plan.replaces(choice) else 2
         key = (choice.count(None) if busy else 0, rank, moved + summed)
         if least is None or key < least:
             best, least = (choice, cuts), key
@@ -95,7 +102,7 @@ class _Search:
     """What is asked about one product while its division is chosen."""
 
     def __init__(
-        self, mesh: DeviceMesh, terms, found: Sequence[Label], whole: Collection[Label], linear, sums, broadcast
+        self, mesh: DeviceMesh, terms, found: Sequence[Label], whole: Collection[Label], linear, sums, broadcast, tables
     ):
         self.mesh, self.terms, self.whole, self.linear, self.sums = mesh, terms, set(whole), linear, sums
         self.found = list(found)  # in order: ranks must round costs alike, and sets of strings are ordered by chance
@@ -116,6 +123,7 @@ class _Search:
         self.itemsize = max(t.itemsize for t in terms)
         used = {a for t in terms for a in t.layout.shard_axes + t.layout.partial_axes}
         self.axes = sorted(used)
+        self.brought = {a: self._brought(a, tables) for a in self.axes}
 
     def choices(self, axis: int) -> list[Label | Keep | None]:
         """What may be divided by an axis: labels it cuts already come first, larger operands before smaller ones."""
@@ -135,7 +143,34 @@ class _Search:
         allowed.sort(key=lambda x: x not in self.found)
         new = [x for x in dict.fromkeys(others) if self._divides(x) and x not in allowed]
         new.sort(key=lambda x: -self.sizes[x])
-        return [*allowed, *keeps, *new[:TRIED], None]
+        return [*allowed, *keeps, *self.brought[axis], *new[:TRIED], None]
+
+    def _brought(self, axis: int, tables: Collection[int]) -> list[Label]:
+        """The result's labels, long enough for an axis on which an operand is Partial, that tables alone have."""
+        if not self.linear or not any((axis, "sum") in t.layout.partial for t in self.terms):
+            return []
+        held = [{label for label, _ in self._held(t)} for t in self.terms]
+        others = {x for i, labels in enumerate(held) if i not in tables for x in labels}
+        own = {x for i in tables for x in held[i]} - others
+        return [x for x in self.found if x in own and self._divides(x) and self.sizes[x] >= self.mesh.size(axis)]
+
+    def replaces(self, choice: Sequence[Label | Keep | None]) -> bool:
+        """Whether all axes on which an operand is Partial divide a dim that a table brings, if it brings any."""
+        pairs = [(c, self.brought[axis]) for axis, c in zip(self.axes, choice, strict=True) if self.brought[axis]]
+        return bool(pairs) and all(c in brought for c, brought in pairs)
+
+    def spreads(self, choice: Sequence[Label | Keep | None], size: float) -> bool:
+        """Whether a table makes a result of an operand that stays Partial, and it is no smaller than the operand."""
+        return any(
+            isinstance(c, Keep) and self.brought[axis] and size >= self._size(c.term)
+            for axis, c in zip(self.axes, choice, strict=True)
+        )
+
+    def _size(self, i: int) -> float:
+        """Bytes of an operand here."""
+        layout = self.terms[i].layout
+        shares = [n * _share(cut) for n, cut in zip(layout.shape, layout.dims, strict=True)]
+        return self.terms[i].itemsize * math.prod(shares)
 
     def _divides(self, label: Label) -> bool:
         return label not in self.whole and (self.sums or label in self.found)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import rule
+from ..dispatch import handler, rule
+from ..execute import planned
 from ..layout import Layout
 from ..plan import Operand, Plan
+from ..tensor import ShardTensor
 from .contract import Label, contract
 from .product import checked, term
 
@@ -45,14 +47,24 @@ def _row(text: str, hidden: int) -> list[Label]:
     return [*before, *(range(-hidden, 0) if dots else ()), *after]
 
 
-@rule("einsum", partial=True, merged=True)
-def einsum(equation: str, *operands: Operand, fn):
+@handler("einsum")
+def einsum(func, types, args, kwargs):
+    """A Partial that meets a table: what is constant and what is learned, layouts do not tell."""
+    tables: tuple[int, ...] = ()
+    written = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])  # not as lists of dims
+    if written and any(x.__class__ is ShardTensor and x._layout.partial for x in args[1:]):
+        tables = tuple(i for i, x in enumerate(args[1:]) if x.__class__ is Tensor and not x.requires_grad)
+    return _run_einsum(func, types, args, {**kwargs, "tables": tables} if tables else kwargs)
+
+
+def _einsum(equation: str, *operands: Operand, tables: Sequence[int] = (), fn):
     """One label is divided by each mesh axis in all operands at once; each rank contracts what it has."""
     if not all(isinstance(x, Operand) for x in operands):
         return None
     checked(fn, equation, *operands)
     rows, out = labelled(equation, [x.ndim for x in operands])
-    work = contract([term(x, row) for x, row in zip(operands, rows, strict=True)], out, broadcast=True)
+    terms = [term(x, row) for x, row in zip(operands, rows, strict=True)]
+    work = contract(terms, out, broadcast=True, tables=tables)
     narrows = [_diagonal(row, target) for row, target in zip(rows, work.targets, strict=True)]
 
     def local(operands: Sequence[Tensor]) -> Tensor:
@@ -61,6 +73,9 @@ def einsum(equation: str, *operands: Operand, fn):
         return fn(equation, *operands)
 
     return Plan(local=local, operands={"operands": work.targets}, layout=work.result)
+
+
+_run_einsum = planned(_einsum, partial=True, merged=True)
 
 
 def _diagonal(row: Sequence[Label], target: Layout) -> list[tuple[int, int, int]]:

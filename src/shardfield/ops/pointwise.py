@@ -51,7 +51,7 @@ TERNARY = "addcdiv addcmul lerp masked_fill".split()
 # Linear in the operands together ("sum": all of them Partial alike) or in one of them ("product": the first for div).
 LINEAR = dict.fromkeys(
     "neg negative positive clone detach contiguous conj resolve_conj resolve_neg alias add sub subtract __add__ "
-    "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_".split(),
+    "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_ complex".split(),
     "sum",
 ) | dict.fromkeys(
     "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ mul_ div_ __imul__ __itruediv__".split(),
