@@ -104,3 +104,12 @@ def test_train_cnn(forks, tmp_path):
     losses = [float(x) for x in re.findall(r"^Step [02468], Loss: ([\d.]+)$", first, re.M)]
     # Labels are noise, so a model of ten classes stays at log(10).
     assert len(losses) == 25 and sum(losses) / 25 == pytest.approx(2.3026, abs=0.1)
+
+
+def test_tfno_fsdp(forks, tmp_path):
+    first, second = forks.run(EXAMPLES / "tfno_fsdp.py", tmp_path, 2)
+    errors = re.findall(r"^epoch (\d), (\d+) x \d+: h1 ([\d.]+) l2 ([\d.]+)$", first, re.M)
+    assert [(int(epoch), int(points)) for epoch, points, _, _ in errors] == [(e, r) for e in range(4) for r in (16, 31)]
+    assert float(errors[-2][2]) < 0.9 * float(errors[0][2]), "it learns"
+    held = [re.findall(r"holds (\d+) of (\d+) parameters", out)[0] for out in (first, second)]
+    assert all(int(part) == -(-int(whole) // 2) for part, whole in held), "each rank has half of the parameters"

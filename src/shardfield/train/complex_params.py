@@ -49,7 +49,7 @@ def _with_views(kind: type, names: tuple[str, ...]) -> type:
     def view(name: str) -> property:
         # An instance made later, by `type(self)(...)`, has its parameters under their own names.
         def get(self):
-            pairs = self._parameters.get(name + SUFFIX)
+            pairs = _pairs(self, name)
             if pairs is not None:
                 return torch.view_as_complex(pairs)
             if name in self.__dict__:
@@ -57,7 +57,7 @@ def _with_views(kind: type, names: tuple[str, ...]) -> type:
             raise AttributeError(name)  # and nn.Module goes on to look
 
         def set(self, value):
-            pairs = self._parameters.get(name + SUFFIX)
+            pairs = _pairs(self, name)
             if pairs is None:
                 self.__dict__[name] = value
                 return
@@ -75,6 +75,12 @@ def _with_views(kind: type, names: tuple[str, ...]) -> type:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it has none
             return types.new_class(kind.__name__, (kind,), {"name": ""}, body)
+
+
+def _pairs(module: nn.Module, name: str) -> Tensor | None:
+    """The pairs behind a name; FSDP1 without `use_orig_params` has them as a plain attribute."""
+    found = module._parameters.get(name + SUFFIX)
+    return module.__dict__.get(name + SUFFIX) if found is None else found
 
 
 def complex_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
