@@ -9,13 +9,16 @@ PYTHON = $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # One thread per rank: several ranks share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
-NPROC ?= 2
+# `make train NPROC=8 DOMAIN="2 2" ARGS="--epochs 50"`: how many ranks, how many of them share one field, and anything
+# else that `shardfield train` takes.
+NPROC ?= 4
+DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
 .PHONY: train test sweep bench lint format types pytest docs test-launchers setup clean
 
 train: setup
-	$(TORCHRUN) $(NPROC) examples/train_ddp.py
+	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
 
 test: lint types pytest
 

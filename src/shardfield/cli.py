@@ -76,6 +76,7 @@ def train(words: list[str]) -> int:
 
 def _run(recipe, config) -> int:
     from .distributed import DistributedManager
+    from .train.config import UsageError
     from .train.log import Log
     from .train.loop import Trainer, writable
     from .train.picture import draw_curve
@@ -93,7 +94,11 @@ def _run(recipe, config) -> int:
             (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
         shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
         log.say(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
-        trainer = Trainer(recipe(config, mesh, log), config, mesh, log)
+        try:
+            task = recipe(config, mesh, log)
+        except ValueError as error:  # what the data or the model say of the values they were given
+            raise UsageError(str(error)) from error
+        trainer = Trainer(task, config, mesh, log)
         results = trainer.run()
         if config.picture:
             trainer.draw()

@@ -22,9 +22,9 @@ class DarcyTFNOConfig(DarcyConfig):
     """A TFNO learns the pressure in a porous medium from its permeability."""
 
     out: Path = Path("runs/darcy_tfno")
-    epochs: int = 8
+    epochs: int = 5
     batch_size: int = 8
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     modes: int = 16
     """Fourier modes kept along each dim."""
     width: int = 24
