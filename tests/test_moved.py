@@ -51,9 +51,9 @@ def on_rank() -> list[int]:
             lambda: torch.cat([big, rows(2)]),
             lambda: torch.stack([big, other]),  # the smaller cut follows the first: three rows
             lambda: F.pad(big, (0, 0, 3, 3)),
-            lambda: F.pad(big.t(), (3, 2), "replicate"),
-            lambda: F.pad(big.t(), (4, 4), "reflect"),  # rank 1 has three rows of the five it mirrors
-            lambda: F.pad(big.t(), (1, 0), "circular"),
+            lambda: F.pad(big.t(), (3, 2), "replicate").to_local(),  # which is made when someone wants it
+            lambda: F.pad(big.t(), (4, 4), "reflect").to_local(),  # rank 1 has three rows of the five it mirrors
+            lambda: F.pad(big.t(), (1, 0), "circular").to_local(),
             lambda: tokens.view(3, 4, 3),  # a cut at 5 moves to 4
             lambda: tokens.view(2, 2, 3, 3).flip(1),  # here to 6, and halves are whole on a rank
             lambda: big.t().flatten().view(3, 8).t(),
