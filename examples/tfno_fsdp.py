@@ -21,7 +21,7 @@ def load_darcy_flow_small(mesh, n_train, batch_size, test_resolutions, n_tests):
     """Samples that are made on first use, dealt out to the ranks, and what puts them at mean 0 and deviation 1."""
 
     def loader(n, resolution, start, **how):
-        darcy = Darcy(n, resolution=resolution, fine=61, start=start, cache="cache").prepare(mesh)
+        darcy = Darcy(n, resolution=resolution, fine=91, start=start, cache="cache").prepare(mesh)
         return ShardedLoader(darcy, batch_size, mesh, **how)
 
     train_loader = loader(n_train, test_resolutions[0], 0, drop_last=True)
@@ -33,10 +33,10 @@ def benchmark(rank, args, world_size):
     device = DistributedManager().device
     mesh = DistributedManager().initialize_mesh((world_size,), mesh_dim_names=("data",))
     train_loader, test_loaders, data_processor = load_darcy_flow_small(
-        mesh, n_train=32, batch_size=4, test_resolutions=[16, 31], n_tests=[8, 8]
+        mesh, n_train=32, batch_size=4, test_resolutions=[16, 46], n_tests=[8, 8]
     )
     torch.manual_seed(0)
-    model = TFNO(n_modes=(8, 8), hidden_channels=16, in_channels=1, out_channels=1, factorization="tucker", rank=0.42)
+    model = TFNO(n_modes=(12, 12), hidden_channels=16, in_channels=1, out_channels=1, factorization="tucker", rank=0.42)
     model = real_pairs(model.to(device))  # FSDP wants parameters of one dtype, and spectral weights are complex
     n_params = count_model_params(model)
     model = FullyShardedDataParallel(model, device_id=device)

@@ -43,7 +43,13 @@ PUBLIC: dict[str, list[str]] = {
     "shardfield.train": [
         "CheckpointError",
         "Checkpoints",
+        "NonFinite",
+        "Preempted",
+        "Task",
+        "TrainConfig",
+        "Trainer",
         "clip_grad_norm_",
+        "fit",
         "full_state_dict",
         "load_full_state_dict",
         "no_sync",

@@ -5,6 +5,12 @@ from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import full_state_dict as full_state_dict
 from .checkpoint import load_full_state_dict as load_full_state_dict
 from .complex_params import real_pairs as real_pairs
+from .config import TrainConfig as TrainConfig
+from .loop import Preempted as Preempted
+from .loop import Trainer as Trainer
+from .loop import fit as fit
+from .nonfinite import NonFinite as NonFinite
 from .parallel import clip_grad_norm_ as clip_grad_norm_
 from .parallel import no_sync as no_sync
 from .parallel import parallelize as parallelize
+from .task import Task as Task
