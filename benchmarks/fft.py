@@ -10,6 +10,7 @@ The layer of a Fourier neural operator (transform, keep modes, mix channels, tra
 * modes: `shardfield.ops.spectral.spectral_conv`, which forms and sends kept modes only.
 
 Ways take turns within one run, so that a busy machine slows them alike. Bytes are those of the rank that sends most.
+`benchmarks/tfno.py` has a layer of a model, on more or fewer ranks.
 """
 
 from __future__ import annotations

@@ -113,3 +113,11 @@ def test_tfno_fsdp(forks, tmp_path):
     assert float(errors[-2][2]) < 0.9 * float(errors[0][2]), "it learns"
     held = [re.findall(r"holds (\d+) of (\d+) parameters", out)[0] for out in (first, second)]
     assert all(int(part) == -(-int(whole) // 2) for part, whole in held), "each rank has half of the parameters"
+
+
+def test_tfno(forks, tmp_path):
+    for rank, text in enumerate(forks.run(EXAMPLES / "tfno.py", tmp_path, 2)):
+        cut, told = text.splitlines()
+        assert cut == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
+        here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
+        assert here == alone and told.endswith("{'convs.0': 2560, 'convs.1': 2560}")  # 8 channels of 8 x 5 modes
