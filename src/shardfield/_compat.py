@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -115,6 +116,14 @@ def shares_memory(tensor: torch.Tensor) -> bool:
     torch 2.11-2.15: there is no public count of a storage's users. A tensor of its own sets the measure.
     """
     return _storage_users(tensor) > _storage_users(torch.empty(1))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but its Python name knows a plain tensor or its memory, so that it can be swapped for another.
+
+    torch 2.11-2.15: `torch.utils.swap_tensors` refuses what C++ code holds, or a weak reference.
+    """
+    return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
 
 
 def _storage_users(tensor: torch.Tensor) -> int:

@@ -41,6 +41,7 @@ class ShardTensor(torch.Tensor):
     # torch would have returned a view here and this is a copy: writing would be lost
     _copied_view: bool | Doubt = False
     _narrowed = False  # a slice of a cut dim
+    _fresh = False  # filled with a number on this rank: no message has ever held its memory
     _passed_by = False  # it was read before it was made, so that gradients do not go through it
     _whole: tuple[tuple[int, bool], ShardTensor] | None = (
         None  # what a Partial sums to, and the version it was taken at

@@ -66,6 +66,16 @@ def agree(
     return [h[2 : 2 + len(own)] for h in heard]
 
 
+def anyone(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool]:
+    """Which of the flags any rank has set: a byte each, one message a group."""
+    if not groups:
+        return list(flags)
+    told = torch.tensor(flags, device=device_of(groups[0]))
+    for group in groups:
+        told = wire.all_reduce(told, group)
+    return told.tolist()
+
+
 def _fingerprint(what: str, claim: Mapping[str, Any]) -> int:
     text = json.dumps([what, {k: str(v) for k, v in claim.items()}], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

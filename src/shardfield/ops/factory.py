@@ -40,9 +40,10 @@ def new(func, types, args, kwargs):
         return func(x, *map(plain, rest), **kwargs)
     whole = func(torch.empty(0, device="meta"), *map(plain, rest), **{k: v for k, v in kwargs.items() if k != "device"})
     if whole.shape != x.shape or func.__name__ == "new_empty_strided":
-        return wrap(
-            func(deferred.stand_in(x), *map(plain, rest), **kwargs), Layout.replicate(x._layout.mesh, whole.shape)
-        )
+        local = func(deferred.stand_in(x), *map(plain, rest), **kwargs)
+        made = wrap(local, Layout.replicate(x._layout.mesh, whole.shape))
+        made._fresh = True
+        return made
     layout = x._layout.with_partial(())
     numbers = len(rest) and isinstance(rest[0], int)
     kwargs.pop("size", None)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import report
-from .._compat import shares_memory
+from .._compat import is_alone
+from ..comm import agree
 from ..layout import Factor, Layout, nested_chunk
 from ..tensor import ShardTensor
 
@@ -35,34 +36,44 @@ def note_cut(layout: Layout, dims: Sequence[int]) -> None:
             _CUTS[layout.mesh, layout.shape[d]] = layout.dims[d][0]
 
 
-def home_of(target: Tensor, dim: Any, mesh: Any, in_place: bool) -> Home:
-    """What is known of where rows of a whole tensor could go."""
-    if isinstance(target, ShardTensor) and not target._layout.is_replicated:
+def home_of(target: Tensor, dim: int, written: Sequence[Tensor], mesh: Any, in_place: bool) -> Home:
+    """What is known of where rows of a whole tensor could go, for `written`: the index and what it writes."""
+    cut = any(isinstance(t, ShardTensor) and t._layout.wide(t._layout.shard_axes) for t in written)
+    if not cut or (isinstance(target, ShardTensor) and not target._layout.is_replicated):
         return NOWHERE
     known = _CUTS.get((mesh, target.shape[dim]))
     axes, lengths = (known.axes, known.lengths) if known else ((), ())
-    return in_place and not _held(target), torch.Size(axes), torch.Size(lengths)
+    return in_place and _loose(target, mesh), torch.Size(axes), torch.Size(lengths)
+
+
+def _loose(target: Tensor, mesh: Any) -> bool:
+    """Whether a tensor that is written in place may be cut, since nobody looks at its memory.
+
+    All ranks must say the same. Of a tensor that may have been sent they do not: a backend's threads let go of its
+    memory when they get to it. So they tell each other.
+    """
+    held = _held(target)
+    if getattr(target, "_fresh", False) or not agree.checking():
+        return not held
+    return not agree.anyone([held], [mesh.get_group(a) for a in range(mesh.ndim) if mesh.size(a) > 1])[0]
 
 
 def _held(target: Tensor) -> bool:
-    """Whether a tensor that is written in place must stay whole: autograd or other tensors look at its memory."""
+    """Whether autograd or other tensors look at the memory of a tensor."""
     if target.__class__ is ShardTensor:
         users = sys.getrefcount(target.__dict__["_local_tensor"])  # of its own: the dict, and this call
         return users > 2 or bool(target._copied_view) or _held(target._local_tensor)
     leaf = target.is_leaf and target.requires_grad
-    return target.__class__ is not Tensor or leaf or target._is_view() or shares_memory(target)
+    return target.__class__ is not Tensor or leaf or target._is_view() or not is_alone(target)
 
 
-def become(target: Tensor, value: ShardTensor) -> bool:
-    """Let a tensor that nobody else looks at be `value` from now on, if torch allows."""
+def become(target: Tensor, value: ShardTensor) -> None:
+    """Let a tensor that nobody else looks at be `value` from now on."""
     if target.__class__ is ShardTensor:
         target._local_tensor, target._layout, target._whole = value._local_tensor, value._layout, None
-        return True
-    try:
+        target._fresh = False
+    else:
         torch.utils.swap_tensors(target, value)
-    except RuntimeError:  # saved for backward, or known by a weak reference
-        return False
-    return True
 
 
 def landed(target: Layout, dim: int, free: tuple[int, ...], count: int, item: int, adds: bool, home: Home) -> Layout:

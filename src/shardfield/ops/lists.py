@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import report
 from .._compat import root_of
-from ..comm import agree, moves, wire
+from ..comm import agree, moves
 from ..comm.route import Route
 from ..layout import Layout
 from .owners import Hop, Owners, from_front, out_of_bounds, outside, rows_at
@@ -68,13 +68,12 @@ class Lists:
         self.count: Tensor | None = None  # of entries for each row of the block, once asked for
         self.stages: list[Stage] = []
         for axis in ask:
-            inverse = None
-            if distinct:
-                flat, inverse = torch.unique(flat, return_inverse=True)
-            hop = Hop.to(owners.coord(flat, axis), axis, owners.layout)
-            place = hop.inverse if inverse is None else hop.inverse[inverse]
-            self.stages.append(Stage(place, len(flat), distinct, hop.route, hop.home, hop.group))
-            flat = hop.there(flat)
+            sent, inverse = torch.unique(flat, return_inverse=True) if distinct else (flat, None)
+            hop = Hop.to(owners.coord(sent, axis), axis, owners.layout)
+            if not hop.idle:  # else all entries are where their rows are
+                place = hop.inverse if inverse is None else hop.inverse[inverse]
+                self.stages.append(Stage(place, len(sent), distinct, hop.route, hop.home, hop.group))
+                flat = hop.there(sent)
         self.arrived = len(flat)
         masked = [a for a in owners.axes if a not in ask]
         self.held = owners.mine(flat, masked).nonzero().flatten() if masked else None
@@ -193,13 +192,7 @@ class Asked(NamedTuple):
 
 def _anyone(flags: Sequence[bool], where: Layout) -> list[bool]:
     """Which flags any rank has set, of those over which an index is cut."""
-    groups = [where.mesh.get_group(axis) for axis in where.wide(where.shard_axes)]
-    if not groups:
-        return list(flags)
-    told = torch.tensor(flags, device=agree.device_of(groups[0]))
-    for group in groups:
-        told = wire.all_reduce(told, group)
-    return told.tolist()
+    return agree.anyone(flags, [where.mesh.get_group(axis) for axis in where.wide(where.shard_axes)])
 
 
 def rowwise(index: Tensor, dim: int) -> Tensor | None:

@@ -102,6 +102,7 @@ class Hop(NamedTuple):
     inverse: Tensor
     route: Route
     group: ProcessGroup
+    idle: bool  # no rank of the group sends: all know, for all know all counts
 
     @staticmethod
     def to(peers: Tensor, axis: int, layout: Layout) -> Hop:
@@ -114,7 +115,8 @@ class Hop(NamedTuple):
         send = tuple((Piece(((0, at, n),)),) for at, n in zip(starts(counts), counts, strict=True))
         recv = tuple((Piece(((0, at, n),)),) for at, n in zip(starts(arriving), arriving, strict=True))
         route = Route(send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
-        return Hop(order, torch.argsort(order), route, group)
+        idle = not any(n for c, row in enumerate(table) for peer, n in enumerate(row) if peer != c)
+        return Hop(order, torch.argsort(order), route, group, idle)
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows go to their peers. Adjoint: the way back."""

@@ -160,7 +160,8 @@ def in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dict) -
     result = run(func, (), (target, *args), kwargs)
     if result._local_tensor is (target._local_tensor if target.__class__ is ShardTensor else target):
         return target
-    if kwargs.get("home", NOWHERE)[0] and become(target, result):
+    if kwargs.get("home", NOWHERE)[0]:
+        become(target, result)
         return target
     return target._write(result) if target.__class__ is ShardTensor else target.copy_(replicated(result))
 
@@ -172,7 +173,7 @@ def homed(args: tuple, kwargs: dict, in_place: bool) -> dict:
     target, dim, index, source = args[:4]
     if source.ndim != target.ndim or index.ndim not in (1, target.ndim) or not -target.ndim <= dim < target.ndim:
         return kwargs
-    home = home_of(target, dim, mesh_of(args, None), in_place)
+    home = home_of(target, dim, args[2:4], mesh_of(args, None), in_place)
     return kwargs if home is NOWHERE else {**kwargs, "home": home}
 
 
