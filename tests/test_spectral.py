@@ -260,6 +260,28 @@ def in_single(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
     return wrong
 
 
+def under_autocast() -> list[float]:
+    """On a rank: how far a layer is from one device under autocast, which does not touch torch.fft; bytes it sends."""
+    x = made((2, 3, 10, 12), [Shard(2)], (2,), dtype=torch.float32)
+    weight = torch.randn(3, 4, *MODES, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))[..., :4]
+    count = [0]
+    found = []
+    for kind in (torch.float32, torch.bfloat16):
+        wire.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+        with torch.autocast("cpu", dtype=torch.bfloat16), strict():
+            got = written_out(x.to(kind), weight, MODES)
+            wire.meter = None
+            wanted = written_out(x.full_tensor().to(kind), weight, MODES)
+        assert got.dtype == wanted.dtype == torch.float32
+        found.append(float((got.full_tensor() - wanted).abs().max() / wanted.abs().max()))
+    return [*found, count[0]]
+
+
+def test_autocast_leaves_transforms_alone():
+    for *far, sent in run_on_ranks(under_autocast, 2, timeout=60):
+        assert max(far) < 1e-5 and sent == 2 * kept_bytes(2, 3, MODES, 8)
+
+
 @pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
 def test_single_precision_and_inference(mesh, cut):
     for wrong in run_on_ranks(in_single, torch.Size(mesh).numel(), mesh, cut, timeout=60):

@@ -17,6 +17,7 @@ from torch import Tensor
 from .._compat import make_wrapper
 from ..layout import Layout
 from ..tensor import ShardTensor
+from .across import as_autocast
 from .asked import HOMES as HOMES
 from .asked import Asked
 from .given import Given
@@ -36,6 +37,7 @@ def asked(
     """The spectrum of a cut field, later; None where it is better had at once. `now` takes it of a field."""
     if input.__class__ is not ShardTensor or waiting(input) is not None:
         return None
+    (input,) = as_autocast(input)
     if input._dtype not in FLOATS or (real and input._dtype.is_complex) or 0 in input.shape or not dims:
         return None
     if norm not in (None, "backward", "ortho", "forward"):

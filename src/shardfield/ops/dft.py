@@ -7,12 +7,14 @@ the DFT matrix that are asked for. Frequencies are lists of integers, of any sig
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .._compat import autocast_on
 
 Modes = tuple[int, ...]
 
@@ -35,6 +37,20 @@ def scale(norm: str | None, size: int, back: bool) -> float:
     return 1 / size if back is (norm != "forward") else 1.0
 
 
+def _exactly(sums: Callable) -> Callable:
+    """Like torch.fft, which autocast leaves in full precision: these are products, which it would not."""
+
+    def run(x: Tensor, *args, **kwargs) -> Tensor:
+        if not autocast_on():
+            return sums(x, *args, **kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            return sums(x, *args, **kwargs)
+
+    run.__doc__ = sums.__doc__
+    return run
+
+
+@_exactly
 def analyse(x: Tensor, along: Sequence[Along], norm: str | None) -> Tensor:
     """The modes of the rows that are here: sums over x exp(-2 pi i k n / size), a dim at a time."""
     left = _whole_first(x, along)
@@ -50,6 +66,7 @@ def analyse(x: Tensor, along: Sequence[Along], norm: str | None) -> Tensor:
     return x
 
 
+@_exactly
 def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) -> Tensor:
     """The rows that belong here of the field with these modes: sums over y exp(2 pi i k n / size).
 
