@@ -16,6 +16,8 @@ class Log:
     def __init__(self, folder: Path, is_main: bool, log_every: int = 20):
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
         self.path = folder / "metrics.jsonl"
+        if is_main:
+            folder.mkdir(parents=True, exist_ok=True)
         self._bar: Any = None
         self._board: Any = None
         self._began: tuple[float, int] | None = None
