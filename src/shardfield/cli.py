@@ -112,12 +112,16 @@ def _run(recipe, config) -> int:
 
 
 def info(words: list[str]) -> int:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
+    try:
+        ours = version("shardfield")
+    except PackageNotFoundError:  # run from its source
+        ours = "(not installed)"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
     _say(
-        f"shardfield {version('shardfield')}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        f"shardfield {ours}, torch {torch.__version__}, Python {platform.python_version()}\n"
         f"{os.cpu_count()} cores, {count} x {accelerator.type if accelerator else 'no accelerator'}"
     )
     return 0

@@ -27,10 +27,11 @@ def strict() -> Iterator[None]:
         strict_depth -= 1
 
 
-def ending(kind: str) -> None:
-    """Note how the current call ends."""
-    if active is not None and active._row is not None:
-        active._row.ending = kind
+def ending(kind: str, within: bool = False) -> None:
+    """Note how the current call ends; `within` says that this may be a part of it only, which has less to say."""
+    row = None if active is None else active._row
+    if row is not None and row.ending != "gather" and not (within and row.ending != "rule"):
+        row.ending = kind
 
 
 class Row:

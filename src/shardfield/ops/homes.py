@@ -99,4 +99,4 @@ def landed(target: Layout, dim: int, free: tuple[int, ...], count: int, item: in
 def say_where(before: Layout, after: Layout) -> None:
     """For reports: what was made of a target that was whole."""
     if len(after.partial) > len(before.partial):
-        report.ending("rule: addends of the whole")
+        report.ending("rule: addends of the whole", within=True)

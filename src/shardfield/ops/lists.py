@@ -157,7 +157,7 @@ class Asked(NamedTuple):
         assert index is not None
         if not missing and lists is not None:
             return self._judged(lists)
-        report.ending("rule: rows by new lists")
+        report.ending("rule: rows by new lists", within=True)
         with torch.inference_mode(False):  # a training step may use them too
             flat = from_front(index, self.size, below).reshape(-1)
             lists = Lists(self.owners, flat, self.ask, self.distinct)
@@ -172,7 +172,7 @@ class Asked(NamedTuple):
         """Kept lists, unless they are of an index that may not be used here."""
         if lists.below and not self.negative:
             raise out_of_bounds(self.size, self.error)
-        report.ending("rule: rows by kept lists")
+        report.ending("rule: rows by kept lists", within=True)
         return lists
 
     def _kept(self, index: Tensor) -> tuple[dict[tuple, Lists] | None, tuple]:

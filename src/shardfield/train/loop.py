@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import wire
-from ..layout import pieces
-from ..tensor import ShardTensor
+from ..layout import Factor, Layout, pieces
+from ..operands import map_tensors
+from ..tensor import ShardTensor, wrap
 from .checkpoint import Checkpoints
 from .complex_params import real_pairs
 from .config import TrainConfig, UsageError
@@ -162,9 +163,13 @@ class Trainer:
             for name, loader in self.task.tests.items():
                 sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=self.device)
                 for batch in loader.sweep():
+                    # Other ranks may have samples where this one has none, and FSDP wants all of them to call.
+                    count = len(loader.indices)
+                    batch = batch if count else map_tensors(batch, blank)
                     output = self.model(*self.task.inputs(batch))
                     values = [whole(score(output, batch)).double() for score in self.task.metrics.values()]
-                    sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(values[0].numel()))])
+                    if count:
+                        sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(count))])
                 dist.all_reduce(sums, group=self.mesh.get_group("data"))
                 for metric, value in zip(self.task.metrics, sums[:-1] / sums[-1], strict=True):
                     results[f"{name}/{metric}"] = value.item()
@@ -215,6 +220,14 @@ class Trainer:
 def whole(value: Any) -> Tensor:
     """A plain tensor with the whole value."""
     return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def blank(empty: Tensor) -> Tensor:
+    """One sample of zeros where there is none."""
+    if not isinstance(empty, ShardTensor):
+        return empty.new_zeros(1, *empty.shape[1:])
+    layout = Layout.make(empty._layout.mesh, [(Factor(1),), *empty._layout.dims[1:]])
+    return wrap(empty._local_tensor.new_zeros(layout.local_shape), layout)
 
 
 def boundaries(tensor: Any) -> tuple[list[int], list[int]]:
