@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # `make train NPROC=8 DOMAIN="2 2" ARGS="--epochs 50"`: how many ranks, how many of them share one field, and anything
 # else that `shardfield train` takes.
 NPROC ?= 4
+JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
@@ -33,8 +34,9 @@ format: setup
 types: setup
 	$(BIN)/mypy
 
+# Two tests at a time, whole files each: while one starts processes or waits for them, the other computes.
 pytest: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
