@@ -30,8 +30,9 @@ class Darcy:
     it, nor when. `Darcy(200, start=1000)` are 200 samples that `Darcy(1000)` has not.
 
     >>> darcy = Darcy(2, resolution=9, fine=33, cache="cache")
-    >>> darcy[1]["x"].shape, sorted(set(darcy[1]["x"].flatten().tolist()))
-    (torch.Size([1, 9, 9]), [3.0, 12.0])
+    >>> x, y = darcy[1].values()
+    >>> x.shape, x.unique()
+    (torch.Size([1, 9, 9]), tensor([ 3., 12.]))
 
     Samples are made when first asked for, and kept in array files under `cache` (default: the environment's
     SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` makes them all, the ranks sharing the work. A finer

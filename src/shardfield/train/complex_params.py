@@ -25,8 +25,8 @@ def real_pairs(module: nn.Module) -> nn.Module:
     >>> layer.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     >>> real_pairs(layer).weight
     tensor([1.+0.j, 1.+0.j, 1.+0.j], grad_fn=<ViewAsComplexBackward0>)
-    >>> [(name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters()]
-    [('weight_real_pair', (3, 2), torch.float32)]
+    >>> {name: (tuple(p.shape), p.dtype) for name, p in layer.named_parameters()}
+    {'weight_real_pair': ((3, 2), torch.float32)}
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
