@@ -85,6 +85,9 @@ MODELS |= {
 }
 MODELS |= {norm: ("TFNO", TFNO | {"norm": norm}, PLANE, "lp") for norm in ("instance_norm", "group_norm", "batch_norm")}
 
+MESHES = [(2,), (3,), (2, 2)]
+EVERYWHERE = ["tfno", "tfno on an odd grid", "fno 3-d"]  # on all meshes, cut in all ways; others in one way on one each
+
 
 @contextlib.contextmanager
 def in_double() -> Iterator[None]:
@@ -94,6 +97,8 @@ def in_double() -> Iterator[None]:
     try:
         with contextlib.ExitStack() as wide:
             wide.enter_context(mock.patch.object(torch, "cfloat", torch.complex128))
+            mixes = neuralop().layers.complex.apply_complex  # its default was read when it was imported
+            wide.enter_context(mock.patch.object(mixes, "__defaults__", (torch.complex128,)))
             for kind in (Tensor, ShardTensor):
                 wide.enter_context(mock.patch.object(kind, "float", kind.double))
             yield
@@ -109,6 +114,7 @@ def neuralop() -> Any:
         sys.modules["torch_harmonics"] = None  # type: ignore[assignment]
     try:
         import neuralop.data.transforms.normalizers
+        import neuralop.layers.complex
         import neuralop.losses
         import neuralop.models
     finally:
@@ -169,7 +175,8 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
     cost = loss(found, target)
     cost.backward()
     complaints = []
-    for layout in cuts(field.shape, mesh):
+    layouts = list(cuts(field.shape, mesh))
+    for layout in layouts if name in EVERYWHERE else [layouts[list(MODELS).index(name) % len(layouts)]]:
         twin = copy.deepcopy(model)
         label, error = f"{name} as {layout}", None
         piece = ShardTensor(shard(field, layout).requires_grad_(), layout)
@@ -224,17 +231,13 @@ def conditioned(mesh: tuple[int, ...]) -> list[str]:
 
 def run(mesh: tuple[int, ...], names: list[str]) -> list[str]:
     with in_double():
-        found = [c for name in names for c in compare(name, mesh, torch.float64, 1e-10)] + conditioned(mesh)
-    return found + compare("tfno", mesh, torch.float32, 1e-4)
-
-
-MESHES = [(2,), (3,), (2, 2)]
-EVERYWHERE = ["fno 1-d", "fno 3-d", "tfno", "tfno on an odd grid", "padded", "finer", "uno"]
+        found = [c for name in names for c in compare(name, mesh, torch.float64, 1e-10)]
+        found += conditioned(mesh) if mesh == (3,) else []
+    return found + (compare("tfno", mesh, torch.float32, 1e-4) if mesh == (2, 2) else [])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_models_give_what_one_device_gives(mesh):
-    """The usual ones on every mesh, the others on one of them each."""
     names = EVERYWHERE + sorted(MODELS.keys() - set(EVERYWHERE))[MESHES.index(mesh) :: len(MESHES)]
     for complaints in run_on_ranks(run, torch.Size(mesh).numel(), mesh, names, timeout=120):
         assert not complaints, "\n".join(complaints)
@@ -267,7 +270,7 @@ def test_bytes_follow_the_modes():
 
 # ---------------------------------------------------------------------- wrappers that divide data and parameters
 
-STEPS, ROWS = 3, [7, 5]
+STEPS, ROWS = 3, [5, 3]
 
 
 def sample(step: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -278,7 +281,7 @@ def sample(step: int, batch: int) -> tuple[Tensor, Tensor]:
 
 def seeded() -> Any:
     torch.manual_seed(0)
-    return neuralop().models.TFNO(**TFNO | {"n_layers": 2})
+    return neuralop().models.TFNO(**TFNO)
 
 
 def step_through(model: Any, batches: Any) -> None:
@@ -343,8 +346,8 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "strategies"),
     [
-        ((2, 2), ["ddp", "fsdp1", "fsdp2", "parallelize ddp", "parallelize fsdp", "parallelize hsdp"]),
-        ((1, 2), ["fsdp2 over the domain", "parallelize fsdp"]),
+        ((2, 2), ["ddp", "fsdp1", "fsdp2", "parallelize hsdp"]),
+        ((1, 2), ["fsdp2 over the domain", "parallelize fsdp", "parallelize ddp"]),
     ],
     ids=str,
 )
