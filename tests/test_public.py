@@ -15,6 +15,7 @@ PUBLIC: dict[str, list[str]] = {
         "ShardTensorSpec",
         "ShardfieldError",
         "ShardingError",
+        "check",
         "composed",
         "einsum",
         "explain",

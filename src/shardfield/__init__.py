@@ -12,6 +12,7 @@ from .neighbours import radius_search as radius_search
 from .ops.opt_einsum import einsum as einsum
 from .ops.opt_einsum import tensordot as tensordot
 from .ops.opt_einsum import transpose as transpose
+from .parity import check as check
 from .plan import Plan as Plan
 from .report import explain as explain
 from .report import strict as strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -186,7 +187,7 @@ def _into_plain(func, types, args):
     """
     x, index, value = args
     mesh = mesh_of(args, None)
-    held = x.__class__ is not Tensor or x.is_leaf and x.requires_grad or shares_memory(x)
+    held = x.__class__ is not Tensor or x.is_leaf and x.requires_grad or _shared(x)
     if not held:
         made = deferred.given(x, index, value, mesh)
         if made is None:
@@ -201,6 +202,19 @@ def _into_plain(func, types, args):
         except RuntimeError:  # saved for backward, or known by a weak reference
             pass
     gathered(func, types, args, {})
+
+
+def _shared(x: Tensor) -> bool:
+    """Whether other tensors look at a plain tensor's memory: the same answer on every rank.
+
+    A backend's thread that has sent or filled it lets go of it a moment later, on each rank in its own time; that moment
+    is waited for. What the program itself holds, it holds on all ranks.
+    """
+    for _ in range(20):
+        if not shares_memory(x):
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _cut_alike(shape: Sequence[int], parsed: Parsed, value: Tensor, mesh: Any) -> Layout:
