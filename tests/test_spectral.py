@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -235,6 +238,32 @@ def stale(x):
     corner = spectrum[..., :2, :2][..., :1]
     spectrum.zero_()
     return corner
+
+
+def left_behind() -> list[str]:
+    """On a rank: uses of a spectrum after which the field is still held by something, without garbage collection."""
+    held = []
+    gc.disable()
+    try:
+        for name, use in {
+            "a part": lambda s: s[..., :2, :2].abs(),
+            "a part, and all of it": lambda s: s[..., :2, :2] + s.abs()[..., :2, :2],
+            "a part, written": lambda s: s[..., :2, :2].mul_(2),
+            "all of it, a part written": lambda s: (s[..., :2, :2], s.abs())[0].mul_(2),
+            "zeros like it": lambda s: torch.zeros_like(s),
+        }.items():
+            x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64).detach()
+            known = weakref.ref(x._local_tensor)
+            use(torch.fft.fftshift(torch.fft.rfft2(x), dim=-2))
+            del x
+            held += [name] if known() is not None else []
+    finally:
+        gc.enable()
+    return held
+
+
+def test_nothing_is_left_behind():
+    assert run_on_ranks(left_behind, 2, timeout=60) == [[], []]
 
 
 def test_a_spectrum_waits():

@@ -37,7 +37,8 @@ class Asked:
         self.dims, self.norm, self.real, self.back = tuple(dims), norm, real, back
         self.layout, self.now = layout, now
         self.shifts: dict[int, int] = {}
-        self.blocks: list[Block] = []
+        self.blocks: list[Block] = []  # until it is taken
+        self.shown: list[weakref.ref[Block]] = []  # after that
         self.local: Tensor | None = None  # the spectrum, once it is taken
         self.version = None if source._local_tensor.is_inference() else source._version
         self.grad = torch.is_grad_enabled()
@@ -64,6 +65,10 @@ class Asked:
             if block.written:
                 made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
         self.local, self.source = made._local_tensor, None
+        # from here on it lives as long as what shows its blocks (or itself); a circle would wait for garbage collection
+        for block in self.blocks:
+            block.taken = self
+        self.shown, self.blocks = [weakref.ref(b) for b in self.blocks], []
         return made
 
     def part(self, index: Any) -> ShardTensor | None:
@@ -86,7 +91,7 @@ class Asked:
                 found = found._placed(found._layout.with_partial(()))[others]
                 if found._local_tensor._is_view():  # its memory is to be that of the block alone
                     found = found.clone()
-            known = Block(self, runs, found, grad)
+            known = Block(runs, found, grad)
             self.blocks.append(known)
             self._remember_home(field._layout)
         return known.shown()
@@ -121,15 +126,19 @@ class Asked:
                     self.version = self.source._version
             for block in self.blocks:
                 block.written |= at == place(block.local)
-        elif at == place(self.local) or any(at == place(b.local) for b in self.blocks):
+        elif at == place(self.local) or any(at == place(b.local) for b in self._alive()):
             self._join()
+
+    def _alive(self) -> list[Block]:
+        return [b for b in (r() for r in self.shown) if b is not None]
 
     def _join(self) -> None:
         """Make views of the blocks."""
         assert self.local is not None
         whole = wrap(self.local, self.layout)
-        while self.blocks:
-            block = self.blocks.pop()
+        left, self.shown = self._alive(), []
+        while left:
+            block = left.pop()
             for tensor in [t for t in (r() for r in block.given) if t is not None]:
                 view = whole[tuple(map(as_slice, block.runs))]
                 tensor._local_tensor, tensor._layout = view._local_tensor, view._layout
@@ -146,8 +155,9 @@ class Block:
     """Modes of a spectrum that were handed out, and the tensors that show them. As `_copied_view` of those and of
     what is made of them it says whether writing there would be lost."""
 
-    def __init__(self, spectrum: Asked, runs: Runs, modes: ShardTensor, grad: bool):
-        self.spectrum, self.runs, self.grad = spectrum, runs, grad
+    def __init__(self, runs: Runs, modes: ShardTensor, grad: bool):
+        self.runs, self.grad = runs, grad
+        self.taken: Asked | None = None  # the spectrum, once it is there
         self.local, self.layout = modes._local_tensor, modes._layout
         self.given: list[weakref.ref] = []
         self.written = False
@@ -159,7 +169,7 @@ class Block:
         return made
 
     def lost(self) -> bool:
-        return self.spectrum.local is not None
+        return self.taken is not None
 
 
 def opposite(norm: str | None) -> str | None:
