@@ -207,8 +207,8 @@ def _into_plain(func, types, args):
 def _shared(x: Tensor) -> bool:
     """Whether other tensors look at a plain tensor's memory: the same answer on every rank.
 
-    A backend's thread that has sent or filled it lets go of it a moment later, on each rank in its own time; that moment
-    is waited for. What the program itself holds, it holds on all ranks.
+    A backend's thread that has sent or filled it lets go of it a moment later, on each rank in its own time; for that
+    moment is waited. What the program itself holds, it holds on all ranks.
     """
     for _ in range(20):
         if not shares_memory(x):
