@@ -137,33 +137,37 @@ def limited(limits: list[float], points: int, recompute: bool) -> None:
     DistributedManager.initialize()
     manager = DistributedManager()
     mesh = manager.initialize_mesh((1, -1), mesh_dim_names=("data", "spatial"))
-    torch.manual_seed(0)
-    model = parallelize(Network(), mesh, checkpoint=[Block] if recompute else False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def step(size: int) -> float:
+    def losses(size: int, steps: int) -> list[float]:
+        """Of a new model's first steps; a model is not used on after an error, which leaves FSDP in mid-step."""
+        torch.manual_seed(0)
+        model = parallelize(Network(), mesh, checkpoint=[Block] if recompute else False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rows = chunk(size, manager.world_size)[manager.rank]
         first = sum(chunk(size, manager.world_size)[: manager.rank])
         made = torch.sin(torch.arange(first * size, (first + rows) * size) * 1e-3).reshape(1, 1, rows, size)
         x = ShardTensor.from_local(made, mesh["spatial"], [Shard(2)], "chunk", (1, 1, size, size))
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
 
-    step(32)  # threads, buffers and kernels that any step needs
+    losses(32, 2)  # threads, buffers and kernels that any step needs
     base, hard = data_segment(), resource.getrlimit(resource.RLIMIT_DATA)[1]
     for megabytes in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (base + int(megabytes * MEGABYTE), hard))
         try:
-            told = f"trains, loss {step(points):.6f}"
+            before, after = losses(points, 2)
+            told = f"trains, loss {before:.5f} to {after:.5f}"
         except (RuntimeError, MemoryError) as error:
             short = isinstance(error, MemoryError) or any(t in str(error) for t in ("alloc", "could not"))
             if not short or manager.world_size > 1:  # other ranks would wait for this one
                 raise
             told = "does not fit"
-            optimizer.zero_grad()
         if manager.rank == 0:
             print(f"{manager.world_size} ranks, {megabytes:g} MB each: {told}", flush=True)
 

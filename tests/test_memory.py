@@ -13,5 +13,6 @@ def test_a_sample_four_times_the_limit(forks, tmp_path):
     (alone,) = forks.run(BENCHMARK, tmp_path, 1, "--limited", str(4 * LIMIT), "1000")
     assert f"{4 * LIMIT} MB each: does not fit" in alone
     first, *others = forks.run(BENCHMARK, tmp_path, 4, "--limited", str(LIMIT), "--recompute")
-    losses = [re.findall(r"trains, loss ([\d.]+)", out) for out in (alone, first)]
-    assert losses[0] == losses[1] != [] and not any(others), "and its loss is that of one process with room enough"
+    (before, after), there = [re.findall(r"trains, loss ([\d.]+) to ([\d.]+)", out)[0] for out in (alone, first)]
+    assert (before, after) == there and not any(others), "with the losses of one process that has room enough"
+    assert float(after) < float(before), "and it learns"
