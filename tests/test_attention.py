@@ -20,6 +20,7 @@ from shardfield.comm import wire
 from shardfield.execute import PLANS
 from shardfield.layout import Layout
 from shardfield.ops import attention_plan, ring_attention
+from shardfield.ops.kernels import FlashCpu
 from shardfield.testing import run_on_ranks
 
 attend = F.scaled_dot_product_attention
@@ -66,19 +67,45 @@ def ring_traffic():
     return (forward.messages, forward.bytes), (backward.messages, backward.bytes)
 
 
-def test_ring_sends_keys_and_values_once_round():
+def test_ring_sends_keys_and_values_to_every_rank_once():
     told = run_on_ranks(ring_traffic, 4)
     per_row = 2 * 2 * 3 * 8 * 8  # keys and values, batch, heads, features, bytes
     total = sum(LENGTHS)
     for rank, (forward, backward) in enumerate(told):
-        # A rank passes on every block but that of the next rank, which is then all the way round.
-        passed = total - LENGTHS[(rank + 1) % 4]
-        blocks = sum(n > 0 for i, n in enumerate(LENGTHS) if i != (rank + 1) % 4)
-        assert forward == (blocks, passed * per_row)
-        # Backward sends them round again, and to every other rank the gradient of its block.
+        # A rank sends its own block to the three others, straight.
+        own = LENGTHS[rank]
+        assert forward == (3 * (own > 0), 3 * own * per_row)
+        # Backward does so again, and sends to every other rank the gradient of its block.
         others = [n for i, n in enumerate(LENGTHS) if i != rank]
-        assert backward == (blocks + sum(n > 0 for n in others), (passed + sum(others)) * per_row)
+        assert backward == (3 * (own > 0) + sum(n > 0 for n in others), (3 * own + sum(others)) * per_row)
     assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values a rank
+
+
+def sent_before_work():
+    """On a rank: how many messages had left when each block was begun, forward and backward."""
+    mesh = mesh_of((4,))
+    q, k, v = (held(x, mesh, [Shard(2)]) for x in drawn(*[(2, 3, 24, 8)] * 3))
+    found: list[list[int]] = []
+    for name in ("forward", "backward"):
+        with Metered() as sent, pytest.MonkeyPatch.context() as patch:
+            before, counts = getattr(FlashCpu, name), []
+
+            def spy(*args, before=before, sent=sent, counts=counts):
+                counts.append(sent.messages)
+                return before(*args)
+
+            patch.setattr(FlashCpu, name, spy)
+            if name == "forward":
+                out = attend(q, k, v)
+            else:
+                out._local_tensor.sum().backward()
+        found.append(counts)
+    return found
+
+
+def test_messages_fly_while_blocks_are_worked_on():
+    # Two blocks ahead, from the first on; and backward the gradients of the blocks before the last.
+    assert run_on_ranks(sent_before_work, 4) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
 
 
 def local_traffic(placements, mesh_shape):

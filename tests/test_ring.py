@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness import mesh_of
+from shardfield.comm import wire
 from shardfield.comm.ring import Ring, all_blocks, pack, send_home, unpack, visit
 from shardfield.testing import run_on_ranks
 
@@ -20,6 +21,12 @@ def test_every_block_comes_by_once(sizes):
         owners = [ring.owner(s) for s in range(ring.stops)]
         assert owners[0] == ring.position([0] * len(sizes))
         assert sorted(owners) == list(range(math.prod(sizes)))
+        for stop in range(1, ring.stops):
+            source, axis, step = ring.route(stop)
+            there = list(coords)
+            there[axis] = (there[axis] - step) % sizes[axis]
+            assert source < stop and step
+            assert owners[stop] == Ring((), sizes, tuple(there)).owner(source)
 
 
 LENGTHS = (3, 0, 4, 1)
@@ -51,6 +58,37 @@ def test_blocks_come_by_and_go_home(mesh):
     for rank, (owners, came, back) in enumerate(run_on_ranks(round_trip, size, mesh)):
         assert came == [[10 * o + i for i in range(LENGTHS[o])] for o in owners]
         assert back == [[(10 * rank + i) * stop for i in range(LENGTHS[rank])] for stop in range(1, size)]
+
+
+def in_flight(mesh_shape):
+    """On a rank: how many blocks were on their way at each stop."""
+    ring, flying, found = here(mesh_shape), 0, []
+    start = wire.start_exchange
+
+    def spy(*args):
+        nonlocal flying
+        flying += 1
+        pending = start(*args)
+
+        def land():
+            nonlocal flying
+            flying -= 1
+            return pending.wait()
+
+        return wire.Pending((), (), land)
+
+    wire.start_exchange = spy
+    try:
+        for _ in visit(torch.ones(3), [3] * ring.stops, ring):
+            found.append(flying)
+    finally:
+        wire.start_exchange = start
+    return found
+
+
+def test_two_blocks_are_in_flight():
+    assert run_on_ranks(in_flight, 4, (4,)) == [[2, 2, 1, 0]] * 4
+    assert run_on_ranks(in_flight, 4, (2, 2)) == [[2, 1, 1, 0]] * 4  # the last comes by way of the one before it
 
 
 def inner_products(mesh_shape):

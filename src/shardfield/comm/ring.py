@@ -1,13 +1,14 @@
-"""A ring: every rank's block visits every rank of some mesh axes, the next one in flight while this one is worked on.
+"""A ring: every rank's block comes by every rank of some mesh axes, the next ones in flight while one is worked on.
 
-Blocks are flat tensors whose lengths all ranks know. A ring over several mesh axes is a walk over their torus: each
-hop goes one coord on along one axis, so that no group beyond the axes' own is needed. No autograd here but for
-`all_blocks`: whoever folds blocks knows its own adjoint.
+Blocks are flat tensors whose lengths all ranks know. Each comes straight from its owner, so that late messages are late
+together; over several mesh axes it goes along one axis after the other, so that no group beyond the axes' own is
+needed. No autograd here but for `all_blocks`: whoever folds blocks knows its own adjoint.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import moves, wire
+
+# Blocks in flight while one is worked on: a message has the work of that many blocks to hide behind.
+AHEAD = 2
 
 
 class Ring(NamedTuple):
@@ -30,22 +34,26 @@ class Ring(NamedTuple):
         """How many blocks come by, this rank's own (the first) included."""
         return math.prod(self.sizes)
 
-    def hop(self, stop: int) -> int:
-        """Along which of the ring's axes a block comes to a stop after the first: the innermost, and an outer one
-        whenever the inner ones have gone all the way round."""
-        inner = 1
-        for axis in reversed(range(len(self.sizes))):
-            inner *= self.sizes[axis]
-            if stop % inner:
-                return axis
-        raise AssertionError(f"stop {stop} of a ring of {self.sizes}")
-
     def offset(self, stop: int) -> tuple[int, ...]:
-        """How far back, axis by axis, the owner of the block at a stop is."""
-        back = [0] * len(self.sizes)
-        for s in range(1, stop + 1):
-            back[self.hop(s)] += 1
-        return tuple(b % n for b, n in zip(back, self.sizes, strict=True))
+        """How far back, axis by axis, the owner of the block at a stop is: the stops count through all offsets."""
+        back = []
+        for size in reversed(self.sizes):
+            stop, digit = divmod(stop, size)
+            back.append(digit)
+        return tuple(reversed(back))
+
+    def route(self, stop: int) -> tuple[int, int, int]:
+        """(source, axis, step): a stop after the first has what the rank `step` back on `axis` had at stop `source`.
+
+        Along the innermost axis on which the owner is elsewhere; on one axis the source is always its own block.
+        """
+        weight = 1
+        for axis in reversed(range(len(self.sizes))):
+            step = stop // weight % self.sizes[axis]
+            if step:
+                return stop - step * weight, axis, step
+            weight *= self.sizes[axis]
+        raise AssertionError(f"stop {stop} of a ring of {self.sizes}")
 
     def position(self, back: Sequence[int]) -> int:
         """The row-major position on the ring of the rank `back` coords before this one."""
@@ -62,14 +70,23 @@ class Ring(NamedTuple):
 def visit(block: Tensor, lengths: Sequence[int], ring: Ring) -> Iterator[Tensor]:
     """Every rank's flat block in turn, this rank's own first; `lengths` by position on the ring.
 
-    stops - 1 messages of one block each. The next block is on its way while the caller works on the one it was given.
+    stops - 1 messages of one block each. The next AHEAD blocks are on their way while the caller works on the one it
+    was given (on several axes perhaps only the next: a block that is to be sent on must have come).
     """
-    for stop in range(1, ring.stops):
-        axis = ring.hop(stop)
-        pending = _pass(block, lengths[ring.owner(stop)], 1, ring, axis)
+    routes = [(0, 0, 0), *map(ring.route, range(1, ring.stops))]
+    last = {source: stop for stop, (source, _, _) in enumerate(routes)}
+    to_send, flying, started = {0: block}, deque[Callable[[], Tensor]](), 1
+    for stop in range(ring.stops):
+        if stop:
+            block = flying.popleft()()
+            if stop in last:
+                to_send[stop] = block
+        while started < min(stop + 1 + AHEAD, ring.stops) and routes[started][0] <= stop:
+            source, axis, step = routes[started]
+            sent = to_send[source] if started < last[source] else to_send.pop(source)
+            flying.append(_pass(sent, lengths[ring.owner(started)], step, ring, axis))
+            started += 1
         yield block
-        block = pending()
-    yield block
 
 
 def send_home(piece: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
@@ -105,8 +122,8 @@ def all_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor
     """Every rank's flat block in the order of the stops, all kept. Adjoint, of any order: each gradient goes back."""
     blocks = [block]
     for stop in range(1, ring.stops):
-        shape = (lengths[ring.owner(stop)],)
-        blocks.append(moves.shift(blocks[-1], shape, 1, ring.groups[ring.hop(stop)]))
+        source, axis, step = ring.route(stop)
+        blocks.append(moves.shift(blocks[source], (lengths[ring.owner(stop)],), step, ring.groups[axis]))
     return blocks
 
 

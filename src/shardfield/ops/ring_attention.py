@@ -1,7 +1,7 @@
 """Attention by blocks: queries stay, keys and values come by, and what each block gives is folded by log-sum-exp.
 
-Memory is that of one rank's share: two blocks of keys and values at a time (one is worked on, one is in flight), and
-nothing of them is kept for backward, which sends them round again.
+Memory is that of one rank's share: a few blocks of keys and values at a time (its own, one that is worked on, two in
+flight), however many ranks there are, and nothing of them is kept for backward, which fetches them again.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ class _Attend(moves.Move):
 
 def _blocks(work: Work, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of every rank of the ring, one message for both."""
-    yield k, v
     if work.ring.stops == 1:
+        yield k, v
         return
     flat = visit(pack([k, v]), _lengths(work, k, v), work.ring)
-    next(flat)
+    next(flat)  # before the own block is worked on: messages are in flight meanwhile
+    yield k, v
     for stop, block in enumerate(flat, 1):
         shapes = _shapes(work, work.ring.owner(stop), k, v)
         found = unpack(block, shapes)
