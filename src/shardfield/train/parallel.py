@@ -51,8 +51,8 @@ def parallelize(
     are. Complex parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every
     strategy alike: a checkpoint of one is a checkpoint of the others.
 
-    As with any data-parallel wrapper, gradients are whole in `parameter.grad` after backward; what `torch.autograd.grad`
-    or a hook on a parameter sees is this rank's part, times the ranks that it is averaged over.
+    As with any data-parallel wrapper, gradients are whole in `parameter.grad` after backward; what
+    `torch.autograd.grad` or a hook on a parameter sees is this rank's part, times the ranks that it is averaged over.
     """
     axes, cut = _axes(mesh, data, domain)
     if strategy not in ("fsdp", "hsdp", "ddp"):
