@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train test sweep bench lint format types pytest docs test-launchers setup clean
+.PHONY: train test sweep bench lint format types pytest docs test-launchers test-models setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -41,6 +41,12 @@ pytest: setup
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
+
+# Other people's models, unmodified; writes docs/models.md.
+test-models: $(VENV)/.zoo
+	rm -f .models.jsonl
+	SHARDFIELD_MODELS=.models.jsonl $(BIN)/python -m pytest tests/models
+	$(BIN)/python tests/models/page.py .models.jsonl docs/models.md
 
 # Every layout of the case table, and PyTorch's whole operator database: takes a while, writes docs/op-coverage.md, and
 # fails where its numbers fall.
@@ -73,6 +79,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 $(VENV)/.docs: $(VENV)/.dev
 	@echo "installing the documentation tools into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models,docs]'
+	@touch $@
+
+$(VENV)/.zoo: $(VENV)/.dev
+	@echo "installing the models into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models,zoo]'
+	@$(PIP) --no-deps timm
 	@touch $@
 
 clean:

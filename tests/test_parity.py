@@ -63,8 +63,9 @@ def test_a_model_that_agrees():
 
 
 def test_tensors_of_its_own_and_several_outputs():
-    found = check(with_tensors, mesh=(2,), dims=(2,), even=True)
+    found = check(with_tensors, mesh=(2,), dims=(2,), even=True, steps=3)
     assert found, found
+    assert [line.name for line in found.lines if line.kind == "parameter after"] == ["weight"]
     assert [line.name for line in found.lines if line.kind == "output"] == ["0", "1"]
 
 

@@ -86,6 +86,7 @@ def check(
     *,
     dims: Sequence[int] | None = None,
     even: bool = False,
+    steps: int = 0,
     tolerance: float = 1e-9,
     seed: int = 0,
     timeout: float = 300.0,
@@ -97,7 +98,8 @@ def check(
     mesh axis (by default the one before the last, or the last two), in uneven pieces unless `even`. Compared are the
     outputs, the gradients of a random weighting of them for input and parameters, and the buffers afterwards; where
     outputs differ, the first submodule whose output does. The model is in training mode, but for its dropout modules:
-    ranks draw by global index, and so not the numbers that one device draws.
+    ranks draw by global index, and so not the numbers that one device draws. With `steps`, so many steps of gradient
+    descent follow, and the parameters they lead to are compared too.
 
         parity = shardfield.check("mymodel:make", (1, 3, 64, 96), (2, 2))
         print(parity)
@@ -112,7 +114,7 @@ def check(
         raise ShardfieldError(f"check: {len(dims)} dims {dims} for a mesh of {len(mesh)} axes {tuple(mesh)}")
     if isinstance(factory, str):
         load(factory)  # ranks would say the same, at greater length
-    given = (name, None if shape is None else tuple(shape), tuple(mesh), dims, even, seed)
+    given = (name, None if shape is None else tuple(shape), tuple(mesh), dims, even, seed, steps)
     try:
         found = run_on_ranks(_compare, ranks, *given, timeout=timeout)
     except RanksFailed as failed:
@@ -140,7 +142,7 @@ def load(name: str) -> Any:
 
 
 def _compare(
-    name: str, shape: Any, mesh_shape: tuple[int, ...], dims: tuple[int, ...], even: bool, seed: int
+    name: str, shape: Any, mesh_shape: Sequence[int], dims: Sequence[int], even: bool, seed: int, steps: int
 ) -> Parity:
     """On a rank: both runs, and what differs."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES[: len(mesh_shape)])
@@ -160,9 +162,12 @@ def _compare(
     cut = _cut(whole[0], mesh, dims, even)
     rest = [wrap(t.clone(), Layout.replicate(mesh, t.shape)) if isinstance(t, Tensor) else t for t in whole[1:]]
 
-    expected, parts = _run(model, [whole[0], *whole[1:]], seed)
+    expected, parts = _run(model, whole, seed)
     with explain() as report:
         got, sharded_parts = _run(other, [cut, *rest], seed)
+    if steps:
+        expected += _descend(model, whole, seed, steps)
+        got += _descend(other, [cut, *rest], seed, steps)
     found = Parity(name, tuple(whole[0].shape), tuple(mesh_shape), 0.0)
     found.gathers = sorted({row.op for row in report.gathers})
     found.messages, found.bytes, found.table = report.messages, report.bytes, str(report)
@@ -204,8 +209,8 @@ def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[st
 
     def watch(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if isinstance(out, Tensor):
-                parts.append((f"{name} ({type(module).__name__})", out.detach()))
+            title = f"{name} ({type(module).__name__})"
+            map_tensors(_plain(out), lambda tensor: parts.append((title, tensor.detach())))
 
         return hook
 
@@ -231,6 +236,17 @@ def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[st
     found += [("parameter gradient", n, p.grad) for n, p in model.named_parameters()]
     found += [("buffer", n, b) for n, b in model.named_buffers()]
     return found, parts
+
+
+def _descend(model: nn.Module, tensors: list[Any], seed: int, steps: int) -> list[tuple[str, str, Any]]:
+    """The parameters after steps of gradient descent, the first along the gradients at hand."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        if step:
+            optimizer.zero_grad()
+            _run(model, tensors, seed)
+        optimizer.step()
+    return [("parameter after", n, p.detach()) for n, p in model.named_parameters()]
 
 
 def _plain(out: Any) -> Any:
@@ -273,6 +289,7 @@ def command(words: list[str]) -> int:
     parser.add_argument("--mesh", type=numbers, default=(2,), help="ranks along each mesh axis, e.g. 2,2")
     parser.add_argument("--dims", type=numbers, help="which dim each mesh axis cuts; the last ones by default")
     parser.add_argument("--even", action="store_true", help="cut into equal pieces")
+    parser.add_argument("--steps", type=int, default=0, help="of gradient descent, whose parameters are compared too")
     parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference that passes")
     parser.add_argument("--table", action="store_true", help="show what every call did and sent")
     given = parser.parse_args(words)
