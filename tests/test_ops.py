@@ -14,7 +14,7 @@ from shardfield.testing import run_on_ranks
 # What `make test` has time for: a few layouts of each row, on tiles and on one of the other meshes in turn. With
 # SHARDFIELD_LAYOUTS, as `make sweep` sets it, that many layouts (or what a row asks for) on every mesh. One rank alone
 # is left to test_rules.py, which runs every row there.
-LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", "3"))
+LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", "2"))
 EVERY = "SHARDFIELD_LAYOUTS" in os.environ
 LINES = [mesh for mesh in MESHES if len(mesh) == 1 and math.prod(mesh) > 1]
 TILES = [mesh for mesh in MESHES if len(mesh) > 1]

@@ -505,8 +505,8 @@ def test_ranks_end_with_their_caller(tmp_path, sent):
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.send_signal(sent)
-        assert caller.wait(10) != 0
-    limit = time.monotonic() + 5
+        assert caller.wait(60) != 0
+    limit = time.monotonic() + 30
     while running := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < limit, f"still running: {running}"
         time.sleep(0.05)

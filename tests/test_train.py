@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from launch import clean_env
+from shardfield import ShardfieldError
 from shardfield.data import ShardedLoader
 from shardfield.testing import run_on_ranks
 from shardfield.train import Checkpoints
@@ -62,7 +63,7 @@ def run(name: str, config, stop_after: int | None = None):
     trainer = Trainer(RECIPES[name][1](config, mesh, log), config, mesh, log)
     if stop_after is not None:  # as if asked to end
         together = trainer._together
-        trainer._together = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after)
+        trainer._together = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after, False)
         with pytest.raises(Preempted, match=f"step {stop_after}: asked to end"):
             trainer.run()
         return None
@@ -199,6 +200,31 @@ def test_asked_to_end(tmp_path):
     step = int(re.search(r"step (\d+): asked to end; saved in .*step-0*\1", said).group(1))
     assert list(Checkpoints(tmp_path).steps()) == [step]
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 500
+
+
+def unwritable(folder):
+    """metrics.jsonl becomes a folder in the middle of a run: an error on all ranks, and the checkpoints stay."""
+    config = replace(CNN, out=folder, domain=(2,), save_every=1)
+    mesh, log = config.mesh("cpu"), Log(folder, dist.get_rank() == 0, 10**6)
+    trainer = Trainer(RECIPES["cnn"][1](config, mesh, log), config, mesh, log)
+    told = log.step
+
+    def step(number, *rest):
+        if number == 2 and dist.get_rank() == 0:
+            (folder / "metrics.jsonl").unlink()
+            (folder / "metrics.jsonl").mkdir()
+        told(number, *rest)
+
+    log.step = step
+    with pytest.raises(ShardfieldError, match="step 2: rank 0 cannot write") as caught:
+        trainer.run()
+    trainer.checkpoints.wait()
+    return str(caught.value), list(trainer.checkpoints.steps())
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    (first, steps), (other, _) = run_on_ranks(unwritable, 2, tmp_path)
+    assert "metrics.jsonl: Is a directory" in first and "its files" in other and steps == [1, 2]
 
 
 class Poisoned:

@@ -70,7 +70,7 @@ class Parity:
         told = [
             f"{self.model} on {self.shape}, mesh {mesh}, float64: {self.messages} messages, {self.bytes} bytes a rank"
         ]
-        told += [str(x) for x in self.lines if x.error > self.tolerance or x.kind == "output"]
+        told += [f"{'ok     ' if x.error <= self.tolerance else 'DIFFERS'} {x}" for x in self.lines]
         agree = sum(x.error <= self.tolerance for x in self.lines)
         told.append(f"{agree} of {len(self.lines)} agree within {self.tolerance:g}; the worst is {self.worst:.1e}")
         if self.first is not None:
@@ -291,11 +291,11 @@ def command(words: list[str]) -> int:
     parser.add_argument("--even", action="store_true", help="cut into equal pieces")
     parser.add_argument("--steps", type=int, default=0, help="of gradient descent, whose parameters are compared too")
     parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference that passes")
-    parser.add_argument("--table", action="store_true", help="show what every call did and sent")
+    parser.add_argument("--no-table", action="store_true", help="leave out what every call did and sent")
     given = parser.parse_args(words)
     sys.path.insert(0, os.getcwd())
     found = check(given.factory, given.shape, given.mesh, dims=given.dims, even=given.even, tolerance=given.tolerance)
-    if given.table:
+    if not given.no_table:
         print(found.table)
     print(found)
     return 0 if found else 1

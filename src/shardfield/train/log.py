@@ -18,6 +18,7 @@ class Log:
         self.path = folder / "metrics.jsonl"
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
+        self.trouble: str | None = None  # what kept a line from being written
         self._bar: Any = None
         self._board: Any = None
         self._began: tuple[float, int] | None = None
@@ -40,8 +41,12 @@ class Log:
         """Numbers for programs: one line of JSON, and TensorBoard where it is installed."""
         if not self.is_main:
             return
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": step} | values) + "\n")
+        except OSError as error:  # told to all ranks, which end together
+            self.trouble = f"{self.path}: {error.strerror}"
+            return
         if self._board is None:
             self._board = _board(self.folder)
         if self._board:

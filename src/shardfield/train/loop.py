@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import wire
+from ..errors import ShardfieldError
 from ..layout import Factor, Layout, pieces
 from ..operands import map_tensors
 from ..tensor import ShardTensor, wrap
@@ -121,7 +122,9 @@ class Trainer:
                 loss.backward()
             total += whole(loss.detach()).double()
         norm = clip_grad_norm_(self.model, self.config.clip or math.inf)
-        loss_value, norm_value, stop = self._together(total, norm, bool(asked))
+        loss_value, norm_value, stop, trouble = self._together(total, norm, bool(asked))
+        if trouble:
+            raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.trouble or 'its files'}")
         if not math.isfinite(loss_value) or not math.isfinite(norm_value):
             raise self._nonfinite(loss_value, norm_value, batch, output)
         self.optimizer.step()
@@ -136,12 +139,13 @@ class Trainer:
         if self.config.save_every and self.step % self.config.save_every == 0:
             self._save()
 
-    def _together(self, loss: Tensor, norm: Tensor, asked: bool) -> tuple[float, float, bool]:
-        """The mean loss over data ranks, the norm of the gradients, and whether any rank was asked to end."""
-        told = torch.stack([loss, norm.to(loss), torch.tensor(float(asked)).to(loss)])
+    def _together(self, loss: Tensor, norm: Tensor, asked: bool) -> tuple[float, float, bool, bool]:
+        """The mean loss over data ranks, the norm of the gradients; was any rank asked to end, or cannot write?"""
+        flags = torch.tensor([float(asked), float(self.log.trouble is not None)]).to(loss)
+        told = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
         dist.all_reduce(told)
-        loss_sum, norm_sum, stop = told.tolist()
-        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0
+        loss_sum, norm_sum, stop, trouble = told.tolist()
+        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0, trouble > 0
 
     def _nonfinite(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
         """What a stop for NaN or inf leaves behind: the state before the step, and the last batch."""

@@ -22,7 +22,8 @@ class DarcyTFNOConfig(DarcyConfig):
     """A TFNO learns the pressure in a porous medium from its permeability."""
 
     out: Path = Path("runs/darcy_tfno")
-    epochs: int = 5
+    epochs: int = 6
+    evaluate_every: int = 2
     batch_size: int = 8
     learning_rate: float = 1e-2
     modes: int = 16
