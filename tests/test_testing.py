@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -502,7 +503,10 @@ if __name__ == "__main__":
 def test_ranks_end_with_their_caller(tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(HANGING_CALLER)
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as caller:
+    # A job in a shell's background ignores interrupts, and so does what it starts; these tests may be such a job.
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([sys.executable, script], **how) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.send_signal(sent)
         assert caller.wait(60) != 0

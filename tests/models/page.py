@@ -8,28 +8,28 @@ HEAD = """# Models that run as they are
 
 Models that nobody here wrote, run unmodified on fields in uneven pieces, against the same model on one device:
 outputs, the gradients of input and parameters, and the parameters after three steps of gradient descent, in float64.
-The error is the largest difference, relative to the largest number. No call gathered its operands. Bytes are what one
-rank sends in a forward and backward pass.
+The error is the largest difference, relative to the largest number; gathers are calls that had no rule. Bytes are what
+one rank sends in a forward and backward pass.
 
 neuraloperator writes `torch.cfloat` into its layers, so that its numbers are rounded to single precision on one device
 too; with that name standing for double precision it agrees to ten digits (`tests/test_neuralop.py`).
-Graph networks (GCN, SAGE, GAT, MeshGraphNet) are on the page about [graphs](graphs.md), spherical ones on the page
-about [the sphere](sphere.md). `make test-models` runs all of this again and writes this page; `shardfield check` does
+More about graph networks is on the page about [graphs](graphs.md); spherical ones are on the page about
+[the sphere](sphere.md). `make test-models` runs all of this again and writes this page; `shardfield check` does
 it for [your model](bring-your-model.md).
 
-| model | input | mesh | cut dims | error | bytes | messages |
-|---|---|---|---|---|---|---|
+| model | input | mesh | cut dims | error | gathers | bytes | messages |
+|---|---|---|---|---|---|---|---|
 """
 
 
 def main(results: Path, page: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     lines = []
-    for title, shape, mesh, dims, error, nbytes, messages in rows:
+    for title, shape, mesh, dims, error, gathers, nbytes, messages in rows:
         size = " x ".join(map(str, shape))
         lines.append(
             f"| {title} | {size} | {' x '.join(map(str, mesh))} | {', '.join(map(str, dims))} | {error:.0e} "
-            f"| {nbytes:,} | {messages} |\n"
+            f"| {gathers} | {nbytes:,} | {messages} |\n"
         )
     page.write_text(HEAD + "".join(lines))
 

@@ -18,10 +18,13 @@ SWIN |= {"drop_path_rate": 0.0}  # what is drawn on ranks is not what one device
 
 @dataclass(frozen=True)
 class Entry:
-    """A model by its factory's name: its input, the dims that one axis may cut, and the two that tiles cut."""
+    """A model by its factory's name: its input, the dims that one axis may cut, and the two that tiles cut.
+
+    A factory that has no shape here gives the tensors too, of which the first is cut.
+    """
 
     title: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dims: tuple[int, ...] = (2, 3)
     tiles: tuple[int, ...] | None = (2, 3)
     tolerance: float = 1e-9
@@ -141,6 +144,84 @@ class Transolver(nn.Module):
         return self.out(x + weights @ F.scaled_dot_product_attention(q, k, v))
 
 
+def ring_of(nodes: int, features: int):
+    """Random features on a ring of nodes, each joined with the next two, both ways."""
+    at = torch.arange(nodes)
+    edges = torch.cat([torch.stack([at, (at + step) % nodes]) for step in (1, 2)], 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(nodes, features, generator=generator), torch.cat([edges, edges.flip(0)], 1)
+
+
+class TwoLayers(nn.Module):
+    """Two of torch_geometric's layers."""
+
+    def __init__(self, name: str, **options):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torch_geometric.nn
+        layer = getattr(torch_geometric.nn, name)
+        self.first, self.second = layer(5, 8, **options), layer(8, 3, **options)
+
+    def forward(self, x, edges):
+        return self.second(torch.relu(self.first(x, edges)), edges)
+
+
+def pyg_gcn():
+    return TwoLayers("GCNConv"), ring_of(23, 5)
+
+
+def pyg_sage():
+    return TwoLayers("SAGEConv"), ring_of(23, 5)
+
+
+def pyg_gat():
+    return TwoLayers("GATConv"), ring_of(23, 5)
+
+
+class MeshGraphNet(nn.Module):
+    """Edges learn from their ends and nodes from their edges, with residuals."""
+
+    def __init__(self, width=6, blocks=2):
+        super().__init__()
+
+        def mlp(i):
+            return nn.Sequential(nn.Linear(i, width), nn.ReLU(), nn.Linear(width, width), nn.LayerNorm(width))
+
+        self.node_in, self.edge_in, self.out = mlp(5), mlp(10), nn.Linear(width, 2)
+        self.edge_mlps = nn.ModuleList(mlp(3 * width) for _ in range(blocks))
+        self.node_mlps = nn.ModuleList(mlp(2 * width) for _ in range(blocks))
+
+    def forward(self, x, edges):
+        sender, receiver = edges
+        edge = self.edge_in(torch.cat([x[sender], x[receiver]], -1))
+        x = self.node_in(x)
+        for of_edge, of_node in zip(self.edge_mlps, self.node_mlps, strict=True):
+            edge = edge + of_edge(torch.cat([x[sender], x[receiver], edge], -1))
+            total = torch.zeros_like(x).index_add(0, receiver, edge)
+            x = x + of_node(torch.cat([x, total], -1))
+        return self.out(x)
+
+
+def meshgraphnet():
+    return MeshGraphNet(), ring_of(23, 5)
+
+
+def neuralop_uno():
+    from neuralop.models import UNO
+
+    return UNO(
+        in_channels=2,
+        out_channels=1,
+        hidden_channels=4,
+        uno_out_channels=[4, 4, 4],
+        uno_n_modes=[[4, 4]] * 3,
+        uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2, 2]],
+        n_layers=3,
+        channel_mlp_skip="linear",
+    )
+
+
 def fno(dims: int, **options):
     from neuralop.models import FNO
 
@@ -178,8 +259,13 @@ MODELS: dict[str, Entry] = {
     "torch_encoder": Entry("torch TransformerEncoderLayer", (2, 21, 16), (1,), None),
     "UNet3D": Entry("3-D UNet", (1, 2, 9, 12, 10)),
     "Transolver": Entry("Transolver attention", (2, 37, 4), (1,), None),
+    "pyg_gcn": Entry("torch_geometric GCN", None, (0,), None),
+    "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None),
+    "pyg_gat": Entry("torch_geometric GAT", None, (0,), None),
+    "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
     "neuralop_fno_1d": Entry("neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED),
     "neuralop_fno_2d": Entry("neuraloperator FNO 2-D", (1, 2, 16, 20), tolerance=ROUNDED),
     "neuralop_fno_3d": Entry("neuraloperator FNO 3-D", (1, 2, 8, 10, 12), tolerance=ROUNDED),
     "neuralop_tfno": Entry("neuraloperator TFNO", (1, 2, 16, 20), tolerance=ROUNDED),
+    "neuralop_uno": Entry("neuraloperator UNO", (1, 2, 16, 20), tolerance=ROUNDED),
 }
