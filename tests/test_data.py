@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import threading
 from pathlib import Path
@@ -38,8 +39,8 @@ def refused(call, *said):
 
 def sparse_solution(a: np.ndarray) -> np.ndarray:
     """The same equations, put together entry by entry and solved by elimination."""
-    sparse = pytest.importorskip("scipy.sparse")
-    linalg = pytest.importorskip("scipy.sparse.linalg")
+    sparse = importlib.import_module("scipy.sparse")
+    linalg = importlib.import_module("scipy.sparse.linalg")
     n = a.shape[0] - 1
     rows, columns, values, inside = [], [], [], range(1, n)
     for i in inside:
@@ -492,7 +493,7 @@ SHAPE = (4, 2, 48, 512)
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fields")
-    h5py, zarr = pytest.importorskip("h5py"), pytest.importorskip("zarr")
+    h5py, zarr = importlib.import_module("h5py"), importlib.import_module("zarr")
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     with h5py.File(folder / "f.h5", "w") as file:
         file["group/u"] = values
