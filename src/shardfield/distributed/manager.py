@@ -212,7 +212,9 @@ class DistributedManager:
                 )
                 for members in key
             }
-            self._mesh_groups[key] = next(group for members, group in made.items() if self.rank in members)
+            group = next(group for members, group in made.items() if self.rank in members)
+            worlds.joined(group)
+            self._mesh_groups[key] = group
         return self._mesh_groups[key]
 
     def _siblings(self, mesh: DeviceMesh) -> RankLists | None:
@@ -230,9 +232,10 @@ class DistributedManager:
         shape = complete_shape(mesh_shape, names, self.world_size)
         self._need_process_group()
         self._global_mesh = mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        if self._world.timeout:
-            for group in mesh.get_all_groups():
+        for group in mesh.get_all_groups():
+            if self._world.timeout:
                 set_group_timeout(self._world.timeout, group)
+            worlds.joined(group)
         self._meshes.append(mesh)
         self._mesh_dims = dict(zip(names, shape, strict=True))
         return self._global_mesh
@@ -287,6 +290,7 @@ class DistributedManager:
         for ranks in ranks_of_groups:
             group = dist.new_group(ranks, timeout=self._world.timeout)
             if self.rank in ranks:
+                worlds.joined(group)
                 self._groups[name] = group
                 self._group_names[group] = name
         self._group_ranks[name] = ranks_of_groups

@@ -94,6 +94,17 @@ def start_group(world: World, store, backend: str | None = None) -> None:
         device_id=world.device if "nccl" in backend else None,
     )
     world.group, world.owned = dist.group.WORLD, True
+    joined(dist.group.WORLD)
+
+
+def joined(group: dist.ProcessGroup) -> None:
+    """Return once all members of a new gloo group are in it.
+
+    gloo connects all pairs while a group is made; a member that is done and ends its group at once would cut off those
+    that still connect.
+    """
+    if "gloo" in dist.get_backend_config(group) and dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 def end(world: World, barrier: bool, made_here: list[dist.ProcessGroup]) -> None:
