@@ -43,6 +43,11 @@ def hooks_on_saving() -> bool:
     return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
 
 
+def backend_class(group: Any, device: torch.device) -> type:
+    """The kind of backend that serves a device in a group. torch 2.11-2.15; no public name."""
+    return type(group._get_backend(device))
+
+
 # torch 2.11-2.15: the groups that a DeviceMesh makes have torch's time-outs, and init_device_mesh takes no other.
 set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat import all_gather_flat, materialized
+from .._compat import materialized
+from .carrier import carrier_for, known_carrier
 
 T = TypeVar("T")
 Shape = Sequence[int]
@@ -25,8 +26,8 @@ Shape = Sequence[int]
 meter: Callable[[str, int, int], None] | None = None
 # The call on whose behalf messages are sent, while someone listens; moves remember it for their backward.
 tag: Any = None
-
-_started: set[ProcessGroup] = set()
+# While a program is traced: what writes the messages down instead of sending them (see `compiled`).
+tracer: Any = None
 
 
 class Pending(Generic[T]):
@@ -138,14 +139,14 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
         work = _packed(tensor)
         work = work.clone() if work is tensor else work
     buffer = torch.view_as_real(work) if work.is_complex() else work
-    handle = dist.all_reduce(buffer, reduce_op, group=group, async_op=True)
+    handles = carrier_for(buffer, group).all_reduce(buffer, reduce_op, group)
     _sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
 
     def finish() -> Tensor:
         out = _from_ordered(work, op) if ordered else work / size if op == "avg" else work
         return out.to(dtype)
 
-    return Pending([handle], work, finish)
+    return Pending(handles, work, finish)
 
 
 def all_reduce_narrow(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -203,7 +204,7 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
         return exchange([tensor] * size, shapes, group)
     out = tensor.new_empty((size, *first))
     if tensor.numel():
-        all_gather_flat(_on_wire(out), _on_wire(_packed(tensor)), group=group)
+        carrier_for(out, group).all_gather(_on_wire(out), _on_wire(_packed(tensor)), group)
         _sent("all_gather", 1, (size - 1) * _nbytes(tensor))
     return list(out.unbind(0))
 
@@ -215,7 +216,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
         return tensor
     work = _packed(tensor)
     work = work.clone() if work is tensor else work
-    dist.broadcast(_on_wire(work), group_src=source, group=group)
+    carrier_for(work, group).broadcast(_on_wire(work), source, group)
     _sent("broadcast", 1, _nbytes(work) if dist.get_rank(group) == source else 0)
     return work
 
@@ -226,37 +227,30 @@ def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: Proc
     Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's
     own piece is not copied.
     """
+    if len(shapes) == 1:
+        return Pending((), (), lambda: list(sends), landing=list(sends))
     coord = dist.get_rank(group)
     like = sends[coord]
-    ops, kept, pieces = [], [], []
-    messages = nbytes = 0
+    receives, sent, kept, pieces = [], [], [], []
+    nbytes = 0
     for peer, shape in enumerate(shapes):
         piece = like if peer == coord else like.new_empty(tuple(shape))
         pieces.append(piece)
         if peer != coord and piece.numel():
-            ops.append(dist.P2POp(dist.irecv, _on_wire(piece), group=group, group_peer=peer))
+            receives.append((peer, _on_wire(piece)))
     for peer, piece in enumerate(sends):
         if peer != coord and piece.numel():
             kept.append(_packed(piece))
-            ops.append(dist.P2POp(dist.isend, _on_wire(kept[-1]), group=group, group_peer=peer))
-            messages, nbytes = messages + 1, nbytes + _nbytes(piece)
-    _start(group, like.device)
-    works = dist.batch_isend_irecv(ops) if ops else []
-    _sent("exchange", messages, nbytes)
-    return Pending(works, kept, lambda: pieces, landing=pieces)
+            sent.append((peer, _on_wire(kept[-1])))
+            nbytes += _nbytes(piece)
+    handles = carrier_for(like, group).exchange(receives, sent, group)
+    _sent("exchange", len(sent), nbytes)
+    return Pending(handles, kept, lambda: pieces, landing=pieces)
 
 
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
     """`start_exchange` and wait."""
     return start_exchange(sends, shapes, group).wait()
-
-
-def _start(group: ProcessGroup, device: torch.device) -> None:
-    """NCCL wants a group's first call to be one that all its ranks make; a point-to-point call may not be."""
-    if device.type == "cpu" or group in _started:
-        return
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _started.add(group)
 
 
 def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
@@ -298,12 +292,12 @@ def deliver(
     if pieces is None:
         piece = torch.empty(tuple(shape), dtype=dtype, device=device)
         if piece.numel():
-            dist.recv(_on_wire(piece), src=source)
+            known_carrier(piece, dist.group.WORLD).collect(_on_wire(piece), source)
         return piece
     kept = {rank: _packed(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
-    works = [dist.isend(_on_wire(piece), dst=rank) for rank, piece in kept.items()]
+    carrier = known_carrier(pieces[source].to(device), dist.group.WORLD)
+    handles = carrier.deliver([(rank, _on_wire(piece)) for rank, piece in kept.items()])
     _sent("deliver", len(kept), sum(map(_nbytes, kept.values())))
-    for work in works:
-        if work is not None:
-            work.wait()
+    for handle in handles:
+        handle.wait()
     return _packed(pieces[source].to(device, copy=True))

@@ -1,0 +1,215 @@
+"""Who carries a message: the backend itself, the backend by way of the host, or nobody.
+
+A carrier works in place on flat tensors in dtypes that backends know (`wire` sees to both). `carrier_for` chooses:
+a backend that cannot send from device to device (gloo on CUDA tensors, say) has its messages staged on the host. What
+it can do is tried once a group, never read off its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from .._compat import all_gather_flat, backend_class
+from ..errors import ShardingError
+
+Addressed = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)
+
+
+class Handle(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> Any: ...
+
+
+class Carrier(Protocol):
+    """The five kinds of messages. Tensors that are received into count once all handles are waited for."""
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]: ...
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None: ...
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None: ...
+
+    def exchange(self, receives: Addressed, sends: Addressed, group: ProcessGroup) -> list[Handle]: ...
+
+    def deliver(self, sends: Addressed) -> list[Handle]:
+        """Like `exchange`, to global ranks that wait in `collect`."""
+        ...
+
+    def collect(self, into: Tensor, source: int) -> None: ...
+
+
+class Direct:
+    """torch.distributed, on the tensors as they are."""
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        return [dist.all_reduce(buffer, op, group=group, async_op=True)]
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        all_gather_flat(out, mine, group=group)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        dist.broadcast(buffer, group_src=source, group=group)
+
+    def exchange(self, receives: Addressed, sends: Addressed, group: ProcessGroup) -> list[Handle]:
+        ops = [dist.P2POp(dist.irecv, flat, group=group, group_peer=peer) for peer, flat in receives]
+        ops += [dist.P2POp(dist.isend, flat, group=group, group_peer=peer) for peer, flat in sends]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def deliver(self, sends: Addressed) -> list[Handle]:
+        works = [dist.isend(flat, dst=rank) for rank, flat in sends]
+        return [work for work in works if work is not None]
+
+    def collect(self, into: Tensor, source: int) -> None:
+        dist.recv(into, src=source)
+
+
+class Staged:
+    """By way of the host: the tensors' copies travel, and what comes is copied where it belongs."""
+
+    def __init__(self, through: Carrier):
+        self._through = through
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        host = _on_host(buffer)
+        return [_Landing(self._through.all_reduce(host, op, group), [(buffer, host)])]
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        host = _like_on_host(out)
+        self._through.all_gather(host, _on_host(mine), group)
+        out.copy_(host)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        host = _on_host(buffer)
+        self._through.broadcast(host, source, group)
+        buffer.copy_(host)
+
+    def exchange(self, receives: Addressed, sends: Addressed, group: ProcessGroup) -> list[Handle]:
+        landing = [(peer, _like_on_host(flat)) for peer, flat in receives]
+        sent = [(peer, _on_host(flat)) for peer, flat in sends]
+        handles = self._through.exchange(landing, sent, group)
+        pairs = [(flat, host) for (_, flat), (_, host) in zip(receives, landing, strict=True)]
+        return [_Landing(handles, pairs, sent)]
+
+    def deliver(self, sends: Addressed) -> list[Handle]:
+        sent = [(rank, _on_host(flat)) for rank, flat in sends]
+        return [_Landing(self._through.deliver(sent), [], sent)]
+
+    def collect(self, into: Tensor, source: int) -> None:
+        host = _like_on_host(into)
+        self._through.collect(host, source)
+        into.copy_(host)
+
+
+class _Landing:
+    """Copies what has come to the host to where it belongs; keeps what is being sent until then."""
+
+    def __init__(self, handles: Sequence[Handle], pairs: Sequence[tuple[Tensor, Tensor]], sent: Any = ()):
+        self._handles, self._pairs, self._sent = handles, pairs, sent
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        for target, host in self._pairs:
+            target.copy_(host)
+        self._handles = self._pairs = self._sent = ()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _like_on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+class Silent:
+    """Nobody: nothing is sent, every other rank is taken to hold what this one holds. To count messages, not to train.
+
+    What is received from single peers is zeros.
+    """
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        if op == ReduceOp.SUM:
+            buffer.mul_(dist.get_world_size(group))
+        elif op == ReduceOp.PRODUCT:
+            buffer.pow_(dist.get_world_size(group))
+        return []
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        out.view(-1, mine.numel()).copy_(mine)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        return
+
+    def exchange(self, receives: Addressed, sends: Addressed, group: ProcessGroup) -> list[Handle]:
+        for _, flat in receives:
+            flat.zero_()
+        return []
+
+    def deliver(self, sends: Addressed) -> list[Handle]:
+        return []
+
+    def collect(self, into: Tensor, source: int) -> None:
+        into.zero_()
+
+
+DIRECT = Direct()
+STAGED = Staged(DIRECT)
+# Carries everything while it is set, whatever the tensors are on.
+override: Carrier | None = None
+
+_chosen: dict[tuple[ProcessGroup, str], Carrier] = {}
+_of_class: dict[tuple[type, str], Carrier] = {}
+
+
+def carrier_for(tensor: Tensor, group: ProcessGroup) -> Carrier:
+    """The carrier of a tensor's messages; all ranks of the group ask together."""
+    if override is not None:
+        return override
+    kind = tensor.device.type
+    if kind == "cpu":
+        return DIRECT
+    found = _chosen.get((group, kind))
+    if found is None:
+        found = _chosen[group, kind] = _of_class[backend_class(group, tensor.device), kind] = _tried(tensor, group)
+    return found
+
+
+def known_carrier(tensor: Tensor, group: ProcessGroup) -> Carrier:
+    """The carrier where not all ranks of the group can be asked: that of another group with such a backend."""
+    if override is not None or tensor.device.type == "cpu":
+        return override or DIRECT
+    return _of_class.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
+
+
+def _tried(tensor: Tensor, group: ProcessGroup) -> Carrier:
+    """Whether messages can go from device to device: one goes round the ring. Backends that cannot say so at once.
+
+    NCCL wants a group's first call to be one that all its ranks make, so a sum is taken before.
+    """
+    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    one = torch.ones(1, device=tensor.device)
+    try:
+        for handle in DIRECT.all_reduce(one, ReduceOp.SUM, group):
+            handle.wait()
+        heard = torch.zeros_like(one)
+        for handle in DIRECT.exchange([((coord - 1) % size, heard)], [((coord + 1) % size, one)], group):
+            handle.wait()
+        if heard.item() == size:
+            return DIRECT
+        reason = "messages between devices bring something else than was sent"
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+    if "cpu:" not in dist.get_backend_config(group):
+        raise ShardingError(
+            f"the backend of this process group cannot send {tensor.device.type} tensors from rank to rank ({reason}), "
+            'and the group has none for the CPU to go by: init_process_group("cpu:gloo,cuda:...") gives it one'
+        )
+    return STAGED
