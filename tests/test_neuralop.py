@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from harness import anyone, differs, mesh_of, shard, whole
 from shardfield import ShardTensor, explain, strict
+from shardfield.comm import alike
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from shardfield.train.complex_params import complex_names, real_pairs
@@ -259,13 +260,17 @@ def traffic(grid: tuple[int, int], mesh: tuple[int, ...]) -> tuple[dict[str, int
 
 
 def test_bytes_follow_the_modes():
-    """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, summed over each axis that cuts the grid."""
+    """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, summed over each axis that cuts the grid.
+
+    And a few integers for a slice of modes and for an inverse, by which ranks find out whether all do the same.
+    """
     for mesh in ((2,), (2, 2)):
         ranks = torch.Size(mesh).numel()
         coarse, fine = (run_on_ranks(traffic, ranks, grid, mesh) for grid in ((16, 16), (32, 32)))
         assert coarse == fine
         for forward, _ in coarse:
-            assert forward == {f"TFNO/fno_blocks/convs.{i}": 4 * 3 * 4 * 8 * len(mesh) for i in range(2)}
+            sent = (4 * 3 * 4 * 8 + 2 * alike.NUMBERS * 8) * len(mesh)
+            assert forward == {f"TFNO/fno_blocks/convs.{i}": sent for i in range(2)}
 
 
 # ---------------------------------------------------------------------- wrappers that divide data and parameters

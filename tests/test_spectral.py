@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from harness import anyone, mesh_of, shard
-from shardfield import ShardingError, ShardTensor, lockstep, strict
-from shardfield.comm import wire
+from shardfield import ShardingError, ShardTensor, strict
+from shardfield.comm import alike, wire
 from shardfield.layout import Layout
 from shardfield.ops.spectral import spectral_conv, spread_weight, truncated_fft, truncated_ifft
 from shardfield.testing import run_on_ranks
@@ -22,6 +23,11 @@ BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # of a real field: 4 x 4 are kept
 def kept_bytes(batch: int, channels: int, modes: tuple[int, int], itemsize: int) -> int:
     """The block of kept modes."""
     return batch * channels * modes[0] * (modes[1] // 2 + 1) * itemsize
+
+
+def compared(mesh: tuple[int, ...]) -> int:
+    """What a rank sends to compare itself with the others: a few integers for each mesh axis."""
+    return sum(2 * (size - 1) * 8 * alike.NUMBERS // size for size in mesh)
 
 
 def made(shape, placements, mesh_shape, **kind) -> ShardTensor:
@@ -80,7 +86,9 @@ def test_bytes_follow_the_modes(mesh, cut, weight_cut, rounds):
     for layer in layers:
         for grid in [(16, 24), (32, 48)]:
             got = run_on_ranks(sent_by_layer, ranks, layer, mesh, grid, cut, weight_cut, timeout=60)
-            assert got == [(rounds * block, rounds * block)] * ranks, f"{layer.__name__} on a grid of {grid}"
+            # ranks compare what they are about to do: once for the layer, or for a slice and for an inverse
+            forward = rounds * block + (1 if layer is spectral_conv else 2) * compared(mesh)
+            assert got == [(forward, rounds * block)] * ranks, f"{layer.__name__} on a grid of {grid}"
 
 
 def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
@@ -102,7 +110,7 @@ def test_a_large_field_sends_little(ranks):
         return block * (ranks - 1) // ranks
 
     got = run_on_ranks(sent_by_transform, ranks, ranks, (8, 12), timeout=60)
-    assert got == [part(ranks, kept_bytes(BATCH, CHANNELS, MODES, 8))] * ranks
+    assert got == [part(ranks, kept_bytes(BATCH, CHANNELS, MODES, 8)) + compared((ranks,))] * ranks
     # by the same count, a 720 x 1440 field of 64 channels over 8 ranks, 64 x 33 modes kept; its grid does not matter.
     # A layer with whole weights sends twice that, by one sum, for its two transforms.
     assert part(8, kept_bytes(1, 64, (64, 64), 8)) == 946_176 < 1.5e6
@@ -124,7 +132,6 @@ BAD = {
     "a size of nothing": (lambda x, w: torch.fft.irfft2(filled(x), s=(8, 0)), RuntimeError),
     "a block of another shape": (lambda x, w: filled(x, lambda b: torch.cat([b, b], -1)), RuntimeError),
     "modes that are not there": (lambda x, w: truncated_fft(x, (4,), ((0,),)), IndexError),
-    "sizes that differ from rank to rank": (lambda x, w: of_other_sizes(x), ShardingError),
     "a dim twice": (lambda x, w: truncated_fft(x, (2, -2), ((0,), (0,))), RuntimeError),
 }
 
@@ -135,13 +142,6 @@ def filled(x, change=lambda block: block):
     out = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
     out[..., :2, :2] = change(spectrum[..., :2, :2])
     return out
-
-
-def of_other_sizes(x):
-    """Nothing is sent by this inverse, so only those find out who ask."""
-    spectrum = filled(x)
-    with lockstep():
-        return torch.fft.irfft2(spectrum, s=(8, 9 + x.device_mesh.get_local_rank()))
 
 
 def refusals() -> list[str]:
@@ -163,6 +163,75 @@ def refusals() -> list[str]:
 
 def test_bad_calls_raise_on_all_ranks():
     assert run_on_ranks(refusals, 2, timeout=60) == [[], []]
+
+
+def put(x, *index):
+    """Modes written at an index, and the field of them."""
+    spectrum = torch.fft.rfft2(x)
+    out = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
+    out[index] = spectrum[..., :2, :2]
+    return torch.fft.irfft2(out)
+
+
+# calls that depend on the rank: `n` is 0, on the last rank 1
+APART = {
+    "s of an inverse": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8 + n)),
+    "s of an inverse, on one rank": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8) if n else None),
+    "s of an inverse, one of nothing": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8 * (1 - n))),
+    "one s too many": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8, 2)[: 2 + n]),
+    "the norm of an inverse": lambda x, w, n: torch.fft.irfft2(filled(x), norm=("forward", "ortho")[n]),
+    "n of an inverse": lambda x, w, n: torch.fft.irfft(torch.fft.ifft(filled(x), dim=2), n=8 + n),
+    "s of a transform": lambda x, w, n: torch.fft.rfft2(x, s=(10, 8 + n)),
+    "n along a cut dim": lambda x, w, n: torch.fft.fft(x, n=9 + n, dim=2),
+    "n along a cut dim, on one rank that of the field": lambda x, w, n: torch.fft.fft(x, n=8 + n, dim=2)[:, :, :2],
+    "n along another dim": lambda x, w, n: torch.fft.rfft(x, n=3 + n, dim=1),
+    "n of a hermitian one": lambda x, w, n: torch.fft.hfft(x, n=3 + n, dim=1),
+    "how many modes": lambda x, w, n: torch.fft.rfft2(x)[..., : 2 + n, :2],
+    "which modes": lambda x, w, n: torch.fft.rfft2(x)[..., n : 2 + n, :2],
+    "modes or all of them": lambda x, w, n: torch.fft.rfft2(x)[..., : 2 + 6 * n, : 2 + 3 * n],
+    "modes or a list of them": lambda x, w, n: torch.fft.rfft2(x)[..., [0, 1] if n else slice(0, 2), :2],
+    "modes or their sum": lambda x, w, n: torch.fft.rfft2(x).sum() if n else torch.fft.rfft2(x)[..., :2, :2],
+    "modes that are not there": lambda x, w, n: torch.fft.rfft2(x)[(..., slice(2), slice(2), 0, 0, 0)[: 3 + 3 * n]],
+    "the norm of a transform": lambda x, w, n: torch.fft.rfft2(x, norm=("forward", "ortho")[n])[..., :2, :2],
+    "shifted or not": lambda x, w, n: torch.fft.fftshift(torch.fft.rfft2(x), dim=2 if n else 3)[..., :2, :2],
+    "modes known already": lambda x, w, n: (lambda s: (s[..., :2, :2], s[..., 2 * n : 2 + 2 * n, :2]))(
+        torch.fft.rfft2(x)
+    ),
+    "where modes are put": lambda x, w, n: put(x, ..., slice(n, 2 + n), slice(2)),
+    "modes put where they do not fit": lambda x, w, n: put(x, ..., slice(2 + n), slice(2)),
+    "modes put where there is nothing": lambda x, w, n: put(x, *[...] + [slice(2)] * 2 + [0] * 3 * n),
+    "n_modes": lambda x, w, n: spectral_conv(x, w, (4, 6 - 2 * n)),
+    "more n_modes than the weight has": lambda x, w, n: spectral_conv(x, w, (4 + 2 * n, 6)),
+    "output_shape": lambda x, w, n: spectral_conv(x, w, (4, 6), output_shape=(8 + n, 8)),
+    "modes of a truncated transform": lambda x, w, n: truncated_fft(x, (2,), ((0, 1 + n),)),
+    "sizes of a truncated inverse": lambda x, w, n: truncated_ifft(x * 1j, (2,), (range(8),), (9 + n,)),
+}
+
+
+def apart(mesh_shape: tuple[int, ...], cut: list) -> list[tuple[str, str]]:
+    """On a rank: what calls raise of which one rank makes another than all others."""
+    odd = int(dist.get_rank() == dist.get_world_size() - 1)
+    found = []
+    for name, call in APART.items():
+        x = made((1, 2, 8, 8), cut, mesh_shape, dtype=torch.float64)
+        w = torch.randn(2, 2, 4, 4, dtype=torch.complex128)
+        try:
+            call(x, w, odd)
+        except Exception as error:
+            found.append((name, f"{type(error).__name__}: {error}"))
+        else:
+            found.append((name, ""))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_calls_that_differ_from_rank_to_rank_raise_on_all(mesh, cut):
+    first, *others = run_on_ranks(apart, torch.Size(mesh).numel(), mesh, cut, timeout=60)
+    for name, error in first:
+        assert error.startswith("ShardingError: the ranks of DeviceMesh") and "do not make the same call" in error, name
+        assert error.count("\n  at (") == torch.Size(mesh).numel(), f"{name}: {error}"
+    assert all(other == first for other in others)
 
 
 def spread(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
@@ -210,8 +279,6 @@ def waits() -> tuple[list[int], list[str]]:
         assert spectrum[..., 3:5, :2].shape == (1, 2, 2, 2)  # taken now: a slice of it
         assert spectrum.grad_fn is not None
         for name, call in {
-            "the field's memory has changed": lambda: changed(x.detach().clone()),
-            "the field's memory has changed before all is taken": lambda: changed(x.detach().clone(), torch.abs),
             "parts were taken, and its gradient lacks theirs": lambda: spectrum.retain_grad(),
             "parts were taken, and a hook would not see them": lambda: spectrum.register_hook(print),
             "parts were taken: no gradient by it": lambda: torch.autograd.grad(block.abs().sum(), spectrum),
@@ -227,17 +294,70 @@ def waits() -> tuple[list[int], list[str]]:
     return seen, wrong
 
 
-def changed(x, use=lambda s: s[..., :2, :2]):
-    spectrum = torch.fft.rfft2(x)
-    x.to_local().add_(1)
-    return use(spectrum)
-
-
 def stale(x):
     spectrum = torch.fft.rfft2(x)
     corner = spectrum[..., :2, :2][..., :1]
     spectrum.zero_()
     return corner
+
+
+WRITES = {
+    "after it was asked for": lambda x, known: x.to_local().add_(1),
+    "through a slice of it": lambda x, known: x[:, :1].to_local().add_(1),
+    "through what was known before": lambda x, known: known.add_(1),
+    "on one rank": lambda x, known: x.to_local().add_(1) if dist.get_rank() else x.to_local(),
+    "on one rank, through what was known before": lambda x, known: known.add_(1) if dist.get_rank() else None,
+}
+
+
+def written_behind() -> list[str]:
+    """On a rank: what comes of spectra whose field was written through its local tensor while they waited."""
+    wrong = []
+    whole = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = torch.fft.rfft2(whole)
+    for mode in (torch.enable_grad, torch.inference_mode):
+        for name, write in WRITES.items():
+            for use in (slice(0, 2), slice(None)):
+                with mode():
+                    layout = Layout.of(mesh_of((2,)), [Shard(2)], whole.shape)
+                    known = shard(whole, layout).clone()
+                    x = ShardTensor.from_local(known, layout.mesh, [Shard(2)], "chunk", whole.shape)
+                    # what is known of a field in inference mode is known for good: its spectrum does not wait on it
+                    refused = mode is torch.enable_grad and "before" in name
+                    spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=3)
+                    write(x, known)
+                    try:
+                        got = torch.fft.ifftshift(spectrum, dim=3)[..., use, :].full_tensor()
+                        fine = not refused and torch.allclose(got, wanted[..., use, :])
+                    except ShardingError as error:
+                        fine = refused and "written into" in str(error)
+                if anyone(not fine):
+                    wrong.append(f"{name}, {mode.__name__}, {use}")
+    return wrong
+
+
+def test_fields_written_behind_a_waiting_spectrum():
+    assert run_on_ranks(written_behind, 2, timeout=60) == [[], []]
+
+
+def part_written_behind() -> list[bool]:
+    """On a rank: a part of a spectrum that one rank, or each, writes through its local tensor shows in the spectrum."""
+    found = []
+    for ranks in ((1,), (0, 1), ()):
+        x = made((1, 2, 8, 8), [Shard(2)], (2,), dtype=torch.float64).detach()
+        spectrum, wanted = torch.fft.rfft2(x), torch.fft.rfft2(x.full_tensor())
+        part = spectrum[..., :2, :2]
+        if dist.get_rank() in ranks or not ranks:
+            local = part.to_local()
+            if len(ranks) == 2:
+                local.mul_(2)
+                wanted[..., :2, :2] *= 2
+        found.append(torch.allclose(spectrum.clone().full_tensor(), wanted))
+    return found
+
+
+def test_parts_written_behind_a_waiting_spectrum():
+    assert all(map(all, run_on_ranks(part_written_behind, 2, timeout=60)))
 
 
 def left_behind() -> list[str]:
@@ -268,7 +388,7 @@ def test_nothing_is_left_behind():
 
 def test_a_spectrum_waits():
     for seen, wrong in run_on_ranks(waits, 2, timeout=60):
-        assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 and seen[2] > 2 * seen[1]
+        assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 + compared((2,)) and seen[2] > 2 * seen[1]
         assert not wrong
 
 
@@ -308,7 +428,7 @@ def under_autocast() -> list[float]:
 
 def test_autocast_leaves_transforms_alone():
     for *far, sent in run_on_ranks(under_autocast, 2, timeout=60):
-        assert max(far) < 1e-5 and sent == 2 * kept_bytes(2, 3, MODES, 8)
+        assert max(far) < 1e-5 and sent == 2 * (kept_bytes(2, 3, MODES, 8) + 2 * compared((2,)))
 
 
 @pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)

@@ -18,12 +18,25 @@ from .comm import wire
 from .layout import Layout
 
 # Those who still need a tensor that others may write into: `keep(local tensor)` is called before every write.
+# `lend(local tensor)`, where they have it, when it is handed out, so that it may be written from outside.
 LENT: WeakSet[Any] = WeakSet()
+# The memory of tensors made in inference mode, whose writes nobody counts, that is known outside.
+HANDED_OUT: WeakSet[Any] = WeakSet()
 
 PASSED_BY = (
     "this tensor's gradient is not known: ops have read it as part of what it was made from. Call retain_grad() on it "
     "before it is used"
 )
+
+
+def hand_out(local: Tensor) -> Tensor:
+    """A local tensor that the caller may write into from now on, as those who still need it as it is are told."""
+    if LENT:
+        for borrower in [b for b in LENT if hasattr(b, "lend")]:
+            borrower.lend(local)
+    if local.is_inference():
+        HANDED_OUT.add(local.untyped_storage())
+    return local
 
 
 def in_order(tensor: Tensor, joined: Sequence[Sequence[int]]) -> bool:

@@ -6,18 +6,15 @@ each call, so it is off unless asked for, as a program that hangs gives reason t
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import report
-from .comm import wire
-from .errors import ShardingError
+from .comm.alike import alike
 from .names import title
 from .operands import mesh_of
 
@@ -54,9 +51,8 @@ class _Lockstep:
         outermost, self._inside = not self._inside, True
         try:
             if outermost:
-                _compare(
-                    f"{title(func)}{_shown(args)}" + (f" {_shown(kwargs)}" if kwargs else ""), mesh_of(args, kwargs)
-                )
+                call = f"{title(func)}{_shown(args)}" + (f" {_shown(kwargs)}" if kwargs else "")
+                alike(mesh_of(args, kwargs), call, needed=True).settle()
             if self._before is not None:
                 return self._before.watch(func, found, types, args, kwargs)
             return found(func, types, args, kwargs)
@@ -74,31 +70,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(_shown(v) for v in value) + ")"
     return repr(value) if isinstance(value, _PLAIN) else f"<{type(value).__name__}>"
-
-
-def _compare(call: str, mesh: DeviceMesh | None) -> None:
-    """Raise on all ranks of the mesh unless all say the same."""
-    if mesh is None:
-        return
-    text = call.encode()
-    told = _everyones([zlib.crc32(text), len(text)], mesh)
-    if len(set(map(tuple, told))) == 1:
-        return
-    longest = max(length for _, length in told)
-    said = _everyones([*text, *[0] * (longest - len(text))], mesh)
-    lines = [
-        f"at {wire.coords_of(mesh, i)}: {bytes(row[:length]).decode()}"
-        for i, (row, (_, length)) in enumerate(zip(said, told, strict=True))
-    ]
-    raise ShardingError("\n  ".join([f"the ranks of {mesh} do not make the same call", *lines]))
-
-
-def _everyones(numbers: list[int], mesh: DeviceMesh) -> list[list[int]]:
-    """The numbers of every rank on the mesh, row-major; equally many on all."""
-    device = wire.device_of(mesh)
-    rows = [numbers]
-    for axis in reversed(range(mesh.ndim)):
-        flat = [n for row in rows for n in row]
-        heard = wire.gather_ints(flat, mesh.get_group(axis), device)
-        rows = [part[i : i + len(numbers)] for part in heard for i in range(0, len(part), len(numbers))]
-    return rows

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from . import dispatch, operands
 from ._compat import make_wrapper
-from .aliasing import LENT, PASSED_BY, Doubt, settled
+from .aliasing import LENT, PASSED_BY, Doubt, hand_out, settled
 from .comm import moves
 from .errors import ShardingError
 from .layout import Layout
@@ -54,7 +54,7 @@ class ShardTensor(torch.Tensor):
             raise ShardingError(
                 f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's part of {layout}"
             )
-        return wrap(local_tensor.requires_grad_() if requires_grad else local_tensor, layout)
+        return wrap(hand_out(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -191,7 +191,7 @@ class ShardTensor(torch.Tensor):
             layout = infer_layout(local_tensor, device_mesh, placed, global_shape)
         else:
             layout = layout_from_shapes(local_tensor, device_mesh, placed, sharding_shapes, global_shape)
-        return wrap(local_tensor, layout)
+        return wrap(hand_out(local_tensor), layout)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor, **kwargs: Any) -> ShardTensor:
@@ -242,15 +242,16 @@ class ShardTensor(torch.Tensor):
         Its gradient is expected as the layout has it: a slice for Shard, the whole for Replicate and Partial. State
         `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
         """
+        local = hand_out(self._local_tensor)
         if grad_placements is None:
-            return self._local_tensor
+            return local
         summed = [a for a, p in enumerate(grad_placements) if isinstance(p, Partial)]
         for axis, (placed, grad) in enumerate(zip(self.placements, grad_placements, strict=True)):
             if axis not in summed and grad != (Replicate() if isinstance(placed, Partial) else placed):
                 raise ShardingError(f"to_local: a gradient placed {grad} for a value placed {placed} is not supported")
             if axis in summed and placed.is_shard():
                 raise ShardingError(f"to_local: a Partial gradient for a value placed {placed} is not supported")
-        return moves.enter([self._local_tensor], groups(self._layout, summed))[0]
+        return moves.enter([local], groups(self._layout, summed))[0]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value as a plain tensor on every rank."""

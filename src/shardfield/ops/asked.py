@@ -2,7 +2,8 @@
 
 A block of it is a truncated transform. On one device that block would be a view of the spectrum, so the two keep an
 eye on each other: what is written into a block is put into the spectrum when that is taken, and once it is taken a
-write into either makes the block the view it should be. The field is copied if it is written while a spectrum waits.
+write into either makes the block the view it should be. The field is copied if it is written while a spectrum waits, or
+if its local tensor is handed out, through which it could be. Whenever ranks are about to send, they compare what for.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aliasing import LENT
+from ..aliasing import HANDED_OUT, LENT
+from ..comm.alike import Alike, alike
 from ..errors import ShardingError
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
-from .spectra import Runs, as_slice, block_of, meets, pays, rolled
-from .spectral import truncated_fft
+from .spectra import Runs, as_slice, block_of, meets, pays, rolled, written
+from .spectral import summed_here
 
 # Where fields lay whose modes were taken, by the sizes of their spectra: a spectrum of these sizes that is put together
 # from modes belongs to such a field. Were it another, its inverse would be as right, and lie differently.
@@ -33,36 +35,51 @@ class Asked:
     """The spectrum of a field along `dims`, rolled by `shifts`. `now` takes it of a field; `back`: an inverse one."""
 
     def __init__(self, source: ShardTensor, dims, norm, real: bool, back: bool, layout: Layout, now: Callable):
-        self.source: ShardTensor | None = wrap(source._local_tensor, source._layout)
+        local = source._local_tensor
+        if local.is_inference() and local.untyped_storage() in HANDED_OUT:  # nobody counts its writes
+            local = local.clone()
+        self.source: ShardTensor | None = wrap(local, source._layout)
         self.dims, self.norm, self.real, self.back = tuple(dims), norm, real, back
         self.layout, self.now = layout, now
         self.shifts: dict[int, int] = {}
         self.blocks: list[Block] = []  # until it is taken
         self.shown: list[weakref.ref[Block]] = []  # after that
         self.local: Tensor | None = None  # the spectrum, once it is taken
-        self.version = None if source._local_tensor.is_inference() else source._version
+        self.version = None if local.is_inference() else local._version
         self.grad = torch.is_grad_enabled()
         LENT.add(self)
 
     @property
     def requires_grad(self) -> bool:
-        return self.grad and self._field().requires_grad
+        return self.grad and self.field.requires_grad
+
+    @property
+    def field(self) -> ShardTensor:
+        assert self.source is not None
+        return self.source
+
+    def __repr__(self) -> str:
+        kind = "inverse " if self.back else "half " if self.real else ""
+        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        return f"the {kind}spectrum of {self.field._layout} along {self.dims}, norm {self.norm}{turned}"
 
     def rolled(self, by: Mapping[int, int]) -> Asked | None:
-        """The same, rolled further; None where blocks of it were written."""
-        if any(b.written for b in self.blocks):
+        """The same, rolled further; None where blocks of it were taken, which are views of this one."""
+        if self.blocks:
             return None
-        other = Asked(self._field(), self.dims, self.norm, self.real, self.back, self.layout, self.now)
-        other.shifts = {d: self.shifts.get(d, 0) + by.get(d, 0) for d in {*self.shifts, *by}}
-        other.grad = self.grad and torch.is_grad_enabled()
+        other = Asked(self.field, self.dims, self.norm, self.real, self.back, self.layout, self.now)
+        other.shifts = {d: n for d in sorted({*self.shifts, *by}) if (n := self.shifts.get(d, 0) + by.get(d, 0))}
+        other.grad, other.version = self.grad and torch.is_grad_enabled(), self.version
         return other
 
     def whole(self) -> ShardTensor:
         """The spectrum itself."""
+        wrote = any(b.written for b in self.blocks)  # or may have: ranks can differ in that
+        written = alike(self.layout.mesh, f"all of {self}", problem=self._problem(), flag=wrote).settle()
         with torch.set_grad_enabled(self.grad):
-            made = rolled(self.now(self._field()), self.shifts)._placed(self.layout)
-        for block in self.blocks:
-            if block.written:
+            made = rolled(self.now(self.field), self.shifts)._placed(self.layout)
+        if written:
+            for block in self.blocks:
                 made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
         self.local, self.source = made._local_tensor, None
         # from here on it lives as long as what shows its blocks (or itself); a circle would wait for garbage collection
@@ -72,13 +89,18 @@ class Asked:
         return made
 
     def part(self, index: Any) -> ShardTensor | None:
-        """The modes at an index, whole on every rank; None where the index is no block or the block is large."""
+        """The modes at an index, whole on every rank or in shares; None where it is no block or the block is large."""
+        words = f"{self}{written(index)}{'' if self._grad_here() else ', no grad'}"
+        with alike(self.layout.mesh, words, problem=self._problem()) as check:
+            return self._part(index, check)
+
+    def _part(self, index: Any, check: Alike) -> ShardTensor | None:
         shape = self.layout.shape
         runs = block_of(shape, index)
-        field = self._field()
+        field = self.field
         if runs is None or set(self.shifts) - set(self.dims) or not pays(field._layout, self.dims, shape, runs):
             return None
-        grad = self.grad and torch.is_grad_enabled()
+        grad = self._grad_here()
         known = next((b for b in self.blocks if b.runs == runs and b.grad == grad), None)
         if known is None:
             if any(meets(b.runs, runs) for b in self.blocks):
@@ -87,7 +109,8 @@ class Asked:
             modes = [tuple(sign * (i - self.shifts.get(d, 0)) % shape[d] for i in runs[d]) for d in self.dims]
             others = tuple(slice(None) if d in self.dims else as_slice(r) for d, r in enumerate(runs))
             with torch.set_grad_enabled(grad):
-                found = truncated_fft(field, self.dims, modes, opposite(self.norm) if self.back else self.norm)
+                found = summed_here(field, self.dims, modes, opposite(self.norm) if self.back else self.norm)
+                check.settle()  # the comparison flew while this rank summed
                 found = found._placed(found._layout.with_partial(()))[others]
                 if found._local_tensor._is_view():  # its memory is to be that of the block alone
                     found = found.clone()
@@ -95,6 +118,9 @@ class Asked:
             self.blocks.append(known)
             self._remember_home(field._layout)
         return known.shown()
+
+    def _grad_here(self) -> bool:
+        return self.grad and torch.is_grad_enabled()
 
     def _remember_home(self, layout: Layout) -> None:
         if not self.back:
@@ -104,30 +130,36 @@ class Asked:
             if len(HOMES) > HOMES_BOUND:
                 HOMES.popitem(last=False)
 
-    def _field(self) -> ShardTensor:
-        assert self.source is not None
-        if self.version is not None and self.source._version != self.version:
-            raise ShardingError(
-                "the local tensor of a field was written into after its transform was asked for and before that was "
-                "used; write into the field itself, or transform a clone() of it"
-            )
-        return self.source
+    def _problem(self) -> str | None:
+        """What was done here to the field since its transform was asked for, by a way that nobody watches."""
+        if self.version is None or self.field._version == self.version:
+            return None
+        return (
+            "the local tensor of the field was written into after its transform was asked for and before that was "
+            "used; write into the field itself, or transform a clone() of it"
+        )
 
     # ------------------------------------------------------------------ writes
 
     def keep(self, target: Tensor) -> None:
         """This memory is about to be written. What is done here sends nothing: ranks may differ in what still lives."""
+        self.lend(target)
         at = place(target)
-        if self.local is None:
-            if self.source is not None and at == place(self.source._local_tensor):
-                with torch.set_grad_enabled(self.grad):
-                    self.source = wrap(self.source._local_tensor.clone(), self.source._layout)
-                if self.version is not None:
-                    self.version = self.source._version
-            for block in self.blocks:
-                block.written |= at == place(block.local)
-        elif at == place(self.local) or any(at == place(b.local) for b in self._alive()):
+        if self.local is not None and (at == place(self.local) or any(at == place(b.local) for b in self._alive())):
             self._join()
+
+    def lend(self, target: Tensor) -> None:
+        """This memory may be written from now on without a word, on some ranks or on all."""
+        if self.source is None:
+            return
+        at = place(target)
+        if at == place(self.source._local_tensor) and self._problem() is None:
+            with torch.set_grad_enabled(self.grad):
+                self.source = wrap(self.source._local_tensor.clone(), self.source._layout)
+            if self.version is not None:
+                self.version = self.source._version
+        for block in self.blocks:
+            block.written |= at == place(block.local)
 
     def _alive(self) -> list[Block]:
         return [b for b in (r() for r in self.shown) if b is not None]

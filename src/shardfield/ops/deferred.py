@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._compat import make_wrapper
+from ..comm.alike import Alike, alike
 from ..layout import Layout
 from ..tensor import ShardTensor
 from .across import as_autocast
@@ -58,8 +59,15 @@ def given(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
     for (known, dims, sizes, real), home in reversed(HOMES.items()):
         if known == mesh and home.ndim == x.ndim and all(x.shape[d] == n for d, n in zip(dims, sizes, strict=True)):
             made = Given(Layout.replicate(mesh, x.shape), x.dtype, x.device, dims, home, real)
-            if made.put(index, value) and not x.view(torch.int64).any():
+            try:
+                taken = made.put(index, value) and not x.view(torch.int64).any()
+            except Exception as error:
+                alike(mesh, f"modes that cannot be put into {made}: {error}").settle()
+                raise
+            if taken:
                 return _later(made, x.dtype, x)
+            # ranks on which it was taken compare when its field is wanted: this is where the others meet them
+            alike(mesh, f"modes of {value._layout} that are put where {made} could not take them in").settle()
             return None
     return None
 
@@ -69,7 +77,7 @@ def zeros(x: Any, dtype: torch.dtype) -> ShardTensor | None:
     spectrum = waiting(x)
     if not isinstance(spectrum, Asked) or spectrum.back or not dtype.is_complex:
         return None
-    home = spectrum._field()._layout
+    home = spectrum.field._layout
     return _later(Given(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real), dtype, x)
 
 
@@ -100,6 +108,17 @@ def rolled(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
     spectrum = waiting(x)
     other = None if spectrum is None else spectrum.rolled(by)
     return None if other is None else _later(other, x._dtype, x)
+
+
+def comparing(x: Any, call: str, given: bool) -> Alike:
+    """Start to compare a transform over the ranks, if lengths are `given` or its field is made without a message."""
+    spectrum = waiting(x)
+    if x.__class__ is not ShardTensor or not (given or isinstance(spectrum, Given)):
+        return alike(None, call)
+    check = alike(x.device_mesh, f"{call} of {x._layout if spectrum is None else spectrum}")
+    if isinstance(spectrum, Given) and not spectrum.is_here:
+        check.settle()
+    return check
 
 
 def inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:

@@ -69,6 +69,14 @@ def _of_nothing(fn, input, shape):
 AT_ONCE = {one: TABLE[one] for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)}
 
 
+def _lies_whole(input, dims) -> bool:
+    """Whether a transform of a ShardTensor is one of the pieces that ranks have, without a message."""
+    if input.__class__ is not ShardTensor or "_deferred" in input.__dict__:
+        return False
+    layout = input._layout
+    return layout.is_simple and not layout.partial and not any(map(layout.is_cut, dims))
+
+
 def _once(one, input, n, dim, norm):
     """A transform along one dim that does not wait."""
     return AT_ONCE[one](one, (), (input, n, dim, norm), {})
@@ -86,8 +94,19 @@ def _along_one(one):
     """A transform along one dim, as those over several: it waits if the dim is cut."""
 
     def run(func, types, args, kwargs):
-        found = None if "out" in kwargs else known(*args, **kwargs)
-        return AT_ONCE[one](func, types, args, kwargs) if found is None else found
+        with comparing(*args, **kwargs) as check:
+            found = None if "out" in kwargs else known(*args, **kwargs)
+            if found is None:
+                if moves(*args, **kwargs):
+                    check.settle()
+                found = AT_ONCE[one](func, types, args, kwargs)
+        return found
+
+    def comparing(input, n=None, dim=-1, norm=None, out=None):
+        return deferred.comparing(input, f"{one.__name__}(n={n}, dim={dim}, norm={norm})", n is not None)
+
+    def moves(input, n=None, dim=-1, norm=None, out=None):
+        return out is not None or not -input.ndim <= dim < input.ndim or not _lies_whole(input, [dim])
 
     def known(input, n=None, dim=-1, norm=None):
         if input.__class__ is not ShardTensor or not -input.ndim <= dim < input.ndim:
@@ -98,7 +117,7 @@ def _along_one(one):
     return run
 
 
-for _one in {*ASKED, *GIVEN}:
+for _one in AT_ONCE:
     TABLE[_one] = _along_one(_one)
 
 
@@ -148,9 +167,15 @@ def _several(fn, one, last, first: bool):
     run_together = planned(together, partial=False, merged=False)
 
     def nd(input, s=None, dim=None, norm=None):
-        dims, sizes = _dims(input, s, dim)
-        later = _later(input, dims, sizes, norm, last, lambda x: now(x, dims, sizes, norm))
-        return now(input, dims, sizes, norm) if later is None else later
+        call = f"{fn.__name__}(s={s}, dim={dim}, norm={norm})"
+        with deferred.comparing(input, call, s is not None) as check:
+            dims, sizes = _dims(input, s, dim)
+            found = _later(input, dims, sizes, norm, last, lambda x: now(x, dims, sizes, norm))
+            if found is None:
+                if not _lies_whole(input, dims):
+                    check.settle()
+                found = now(input, dims, sizes, norm)
+        return found
 
     def now(input, dims, sizes, norm):
         whole = getattr(input, "_layout", None)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..comm.alike import alike
 from ..layout import Factor, Layout
 from ..tensor import ShardTensor, wrap
 from .spectra import Runs, as_slice, block_of, meets, pays, rolled
-from .spectral import resized, truncated_ifft
+from .spectral import resized, rows_here
 
 
 class Given:
@@ -30,11 +31,22 @@ class Given:
     def requires_grad(self) -> bool:
         return self.grad and any(value.requires_grad for _, value in self.blocks)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its blocks are whole on every rank: then its field is had without a message."""
+        return all(value._layout.is_replicated for _, value in self.blocks)
+
+    def __repr__(self) -> str:
+        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        kind = "half a spectrum" if self.real else "a spectrum"
+        where = " and ".join(str([(r.start, r.stop, r.step) for r in runs]) for runs, _ in self.blocks)
+        return f"{kind} of {tuple(self.layout.shape)} along {self.dims} with modes at {where or 'no place'}{turned}"
+
     def rolled(self, by: Mapping[int, int]) -> Given:
         """The same, rolled further."""
         other = Given(self.layout, self.dtype, self.device, self.dims, self.home, self.real)
         other.blocks = list(self.blocks)
-        other.shifts = {d: self.shifts.get(d, 0) + by.get(d, 0) for d in {*self.shifts, *by}}
+        other.shifts = {d: n for d in sorted({*self.shifts, *by}) if (n := self.shifts.get(d, 0) + by.get(d, 0))}
         return other
 
     def put(self, index: Any, value: Any) -> bool:
@@ -53,6 +65,7 @@ class Given:
 
     def whole(self) -> ShardTensor:
         """The spectrum itself."""
+        alike(self.layout.mesh, f"all of {self}").settle()
         with torch.set_grad_enabled(self.grad):
             zeros = torch.zeros(self.layout.local_shape, dtype=self.dtype, device=self.device)
             made = wrap(zeros, self.layout)
@@ -86,7 +99,7 @@ class Given:
             over = list(runs)
             for d, n in zip(dims, goal, strict=True):
                 over[d] = range(n)
-            made.append((over, truncated_ifft(value, dims, modes, goal, norm, real, like)))
+            made.append((over, rows_here(value, dims, modes, goal, norm, real, like)))
         total = _summed(made)
         if not left:
             return total[0][1] if len(total) == 1 else None

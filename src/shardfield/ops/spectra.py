@@ -26,6 +26,18 @@ def block_of(shape: Sequence[int], index: Any) -> Runs | None:
     return None if min(map(len, runs)) == 0 or tuple(map(len, runs)) == tuple(shape) else runs
 
 
+def written(index: Any) -> str:
+    """An index as it stands in a program."""
+    key = plain_key(index)
+    if key is None:
+        return "[an index of tensors]"
+    slices = [
+        ":".join("" if n is None else str(n) for n in k[: 2 if k[2] is None else 3]) if type(k) is tuple else k
+        for k in key
+    ]
+    return f"[{', '.join('...' if k is Ellipsis else str(k) for k in slices)}]"
+
+
 def meets(one: Runs, other: Runs) -> bool:
     """Whether two blocks have an entry in common."""
     return all(set(a) & set(b) for a, b in zip(one, other, strict=True))

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..comm import moves
-from ..dispatch import rule
+from ..comm.alike import Alike, alike
+from ..dispatch import mesh_of, rule
 from ..errors import ShardingError
 from ..layout import Factor, Layout, nested_chunk, starts
 from ..plan import Operand, Plan
@@ -31,9 +33,18 @@ def truncated_fft(
 ) -> Tensor:
     """Chosen modes of a field: `torch.fft.fftn(input, dim=dims, norm=norm)` at the frequencies `modes[i]` of `dims[i]`.
 
-    On a ShardTensor the result is Partial over the mesh axes that cut the transformed dims, and nothing is sent:
+    On a ShardTensor the result is Partial over the mesh axes that cut the transformed dims, and none of it is sent:
     `redistribute` sums it, whole or into shards.
     """
+    words = f"truncated_fft(dims={dims}, modes={modes}, norm={norm}) of {_laid_out(input)}"
+    with alike(mesh_of((input,), None), words) as check:
+        if _must_move(input):
+            check.settle()
+        return summed_here(input, dims, modes, norm)
+
+
+def summed_here(input: Tensor, dims: Sequence[int], modes: Sequence[Sequence[int]], norm: str | None = None) -> Tensor:
+    """`truncated_fft` for those who have compared ranks already."""
     if has_torch_function_unary(input):
         return handle_torch_function(truncated_fft, (input,), input, dims, modes, norm)
     return analyse(input, _along(input, dims, modes, [input.shape[d] for d in dims], norm), norm)
@@ -53,11 +64,36 @@ def truncated_ifft(
     On a ShardTensor `like` is a layout whose cuts of `dims` the result gets: each rank evaluates its rows. The modes
     must be whole there and are made so if they are not. Adjoint: one sum of the modes' gradient.
     """
+    words = f"truncated_ifft({dims}, {modes}, {sizes}, {norm}, {real}, {like}) of {_laid_out(input)}"
+    alike(mesh_of((input,), None), words).settle()
+    return rows_here(input, dims, modes, sizes, norm, real, like)
+
+
+def rows_here(
+    input: Tensor,
+    dims: Sequence[int],
+    modes: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    norm: str | None = None,
+    real: bool = False,
+    like: Layout | None = None,
+) -> Tensor:
+    """`truncated_ifft` for those who have compared ranks already."""
     if has_torch_function_unary(input):
         return handle_torch_function(truncated_ifft, (input,), input, dims, modes, sizes, norm, real, like)
     if not input.is_complex():
         raise RuntimeError("truncated_ifft expects complex modes")
     return evaluate(input, _along(input, dims, modes, sizes, norm), norm, real)
+
+
+def _laid_out(x: Tensor) -> str:
+    """Where a tensor lies and what it is made of, for words that ranks compare."""
+    return f"{getattr(x, '_layout', tuple(x.shape))} {x.dtype}"
+
+
+def _must_move(x: Tensor) -> bool:
+    """Whether messages come before any work on a tensor."""
+    return isinstance(x, ShardTensor) and (not x._layout.is_simple or bool(x._layout.partial))
 
 
 def _along(input, dims, modes, sizes, norm, layout: Layout | None = None) -> list[Along]:
@@ -156,6 +192,14 @@ def spectral_conv(
 
         y = spectral_conv(x, torch.randn(8, 16, 12, 7, dtype=torch.cfloat), (12, 12))
     """
+    words = f"spectral_conv(n_modes={n_modes}, output_shape={output_shape}, norm={norm}, compat={compat})"
+    with alike(mesh_of((x, weight), None), f"{words} of {_laid_out(x)} and {_laid_out(weight)}") as check:
+        if _must_move(x) or isinstance(weight, ShardTensor):
+            check.settle()
+        return _layer(check, x, weight, n_modes, output_shape, norm, compat)
+
+
+def _layer(check: Alike, x: Any, weight: Any, n_modes, output_shape, norm: str | None, compat: bool) -> Tensor:
     counts = [n_modes] if isinstance(n_modes, int) else list(n_modes)
     order = len(counts)
     if x.ndim != order + 2 or weight.ndim not in (order + 1, order + 2):
@@ -190,14 +234,16 @@ def spectral_conv(
         first.append(tuple(k for k, _ in found.values()))
         last.append(tuple(k for _, k in found.values()))
     dims = list(range(2, x.ndim))
-    modes = _settled(truncated_fft(x, dims, first, norm), weight)
+    modes = summed_here(x, dims, first, norm)
+    check.settle()  # the comparison flew while this rank summed
+    modes = _settled(modes, weight)
     letters = "uvwxyz"[:order]
     if weight.ndim == order + 1:
         mixed = modes * weight
     else:
         mixed = torch.einsum(f"bi{letters},io{letters}->bo{letters}", modes, weight)
     like = resized(x._layout, dims, sizes) if isinstance(x, ShardTensor) else None
-    return truncated_ifft(mixed, dims, last, sizes, norm, real, like)
+    return rows_here(mixed, dims, last, sizes, norm, real, like)
 
 
 def _frequencies(size: int, goal: int, count: int, half: bool) -> list[tuple[int, int] | None]:

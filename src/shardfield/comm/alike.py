@@ -1,0 +1,107 @@
+"""Do all ranks of a mesh do the same? A small message asks, and flies while they already work on it.
+
+Each rank puts what it is about to do into words. The largest and the smallest fingerprint of these words over all ranks
+are equal if the words are; where they are not, the words themselves are sent round, and every rank raises one error
+that shows them all. SHARDFIELD_CHECK_SIZES=0 leaves this out, on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import tracing
+from ..errors import ShardingError
+from . import wire
+from .agree import checking, device_of
+
+# What a rank sends for each mesh axis: the fingerprint, its negative, and what it has to say.
+NUMBERS = 3
+
+
+class Alike:
+    """A comparison in flight; `settle()` it before the first message that depends on it.
+
+    As a context it is settled on leaving, by an error too: one that only this rank has becomes one that all have.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, words: str, problem: str | None, flag: bool, needed: bool):
+        self._words, self._problem, self._flag = words, problem, flag
+        self._mesh = mesh
+        self._groups = [mesh.get_group(a) for a in range(mesh.ndim) if mesh.size(a) > 1] if mesh is not None else []
+        self._settled = False
+        if not (checking() or needed):
+            self._groups = []
+        if self._groups:
+            if problem:
+                self._words = f"{words}: {problem}"
+            code = int.from_bytes(hashlib.blake2b(self._words.encode(), digest_size=7).digest(), "big")
+            with tracing.concrete():
+                said = torch.tensor([code, -code, 2 if problem else int(flag)], device=device_of(self._groups[0]))
+                self._flying = wire.start_all_reduce(said, self._groups[0], "max")
+
+    def settle(self) -> bool:
+        """Raise on all ranks unless all do the same, and no one has a problem. Whether anyone's flag is set."""
+        if self._settled:
+            return self._flag
+        self._settled = True
+        if not self._groups:
+            if self._problem:
+                raise ShardingError(f"{self._words}: {self._problem}")
+            return self._flag
+        with tracing.concrete():
+            told = self._flying.wait()
+            for group in self._groups[1:]:
+                told = wire.all_reduce(told, group, "max")
+            high, low, said = told.tolist()
+        if high != -low or said == 2:
+            assert self._mesh is not None
+            _raise(self._words, self._mesh, "cannot do this" if said == 2 else "do not make the same call")
+        self._flag = bool(said)
+        return self._flag
+
+    def __enter__(self) -> Alike:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.settle()
+
+
+def alike(
+    mesh: DeviceMesh | None, words: str, *, problem: str | None = None, flag: bool = False, needed: bool = False
+) -> Alike:
+    """Start to compare `words`, which say what this rank is about to do, over all ranks of a mesh.
+
+    problem: why this rank cannot do it; then none does. flag: something to tell all others, if it is so. needed: also
+    where checks are switched off.
+
+        with alike(mesh, f"rfft of {layout}, n={n}") as check:
+            part = work(x)       # of this rank
+            check.settle()       # the same on all, or an error on all
+            return summed(part)  # messages
+    """
+    return Alike(mesh, words, problem, flag, needed)
+
+
+def _raise(words: str, mesh: DeviceMesh, what: str) -> NoReturn:
+    text = words.encode()
+    lengths = [row[0] for row in everyones([len(text)], mesh)]
+    said = everyones([*text, *[0] * (max(lengths) - len(text))], mesh)
+    lines = [
+        f"at {wire.coords_of(mesh, i)}: {bytes(row[:length]).decode()}"
+        for i, (row, length) in enumerate(zip(said, lengths, strict=True))
+    ]
+    raise ShardingError("\n  ".join([f"the ranks of {mesh} {what}", *lines]))
+
+
+def everyones(numbers: list[int], mesh: DeviceMesh) -> list[list[int]]:
+    """The numbers of every rank on the mesh, row-major; equally many on all."""
+    rows = [numbers]
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.get_group(axis)
+        heard = wire.gather_ints([n for row in rows for n in row], group, device_of(group))
+        rows = [part[i : i + len(numbers)] for part in heard for i in range(0, len(part), len(numbers))]
+    return rows
