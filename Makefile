@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train test sweep bench lint format types pytest docs test-launchers test-models setup clean
+.PHONY: train test sweep bench performance lint format types pytest docs test-launchers test-models setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -54,8 +54,12 @@ sweep: setup
 	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/test_ops.py
 	$(BIN)/python tests/sweep.py --page docs/op-coverage.md
 
+# `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.
 bench: setup
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m shardfield bench $(NAMES) --out benchmarks/results $(ARGS)
+
+performance: setup
+	$(BIN)/python -m shardfield bench --page docs/performance.md --out benchmarks/results
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -34,6 +34,7 @@ LAYERS = [
     {"models", "data"},
     {"train"},
     {"parity"},
+    {"bench"},
     {"cli"},
     {"__main__"},
     {""},  # shardfield/__init__: the public surface

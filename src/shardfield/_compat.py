@@ -30,6 +30,9 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 override_modes = torch._C._len_torch_function_stack
 overrides_on = torch._C._is_torch_function_enabled
 
+# torch 2.11-2.15: a context that sees every call below autograd, collectives too; documented, under no public name.
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+
 # torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
 same_memory = torch._C._is_alias_of
 

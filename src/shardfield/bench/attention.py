@@ -1,0 +1,178 @@
+"""Attention on a sequence in pieces: the ring against gathering keys and values, and against one rank alone.
+
+Gathering is what a user writes without a ring: keys and values whole on every rank, and a mask for the rows that are
+there. One rank alone does all of it while the others wait. Forward and forward + backward, causal and not, with the
+memory that either takes beyond its inputs. Late messages: each takes 5 ms more, and the ring is held against the slower
+of its arithmetic and its messages. Causal work: the largest share of scores over the mean. One rank: a ShardTensor
+against plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from ..comm import ring as rings
+from ..ops import attention
+from .measure import Times, late, peak, slowest, turns, wall
+from .ranks import cut, domain, measured
+from .table import Table
+from .watch import traffic
+
+attend: Any = F.scaled_dot_product_attention
+BEHIND = "the slower of arithmetic and messages"
+CASES = [(causal, backward) for causal in (False, True) for backward in (False, True)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: tuple[int, ...] = (1, 2, 4)
+    length: int = 4096
+    heads: int = 3  # as many as no number of ranks divides: else heads may be cut
+    width: int = 64
+    rounds: int = 5
+    delay_ms: float = 5.0
+    dtype: str = "float32"
+
+    quick: ClassVar[dict[str, Any]] = {"length": 512, "rounds": 3}
+    cuda: ClassVar[dict[str, Any]] = {"length": 16384, "dtype": "bfloat16"}
+
+
+class Inputs:
+    """Queries, keys and values of one problem, whole and in pieces."""
+
+    def __init__(self, settings: Settings, mesh: DeviceMesh):
+        shape = (1, settings.heads, settings.length, settings.width)
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(shape, generator=generator).to(mesh.device_type, dtype) for _ in range(3)]
+        self.pieces = [cut(t, mesh, 2).requires_grad_() for t in whole]
+        self.whole = [t.requires_grad_() for t in whole]
+
+    def clear(self) -> None:
+        for t in (*self.whole, *self.pieces):
+            t.grad = None
+
+
+def ring(x: Inputs, causal: bool, backward: bool) -> None:
+    x.clear()
+    out = attend(*x.pieces, is_causal=causal)
+    if backward:
+        out.to_local().sum().backward()
+
+
+def gather(x: Inputs, causal: bool, backward: bool) -> None:
+    x.clear()
+    q, k, v = x.pieces
+    local = q.to_local()
+    keys, values = (t.redistribute(placements=[Replicate()]).to_local() for t in (k, v))
+    mask = None
+    if causal:
+        first = q.offsets(0)
+        rows = torch.arange(first, first + local.shape[2], device=local.device)
+        mask = rows[:, None] >= torch.arange(k.shape[2], device=local.device)
+    out = attend(local, keys, values, mask)
+    if backward:
+        out.sum().backward()
+
+
+def alone(x: Inputs, causal: bool, backward: bool) -> None:
+    x.clear()
+    if dist.get_rank() == 0:
+        out = attend(*x.whole, is_causal=causal)
+        if backward:
+            out.sum().backward()
+
+
+def overlap(x: Inputs, settings: Settings, device: str) -> Times:
+    """The ring, its arithmetic alone (all blocks at hand) and its messages alone, with late messages."""
+    mesh = x.pieces[0].device_mesh
+    size = mesh.size(0)
+    q, k, v = (t.to_local().detach() for t in x.pieces)
+    blocks = [(k.clone(), v.clone()) for _ in range(size)]
+    where = rings.Ring((mesh.get_group(0),), (size,), (mesh.get_local_rank(),))
+
+    def arithmetic() -> None:
+        for key, value in blocks:
+            attend(q, key, value)
+
+    def messages() -> None:
+        for _ in rings.visit(rings.pack([k, v]), [2 * k.numel()] * size, where):
+            pass
+
+    calls: dict[str, Callable[[], None]] = {
+        "ring": partial(ring, x, False, False),
+        "arithmetic alone": arithmetic,
+        "messages alone": messages,
+    }
+    with torch.no_grad(), late(settings.delay_ms / 1e3):
+        return turns(calls, settings.rounds, partial(wall, device=device))
+
+
+def causal_share(x: Inputs) -> float:
+    """The scores this rank computes over the mean of all."""
+    works: list[Any] = []
+    before = attention.attend
+
+    def noted(work: Any, *args: Any) -> Any:
+        works.append(work)
+        return before(work, *args)
+
+    attention.attend = noted  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            attend(*x.pieces, is_causal=True)
+    finally:
+        attention.attend = before
+    length = x.whole[0].shape[2]
+    return works[0].scores / (length * (length + 1) / 2 / dist.get_world_size()) if works else 1.0
+
+
+def compared(device: str, settings: Settings) -> dict[str, Any]:
+    """On a rank: seconds and bytes by case and system."""
+    x = Inputs(settings, domain(device))
+    systems: dict[str, Callable[[Inputs, bool, bool], None]] = {"gather": gather, "ring": ring, "one rank": alone}
+    found: dict[str, Any] = {"times": {}, "peaks": {}, "sent": {}}
+    for causal, backward in CASES:
+        case = ("causal, " if causal else "") + ("forward + backward" if backward else "forward")
+        calls = {name: partial(call, x, causal, backward) for name, call in systems.items()}
+        found["times"][case] = turns(calls, settings.rounds, partial(wall, device=device))
+        x.clear()
+        found["peaks"][case] = {name: peak(call, device) for name, call in calls.items()}
+        found["sent"][case] = {name: traffic(call).bytes for name, call in calls.items() if name != "one rank"}
+    return found | {"overlap": overlap(x, settings, device), "share": causal_share(x)}
+
+
+def one_rank(device: str, settings: Settings) -> Times:
+    """On the rank: a ShardTensor's call and plain torch's, forward and backward."""
+    x = Inputs(settings, domain(device))
+    calls = {"plain torch": partial(alone, x, False, True), "shardfield": partial(ring, x, False, True)}
+    return turns(calls, settings.rounds, partial(wall, device=device))
+
+
+def run(settings: Settings, device: str, table: Table) -> None:
+    if 1 in settings.ranks:
+        times = measured(one_rank, 1, device, settings)[0]
+        table.times("1 rank, forward + backward", times, "plain torch", bars={"shardfield": 1.05})
+    for ranks in (r for r in settings.ranks if r > 1):
+        told = measured(compared, ranks, device, settings)
+        for case in told[0]["times"]:
+            table.times(f"{ranks} ranks, {case}", slowest([t["times"][case] for t in told]), "gather")
+            for what, unit in (("peaks", "MB"), ("sent", "kB")):
+                most = {name: max(t[what][case][name] for t in told) for name in told[0][what][case]}
+                name = "memory" if what == "peaks" else "sent"
+                table.counts(f"{ranks} ranks, {case}: {name}", most, unit, "gather")
+        times = slowest([t["overlap"] for t in told])
+        parts = zip(times["arithmetic alone"], times["messages alone"], strict=True)
+        case = f"{ranks} ranks, messages {settings.delay_ms:g} ms late"
+        table.times(case, {BEHIND: [max(at) for at in parts]} | times, BEHIND, bars={"ring": 1.15})
+        share = max(t["share"] for t in told)
+        table.ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [share], "the mean", 1.05)

@@ -1,0 +1,121 @@
+"""A spectral layer on a field cut into rows: what is sent and how long it takes, in four ways.
+
+The layer of a Fourier neural operator (transform, keep modes, mix channels, transform back), forward and backward.
+Modes: `shardfield.ops.spectral.spectral_conv`, which forms and sends kept modes only. Written: as models write it, in
+torch.fft; spectra wait until it is known which modes are wanted. Swap: the same with spectra taken at once; cuts move
+to dims that are not transformed. Gather: the field is made whole on every rank, and cut again after the layer. All give
+the same numbers, which is checked first. `tfno` has a layer of a model, on more or fewer ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from ..ops.deferred import HOMES
+from ..ops.spectral import spectral_conv
+from ..tensor import ShardTensor
+from .measure import own, slowest, turns
+from .ranks import cut_field, domain, measured, named
+from .table import Table
+from .watch import traffic
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: tuple[int, ...] = (1, 2, 4)
+    grid: tuple[int, ...] = (256, 256)
+    channels: int = 16
+    modes: tuple[int, ...] = (32, 32)
+    rounds: int = 7
+
+    quick: ClassVar[dict[str, Any]] = {"grid": (64, 64), "channels": 4, "modes": (8, 8), "rounds": 3}
+    cuda: ClassVar[dict[str, Any]] = {"grid": (720, 1440), "channels": 64, "modes": (64, 64)}
+
+
+def written_out(
+    x: Tensor, weight: Tensor, modes: tuple[int, int], take: Callable = lambda spectrum: spectrum
+) -> Tensor:
+    """The layer in torch.fft."""
+    height, width = x.shape[2:]
+    spectrum = torch.fft.fftshift(take(torch.fft.rfftn(x, dim=(2, 3), norm="forward")), dim=(2,))
+    first = height // 2 - modes[0] // 2
+    kept = (slice(None), slice(None), slice(first, first + modes[0]), slice(0, modes[1] // 2 + 1))
+    out = torch.zeros(x.shape[0], weight.shape[1], height, width // 2 + 1, dtype=weight.dtype, device=weight.device)
+    out[kept] = torch.einsum("bixy,ioxy->boxy", spectrum[kept], weight)
+    out = torch.fft.ifftshift(out, dim=(2,))
+    return torch.fft.irfftn(out, s=(height, width), dim=(2, 3), norm="forward")
+
+
+def swapped(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
+    """Spectra that are there at once: what the other ways left to be known about them is forgotten."""
+    HOMES.clear()
+    return written_out(x, weight, modes, lambda spectrum: spectrum.view_as(spectrum))
+
+
+def gathered(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
+    """Everything everywhere."""
+    whole = x.redistribute(placements=[Replicate()])
+    return written_out(whole, weight, modes).redistribute(placements=[Shard(2)])
+
+
+WAYS: dict[str, Callable] = {"modes": spectral_conv, "written": written_out, "swap": swapped, "gather": gathered}
+
+
+def compared(device: str, settings: Settings) -> dict[str, Any]:
+    """On a rank: the time of forward and backward together, and what each sends, of each way."""
+    mesh = domain(device)
+    modes, channels = tuple(settings.modes), settings.channels
+    x = cut_field(mesh, (1, channels, *settings.grid)).requires_grad_()
+    torch.manual_seed(0)
+    shape = (channels, channels, modes[0], modes[1] // 2 + 1)
+    weight = torch.randn(shape, dtype=torch.cfloat).to(device).requires_grad_()
+    fields: dict[str, Any] = dict.fromkeys(WAYS, x)
+    ways = dict(WAYS)
+    if mesh.size() == 1:
+        fields["plain torch"] = x.to_local().detach().clone().requires_grad_()
+        ways["plain torch"] = written_out
+    outs: dict[str, Tensor] = {}
+
+    def forward(way: str) -> None:
+        outs[way] = ways[way](fields[way], weight, modes)
+
+    def backward(way: str) -> None:
+        weight.grad = fields[way].grad = None
+        outs.pop(way).square().sum().backward()
+
+    def both(way: str) -> None:
+        forward(way)
+        backward(way)
+
+    sent: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    results = []
+    for way in ways:
+        both(way)
+        sent["forward"][way] = traffic(partial(forward, way)).bytes
+        out = outs[way].detach()
+        sent["backward"][way] = traffic(partial(backward, way)).bytes
+        assert weight.grad is not None
+        whole = [t.full_tensor() if isinstance(t, ShardTensor) else t for t in (out, fields[way].grad)]
+        results.append((*whole, weight.grad.clone()))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
+    times = turns({way: partial(both, way) for way in ways}, settings.rounds, partial(own, device=device))
+    return {"times": times, "sent": sent}
+
+
+def run(settings: Settings, device: str, table: Table) -> None:
+    for ranks in settings.ranks:
+        told = measured(compared, ranks, device, settings)
+        table.times(f"{named(ranks)}, forward + backward", slowest([t["times"] for t in told]), "modes")
+        for direction in ("forward", "backward") if ranks > 1 else ():
+            sides = [t["sent"][direction] for t in told]
+            most = {way: max(side[way] for side in sides) for way in sides[0]}
+            table.counts(f"{named(ranks)}, {direction}: sent", most, "kB", "modes")

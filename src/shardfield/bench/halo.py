@@ -1,0 +1,126 @@
+"""Halos of a CNN on a field cut into rows: what is sent, whether it hides behind the work, how the step scales.
+
+A 6-layer CNN (3x3, padding 1, relu) takes a training step. Sent: bytes of a convolution's forward and backward, against
+the rows of its halo. Late messages: every message is made to arrive 5 ms later, and the step's time is held against the
+slower of its work and its messages; once more with one wide halo for all layers (`halo_blocks`). Scaling: the step on 1
+rank against several, one thread each. Memory: the peak of a rank among several against that of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..shard_utils import halo_blocks
+from .measure import Times, counted, late, own, peak, slowest, turns
+from .models import cnn
+from .ranks import cut_field, domain, measured, named, step
+from .table import Table
+from .watch import traffic
+
+BEHIND = "the slower of work and messages"
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: tuple[int, ...] = (2, 4)
+    channels: int = 32
+    size: int = 512  # of the step with late messages; scaling and memory are taken at twice that
+    rounds: int = 5
+    delay_ms: float = 5.0
+
+    quick: ClassVar[dict[str, Any]] = {"size": 64, "channels": 8, "rounds": 3}
+
+
+def sent(device: str, size: int, channels: int) -> list[int]:
+    """On a rank: bytes of one convolution, forward and backward, parameters frozen: the halo alone."""
+    x = cut_field(domain(device), (1, 3, size, size)).requires_grad_()
+    weight = torch.randn(channels, 3, 3, 3, device=device)
+
+    def both() -> None:
+        out = F.conv2d(x, weight, padding=1)
+        counts.append(traffic(lambda: F.conv2d(x, weight, padding=1)).bytes)
+        counts.append(traffic(lambda: out.backward(torch.ones(out.shape, device=device))).bytes)
+
+    counts: list[int] = []
+    both()
+    both()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    neighbours, row = (rank > 0) + (rank < ranks - 1), 3 * size * 4
+    assert counts[2:] == [neighbours * row] * 2, (rank, counts)
+    return counts[2:]
+
+
+def delayed(device: str, size: int, channels: int, rounds: int, seconds: float) -> Times:
+    """On a rank: the step with late messages, its work alone, and the time its messages take one after the other."""
+    x = cut_field(domain(device), (1, 3, size, size))
+    model, blocked, local = (
+        cnn(channels).to(device),
+        halo_blocks(cnn(channels).to(device), redundancy=0.2),
+        x.to_local(),
+    )
+    step(model, x)
+    with counted() as count:
+        step(model, x)  # what one rank waits for: messages to both neighbours travel at once
+
+    def with_late(call: Any) -> float:
+        with late(seconds if call is not work else 0.0):
+            return own(call, device)
+
+    work = partial(step, model, local.detach())
+    found = turns(
+        {"work alone": work, "step": partial(step, model, x), "step, one wide halo": partial(step, blocked, x)},
+        rounds,
+        with_late,
+    )
+    return found | {"messages alone": [count.calls * seconds] * rounds}
+
+
+def timed(device: str, size: int, channels: int, rounds: int, plain: bool) -> Times:
+    """On a rank: seconds of each step after a warm-up."""
+    x = cut_field(domain(device), (1, 3, size, size))
+    model = cnn(channels).to(device)
+    field = x.to_local() if plain else x
+    return turns({"step": partial(step, model, field)}, rounds, partial(own, device=device))
+
+
+def peaks(device: str, size: int, channels: int) -> int:
+    """On a rank: bytes that a step takes."""
+    model, x = cnn(channels).to(device), cut_field(domain(device), (1, 3, size, size))
+    step(model, x)
+    model.zero_grad(set_to_none=True)
+    return peak(partial(step, model, x), device)
+
+
+def run(settings: Settings, device: str, table: Table) -> None:
+    size, channels, large = settings.size, settings.channels, 2 * settings.size
+    several = [ranks for ranks in settings.ranks if ranks > 1]
+    for ranks in several:
+        told = measured(sent, ranks, device, size, channels)
+        row = 3 * size * 4
+        for i, way in enumerate(("forward", "backward")):
+            counts = {"its rows of the halo": row * min(2, ranks - 1), "sent": max(t[i] for t in told)}
+            table.counts(f"{ranks} ranks, a convolution, {way}", counts, "B", "its rows of the halo", {"sent": 1.0})
+        how = (size, channels, settings.rounds, settings.delay_ms / 1e3)
+        times = slowest(measured(delayed, ranks, device, *how))
+        behind = {BEHIND: [max(at) for at in zip(times["work alone"], times["messages alone"], strict=True)]}
+        table.times(
+            f"{ranks} ranks, messages {settings.delay_ms:g} ms late, {size} x {size}",
+            behind | times,
+            BEHIND,
+            bars={"step": 1.15},
+        )
+    turn: Times = {name: [] for name in ("1 rank, plain torch", *map(named, sorted({1, *settings.ranks})))}
+    for _ in range(settings.rounds):  # worlds take turns
+        for name in turn:
+            plain, ranks = "plain" in name, int(name.split()[0])
+            turn[name] += slowest(measured(timed, ranks, device, large, channels, 1, plain))["step"]
+    bars = {"2 ranks": 1 / 1.8} if device == "cpu" else {}
+    table.times(f"step, {large} x {large}", turn, "1 rank", bars=bars)
+    most = {named(r): max(measured(peaks, r, device, large, channels)) for r in sorted({1, *settings.ranks})}
+    table.counts(f"memory of a step, {large} x {large}", most, "MB", "1 rank", {"4 ranks": 0.28})

@@ -1,0 +1,191 @@
+"""Time, memory and traffic of calls, taken so that they can be compared.
+
+Candidates take turns (A, B, A, B, ...), so that a busy machine slows all of them, and a ratio is taken in each round.
+What is told is the median over rounds and the quartiles around it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..comm import wire
+
+Times = dict[str, list[float]]
+"""By candidate, what each round took, in seconds."""
+
+
+class Spread(NamedTuple):
+    """The median of some rounds and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """
+    >>> spread([4.0, 1.0, 2.0, 3.0, 100.0])
+    Spread(median=3.0, low=2.0, high=4.0)
+    """
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def ratios(times: Mapping[str, Sequence[float]], candidate: str, against: str) -> list[float]:
+    """A candidate's time over another's, round by round."""
+    return [a / b for a, b in zip(times[candidate], times[against], strict=True)]
+
+
+def synchronize(device: str) -> None:
+    """Wait for what the device has been given to do; a CPU has done it."""
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def wall(call: Callable[[], Any], device: str) -> float:
+    """Seconds by the clock until the slowest rank is done."""
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def own(call: Callable[[], Any], device: str) -> float:
+    """Seconds that this rank takes, to be compared with those of the others: see `slowest`."""
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def busy(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
+    """Seconds a call, of one process that waits for no other.
+
+    On a CPU those of this thread on its core, which other programs do not lengthen.
+    """
+    call()  # not timed: it finds the caches full of what ran before
+    synchronize(device)
+    now = time.thread_time if device == "cpu" else time.perf_counter
+    start = now()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (now() - start) / repeats
+
+
+def turns(
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], Any], warm: int = 1
+) -> dict[str, list[Any]]:
+    """What the clock tells of each candidate, in rounds of all of them; the first `warm` rounds are not counted."""
+    found: dict[str, list[Any]] = {name: [] for name in candidates}
+    for turn in range(warm + rounds):
+        for name, call in candidates.items():
+            told = clock(call)
+            if turn >= warm:
+                found[name].append(told)
+    return found
+
+
+def slowest(told: Sequence[Mapping[str, Sequence[float]]]) -> Times:
+    """What several ranks tell, as one: a round lasts as long as on its slowest rank."""
+    return {name: [max(at) for at in zip(*(t[name] for t in told), strict=True)] for name in told[0]}
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def peak(call: Callable[[], Any], device: str) -> int:
+    """The most bytes that tensors made in a call take at a time, by torch's own count.
+
+    What the call frees should be its own: gradients of an earlier step, say, are to be freed before.
+    """
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        call()
+        module.synchronize()
+        return module.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watched:
+        call()
+    events = watched.profiler.kineto_results.events()
+    held = most = 0
+    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += nbytes
+        most = max(most, held)
+    return most
+
+
+# ---------------------------------------------------------------------- traffic
+
+
+class Sent:
+    """What this rank has sent: calls by kind, messages and bytes. `take()` gives bytes since it was last called."""
+
+    def __init__(self) -> None:
+        self.calls = self.messages = self.bytes = self._taken = 0
+        self.kinds: dict[str, list[int]] = {}
+
+    def add(self, kind: str, messages: int, nbytes: int) -> None:
+        self.calls += 1
+        self.messages += messages
+        self.bytes += nbytes
+        row = self.kinds.setdefault(kind, [0, 0])
+        row[0] += messages
+        row[1] += nbytes
+
+    def take(self) -> int:
+        taken, self._taken = self._taken, self.bytes
+        return self.bytes - taken
+
+
+@contextmanager
+def counted() -> Iterator[Sent]:
+    """Count what shardfield sends from this rank; `watch.watched` counts what torch was seen to send."""
+    sent, before = Sent(), wire.meter
+    wire.meter = sent.add
+    try:
+        yield sent
+    finally:
+        wire.meter = before
+
+
+@contextmanager
+def late(seconds: float) -> Iterator[None]:
+    """Every message arrives so much later than it was sent."""
+    real = wire.start_exchange, wire.start_all_reduce
+
+    def delayed(start: Callable[..., wire.Pending]) -> Callable[..., wire.Pending]:
+        def run(*args: Any, **kwargs: Any) -> wire.Pending:
+            pending, due = start(*args, **kwargs), time.perf_counter() + seconds
+            arrive = pending._finish
+
+            def finish() -> Any:
+                time.sleep(max(0.0, due - time.perf_counter()))
+                return arrive()
+
+            pending._finish = finish
+            return pending
+
+        return run
+
+    wire.start_exchange, wire.start_all_reduce = delayed(real[0]), delayed(real[1])
+    try:
+        yield
+    finally:
+        wire.start_exchange, wire.start_all_reduce = real

@@ -1,0 +1,70 @@
+"""Small models to measure on: plain modules that know nothing of ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..train.recipes.vit import ViT
+
+
+def cnn(channels: int, depth: int = 6) -> nn.Module:
+    """3x3 convolutions with padding 1 and relu, three channels in and out."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        inputs, outputs = 3 if i == 0 else channels, 3 if i == depth - 1 else channels
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1)] + ([nn.ReLU()] if i < depth - 1 else [])
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """Halves the field at each level and doubles the channels, and back, with the finer levels joined on."""
+
+    def __init__(self, channels: int, levels: int = 3):
+        super().__init__()
+        widths = [channels * 2**i for i in range(levels + 1)]
+        self.first = block(3, channels)
+        self.down = nn.ModuleList(block(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.up = nn.ModuleList(block(a + b, a) for a, b in zip(widths, widths[1:], strict=False))
+        self.last = nn.Conv2d(channels, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels = [self.first(x)]
+        for down in self.down:
+            levels.append(down(F.max_pool2d(levels[-1], 2)))
+        x = levels.pop()
+        for up in reversed(self.up):
+            x = up(torch.cat([levels.pop(), F.interpolate(x, scale_factor=2)], 1))
+        return self.last(x)
+
+
+def block(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
+
+
+def unet(channels: int) -> nn.Module:
+    torch.manual_seed(0)
+    return UNet(channels)
+
+
+def vit(points: int, patch: int = 8, width: int = 64, layers: int = 4) -> nn.Module:
+    """One channel in and out."""
+    torch.manual_seed(0)
+    return ViT(points, patch, width, 4, layers)
+
+
+def tfno(channels: int, modes: int) -> nn.Module:
+    """neuraloperator's; ImportError where that is not installed."""
+    from neuralop.models import TFNO
+
+    torch.manual_seed(0)
+    return TFNO(
+        n_modes=(modes, modes),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=channels,
+        factorization="tucker",
+        rank=0.42,
+    )

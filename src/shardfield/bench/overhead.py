@@ -1,0 +1,212 @@
+"""What a call costs before any arithmetic: plain torch, DTensor and shardfield on tiny tensors on one rank, grad on.
+
+Ops on 8 x 8 numbers, ten (linear, relu), and the training step (forward and backward) of a small CNN, a UNet and a ViT.
+On a CPU, time is that of the thread on its core, which other programs do not lengthen; on a device, time on the clock
+until it is done. DTensor's numbers for ops that look at neighbours are the cost of its calls: on more than one rank its
+answers would be wrong. In models it is given a field that is cut along the batch, which it can.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+from ..tensor import ShardTensor
+from . import models
+from .measure import Times, busy, ratios, turns
+from .ranks import domain, measured, step
+from .table import Table
+
+PLAIN, DTENSOR, OURS, NEMO = "plain torch", "DTensor", "shardfield", "PhysicsNeMo"
+
+OPS: dict[str, Callable[[Any], Any]] = {
+    "relu": lambda t: torch.relu(t.x),
+    "gelu": lambda t: F.gelu(t.x),
+    "add": lambda t: t.x + t.y,
+    "mul": lambda t: t.x * t.y,
+    "mul scalar": lambda t: t.x * 2.0,
+    "add bias": lambda t: t.x + t.b,
+    "where": lambda t: torch.where(t.m, t.x, t.y),
+    "sum": lambda t: t.x.sum(),
+    "mean dim": lambda t: t.x.mean(-1),
+    "softmax": lambda t: torch.softmax(t.x, -1),
+    "view": lambda t: t.x.view(2, 4, 8),
+    "transpose": lambda t: t.x.transpose(0, 1),
+    "slice": lambda t: t.x[:, 2:6],
+    "cat": lambda t: torch.cat([t.x, t.y], -1),
+    "linear": lambda t: F.linear(t.x, t.w, t.b),
+    "matmul": lambda t: t.x @ t.w,
+}
+POINTWISE = ["relu", "gelu", "add", "mul", "mul scalar", "add bias", "where"]
+FIELDS: dict[str, Callable[[Any], Any]] = {
+    "conv2d 3x3": lambda t: F.conv2d(t.image, t.kernel, padding=1),
+    "max_pool2d": lambda t: F.max_pool2d(t.image, 2),
+    "group_norm": lambda t: F.group_norm(t.image, 2),
+    "layer_norm": lambda t: F.layer_norm(t.x, (8,)),
+}
+DEEP = "ten (linear, relu), forward + backward"
+ATTRIBUTES = {name: (lambda t, name=name: getattr(t.x, name)) for name in ("shape", "ndim", "dtype", "device")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    rounds: int = 30
+    sizes: tuple[int, ...] = (64,)  # of the fields that models take a step on
+    channels: int = 8
+
+    quick: ClassVar[dict[str, Any]] = {"rounds": 5, "sizes": (32,)}
+    cuda: ClassVar[dict[str, Any]] = {"sizes": (64, 512), "channels": 32}
+
+
+class Operands:
+    """x, y: an (8, 8) field cut along dim 0; an image of 4 channels cut along its rows; parameters; m: a mask."""
+
+    def __init__(self, place: Callable[[Tensor, int], Tensor], parameter: Callable[[Tensor], Tensor], device: str):
+        torch.manual_seed(0)
+
+        def made(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device)
+
+        self.x, self.y = (place(made(8, 8), 0).requires_grad_() for _ in range(2))
+        self.image = place(made(1, 4, 8, 8), 2).requires_grad_()
+        self.w, self.b, self.kernel = (parameter(made(*s)) for s in ((8, 8), (8,), (4, 4, 3, 3)))
+        self.m = place(made(8, 8) > 0.0, 0)
+        self.layers = [(parameter(made(8, 8)), parameter(made(8))) for _ in range(10)]
+
+
+def deep(t: Operands, backward: bool) -> None:
+    h = t.x
+    for w, b in t.layers:
+        h = torch.relu(F.linear(h, w, b))
+    if backward:
+        h.sum().backward()
+
+
+def systems(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
+    """The operands of each system, and why some are not there."""
+    mesh = domain(device)
+
+    def parameter(t: Tensor) -> Tensor:
+        return t.requires_grad_()
+
+    found = {
+        PLAIN: Operands(lambda t, d: t, parameter, device),
+        DTENSOR: Operands(
+            lambda t, d: distribute_tensor(t, mesh, [Shard(d)]),
+            lambda t: distribute_tensor(t, mesh, [Replicate()]).requires_grad_(),
+            device,
+        ),
+        OURS: Operands(lambda t, d: ShardTensor.from_local(t, mesh, [Shard(d)]), parameter, device),
+    }
+    if find_spec("physicsnemo") is None:
+        return found, {NEMO: "not installed"}
+    try:
+        from physicsnemo.domain_parallel import ShardTensor as Theirs
+
+        found[NEMO] = Operands(lambda t, d: Theirs.from_local(t, mesh, [Shard(d)]), parameter, device)
+    except Exception as error:  # a peer: whatever it raises, the others are measured
+        return found, {NEMO: reason(error)}
+    return found, {}
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without addresses and files."""
+    first = (str(error) or "no message").splitlines()[0]
+    first = re.sub(r"[(\[][^)\]]*[/:][^)\]]*[)\]]?", "", first)
+    return f"{type(error).__name__}: {first.strip()[:120]}"
+
+
+def able(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The calls that work, and why the others do not. Ours and plain torch's have to."""
+    good, bad = {}, {}
+    for name, call in calls.items():
+        try:
+            call()
+            good[name] = call
+        except Exception as error:
+            if name in (PLAIN, OURS):
+                raise
+            bad[name] = reason(error)
+    return good, bad
+
+
+def ops(device: str, rounds: int) -> tuple[dict[str, Times], list[tuple[str, str, str]]]:
+    """On the rank: seconds a call by op and system, and what could not be called."""
+    there, missing = systems(device)
+    skipped = [(name, why, "") for name, why in missing.items()]
+    found: dict[str, Times] = {}
+    cases: list[tuple[str, Callable[[Any], Any], int]] = [(n, f, 20) for n, f in (OPS | FIELDS).items()]
+    cases += [
+        ("ten (linear, relu), forward", partial(deep, backward=False), 5),
+        (DEEP, partial(deep, backward=True), 5),
+    ]
+    cases += [(f"x.{n}", f, 200) for n, f in ATTRIBUTES.items()]
+    for case, fn, repeats in cases:
+        calls, bad = able({name: partial(fn, operands) for name, operands in there.items()})
+        skipped += [(name, why, case) for name, why in bad.items()]
+        found[case] = turns(calls, rounds, partial(busy, device=device, repeats=repeats))
+    return found, skipped
+
+
+def steps(device: str, size: int, channels: int, rounds: int) -> tuple[dict[str, Times], list[tuple[str, str, str]]]:
+    """On the rank: seconds of a training step by model and system."""
+    mesh = domain(device)
+    made: dict[str, tuple[nn.Module, int]] = {
+        "CNN": (models.cnn(channels), 3),
+        "UNet": (models.unet(channels), 3),
+        "ViT": (models.vit(size), 1),
+    }
+    found: dict[str, Times] = {}
+    skipped: list[tuple[str, str, str]] = []
+    for name, (model, inputs) in made.items():
+        case = f"{name} step, {size} x {size}"
+        model = model.to(device)
+        field = torch.randn(1, inputs, size, size, device=device)
+        calls: dict[str, Callable[[], Any]] = {
+            PLAIN: partial(step, model, field),
+            OURS: partial(step, copy.deepcopy(model), ShardTensor.from_local(field, mesh, [Shard(2)])),
+        }
+        theirs = distribute_module(copy.deepcopy(model), mesh)
+        calls[DTENSOR] = partial(step, theirs, DTensor.from_local(field, mesh, [Shard(0)]))
+        calls, bad = able({name: calls[name] for name in (PLAIN, DTENSOR, OURS)})
+        skipped += [(system, why, case) for system, why in bad.items()]
+        found[case] = turns(calls, rounds, partial(busy, device=device, repeats=1))
+    return found, skipped
+
+
+def run(settings: Settings, device: str, table: Table) -> None:
+    on_device = device != "cpu"
+    found, skipped = measured(ops, 1, device, settings.rounds)[0]
+    for case, times in found.items():
+        bars = {}
+        if on_device:
+            bars = {OURS: 1.5} if case in POINTWISE else {OURS: 1.3} if case.startswith("conv") else {}
+        elif case == DEEP:
+            bars = {OURS: 1.5}
+        table.times(case, times, PLAIN, "us", bars)
+    both = [times for case, times in found.items() if case in OPS and DTENSOR in times]
+    logs = zip(*([math.log(r) for r in ratios(times, OURS, DTENSOR)] for times in both), strict=True)
+    means = [math.exp(sum(row) / len(row)) for row in logs]
+    table.ratio(f"{len(both)} common ops, geometric mean", OURS, means, DTENSOR, 0.5)
+    pointwise = {case: ratios(found[case], OURS, DTENSOR) for case in POINTWISE if DTENSOR in found[case]}
+    worst = max(pointwise, key=lambda case: sorted(pointwise[case])[len(pointwise[case]) // 2])
+    table.ratio(f"the slowest pointwise op ({worst})", OURS, pointwise[worst], DTENSOR, 1.0)
+    for size in settings.sizes:
+        found, more = measured(steps, 1, device, size, settings.channels, settings.rounds)[0]
+        skipped += more
+        for case, times in found.items():
+            bars = {OURS: 1.05 if size >= 512 else 1.5} if on_device and case.startswith("UNet") else {}
+            table.times(case, times, PLAIN, "ms", bars)
+    for candidate, why, case in skipped:
+        table.skip(candidate, why, case)

@@ -1,0 +1,204 @@
+"""The result of a benchmark: rows that print as a table and are kept as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import machine as here
+from .measure import Spread, ratios, spread
+
+SCALE = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0, "kB": 1e-3, "MB": 1e-6, "messages": 1.0, "": 1.0}
+
+
+@dataclass
+class Row:
+    """What one candidate took in one case; `ratio` is over what the candidate `against` took, and `bar` its limit."""
+
+    case: str
+    candidate: str
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    against: str | None = None
+    bar: float | None = None
+    met: bool | None = None
+    found: str | None = None  # what is no number
+
+    def __post_init__(self) -> None:
+        if self.bar is not None and self.ratio is not None:
+            self.met = self.ratio <= self.bar
+
+    def value(self) -> str:
+        """The median and where it lies, with its unit."""
+        if self.median is None:
+            return self.found or ""
+        return f"{_between(self.median, self.low, self.high)} {self.unit}".rstrip()
+
+    def share(self) -> str:
+        """The ratio and what is asked of it."""
+        if self.ratio is None:
+            return ""
+        bar = "" if self.bar is None else f"; bar {short(self.bar)}: {'met' if self.met else 'not met'}"
+        return _between(self.ratio, self.ratio_low, self.ratio_high) + bar
+
+
+@dataclass
+class Table:
+    """The rows of one benchmark on one machine, with all that is needed to take them again."""
+
+    name: str
+    settings: dict[str, Any]
+    device: str
+    quick: bool = False
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
+    commit: str | None = field(default_factory=here.commit)
+    machine: dict[str, Any] = field(default_factory=here.machine)
+    versions: dict[str, str] = field(default_factory=here.versions)
+
+    # ------------------------------------------------------------------ filling
+
+    def times(
+        self,
+        case: str,
+        times: Mapping[str, Sequence[float]],
+        against: str | None = None,
+        unit: str = "ms",
+        bars: Mapping[str, float] | None = None,
+    ) -> None:
+        """A row for each candidate, from what its rounds took (seconds, bytes); ratios are taken round by round."""
+        for name, values in times.items():
+            over = None if against is None or name == against else spread(ratios(times, name, against))
+            median, low, high = map(_digits, spread([v * SCALE[unit] for v in values]))
+            bar = (bars or {}).get(name)
+            self._add(Row(case, name, median, low, high, unit, bar=bar, **_ratio(over, against)))
+
+    def counts(
+        self,
+        case: str,
+        values: Mapping[str, float],
+        unit: str,
+        against: str | None = None,
+        bars: Mapping[str, float] | None = None,
+    ) -> None:
+        """A row for each candidate, from what was counted once."""
+        base = None if against is None else values[against]
+        for name, value in values.items():
+            over = None if not base or name == against else spread([value / base])
+            taken = _digits(value * SCALE[unit])
+            bar = (bars or {}).get(name)
+            self._add(Row(case, name, taken, taken, taken, unit, bar=bar, **_ratio(over, against)))
+
+    def ratio(self, case: str, candidate: str, values: Sequence[float], against: str, bar: float | None = None) -> None:
+        """A ratio that was taken in each round, of things that have no one unit."""
+        self._add(Row(case, candidate, bar=bar, **_ratio(spread(values), against)))
+
+    def found(self, case: str, candidate: str, told: str) -> None:
+        """Something that is told in words: it fits, or it does not."""
+        self._add(Row(case, candidate, found=told))
+
+    def skip(self, candidate: str, why: str, case: str = "") -> None:
+        """A candidate that cannot be measured here, and why."""
+        self.skipped.append({"case": case, "candidate": candidate, "why": why})
+
+    def _add(self, row: Row) -> None:
+        if self.quick:  # a bar is for the sizes that it was set for
+            row.bar = row.met = None
+        self.rows.append(row)
+
+    # ------------------------------------------------------------------ showing and keeping
+
+    @property
+    def label(self) -> str:
+        return here.label(self.machine, self.device)
+
+    def __str__(self) -> str:
+        head = ("case", "candidate", "median (quartiles)", "ratio", "against")
+        body, before = [], None
+        for row in self.rows:
+            shown = "" if row.case == before else row.case
+            body.append((shown, row.candidate, row.value(), row.share(), row.against or ""))
+            before = row.case
+        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
+        lines += [f"skipped: {said(skip)}" for skip in self.skipped]
+        about = f"{self.label}; torch {self.versions['torch']}; {told_settings(self)}"
+        return "\n".join([f"{self.name}: {about}", *lines])
+
+    def as_json(self) -> dict[str, Any]:
+        first = {k: getattr(self, k) for k in ("name", "date", "commit", "device", "machine", "versions")}
+        rest = {"settings": self.settings | {"quick": self.quick}, "skipped": self.skipped}
+        return (
+            first
+            | rest
+            | {"rows": [{k: v for k, v in dataclasses.asdict(row).items() if k != "found" or v} for row in self.rows]}
+        )
+
+    def write(self, folder: Path) -> Path:
+        """Into a file named after benchmark and machine; one row a line, so that changes can be read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-")
+        path = folder / f"{self.name}.{slug}.json"
+        whole = self.as_json()
+        rows = ",\n  ".join(json.dumps(row) for row in whole.pop("rows"))
+        rest = json.dumps(whole, indent=1)[:-2]
+        path.write_text(f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n')
+        return path
+
+
+def read(path: Path) -> Table:
+    """A table that `write` has written."""
+    whole = json.loads(path.read_text())
+    quick = whole["settings"].pop("quick")
+    return Table(**whole | {"rows": [Row(**row) for row in whole["rows"]], "quick": quick})
+
+
+def told_settings(table: Table) -> str:
+    """The settings in words: `ranks 2 4, rounds 5`."""
+    words = [
+        f"{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
+        for name, value in table.settings.items()
+    ]
+    return ", ".join(["quick"] * table.quick + words)
+
+
+def said(skip: Mapping[str, str]) -> str:
+    """A candidate that was left out, in words."""
+    return f"{skip['candidate']}{' in ' + skip['case'] if skip['case'] else ''}: {skip['why']}"
+
+
+def short(value: float) -> str:
+    """
+    >>> short(0.98765), short(12.345), short(1234567.0)
+    ('0.988', '12.3', '1,234,567')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _between(value: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None or short(low) == short(high):
+        return short(value)
+    return f"{short(value)} ({short(low)} to {short(high)})"
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _ratio(over: Spread | None, against: str | None) -> dict[str, Any]:
+    if over is None:
+        return {}
+    median, low, high = map(_digits, over)
+    return {"ratio": median, "ratio_low": low, "ratio_high": high, "against": against}

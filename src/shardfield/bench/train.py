@@ -1,0 +1,136 @@
+"""Training a model on a cut field: how a step scales, whether reading hides behind it, and what then fits into memory.
+
+Scaling: a step of neuraloperator's TFNO (parallelize, H1 loss, AdamW) on 1 rank against several, one thread each, the
+two in turn; by the clock, and in processor seconds of the busiest rank, which other programs do not change. Reading:
+what of a step is spent waiting for a batch, which a thread reads from an HDF5 file. Memory: one sample, the data
+segment of each process limited to so many megabytes above what it has after a small step. What does not fit into one
+process at four times the limit trains on four at the limit, with activations computed again in backward; doing so is
+not enough for one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..data import ShardedLoader, UnitGaussian, open_field
+from ..train import clip_grad_norm_
+from ..train.parallel import parallelize
+from ..train.recipes.darcy import Normalized
+from . import models
+from .measure import Times, synchronize
+from .ranks import measured, named
+from .table import Table
+
+LIMIT = 60  # megabytes that a process may take for the step of the question about memory
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: tuple[int, ...] = (1, 2)
+    points: int = 256
+    batch: int = 4
+    rounds: int = 5
+
+    quick: ClassVar[dict[str, Any]] = {"points": 32, "rounds": 2}
+
+
+def steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
+    """On a rank: clock seconds, processor seconds and seconds of waiting for data, of each step after the first."""
+    from neuralop.losses import H1Loss
+
+    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("data", "spatial"))
+    loader = ShardedLoader({name: open_field(path, name=name) for name in "xy"}, batch, mesh)
+    unit = UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    model = Normalized(models.tfno(24, 16), unit, unit).to(device)
+    model = parallelize(model, mesh)  # as the recipe has it
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    criterion = H1Loss(d=2, reduction="mean")
+
+    def now() -> list[float]:
+        synchronize(device)
+        return [time.perf_counter(), time.process_time(), loader.waited]
+
+    batches: Any = iter(loader)
+    found = []
+    for _ in range(rounds + 1):
+        before = now()
+        data = next(batches)
+        optimizer.zero_grad()
+        criterion(model(data["x"]), data["y"]).backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        found.append([after - start for after, start in zip(now(), before, strict=True)])
+    batches.close()
+    return found[1:]
+
+
+def scaling(settings: Settings, device: str, table: Table) -> None:
+    """Worlds take turns; a round is two steps."""
+    import h5py
+
+    names = {named(ranks): ranks for ranks in sorted({1, *settings.ranks})}
+    clock: Times = {name: [] for name in names}
+    processor: Times = {name: [] for name in names}
+    waiting: Times = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "fields.h5")
+        with h5py.File(path, "w") as file:
+            for name in "xy":
+                file[name] = torch.randn(settings.batch * 4, 1, settings.points, settings.points).numpy()
+        for _ in range(settings.rounds):
+            for name, ranks in names.items():
+                told = measured(steps, ranks, device, path, settings.batch, 2)
+                slowest = [[max(at) for at in zip(*step, strict=True)] for step in zip(*told, strict=True)]
+                for i, found in enumerate((clock, processor, waiting)):
+                    found[name].append(sum(step[i] for step in slowest) / len(slowest))
+    case = f"TFNO step, {settings.points} x {settings.points}, {settings.batch} samples"
+    table.times(case, clock, "1 rank", bars={"2 ranks": 1 / 1.7} if device == "cpu" else {})
+    if device == "cpu":
+        table.times(f"{case}, processor time", processor, "1 rank", bars={"2 ranks": 1 / 1.7})
+    for name in names:
+        both = {"step": clock[name], "waiting for data": waiting[name]}
+        table.times(f"{case}, {name}: reading", both, "step", bars={"waiting for data": 0.02})
+
+
+def limited(ranks: int, megabytes: float, *more: str) -> str:
+    """What a rank says of the memory question; processes of its own, whose memory nothing has used before."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, "-m", "shardfield.bench.limited", str(megabytes), *more],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    told = done.stdout.strip()
+    return told.rpartition(": ")[2] if told else f"failed: {done.stderr.strip().splitlines()[-1][:120]}"
+
+
+def fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool]]) -> None:
+    for ranks, megabytes, recompute in cases:
+        told = limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
+        how = f"{named(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
+        table.found(f"one sample, {points} x {points}", how, told)
+
+
+def run(settings: Settings, device: str, table: Table) -> None:
+    if "neuraloperator" in table.versions:
+        scaling(settings, device, table)
+    else:
+        table.skip("TFNO step", "neuraloperator is not installed")
+    if device == "cpu":
+        fits(table, 512, [(1, 4 * LIMIT, False), (1, LIMIT, True), (4, LIMIT, True)])
+    else:
+        table.skip("limited memory", "limits on a process's data segment say nothing of a device's memory")
