@@ -86,6 +86,7 @@ def test_machines_stand_side_by_side(tmp_path):
         "|  | shardfield | 2 ms | 2 of plain torch; bar 1.5: not met | 2 ms | 2 of plain torch; bar 1.5: not met |"
         in text
     )
+    assert "| halo | step | shardfield over plain torch | at most 1.5 | **2**, not met | **2**, not met |" in text
     assert "| one sample | 4 ranks | trains |  | trains |  |" in text
     assert "Not measured there: PhysicsNeMo: not installed." in text
     assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import BENCHMARKS
 from .command import module
-from .table import Table, read, said, told_settings
+from .table import Table, read, said, short, told_settings
 
 HISTORY = "history.toml"
 HEAD = """<!-- Made by `make performance` of the files in benchmarks/results; do not edit. -->
@@ -36,7 +36,7 @@ def page(folder: Path) -> str:
     """The page of all results in a folder."""
     tables = [read(path) for path in sorted(folder.glob("*.json"))]
     labels = sorted({t.label for t in tables})
-    parts = [HEAD, "## Machines\n", machines(tables)]
+    parts = [HEAD, "## Machines\n", machines(tables), "## What is asked\n", asked(tables, labels)]
     for name in BENCHMARKS:
         found = sorted((t for t in tables if t.name == name), key=lambda t: labels.index(t.label))
         if found:
@@ -64,6 +64,20 @@ def machines(tables: list[Table]) -> str:
         ]
         rows[t.label] = [str(c) for c in cells]
     return markdown(head, (rows[label] for label in sorted(rows)))
+
+
+def asked(tables: list[Table], labels: list[str]) -> str:
+    """Every bar, and where it is met. A quick run has none."""
+    body: dict[tuple[str, ...], list[str]] = {}
+    for name in BENCHMARKS:
+        for t in (t for t in tables if t.name == name):
+            for row in t.rows:
+                if row.bar is None or row.ratio is None:
+                    continue
+                key = (name, row.case, f"{row.candidate} over {row.against}", f"at most {short(row.bar)}")
+                line = body.setdefault(key, [""] * len(labels))
+                line[labels.index(t.label)] = short(row.ratio) if row.met else f"**{short(row.ratio)}**, not met"
+    return markdown(["benchmark", "case", "ratio", "bar", *labels], ([*key, *line] for key, line in body.items()))
 
 
 def prose(name: str) -> str:
