@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src"
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
     {"_compat"},
-    {"errors"},
+    {"errors", "tracing"},
     {"testing"},
     {"layout", "distributed", "names"},
     {"comm", "report"},
@@ -28,12 +28,13 @@ LAYERS = [
     {"dispatch"},
     {"tensor"},
     {"ops", "scatter"},
+    {"compiled"},
     # Building blocks for users' own ops, and older paths of the same things.
     {"shard_utils", "neighbours"},
     {"distributed.shard_tensor", "distributed.shard_utils"},
     {"models", "data"},
     {"train"},
-    {"parity"},
+    {"parity", "planning"},
     {"bench"},
     {"cli"},
     {"__main__"},

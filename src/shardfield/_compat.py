@@ -37,6 +37,19 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 same_memory = torch._C._is_alias_of
 
 
+def beneath(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a tensor shows while AOTAutograd traces; else the tensor itself.
+
+    torch 2.11-2.15: `FunctionalTensor` wraps each view anew; what it wraps shares memory as views do. No public name.
+    """
+    return getattr(tensor, "elem", tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory share. torch 2.11-2.15: a storage has no public name of its own."""
+    return beneath(tensor).untyped_storage()._cdata
+
+
 def hooks_on_saving() -> bool:
     """Whether someone else has a say in what backward keeps, or forbids that anyone has.
 
@@ -44,6 +57,20 @@ def hooks_on_saving() -> bool:
     """
     state = torch._C._autograd
     return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
+
+
+def without_modes() -> Any:
+    """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name, by which traced programs know it. torch 2.11-2.15; no public name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+# torch 2.11-2.15: a call that is made though nobody reads what it returns. No public name.
+has_side_effect = torch.fx.node.has_side_effect
 
 
 def backend_class(group: Any, device: torch.device) -> type:
@@ -56,8 +83,12 @@ set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
-    """All axes of a mesh as one, named `name`. torch 2.11-2.15: no public name; it is made once a mesh."""
-    return mesh._flatten(name)
+    """All axes of a mesh as one, named `name`. torch 2.11-2.15: no public name; it is made once a mesh.
+
+    It looks this rank up in a tensor, which must have data even where a step is counted on tensors that have none.
+    """
+    with without_modes():
+        return mesh._flatten(name)
 
 
 def open_body(func: Any) -> Any:
@@ -135,7 +166,7 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _storage_users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(memory_of(tensor))
 
 
 def root_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -192,3 +223,171 @@ efficient_cuda, efficient_cuda_backward = (
 
 # torch 2.11-2.15: nn.TransformerEncoder asks it, before its fast path, whether a padding mask could make ragged rows.
 left_aligned = torch._nested_tensor_from_mask_left_aligned
+
+
+# ---------------------------------------------------------------------- compiling
+
+# torch 2.11-2.15: nested containers of arguments; torch.utils.pytree (without the underscore) is not in all of them.
+tree_flatten = torch.utils._pytree.tree_flatten
+tree_unflatten = torch.utils._pytree.tree_unflatten
+
+
+def aot_traced(
+    body: Any, inputs: list, partition: Any, compilers: tuple[Any, Any, Any], decompositions: dict, mutate: bool
+) -> Any:
+    """A function of tensors traced into a forward and a backward graph, or one graph without gradients, and compiled.
+
+    `compilers`: of the forward, the backward and the gradient-free graph. `mutate`: they may write into inputs.
+    torch 2.11-2.15: AOTAutograd, by the way in that torch's own backends use; no public name.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.config import patch as config
+    from torch._guards import TracingContext
+    from torch._guards import tracing as tracing_with
+    from torch._subclasses import FakeTensorMode
+
+    class Body(torch.nn.Module):
+        def forward(self, *flat: Any) -> Any:
+            return body(*flat)
+
+    forward, backward, inference = compilers
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # Donated buffers would forbid retain_graph=True, which a program that is not compiled allows.
+    with tracing_with(TracingContext(fake)), config(donated_buffer=False):
+        return aot_module_simplified(
+            Body(),
+            inputs,
+            forward,
+            backward,
+            partition,
+            decompositions,
+            keep_inference_input_mutations=mutate,
+            inference_compiler=inference,
+        )
+
+
+def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
+    """Split a joint graph such that little is kept for backward. torch 2.11-2.15; no public name."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def boxed_graph(graph: Any) -> Any:
+    """A compiled graph as AOTAutograd calls it, with a list that it may empty. torch 2.11-2.15; no public name."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return graph if getattr(graph, "_boxed_call", False) else make_boxed_func(graph)
+
+
+def inductor_decompositions() -> dict:
+    """What Inductor wants taken apart. torch 2.11-2.15; no public name."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int) -> Any:
+    """A graph compiled by Inductor; `outputs` of its results keep the strides that they have.
+
+    torch 2.11-2.15: the compiler behind torch.compile; no public name. Random numbers come from torch's generators.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    graph.graph.output_node().meta["user_visible_output_idxs"] = [] if is_backward else list(range(outputs))
+    with config.patch(fallback_random=True):
+        return compile_fx_inner(graph, inputs, is_backward=is_backward)
+
+
+def start_fake_world(rank: int, size: int) -> None:
+    """A default process group of any size in which this process is one rank and the others are not there.
+
+    torch 2.11-2.15: the backend "fake" is torch's own, for its tests, and registered by importing this module.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+def without_data() -> Any:
+    """A context in which tensors have shapes, dtypes and devices and no data. torch 2.11-2.15: documented, no public
+    name."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# torch 2.11-2.15: what a call raises when its result hangs on numbers that tensors without data do not have.
+def data_wanted() -> tuple[type[Exception], ...]:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating point operations of a call below autograd: products, convolutions, attention; 0 for all else.
+
+    torch 2.11-2.15: `torch.utils.flop_counter` has a formula for each operator, by its packet, which has no public name;
+    it lacks the attention kernel of the CPU, whose arguments are those of CUDA's up to the ones the formula reads.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    packet = func._overloadpacket
+    if packet is flash_cpu._overloadpacket:
+        return sdpa_flop_count(*(t.shape for t in args[:3]))
+    if packet is flash_cpu_backward._overloadpacket:
+        return sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    count = formula(*args, **kwargs, out_val=out)
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    return 4 * count if first is not None and first.is_complex() else count
+
+
+def group_in(args: Any) -> Any:
+    """The process group among the arguments of an operator of torch.distributed.
+
+    torch 2.11-2.15: operators get groups boxed, or by name where they are traceable; no public name unboxes them.
+    """
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return torch.distributed.ProcessGroup.unbox(value)
+            except RuntimeError:  # a box of something else
+                continue
+    return process_group(args[-1])
+
+
+def mutates(target: Any) -> bool:
+    """Whether a call in a traced graph writes into its arguments. torch 2.11-2.15; no public name."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def merged_graph(graph: Any) -> Any:
+    """A graph in which equal calls are made once; random ones and messages stay. torch 2.11-2.15; no public name."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's tables, whose entries hold the groups of a mesh and are found by any mesh that equals it.
+
+    torch 2.11-2.15: no public way; a second world in one process would send through the groups of the first.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    for name in ("propagate_op_sharding", "_propagate_tensor_meta"):
+        table = getattr(propagator, name, None)
+        if hasattr(table, "cache_clear"):
+            table.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear") and not isinstance(value, type):
+                    value.cache_clear()
