@@ -49,7 +49,7 @@ def test_medians_and_ratios():
 
 def made(name="halo", label="Some Maker", gpu=None, quick=False):
     found = table.Table(name, {"ranks": (2, 4), "rounds": 3}, "cuda" if gpu else "cpu", quick, commit="abc")
-    found.machine = {"cpu": label, "cores": 2, "memory_gb": 4, "gpu": gpu}
+    found.machine = {"cpu": label, "cores": 2, "memory_gb": 4, "gpu": gpu, "load": 0.5}
     found.times("step", {"plain torch": [1e-3] * 3, "shardfield": [2e-3] * 3}, "plain torch", bars={"shardfield": 1.5})
     found.found("one sample", "4 ranks", "trains")
     found.skip("PhysicsNeMo", "not installed")
@@ -88,6 +88,7 @@ def test_machines_stand_side_by_side(tmp_path):
     )
     assert "| halo | step | shardfield over plain torch | at most 1.5 | **2**, not met | **2**, not met |" in text
     assert "| one sample | 4 ranks | trains |  | trains |  |" in text
+    assert "commit abc, load 0.5 when it began." in text
     assert "Not measured there: PhysicsNeMo: not installed." in text
     assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text
 

@@ -43,7 +43,7 @@ class Settings:
     dtype: str = "float32"
 
     quick: ClassVar[dict[str, Any]] = {"length": 512, "rounds": 3}
-    cuda: ClassVar[dict[str, Any]] = {"length": 16384, "dtype": "bfloat16"}
+    cuda: ClassVar[dict[str, Any]] = {"length": 65536, "heads": 8, "width": 128, "dtype": "bfloat16"}
 
 
 class Inputs:

@@ -23,6 +23,7 @@ from .ranks import cut_field, domain, measured, named, step
 from .table import Table
 from .watch import traffic
 
+PLAIN = "one process, plain torch"
 BEHIND = "the slower of work and messages"
 
 
@@ -81,12 +82,12 @@ def delayed(device: str, size: int, channels: int, rounds: int, seconds: float) 
     return found | {"messages alone": [count.calls * seconds] * rounds}
 
 
-def timed(device: str, size: int, channels: int, rounds: int, plain: bool) -> Times:
-    """On a rank: seconds of each step after a warm-up."""
-    x = cut_field(domain(device), (1, 3, size, size))
-    model = cnn(channels).to(device)
-    field = x.to_local() if plain else x
-    return turns({"step": partial(step, model, field)}, rounds, partial(own, device=device))
+def timed(device: str, size: int, channels: int, rounds: int) -> Times:
+    """On a rank: seconds of each step after a warm-up; where it is alone, of a plain tensor's too."""
+    mesh = domain(device)
+    x, model = cut_field(mesh, (1, 3, size, size)), cnn(channels).to(device)
+    calls = {PLAIN: partial(step, model, x.to_local())} if mesh.size() == 1 else {}
+    return turns(calls | {named(mesh.size()): partial(step, model, x)}, rounds, partial(own, device=device))
 
 
 def peaks(device: str, size: int, channels: int) -> int:
@@ -115,12 +116,14 @@ def run(settings: Settings, device: str, table: Table) -> None:
             BEHIND,
             bars={"step": 1.15},
         )
-    turn: Times = {name: [] for name in ("1 rank, plain torch", *map(named, sorted({1, *settings.ranks})))}
-    for _ in range(settings.rounds):  # worlds take turns
-        for name in turn:
-            plain, ranks = "plain" in name, int(name.split()[0])
-            turn[name] += slowest(measured(timed, ranks, device, large, channels, 1, plain))["step"]
+    worlds = sorted({1, *settings.ranks})
+    found: Times = {}
+    for _ in range(settings.rounds if len(worlds) > 1 else 1):  # worlds take turns
+        for ranks in worlds:
+            rounds = 1 if len(worlds) > 1 else settings.rounds
+            for name, seconds in slowest(measured(timed, ranks, device, large, channels, rounds)).items():
+                found.setdefault(name, []).extend(seconds)
     bars = {"2 ranks": 1 / 1.8} if device == "cpu" else {}
-    table.times(f"step, {large} x {large}", turn, "1 rank", bars=bars)
-    most = {named(r): max(measured(peaks, r, device, large, channels)) for r in sorted({1, *settings.ranks})}
+    table.times(f"step, {large} x {large}", found, "1 rank", bars=bars)
+    most = {named(r): max(measured(peaks, r, device, large, channels)) for r in worlds}
     table.counts(f"memory of a step, {large} x {large}", most, "MB", "1 rank", {"4 ranks": 0.28})

@@ -16,9 +16,10 @@ PEERS = {"neuraloperator": "neuraloperator", "scipy": "scipy", "PhysicsNeMo": "n
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, memory, and devices."""
+    """CPU, cores that this process may use, how many programs want them now, memory, and devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, Any] = {"cpu": _cpu(), "cores": cores, "memory_gb": _memory(), "gpu": None}
+    found["load"] = round(os.getloadavg()[0], 1)
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(0)
         found["gpu"] = {

@@ -107,7 +107,8 @@ def results(tables: list[Table]) -> str:
     told = []
     for t in tables:
         commit = f", commit {t.commit}" if t.commit else ""
-        told.append(f"{t.label}: {told_settings(t)}; {t.date}{commit}.")
+        load = f", load {t.machine['load']:g} when it began" if "load" in t.machine else ""
+        told.append(f"{t.label}: {told_settings(t)}; {t.date}{commit}{load}.")
         told += [f"Not measured there: {said(skip)}." for skip in t.skipped]
     return markdown(head, lines) + "\n" + "\n".join(f"- {line}" for line in told) + "\n"
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..layout import chunk, starts
 from ..tensor import ShardTensor
 from .measure import slowest, turns, wall
-from .ranks import domain, measured
+from .ranks import domain, measured, named
 from .table import Table
 from .watch import traffic, watched
 
@@ -110,8 +110,9 @@ def run(settings: Settings, device: str, table: Table) -> None:
         for case in told[0]:
             sides = [t[case] for t in told]
             against = "DTensor" if "DTensor" in sides[0]["times"] else None
-            name = f"{ranks} ranks, {case}"
+            name = f"{named(ranks)}, {case}"
             table.times(name, slowest([s["times"] for s in sides]), against)
             sent = {way: max(s["sent"][way] for s in sides) for way in sides[0]["sent"]}
-            table.counts(f"{name}: sent", sent, "kB", against)
-        table.skip("DTensor", "cuts as torch.chunk does only", f"{ranks} ranks, skewed")
+            if ranks > 1:
+                table.counts(f"{name}: sent", sent, "kB", against)
+        table.skip("DTensor", "cuts as torch.chunk does only", f"{named(ranks)}, skewed")

@@ -77,7 +77,7 @@ def steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
 
 
 def scaling(settings: Settings, device: str, table: Table) -> None:
-    """Worlds take turns; a round is two steps."""
+    """Worlds take turns, two steps each."""
     import h5py
 
     names = {named(ranks): ranks for ranks in sorted({1, *settings.ranks})}
@@ -88,13 +88,18 @@ def scaling(settings: Settings, device: str, table: Table) -> None:
         path = str(Path(folder) / "fields.h5")
         with h5py.File(path, "w") as file:
             for name in "xy":
-                file[name] = torch.randn(settings.batch * 4, 1, settings.points, settings.points).numpy()
-        for _ in range(settings.rounds):
+                file[name] = torch.randn(
+                    settings.batch * (2 * settings.rounds + 1), 1, settings.points, settings.points
+                ).numpy()
+        for _ in range(settings.rounds if len(names) > 1 else 1):
             for name, ranks in names.items():
-                told = measured(steps, ranks, device, path, settings.batch, 2)
+                told = measured(
+                    steps, ranks, device, path, settings.batch, 2 if len(names) > 1 else 2 * settings.rounds
+                )
                 slowest = [[max(at) for at in zip(*step, strict=True)] for step in zip(*told, strict=True)]
-                for i, found in enumerate((clock, processor, waiting)):
-                    found[name].append(sum(step[i] for step in slowest) / len(slowest))
+                for first, second in zip(slowest[::2], slowest[1::2], strict=True):
+                    for i, found in enumerate((clock, processor, waiting)):
+                        found[name].append((first[i] + second[i]) / 2)
     case = f"TFNO step, {settings.points} x {settings.points}, {settings.batch} samples"
     table.times(case, clock, "1 rank", bars={"2 ranks": 1 / 1.7} if device == "cpu" else {})
     if device == "cpu":
