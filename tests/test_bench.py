@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from launch import ROOT
 from shardfield import ShardfieldError, ShardTensor, cli, scatter_tensor, sync_module_over_mesh
-from shardfield.bench import BENCHMARKS, measure, page, table
+from shardfield.bench import BENCHMARKS, measure, overhead, page, table
 from shardfield.bench import command as bench
 from shardfield.bench.ranks import cut_field, domain
 from shardfield.bench.watch import seen, traffic, watched
@@ -54,6 +54,21 @@ def made(name="halo", label="Some Maker", gpu=None, quick=False):
     found.found("one sample", "4 ranks", "trains")
     found.skip("PhysicsNeMo", "not installed")
     return found
+
+
+def test_a_peer_that_cannot_is_left_out_and_said_so():
+    def fail():
+        raise RuntimeError(
+            "[enforce fail at /x/pair.cc:801] state. Pair is not connected ([127.0.0.1]:65414 < there)\nmore"
+        )
+
+    good, bad = overhead.able({overhead.PLAIN: int, overhead.DTENSOR: fail})
+    assert list(good) == [overhead.PLAIN]
+    assert bad == {overhead.DTENSOR: "RuntimeError: state. Pair is not connected"}, (
+        "its first line, no address, no file"
+    )
+    with pytest.raises(RuntimeError):
+        overhead.able({overhead.OURS: fail})
 
 
 def test_what_is_kept(tmp_path):

@@ -123,7 +123,7 @@ def systems(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
 def reason(error: BaseException) -> str:
     """The first line of an error, without addresses and files."""
     first = (str(error) or "no message").splitlines()[0]
-    first = re.sub(r"[(\[][^)\]]*[/:][^)\]]*[)\]]?", "", first)
+    first = re.sub(r"\[[^\]]*/[^\]]*\]|\([^()]*\d+(\.\d+){3}[^()]*\)?|\S*/\S+/\S*", "", first)
     return f"{type(error).__name__}: {first.strip()[:120]}"
 
 

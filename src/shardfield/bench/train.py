@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -131,10 +132,11 @@ def fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool]]) -> N
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
-    if "neuraloperator" in table.versions:
-        scaling(settings, device, table)
+    missing = [name for name, package in (("neuraloperator", "neuralop"), ("h5py", "h5py")) if not find_spec(package)]
+    if missing:
+        table.skip("TFNO step", f"{' and '.join(missing)} not installed")
     else:
-        table.skip("TFNO step", "neuraloperator is not installed")
+        scaling(settings, device, table)
     if device == "cpu":
         fits(table, 512, [(1, 4 * LIMIT, False), (1, LIMIT, True), (4, LIMIT, True)])
     else:
