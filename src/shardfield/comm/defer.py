@@ -25,19 +25,24 @@ from .._compat import function_apply
 NONE: frozenset[ProcessGroup] = frozenset()
 REACH = 64  # nodes of a graph that are looked at; what is made of more of them is summed at once
 
-_in_use = False
+_promised: set[ProcessGroup] = set()
 
 
 def average_later(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) -> None:
     """Promise that the gradient of a parameter will be averaged over the ranks of all these groups."""
-    global _in_use
-    _in_use = True
     parameter._averaged_later = frozenset(groups)
+    _promised.update(groups)
+
+
+def promised(groups: Iterable[ProcessGroup]) -> bool:
+    """Whether there are parameters whose gradients are averaged over all these groups later: a guess at what those
+    are whose use is still to come."""
+    return _promised.issuperset(groups)
 
 
 def averaged_later(tensor: Tensor) -> frozenset[ProcessGroup]:
     """The groups over which the gradients of all that a local tensor is made of are averaged later."""
-    if not _in_use or not tensor.requires_grad:
+    if not _promised or not tensor.requires_grad:
         return NONE
     if tensor.is_leaf:
         return getattr(tensor, "_averaged_later", NONE)
@@ -62,7 +67,7 @@ def averaged_later(tensor: Tensor) -> frozenset[ProcessGroup]:
 
 def postponed(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tuple[list[Tensor], tuple]:
     """Tensors whose sums over `groups` may wait together, and the groups over which they must be summed at once."""
-    if not _in_use or not groups or not torch.is_grad_enabled():
+    if not _promised or not groups or not torch.is_grad_enabled():
         return list(tensors), tuple(groups)
     later = frozenset(groups)
     for tensor in tensors:

@@ -8,6 +8,7 @@ if its local tensor is handed out, through which it could be. Whenever ranks are
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import OrderedDict
@@ -17,11 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat import memory_of
 from ..aliasing import HANDED_OUT, LENT
 from ..comm.alike import Alike, alike
+from ..comm.defer import promised
 from ..errors import ShardingError
 from ..layout import Layout
+from ..plan import groups
 from ..tensor import ShardTensor, wrap
+from .shares import placed
 from .spectra import Runs, as_slice, block_of, meets, pays, rolled, written
 from .spectral import summed_here
 
@@ -75,10 +80,10 @@ class Asked:
     def whole(self) -> ShardTensor:
         """The spectrum itself."""
         wrote = any(b.written for b in self.blocks)  # or may have: ranks can differ in that
-        written = alike(self.layout.mesh, f"all of {self}", problem=self._problem(), flag=wrote).settle()
+        anyone = alike(self.layout.mesh, f"all of {self}", problem=self._problem(), flag=wrote).settle()
         with torch.set_grad_enabled(self.grad):
             made = rolled(self.now(self.field), self.shifts)._placed(self.layout)
-        if written:
+        if anyone:
             for block in self.blocks:
                 made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
         self.local, self.source = made._local_tensor, None
@@ -111,13 +116,20 @@ class Asked:
             with torch.set_grad_enabled(grad):
                 found = summed_here(field, self.dims, modes, opposite(self.norm) if self.back else self.norm)
                 check.settle()  # the comparison flew while this rank summed
-                found = found._placed(found._layout.with_partial(()))[others]
+                found = found._placed(self._goal(found, grad))[others]
                 if found._local_tensor._is_view():  # its memory is to be that of the block alone
                     found = found.clone()
             known = Block(runs, found, grad)
             self.blocks.append(known)
             self._remember_home(field._layout)
         return known.shown()
+
+    def _goal(self, modes: ShardTensor, grad: bool) -> Layout:
+        """Where a block goes that is still to be summed. What it will be mixed with is not known here: a weight, most
+        likely, whose gradient is owed at once unless parameters' gradients are averaged over these ranks later."""
+        layout = modes._layout
+        owed = grad and not promised(groups(layout, layout.partial_axes))
+        return placed(layout, self.dims, modes.element_size(), owed=math.inf if owed else 0.0, grad=grad)
 
     def _grad_here(self) -> bool:
         return self.grad and torch.is_grad_enabled()
@@ -211,4 +223,4 @@ def opposite(norm: str | None) -> str | None:
 
 def place(tensor: Tensor) -> int:
     """Where the memory of a tensor begins."""
-    return tensor.untyped_storage().data_ptr()
+    return memory_of(tensor)

@@ -17,13 +17,15 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..comm import moves
 from ..comm.alike import Alike, alike
+from ..comm.defer import averaged_later
 from ..dispatch import mesh_of, rule
 from ..errors import ShardingError
 from ..layout import Factor, Layout, nested_chunk, starts
-from ..plan import Operand, Plan
+from ..plan import Operand, Plan, groups
 from ..tensor import ShardTensor
 from .blocks import Blocks
 from .dft import Along, Modes, analyse, evaluate, scale
+from .shares import placed
 
 FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -188,7 +190,8 @@ def spectral_conv(
     complex fields otherwise.
 
     On a ShardTensor cut along any dims the result lies as `x` does (on another grid, cut in proportion). One sum of
-    kept modes is all that is sent: whole, or in shards where the weight lies in shards of its modes.
+    kept modes is all that is sent, whole; or modes are mixed in shares, one on each rank, and the product is gathered,
+    where the weight lies in shards of its modes, or the block is large and that sends no more (see the guide).
 
         y = spectral_conv(x, torch.randn(8, 16, 12, 7, dtype=torch.cfloat), (12, 12))
     """
@@ -307,15 +310,24 @@ def spread_weight(weight: Tensor, like: ShardTensor, *, above: int = 16 << 20) -
 
 
 def _settled(modes: Tensor, weight: Tensor) -> Tensor:
-    """The modes summed over the axes on which the weight is whole.
+    """The modes summed over the axes on which the weight is whole: into shares, or for every rank (see `shares`).
 
     Left as addends there, they would make addends of the weight's gradient, which is the larger. Over an axis that
     cuts the weight the product itself decides: modes are summed into the weight's shards.
     """
     if not isinstance(modes, ShardTensor):
         return modes
+    layout = modes._layout
     cutting = weight._layout.shard_axes if isinstance(weight, ShardTensor) else ()
-    return modes._placed(modes._layout.with_partial([a for a in modes._layout.partial_axes if a in cutting]))
+    if cutting or not layout.is_simple:
+        return modes._placed(layout.with_partial([a for a in layout.partial_axes if a in cutting]))
+    grad = torch.is_grad_enabled() and (modes.requires_grad or weight.requires_grad)
+    local = weight._local_tensor if isinstance(weight, ShardTensor) else weight
+    later = averaged_later(local).issuperset(groups(layout, layout.partial_axes))
+    owed = weight.nbytes if grad and weight.requires_grad and not later else 0
+    growth = weight.shape[1] / weight.shape[0] if weight.ndim == modes.ndim else 1.0
+    dims = range(2, modes.ndim)
+    return modes._placed(placed(layout, dims, modes.element_size(), growth=growth, owed=owed, grad=grad))
 
 
 def resized(layout: Layout, dims: Sequence[int], sizes: Sequence[int]) -> Layout:
