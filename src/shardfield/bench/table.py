@@ -181,10 +181,10 @@ def said(skip: Mapping[str, str]) -> str:
 
 def short(value: float) -> str:
     """
-    >>> short(0.98765), short(12.345), short(1234567.0)
-    ('0.988', '12.3', '1,234,567')
+    >>> short(0.98765), short(12.345), short(999.9), short(1234567.0)
+    ('0.988', '12.3', '1,000', '1,234,567')
     """
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _between(value: float, low: float | None, high: float | None) -> str:

@@ -7,7 +7,6 @@ Memory is the most that tensors take at a time, by torch's own count.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .measure import Times, own, peak, turns
+from .measure import Times, peak, turns, worked
 from .ranks import cut_field, domain, measured, named
 from .table import Table
 from .watch import traffic
@@ -58,11 +57,7 @@ def compared(device: str, settings: Settings, count: bool) -> dict[str, dict[str
         clear(x)
         layer(x).square().sum().backward()
 
-    def clock(call: Any) -> tuple[float, float]:
-        worked = time.process_time()
-        return own(call, device), time.process_time() - worked
-
-    told = turns({way: partial(step, x) for way, x in fields.items()}, settings.rounds, clock)
+    told = turns({way: partial(step, x) for way, x in fields.items()}, settings.rounds, partial(worked, device=device))
     found: dict[str, dict[str, Any]] = {}
     for way, x in fields.items():
         row: dict[str, Any] = {"seconds": [t[0] for t in told[way]], "cpu": [t[1] for t in told[way]]}
