@@ -439,6 +439,7 @@ def stale(x):
 WRITES = {
     "after it was asked for": lambda x, known: x.to_local().add_(1),
     "through a slice of it": lambda x, known: x[:, :1].to_local().add_(1),
+    "through a DTensor": lambda x, known: x.to_dtensor().to_local().add_(1),
     "through what was known before": lambda x, known: known.add_(1),
     "on one rank": lambda x, known: x.to_local().add_(1) if dist.get_rank() else x.to_local(),
     "on one rank, through what was known before": lambda x, known: known.add_(1) if dist.get_rank() else None,

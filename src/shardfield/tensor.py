@@ -199,13 +199,13 @@ class ShardTensor(torch.Tensor):
         placements = dtensor.placements
         layout = Layout.of(dtensor.device_mesh, placements, dtensor.shape)
         grads = [Replicate() if isinstance(p, Partial) else p for p in placements]
-        return wrap(dtensor.to_local(grad_placements=grads), layout)
+        return wrap(hand_out(dtensor.to_local(grad_placements=grads)), layout)
 
     def to_dtensor(self) -> DTensor:
         """A DTensor with the same pieces where torch.chunk cuts so, else after moving to such a cut."""
         value = self.redistribute(placements=self.placements, sharding_shapes="chunk")
         return DTensor.from_local(
-            value._local_tensor,
+            hand_out(value._local_tensor),
             self.device_mesh,
             self.placements,
             shape=self.shape,

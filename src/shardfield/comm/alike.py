@@ -66,8 +66,9 @@ class Alike:
     def __enter__(self) -> Alike:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.settle()
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None or issubclass(kind, Exception):  # one who interrupts waits for nobody
+            self.settle()
 
 
 def alike(
