@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/tfno.py
 """
 
+from collections import Counter
+
 import torch
 from neuralop.losses import LpLoss
 from neuralop.models import TFNO
@@ -29,9 +31,12 @@ def main() -> None:
         loss = LpLoss(d=2)(out, y)
         loss.backward()
     alone = LpLoss(d=2)(model(field), target)
-    sent = {row.module.split("/")[-1]: row.bytes for row in report.rows if row.bytes and row.module}
+    sent: Counter[str] = Counter()
+    for row in report.rows:
+        if row.bytes and row.module:
+            sent[row.module.split("/")[-1]] += row.bytes
     print(f"rank {manager.rank}: {tuple(out.to_local().shape)} of {tuple(out.shape)}, {out.placements}")
-    print(f"rank {manager.rank}: loss {loss.item():.4f}, on one device {alone.item():.4f}; forward bytes {sent}")
+    print(f"rank {manager.rank}: loss {loss.item():.4f}, on one device {alone.item():.4f}; forward bytes {dict(sent)}")
 
 
 if __name__ == "__main__":

@@ -120,4 +120,5 @@ def test_tfno(forks, tmp_path):
         cut, told = text.splitlines()
         assert cut == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
         here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
-        assert here == alone and told.endswith("{'convs.0': 2560, 'convs.1': 2560}")  # 8 channels of 8 x 5 modes
+        # 8 channels of 8 x 5 modes, and a slice and an inverse that ranks compare
+        assert here == alone and told.endswith("{'convs.0': 2608, 'convs.1': 2608}")
