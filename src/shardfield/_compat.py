@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import types
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +45,13 @@ def beneath(tensor: torch.Tensor) -> torch.Tensor:
     torch 2.11-2.15: `FunctionalTensor` wraps each view anew; what it wraps shares memory as views do. No public name.
     """
     return getattr(tensor, "elem", tensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no data, while something is traced. torch 2.11-2.15; no public name."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -328,8 +337,8 @@ def data_wanted() -> tuple[type[Exception], ...]:
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations of a call below autograd: products, convolutions, attention; 0 for all else.
 
-    torch 2.11-2.15: `torch.utils.flop_counter` has a formula for each operator, by its packet, which has no public name;
-    it lacks the attention kernel of the CPU, whose arguments are those of CUDA's up to the ones the formula reads.
+    torch 2.11-2.15: `torch.utils.flop_counter` has a formula for each operator, by its packet, which has no public
+    name; it lacks the attention kernel of the CPU, whose first arguments are those of CUDA's.
     """
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -384,10 +393,52 @@ def forget_meshes() -> None:
     propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
     for name in ("propagate_op_sharding", "_propagate_tensor_meta"):
         table = getattr(propagator, name, None)
-        if hasattr(table, "cache_clear"):
+        if table is not None and hasattr(table, "cache_clear"):
             table.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor."):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear") and not isinstance(value, type):
                     value.cache_clear()
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in `without_data`. torch 2.11-2.15: its class has no public name."""
+    return tensor.__class__.__module__ == "torch._subclasses.fake_tensor"
+
+
+def asks_for_values(error: BaseException | None) -> bool:
+    """Whether a trace failed because it would have had to look at values. torch 2.11-2.15; no public names."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def few_chunks() -> Iterator[None]:
+    """Inside, FSDP2 cuts parameters for a thousand ranks without a thousand empty tensors each.
+
+    torch 2.11-2.15: what it makes of a parameter's chunks is this rank's; without data each of the others takes as long
+    to make as a real call. Where the name is gone, it is only slow.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as module
+
+    before = getattr(module, "_chunk_with_empty", None)
+
+    def chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        found = list(torch.chunk(tensor, count, dim=dim))
+        return found + [tensor.new_empty(0)] * (count - len(found))
+
+    if before is not None:
+        module._chunk_with_empty = chunks
+    try:
+        yield
+    finally:
+        if before is not None:
+            module._chunk_with_empty = before

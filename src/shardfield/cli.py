@@ -1,4 +1,4 @@
-"""The command `shardfield`: train, check, bench, info. Runs alone or under torchrun, mpirun, srun."""
+"""The command `shardfield`: train, check, plan, bench, info. Runs alone or under torchrun, mpirun, srun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ USAGE = """usage: shardfield COMMAND [...]
 
   train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
   check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  does a model give on ranks what it gives on one device?
-  bench [NAME ...] [--quick] [--out DIR]             how fast is it beside what one would use instead? --list shows names
+  plan [RECIPE] --gpus 8,64,512 --memory 80GB        which mesh, does it fit, what does a step cost?
+  bench [NAME ...] [--quick] [--out DIR]             how fast is it beside what one would use instead? --list: names
   info                                               versions and devices
 
 Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
@@ -28,7 +29,13 @@ Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code. 2: what was asked for cannot be, and one line says why."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "check": check, "bench": bench, "info": info}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "check": check,
+        "plan": plan,
+        "bench": bench,
+        "info": info,
+    }
     if not words or words[0] in ("-h", "--help"):
         _say(USAGE)
         return 0 if words else 2
@@ -119,6 +126,17 @@ def check(words: list[str]) -> int:
     try:
         return command(words)
     except SystemExit as end:  # argparse has said what is wrong, or shown the help
+        return int(end.code or 0)
+    except ShardfieldError as error:
+        return _refuse(str(error))
+
+
+def plan(words: list[str]) -> int:
+    from .planning.command import command
+
+    try:
+        return command(words)
+    except SystemExit as end:  # argparse or tyro has said what is wrong, or shown the help
         return int(end.code or 0)
     except ShardfieldError as error:
         return _refuse(str(error))

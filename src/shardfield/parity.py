@@ -127,17 +127,17 @@ def check(
     return result
 
 
-def load(name: str) -> Any:
+def load(name: str, who: str = "check") -> Any:
     """What "package.module:name" names."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ShardfieldError(f"check: {name!r} is not of the form package.module:name")
+        raise ShardfieldError(f"{who}: {name!r} is not of the form package.module:name")
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ShardfieldError(f"check: {name!r}: {error}") from None
+        raise ShardfieldError(f"{who}: {name!r}: {error}") from None
     return found
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from . import _compat
-from ._compat import beneath, without_modes
+from ._compat import beneath, has_no_data, without_modes
 
 # What writes messages down while a program is traced; None while programs run.
 writer: Any = None
@@ -41,8 +41,20 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return _compat.same_memory(a, b) if writer is None else _compat.same_memory(beneath(a), beneath(b))
 
 
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers though a program is traced: it is part of the program."""
+    return writer is not None and beneath(tensor) is tensor and not _compat.is_fake(tensor)
+
+
+def beside(tensor: Tensor) -> AbstractContextManager[None]:
+    """Work on a tensor: at once if it is real, as part of the program if it is traced."""
+    return concrete() if is_real(tensor) else nullcontext()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is no more than a tensor: of no subclass but the one that a trace makes of all."""
+    if hollow and has_no_data(tensor):
+        return True
     return tensor.__class__ is Tensor or (writer is not None and beneath(tensor) is not tensor)
 
 

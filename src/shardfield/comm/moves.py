@@ -116,7 +116,8 @@ def leave(tensor: Tensor, groups: Groups) -> Tensor:
 def walk(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """`travel` without autograd."""
     coord = dist.get_rank(group)
-    sends = [_pack(tensor, pieces) for pieces in route.send]
+    nothing = tensor.new_empty(0)  # one for all: most ranks of a large group get nothing
+    sends = [_pack(tensor, pieces) if pieces else nothing for pieces in route.send]
     shape = list(tensor.shape)
     for dim, size in route.sizes_out:
         shape[dim] = size
@@ -132,7 +133,7 @@ def walk(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Te
 
 def _pack(block: Tensor, pieces: Sequence[Piece]) -> Tensor:
     flat = [p.of(block).flip(p.flip).reshape(-1) if p.flip else p.of(block).reshape(-1) for p in pieces]
-    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else block.new_empty(0)
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _unpack(out: Tensor, pieces: Sequence[Piece], flat: Tensor, add: bool) -> None:

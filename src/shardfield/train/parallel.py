@@ -12,9 +12,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from .. import tracing
 from .._compat import flatten_mesh
 from ..comm.defer import average_later
 from ..scatter import sync_module_over_mesh
+from .buckets import Buckets
 from .complex_params import real_pairs
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
@@ -148,6 +150,9 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
     for parameter in model.parameters():
         average_later(parameter, groups)
     if not any(p.requires_grad for p in model.parameters()):
+        return model
+    if tracing.hollow:
+        Buckets(model, mesh.get_group())
         return model
     # the ranks agree already, and a field's statistics are the same on all ranks of a domain
     return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)

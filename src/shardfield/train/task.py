@@ -19,6 +19,20 @@ def first_input(batch: Any) -> tuple[Any, ...]:
 
 
 @dataclass
+class Outline:
+    """A task before it has data: enough to say what a step computes and sends, which is what plans are made of.
+
+    `samples` are the shapes of one sample's tensors; those with dims behind the first are fields, whose dims from the
+    second on are cut. `integers` names those that hold class numbers.
+    """
+
+    model: nn.Module
+    samples: dict[str, tuple[int, ...]]
+    loss: Score
+    integers: tuple[str, ...] = ()
+
+
+@dataclass
 class Task:
     """A model, its data, and what to make small.
 

@@ -9,10 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import TrainConfig
 from ..log import Log
-from ..task import Task
+from ..task import Outline, Task
 from .cnn import CNNConfig, cnn
+from .cnn import outline as cnn_outline
 from .darcy_tfno import DarcyTFNOConfig, darcy_tfno
+from .darcy_tfno import outline as darcy_tfno_outline
 from .vit import ViTConfig, vit
+from .vit import outline as vit_outline
 
 Recipe = Callable[[Any, DeviceMesh, Log], Task]
 
@@ -20,5 +23,11 @@ RECIPES: dict[str, tuple[type[TrainConfig], Recipe]] = {
     "darcy_tfno": (DarcyTFNOConfig, darcy_tfno),
     "cnn": (CNNConfig, cnn),
     "vit": (ViTConfig, vit),
+}
+# The same without data, for those who ask what a step would cost.
+OUTLINES: dict[str, Callable[[Any], Outline]] = {
+    "darcy_tfno": darcy_tfno_outline,
+    "cnn": cnn_outline,
+    "vit": vit_outline,
 }
 DEFAULT = "darcy_tfno"

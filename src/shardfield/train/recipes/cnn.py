@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ...data import ShardedLoader
 from ..config import TrainConfig, UsageError
 from ..log import Log
-from ..task import Task
+from ..task import Outline, Task
 
 CLASSES = 10
 
@@ -80,6 +80,15 @@ class CNN(nn.Module):
         return self.head(self.features(x).mean((-2, -1)))
 
 
+def outline(config: CNNConfig) -> Outline:
+    return Outline(
+        model=CNN(config.channels),
+        samples={"x": (3, config.height, config.width), "label": ()},
+        loss=lambda output, batch: F.cross_entropy(output, batch["label"]),
+        integers=("label",),
+    )
+
+
 def cnn(config: CNNConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.height < config.domain[0] or config.width < (*config.domain, 1)[1]:
         raise UsageError(f"a field of {config.height} x {config.width} cannot be cut over {config.domain} ranks")
@@ -91,10 +100,11 @@ def cnn(config: CNNConfig, mesh: DeviceMesh, log: Log) -> Task:
 
     torch.manual_seed(config.seed)
     each = config.batch_size // mesh.size(0) // config.accumulate
+    what = outline(config)
     return Task(
-        model=CNN(config.channels),
+        model=what.model,
         train=loader(0, config.n_train, each, drop_last=True),
-        loss=lambda output, batch: F.cross_entropy(output, batch["label"]),
+        loss=what.loss,
         tests={"test": loader(config.n_train, config.n_test, each, shuffle=False)},
         metrics={"wrong": lambda output, batch: (output.argmax(1) != batch["label"]).double()},
     )

@@ -90,9 +90,21 @@ def loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[ShardedLoa
     return train, tests
 
 
-def normalized(model: nn.Module, train: ShardedLoader) -> Normalized:
-    """The model between fields normalised by the statistics of the training samples."""
-    return Normalized(model, UnitGaussian.fit(train, "x"), UnitGaussian.fit(train, "y"))
+def normalized(model: nn.Module) -> Normalized:
+    """The model between fields normalised by statistics that are still to come (see `fitted`)."""
+    none = (UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1)) for _ in range(2))
+    return Normalized(model, *none)
+
+
+def fitted(model: Any, train: ShardedLoader) -> Normalized:
+    """A normalized model with the statistics of the training samples."""
+    model.x, model.y = UnitGaussian.fit(train, "x"), UnitGaussian.fit(train, "y")
+    return model
+
+
+def fields(config: DarcyConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a sample's fields."""
+    return {name: (1, config.resolution, config.resolution) for name in ("x", "y")}
 
 
 def relative_l2(output: Tensor, batch: Any) -> Tensor:

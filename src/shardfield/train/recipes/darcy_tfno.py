@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import UsageError
 from ..log import Log
 from ..picture import draw_prediction
-from ..task import Task
-from .darcy import DarcyConfig, loaders, normalized, relative_l2
+from ..task import Outline, Task
+from .darcy import DarcyConfig, fields, fitted, loaders, normalized, relative_l2
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class DarcyTFNOConfig(DarcyConfig):
     """Relative, and a mean over samples: of values and first derivatives, or of values."""
 
 
-def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
+def outline(config: DarcyTFNOConfig) -> Outline:
     try:
         from neuralop.losses import H1Loss, LpLoss
         from neuralop.models import TFNO
@@ -49,10 +49,8 @@ def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
             f"the recipe darcy_tfno needs neuraloperator ({error}): pip install 'shardfield[recipes]', then "
             f"pip install --no-deps neuraloperator"
         ) from None
-    if config.modes > min(config.resolution, *config.test_resolutions):
-        raise UsageError(f"--modes {config.modes}: a field of {min(config.test_resolutions)} points has no more modes")
-    train, tests = loaders(config, mesh, log)
-    torch.manual_seed(config.seed)
+    if config.modes > config.resolution:
+        raise UsageError(f"--modes {config.modes}: a field of {config.resolution} points has no more modes")
     model = TFNO(
         n_modes=(config.modes, config.modes),
         hidden_channels=config.width,
@@ -63,19 +61,31 @@ def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
         rank=config.rank,
     )
     chosen = H1Loss(d=2, reduction="mean") if config.loss == "h1" else LpLoss(d=2, p=2, reduction="mean")
-    h1 = H1Loss(d=2)
-    h1.reduce_all = lambda each: each  # a number for each sample
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         return chosen(output, batch["y"])
+
+    return Outline(model=normalized(model), samples=fields(config), loss=loss)
+
+
+def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
+    if config.modes > min(config.test_resolutions):
+        raise UsageError(f"--modes {config.modes}: a field of {min(config.test_resolutions)} points has no more modes")
+    torch.manual_seed(config.seed)
+    what = outline(config)
+    train, tests = loaders(config, mesh, log)
+    from neuralop.losses import H1Loss
+
+    h1 = H1Loss(d=2)
+    h1.reduce_all = lambda each: each  # a number for each sample
 
     def relative_h1(output: Tensor, batch: Any) -> Tensor:
         return h1(output, batch["y"]).reshape(-1)
 
     return Task(
-        model=normalized(model, train),
+        model=fitted(what.model, train),
         train=train,
-        loss=loss,
+        loss=what.loss,
         tests=tests,
         metrics={"l2": relative_l2, "h1": relative_h1},
         draw=draw_prediction,

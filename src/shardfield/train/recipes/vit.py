@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import UsageError
 from ..log import Log
 from ..picture import draw_prediction
-from ..task import Task
-from .darcy import DarcyConfig, loaders, normalized, relative_l2
+from ..task import Outline, Task
+from .darcy import DarcyConfig, fields, fitted, loaders, normalized, relative_l2
 
 
 @dataclass(kw_only=True)
@@ -71,21 +71,30 @@ class ViT(nn.Module):
         return F.pixel_shuffle(x, self.patch)
 
 
-def vit(config: ViTConfig, mesh: DeviceMesh, log: Log) -> Task:
+def outline(config: ViTConfig) -> Outline:
     if config.resolution % config.patch or config.width % config.heads:
         raise UsageError(
             f"--patch {config.patch} must divide --resolution {config.resolution}, and --heads {config.heads} "
             f"--width {config.width}"
         )
+    model = ViT(config.resolution, config.patch, config.width, config.heads, config.layers)
+    return Outline(
+        model=normalized(model),
+        samples=fields(config),
+        loss=lambda output, batch: relative_l2(output, batch).mean(),
+    )
+
+
+def vit(config: ViTConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.test_resolutions != (config.resolution,):
         raise UsageError(f"a position for each token ties the model to {config.resolution} points: test at no other")
-    train, tests = loaders(config, mesh, log)
     torch.manual_seed(config.seed)
-    model = ViT(config.resolution, config.patch, config.width, config.heads, config.layers)
+    what = outline(config)
+    train, tests = loaders(config, mesh, log)
     return Task(
-        model=normalized(model, train),
+        model=fitted(what.model, train),
         train=train,
-        loss=lambda output, batch: relative_l2(output, batch).mean(),
+        loss=what.loss,
         tests=tests,
         metrics={"l2": relative_l2},
         draw=draw_prediction,

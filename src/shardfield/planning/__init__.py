@@ -1,0 +1,14 @@
+"""What a training step would need on a mesh: memory, messages, time. Counted in one process for any number of them."""
+
+from .cost import DEVICES as DEVICES
+from .cost import Cost as Cost
+from .cost import Device as Device
+from .cost import Link as Link
+from .cost import Network as Network
+from .cost import predict as predict
+from .step import Subject as Subject
+from .step import count as count
+from .watch import Seen as Seen
+from .watch import watch as watch
+from .world import simulated as simulated
+from .world import without_data as without_data
