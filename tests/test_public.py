@@ -16,6 +16,7 @@ PUBLIC: dict[str, list[str]] = {
         "ShardfieldError",
         "ShardingError",
         "check",
+        "compile",
         "composed",
         "einsum",
         "explain",

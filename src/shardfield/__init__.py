@@ -1,6 +1,7 @@
 """Train scientific models on fields that no single device can hold."""
 
 from . import ops as ops
+from .compiled import compile as compile
 from .dispatch import composed as composed
 from .dispatch import rule as rule
 from .errors import ShardfieldError as ShardfieldError

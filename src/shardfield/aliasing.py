@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .comm import wire
 from .layout import Layout
+from .tracing import concrete
 
 # Those who still need a tensor that others may write into: `keep(local tensor)` is called before every write.
 # `lend(local tensor)`, where they have it, when it is handed out, so that it may be written from outside.
@@ -69,10 +70,11 @@ class Doubt:
         """Whether a write would be lost, or reach the source on some ranks only. All ranks ask, and get one answer."""
         if self.verdict is None:
             mesh = self.layout.mesh
-            seen = torch.tensor([self.here is True, self.here is False], device=wire.device_of(mesh))
-            for axis in self.layout.wide(range(mesh.ndim)):
-                seen = wire.all_reduce(seen, mesh.get_group(axis), "max")
-            viewed, copied = seen.tolist()
+            with concrete():
+                seen = torch.tensor([self.here is True, self.here is False], device=wire.device_of(mesh))
+                for axis in self.layout.wide(range(mesh.ndim)):
+                    seen = wire.all_reduce(seen, mesh.get_group(axis), "max")
+                viewed, copied = seen.tolist()
             if copied:
                 self.verdict = self.strict or viewed
             else:

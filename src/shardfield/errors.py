@@ -11,3 +11,7 @@ class ShardingError(ShardfieldError):
 
 class WorldError(ShardfieldError):
     """The process world cannot be set up, or has no group or mesh of the name that was asked for."""
+
+
+class Untraceable(ShardingError):
+    """A callable that cannot be written down as one program."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import operands
-from ._compat import autocast_on, autocast_state, same_memory
+from . import operands, tracing
+from ._compat import autocast_on, autocast_state
 from .aliasing import Doubt, in_order
 from .comm import moves
 from .errors import ShardingError
@@ -27,6 +27,7 @@ from .names import title
 from .operands import admit, mesh_of, write_out
 from .plan import Operand, Plan, groups
 from .redistribute import redistribute
+from .tracing import same_memory
 
 Handler = Callable[[Any, Sequence[type], tuple, dict], Any]
 
@@ -270,7 +271,8 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) ->
         return None  # a call form the rule does not know: torch itself judges it, on the gathered operands
     bound.apply_defaults()
     try:
-        plan = planner(*bound.args, **bound.kwargs)
+        with tracing.concrete():  # a plan follows from the layouts
+            plan = planner(*bound.args, **bound.kwargs)
     except ShardingError as error:
         raise ShardingError(f"{title(func)}: {error}\n  operands: {tensors}") from None
     if plan is None:

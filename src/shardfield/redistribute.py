@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from . import tracing
 from .comm import moves
 from .comm.route import recut_route, swap_route, tile_route
 from .errors import ShardingError
@@ -35,6 +36,9 @@ def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """
     if source is target:
         return local
+    if tracing.is_real(local):  # part of a program that is being traced, and not of what it computes
+        with tracing.concrete():
+            return redistribute(local, source, target)
     for step in steps(source, target):
         local = step.run(local)
     return local

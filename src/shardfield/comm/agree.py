@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .. import tracing
 from ..errors import ShardingError
 from . import wire
 
@@ -70,10 +71,11 @@ def anyone(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool]:
     """Which of the flags any rank has set: a byte each, one message a group."""
     if not groups:
         return list(flags)
-    told = torch.tensor(flags, device=device_of(groups[0]))
-    for group in groups:
-        told = wire.all_reduce(told, group)
-    return told.tolist()
+    with tracing.concrete():
+        told = torch.tensor(flags, device=device_of(groups[0]))
+        for group in groups:
+            told = wire.all_reduce(told, group)
+        return told.tolist()
 
 
 def _fingerprint(what: str, claim: Mapping[str, Any]) -> int:

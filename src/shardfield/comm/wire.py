@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import tracing
 from .._compat import materialized
 from .carrier import carrier_for, known_carrier
 
@@ -26,8 +27,6 @@ Shape = Sequence[int]
 meter: Callable[[str, int, int], None] | None = None
 # The call on whose behalf messages are sent, while someone listens; moves remember it for their backward.
 tag: Any = None
-# While a program is traced: what writes the messages down instead of sending them (see `compiled`).
-tracer: Any = None
 
 
 class Pending(Generic[T]):
@@ -125,6 +124,8 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
             parts = all_gather(tensor, [tensor.shape] * size, group)
             return Pending((), (), lambda: torch.stack(parts).prod(0))
         raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
+    if tracing.writer is not None:
+        return Pending((), (), tracing.writer.all_reduce(tensor, group, op))
     dtype = tensor.dtype
     reduce_op = _OPS[op]
     ordered = dtype.is_floating_point and op in ("max", "min")
@@ -202,6 +203,8 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
     first = tuple(shapes[0])
     if any(tuple(s) != first for s in shapes):
         return exchange([tensor] * size, shapes, group)
+    if tracing.writer is not None:
+        return list(tracing.writer.all_gather(tensor, group)().unbind(0))
     out = tensor.new_empty((size, *first))
     if tensor.numel():
         carrier_for(out, group).all_gather(_on_wire(out), _on_wire(_packed(tensor)), group)
@@ -214,6 +217,8 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     if size == 1 or tensor.numel() == 0:
         return tensor
+    if tracing.writer is not None:
+        return tracing.writer.broadcast(tensor, source, group)()
     work = _packed(tensor)
     work = work.clone() if work is tensor else work
     carrier_for(work, group).broadcast(_on_wire(work), source, group)
@@ -221,20 +226,25 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     return work
 
 
-def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending[list[Tensor]]:
+def start_exchange(
+    sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup, into: Sequence[Tensor] | None = None
+) -> Pending[list[Tensor]]:
     """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message a peer, empty ones none.
 
     Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's
-    own piece is not copied.
+    own piece is not copied. `into`: the tensors to receive into, where the caller has them.
     """
     if len(shapes) == 1:
         return Pending((), (), lambda: list(sends), landing=list(sends))
     coord = dist.get_rank(group)
     like = sends[coord]
+    if tracing.writer is not None:
+        return Pending((), (), tracing.writer.exchange(sends, shapes, coord, group))
     receives, sent, kept, pieces = [], [], [], []
     nbytes = 0
+    nothing: dict[tuple[int, ...], Tensor] = {}  # one for all that send nothing: in large groups most of them
     for peer, shape in enumerate(shapes):
-        piece = like if peer == coord else like.new_empty(tuple(shape))
+        piece = like if peer == coord else _room(like, tuple(shape), nothing) if into is None else into[peer]
         pieces.append(piece)
         if peer != coord and piece.numel():
             receives.append((peer, _on_wire(piece)))
@@ -248,6 +258,15 @@ def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: Proc
     return Pending(handles, kept, lambda: pieces, landing=pieces)
 
 
+def _room(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """Memory to receive into."""
+    if 0 not in shape:
+        return like.new_empty(shape)
+    if shape not in nothing:
+        nothing[shape] = like.new_empty(shape)
+    return nothing[shape]
+
+
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
     """`start_exchange` and wait."""
     return start_exchange(sends, shapes, group).wait()
@@ -258,8 +277,9 @@ def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device
     size = dist.get_world_size(group)
     if size == 1:
         return [list(values)]
-    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
-    return [t.tolist() for t in all_gather(mine, [mine.shape] * size, group)]
+    with tracing.concrete():
+        mine = torch.tensor(list(values), dtype=torch.int64, device=device)
+        return [t.tolist() for t in all_gather(mine, [mine.shape] * size, group)]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

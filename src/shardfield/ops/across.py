@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from .._compat import function_apply
 from ..comm import moves, wire
 from ..comm.moves import Groups
@@ -138,8 +139,15 @@ def refuse_if(bad: Tensor, over: Groups, error: type[Exception], why: str) -> No
         flag = bad.any()
         for group in over:
             flag = wire.all_reduce(flag, group, "max")
-        if flag:
-            raise error(why)
+        raise_if(flag, error, why)
+
+
+def raise_if(flag: Tensor, error: type[Exception], why: str) -> None:
+    """Raise for a flag that is the same on all ranks; in a traced program, whenever it runs."""
+    if tracing.writer is not None:
+        tracing.writer.raise_if(flag, error, why)
+    elif not tracing.hollow and flag:
+        raise error(why)
 
 
 def held(layout: Layout) -> Groups:

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch
-from .._compat import hooks_on_saving, make_wrapper, same_memory
+from .._compat import hooks_on_saving, make_wrapper
 from ..aliasing import LENT
 from ..errors import ShardingError
 from ..layout import Layout
 from ..names import aliases
 from ..plan import Operand
 from ..tensor import ShardTensor
+from ..tracing import same_memory
 from .pad import Borders, amounts
 from .pad import pad as plan_pad
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from .._compat import NAMESPACES
 from ..comm import moves
 from ..comm.wire import wider
 from ..dispatch import TABLE, composed, rule
 from ..layout import Factor, Layout, nested_chunk
 from ..plan import Operand, Plan, groups
-from .across import as_autocast, probe, probe_shapes, refuse_if
+from .across import as_autocast, probe, probe_shapes, raise_if, refuse_if
 from .loss import MEAN, NONE
 
 NN = NAMESPACES[1]
@@ -137,8 +138,8 @@ def nll_loss(
         wide = wider(each.dtype)
         sums = torch.stack([each.sum(dtype=wide), scale.sum(dtype=wide), bad.sum(dtype=wide)])
         added, weights, wrong = moves.reduce(sums, everyone).unbind()
-        if wrong.device.type == "cpu" and wrong:
-            raise IndexError(why)
+        if wrong.device.type == "cpu":
+            raise_if(wrong.detach(), IndexError, why)
         return (added / weights).to(each.dtype)
 
     plan = at.plan(local, NONE, weight)
@@ -213,6 +214,8 @@ def multilabel_margin_loss(input: Operand, target: Operand, reduction=NONE, *, f
 
     def local(input, target):
         refuse_if((target < -1) | (target >= classes), over, RuntimeError, "argument #2 'target' is out of range")
+        if tracing.writer is not None:
+            raise NotImplementedError("torch's own trace of it counts classes behind the last label")
         values = fn(input, target, NONE)
         if reduction == NONE:
             return values

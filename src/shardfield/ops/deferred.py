@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from .._compat import make_wrapper
 from ..comm.alike import Alike, alike
 from ..layout import Layout
@@ -60,7 +61,7 @@ def given(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
         if known == mesh and home.ndim == x.ndim and all(x.shape[d] == n for d, n in zip(dims, sizes, strict=True)):
             made = Given(Layout.replicate(mesh, x.shape), x.dtype, x.device, dims, home, real)
             try:
-                taken = made.put(index, value) and not x.view(torch.int64).any()
+                taken = made.put(index, value) and _is_zeros(x)
             except Exception as error:
                 alike(mesh, f"modes that cannot be put into {made}: {error}").settle()
                 raise
@@ -70,6 +71,12 @@ def given(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
             alike(mesh, f"modes of {value._layout} that are put where {made} could not take them in").settle()
             return None
     return None
+
+
+def _is_zeros(x: Tensor) -> bool:
+    if tracing.writer is not None:
+        return tracing.writer.is_zeros(x)
+    return tracing.hollow or not x.view(torch.int64).any()  # what is only counted is taken for zeros
 
 
 def zeros(x: Any, dtype: torch.dtype) -> ShardTensor | None:

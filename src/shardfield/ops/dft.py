@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._compat import autocast_on
+from ..tracing import concrete
 
 Modes = tuple[int, ...]
 
@@ -163,7 +164,7 @@ def _placed(y: Tensor, dim: int, size: int, index: Sequence[int]) -> Tensor:
 def _matrix(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """exp(sign 2 pi i k n / size), rows by modes for sums over rows (sign -1), modes by rows for sums over modes."""
     first, last = a.rows or (0, a.size)
-    with torch.inference_mode(False), torch.no_grad():  # it will be used again, elsewhere
+    with concrete(), torch.inference_mode(False), torch.no_grad():  # it will be used again, elsewhere
         rows = torch.arange(first, last, device=device)
         modes = torch.tensor([k % a.size for k in a.modes], dtype=torch.int64, device=device)
         product = torch.outer(rows, modes) if sign < 0 else torch.outer(modes, rows)
@@ -178,5 +179,5 @@ def _halves(size: int, modes: Modes, dtype: torch.dtype, device: torch.device) -
 
 
 def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with concrete(), torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

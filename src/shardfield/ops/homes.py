@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import report
+from .. import report, tracing
 from .._compat import is_alone
 from ..comm import agree
 from ..layout import Factor, Layout, nested_chunk
@@ -64,7 +64,7 @@ def _held(target: Tensor) -> bool:
         users = sys.getrefcount(target.__dict__["_local_tensor"])  # of its own: the dict, and this call
         return users > 2 or bool(target._copied_view) or _held(target._local_tensor)
     leaf = target.is_leaf and target.requires_grad
-    return target.__class__ is not Tensor or leaf or target._is_view() or not is_alone(target)
+    return not tracing.is_plain(target) or leaf or target._is_view() or not is_alone(target)
 
 
 def become(target: Tensor, value: ShardTensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import tracing
 from ..comm import wire
 from ..dispatch import admit, composed, gathered, handler, map_tensors, mesh_of, write_out
 from ..layout import Factor, Layout
@@ -203,6 +204,8 @@ def together(name: str, work: Callable[[], Any], asked: Sequence[ProcessGroup], 
     """Do the work; if it fails on some rank (a singular matrix), it fails on all: else the others would wait for it."""
     if not asked:
         return work()
+    if tracing.writer is not None:
+        raise NotImplementedError(f"{name} may fail for a matrix on one rank, and could not tell the others")
     failure, out = None, None
     try:
         out = work()

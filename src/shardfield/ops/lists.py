@@ -24,6 +24,7 @@ from .._compat import root_of
 from ..comm import agree, moves
 from ..comm.route import Route
 from ..layout import Layout
+from ..tracing import beside
 from .owners import Hop, Owners, from_front, out_of_bounds, outside, rows_at
 
 
@@ -63,6 +64,10 @@ class Lists:
     """
 
     def __init__(self, owners: Owners, flat: Tensor, ask: Sequence[int], distinct: bool):
+        with beside(flat):
+            self._make(owners, flat, ask, distinct)
+
+    def _make(self, owners: Owners, flat: Tensor, ask: Sequence[int], distinct: bool) -> None:
         self.entries = len(flat)
         self.below = False  # whether an entry was counted from the end, on any rank
         self.count: Tensor | None = None  # of entries for each row of the block, once asked for
@@ -141,12 +146,16 @@ class Asked(NamedTuple):
 
         `judged` is what is judged on ranks that have no index of rows.
         """
+        seen = index if judged is None else judged
+        assert seen is not None
+        with beside(seen if index is None else index):
+            return self._settled(index, seen)
+
+    def _settled(self, index: Tensor | None, seen: Tensor) -> Lists | None:
         kept, key = (None, ()) if index is None else self._kept(index)
         lists = None if kept is None else kept.get(key)
         if lists is not None and not agree.checking():
             return self._judged(lists)
-        seen = index if judged is None else judged
-        assert seen is not None
         wrong = lists is None and bool(outside(seen, self.size, True))
         below = bool((seen < 0).any()) if lists is None else lists.below
         missing, elements, wrong, below = _anyone([lists is None, index is None, wrong, below], self.where)

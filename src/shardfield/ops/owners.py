@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 from ..comm import moves, wire
 from ..comm.route import Piece, Route
 from ..layout import Factor, Layout, starts
+from ..tracing import beside
+from .across import raise_if
 
 
 class Owners:
@@ -154,12 +156,12 @@ def checked(
 
     Ranks that hold different parts of the index agree by one small reduction.
     """
-    wrong = outside(index, size, negative)
-    for axis in layout.wide(layout.shard_axes):
-        wrong = wire.all_reduce(wrong, layout.mesh.get_group(axis))
-    if bool(wrong):
-        raise out_of_bounds(size, error)
-    return from_front(index, size, negative)
+    with beside(index):
+        wrong = outside(index, size, negative)
+        for axis in layout.wide(layout.shard_axes):
+            wrong = wire.all_reduce(wrong, layout.mesh.get_group(axis))
+        raise_if(wrong, error, str(out_of_bounds(size, error)))
+        return from_front(index, size, negative)
 
 
 def outside(index: Tensor, size: int, negative: bool) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..comm import wire
 from ..dispatch import gathered, handler, mesh_of
 from ..errors import ShardingError
@@ -29,7 +30,10 @@ def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
     device = wire.device_of(mesh)
     where = device if generator is None else generator.device
     where = torch.device("cpu") if generator is None else where
-    key = torch.randint(1 << 62, (1,), generator=generator, device=where).to(device)
+    if generator is None and tracing.writer is not None:
+        key = tracing.writer.random_key().to(device)
+    else:
+        key = torch.randint(1 << 62, (1,), generator=generator, device=where).to(device)
     return wire.broadcast_over(key, mesh, 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from .._compat import shares_memory
 from ..dispatch import composed, gathered, handler, mesh_of, replicated
 from ..layout import Factor, Layout, starts
@@ -187,7 +188,7 @@ def _into_plain(func, types, args):
     """
     x, index, value = args
     mesh = mesh_of(args, None)
-    held = x.__class__ is not Tensor or x.is_leaf and x.requires_grad or _shared(x)
+    held = not tracing.is_plain(x) or x.is_leaf and x.requires_grad or _shared(x)
     if not held:
         made = deferred.given(x, index, value, mesh)
         if made is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._compat import function_apply
+from ..tracing import concrete
 
 
 class Weighted:
@@ -42,15 +43,20 @@ class Weighted:
 
     @cached_property
     def _terms(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-        if self.weights is None:
-            return [(column.contiguous(), None, None) for column in self.cells.unbind(1)]
-        missing = self.weights.isnan()
-        columns = zip(self.cells.unbind(1), self.weights.nan_to_num(0).unbind(1), missing.unbind(1), strict=True)
-        return [(c.contiguous(), w.contiguous(), m.contiguous() if m.any() else None) for c, w, m in columns]
+        with concrete():
+            if self.weights is None:
+                return [(column.contiguous(), None, None) for column in self.cells.unbind(1)]
+            missing = self.weights.isnan()
+            columns = zip(self.cells.unbind(1), self.weights.nan_to_num(0).unbind(1), missing.unbind(1), strict=True)
+            return [(c.contiguous(), w.contiguous(), m.contiguous() if m.any() else None) for c, w, m in columns]
 
     @cached_property
     def adjoint(self) -> Weighted:
         """From the gradients of the outputs to those of the cells: every cell lists the outputs it is part of."""
+        with concrete():
+            return self._adjoint()
+
+    def _adjoint(self) -> Weighted:
         outputs = torch.arange(len(self.cells), device=self.cells.device)[:, None].expand(self.cells.shape)
         cells, weights = self.cells, self.weights
         weights = torch.ones(cells.shape, device=cells.device) if weights is None else weights

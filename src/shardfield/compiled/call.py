@@ -1,0 +1,157 @@
+"""`compile`: a callable on ShardTensors whose calls run as compiled local programs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import tracing
+from .._compat import asks_for_values, autocast_state, tree_flatten
+from ..errors import Untraceable
+from ..tensor import ShardTensor
+from .backends import Backend
+from .graph import Passes
+from .program import Program
+from .state import State, is_index, modules_of
+
+RETRACES = 16  # programs of one callable, beyond which it runs as it is
+
+
+def compile(
+    model_or_step: Callable,
+    *,
+    backend: str | Callable = "inductor",
+    fullgraph: bool = True,
+    dynamic: bool = False,
+    passes: Iterable[str] | None = None,
+    retraces: int = RETRACES,
+) -> Any:
+    """A module or function on ShardTensors, traced into one local forward and one local backward graph.
+
+    What it returns is called as the original is, and has its parameters: a module gives a module that shares them, and
+    what DDP or FSDP2 has wrapped is compiled inside, FSDP2's innermost units each, and is itself returned. Each
+    new set of layouts, shapes, dtypes, devices and flags (grad mode, training, autocast) is traced once, on all ranks
+    together. What cannot be traced is an error with `fullgraph`; without, it runs uncompiled, and a warning says why.
+
+    `backend`: "inductor", "aot_eager" (the graphs as they are), or a function `(graph, example inputs) -> callable`.
+    `passes`: which of "once", "buckets" and "overlap" are applied; all of them, unless said otherwise.
+    """
+    if dynamic:
+        raise ValueError("compile: layouts are fixed when a program is traced, so its shapes are: leave dynamic=False")
+    if not callable(model_or_step):
+        raise TypeError(f"compile: a module or a function is wanted, and this is a {type(model_or_step).__name__}")
+    if retraces < 1:
+        raise ValueError(f"compile: retraces={retraces}: at least one trace is needed")
+    how = Backend(backend), Passes(passes), fullgraph, retraces
+    if not isinstance(model_or_step, nn.Module):
+        return Compiled(model_or_step, *how)
+    if isinstance(model_or_step, (DistributedDataParallel, FSDPModule)):
+        for unit in _units(model_or_step):
+            unit.__dict__["forward"] = Compiled(unit.forward, *how)
+        return model_or_step
+    fast = object.__new__(type(model_or_step))
+    fast.__dict__ = dict(model_or_step.__dict__)
+    fast.__dict__["forward"] = Compiled(model_or_step.forward.__func__.__get__(fast), *how)
+    return fast
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The modules inside a data-parallel wrapper around which no message of its own is sent."""
+    if isinstance(model, DistributedDataParallel):
+        return [model.module]
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return [m for m in units if not any(isinstance(child, FSDPModule) for child in m.modules() if child is not m)]
+
+
+class Compiled:
+    """A callable and its programs, one for each set of layouts and flags it was called with."""
+
+    def __init__(self, target: Callable, backend: Backend, passes: Passes, fullgraph: bool, retraces: int):
+        self._target, self._backend, self._passes = target, backend, passes
+        self._fullgraph, self._retraces = fullgraph, retraces
+        self._programs: dict[Any, list[Program]] = {}
+        self._eager: set[Any] = set()
+        self.traces = 0
+        self.__name__ = getattr(target, "__name__", type(target).__name__)
+        self.__qualname__ = getattr(target, "__qualname__", self.__name__)
+        self.__doc__ = target.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if tracing.writer is not None:  # inside another program that is being traced
+            return self._target(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        key = self._key(leaves, spec)
+        for program in self._programs.get(key, ()):
+            if program.holds(leaves):
+                return program.run(leaves)
+        if key in self._eager:
+            return self._target(*args, **kwargs)
+        made = self._trace(key, leaves, spec)
+        return self._target(*args, **kwargs) if made is None else made.run(leaves)
+
+    def _key(self, leaves: list[Any], spec: Any) -> tuple:
+        found: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state()]
+        seen: dict[int, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, ShardTensor):
+                found += (
+                    leaf._layout,
+                    leaf._dtype,
+                    leaf._device,
+                    leaf.requires_grad,
+                    seen.setdefault(id(leaf), len(seen)),
+                )
+            elif isinstance(leaf, Tensor):
+                found += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
+            else:
+                found += (type(leaf), leaf if _hashable(leaf) else id(leaf))
+        return tuple(found)
+
+    def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
+        if self.traces >= self._retraces:
+            self._give_up(key, f"it has been traced {self.traces} times already, for other layouts, shapes or flags")
+            return None
+        self.traces += 1
+        try:
+            program = self._program(leaves, spec)
+        except Untraceable as error:
+            if self._fullgraph:
+                raise
+            self._give_up(key, str(error))
+            return None
+        self._programs.setdefault(key, []).insert(0, program)
+        return program
+
+    def _program(self, leaves: list[Any], spec: Any) -> Program:
+        """A program; where it depends on values, which a trace has none of, one for these tensors of integers alone."""
+        modules = modules_of(self._target, leaves)
+        how = leaves, spec, self._backend, self._passes
+        try:
+            return Program(self._target, State(modules), *how, fixed=False)
+        except Untraceable as error:
+            state = State(modules, fixed=True)
+            indices = state.fixed or any(isinstance(x, Tensor) and is_index(x) for x in leaves)
+            if not (indices and asks_for_values(error)):
+                raise
+            return Program(self._target, state, *how, fixed=True)
+
+    def _give_up(self, key: tuple, reason: str) -> None:
+        if self._fullgraph:
+            raise Untraceable(f"compile: {self.__qualname__}: {reason}")
+        if not self._eager:
+            warnings.warn(f"{self.__qualname__} runs uncompiled: {reason}", stacklevel=4)
+        self._eager.add(key)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

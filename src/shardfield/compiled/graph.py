@@ -1,0 +1,137 @@
+"""From a traced graph to what a compiler gets: every message is sent, and the chosen passes are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
+
+from .._compat import merged_graph, min_cut_partition, without_modes
+from ..comm import wire
+from ..comm.agree import anyone, device_of
+from . import passes
+from .backends import Backend
+from .messages import LAND, TIE, Writer
+
+NAMES = ("once", "buckets", "overlap")
+
+
+class Passes:
+    """The chosen passes."""
+
+    def __init__(self, chosen: Iterable[str] | None = None):
+        self.chosen = NAMES if chosen is None else tuple(chosen)
+        unknown = [n for n in self.chosen if n not in NAMES]
+        if unknown:
+            raise ValueError(f"compile: no pass is named {unknown[0]!r}; there are {', '.join(NAMES)}")
+
+    def around(self, backend: Backend, writer: Writer, meshes: Sequence[DeviceMesh], done: Callable[[], None]):
+        """What splits a joint graph, and the compilers of forward, backward and gradient-free graphs."""
+        outputs = 0
+
+        def prepared(graph: GraphModule, results: int, forward: int) -> GraphModule:
+            done()
+            chosen = [p for p in ("once", "buckets") if p in self.chosen]
+            if chosen and forward and _same_everywhere(graph, meshes):
+                merge_equal(graph)
+                for name in chosen:
+                    forward = getattr(passes, name)(graph.graph, forward)
+            keep_alive(graph, results, forward)
+            return graph
+
+        def overlapped(graph: GraphModule) -> GraphModule:
+            if "overlap" in self.chosen:
+                passes.overlap(graph.graph)
+                _applied(graph)
+            return graph
+
+        def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
+            nonlocal outputs
+            outputs = num_fwd_outputs
+            prepared(joint, num_fwd_outputs, writer.forward)
+            return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+        def forward(graph: GraphModule, inputs: Any) -> Callable:
+            return backend.compile(overlapped(graph), inputs, False, outputs)
+
+        def backward(graph: GraphModule, inputs: Any) -> Callable:
+            return backend.compile(overlapped(graph), inputs, True, 0)
+
+        def inference(graph: GraphModule, inputs: Any) -> Callable:
+            count = len(graph.graph.output_node().args[0])
+            return backend.compile(overlapped(prepared(graph, count, writer.count)), inputs, False, count)
+
+        return partition, (forward, backward, inference)
+
+
+def _same_everywhere(graph: GraphModule, meshes: Sequence[DeviceMesh]) -> bool:
+    """Whether all ranks have the same graph but for sizes, so that passes change all ranks' messages alike."""
+    mine = passes.fingerprint(graph.graph)
+    groups = [g for mesh in meshes for g in mesh.get_all_groups() if g.size() > 1]
+    with without_modes():
+        heard = [wire.gather_ints([mine], g, device_of(g)) for g in groups]
+        return not anyone([any(h != [mine] for hs in heard for h in hs)], groups)[0]
+
+
+def merge_equal(graph: GraphModule) -> None:
+    """Compute once what is computed twice, so that equal messages are seen to be equal."""
+    graph.graph = merged_graph(graph.graph)
+    graph.recompile()
+
+
+def keep_alive(graph: GraphModule, outputs: int, forward: int) -> None:
+    """Every message is sent, whoever reads it: forward's before forward ends, backward's before backward does.
+
+    What is not landed need not be kept, and backward's first message waits for a gradient to come.
+    """
+    sent = passes.starts_of(graph.graph)
+    for start in sent:
+        if not any(user.target is LAND for user in start.users):
+            start.update_arg(len(start.args) - 1, False)
+    (results,) = graph.graph.output_node().args
+    tangents = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name.startswith("tangents")]
+    if len(sent) > forward and tangents:
+        first = sent[forward]
+        first.update_arg(len(first.args) - 2, tangents[0])
+    ends = list(results)
+    for chain, low, high in ((sent[:forward], 0, outputs), (sent[forward:], outputs, len(ends))):
+        if chain and not _reached(chain[-1], ends[low:high]):
+            tied = _tie(graph, chain[-1], ends, low, high)
+            assert tied, "messages, and no result that could wait for them"
+    graph.graph.output_node().args = (type(results)(ends),)
+    _applied(graph)
+
+
+def _applied(graph: GraphModule) -> None:
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _reached(node: Node, ends: Sequence[Any]) -> bool:
+    """Whether any of the results needs a node."""
+    wanted = {e for e in ends if isinstance(e, Node)}
+    ahead, seen = [node], {node}
+    while ahead:
+        here = ahead.pop()
+        if here in wanted:
+            return True
+        for user in here.users:
+            if user not in seen:
+                seen.add(user)
+                ahead.append(user)
+    return False
+
+
+def _tie(graph: GraphModule, last: Node, ends: list[Any], low: int, high: int) -> bool:
+    """Make the smallest of the results wait for a message."""
+    found = [i for i in range(low, high) if isinstance(ends[i], Node) and hasattr(ends[i].meta.get("val"), "numel")]
+    if not found:
+        return False
+    at = min(found, key=lambda i: ends[i].meta["val"].numel())
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        tied = graph.graph.call_function(TIE, (ends[at], last))
+    tied.meta = dict(ends[at].meta)
+    ends[at] = tied
+    return True

@@ -1,0 +1,264 @@
+"""Passes over traced graphs that make messages cheap and change nothing but time.
+
+once: identical messages are sent once. buckets: small sums of gradients share a message. overlap: messages start as
+early as their contents are known, and land behind work that does not need them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from .._compat import mutates
+from .messages import LAND, OPS, STARTS
+
+ALL_REDUCE = OPS.start_all_reduce.default
+aten = torch.ops.aten
+
+SMALL = 1 << 20  # bytes of a sum that may share a message
+BUCKET = 4 << 20  # bytes of a message that sums share
+REACH = 400  # nodes that a landing may be put off by
+HEAVY_WANTED = 2  # heavy calls behind which a message hides
+HEAVY = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._fft_c2c.default,
+    aten._fft_r2c.default,
+    aten._fft_c2r.default,
+}
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.expand.default,
+    aten.t.default,
+    operator.getitem,
+}
+
+
+def starts_of(graph: Graph) -> list[Node]:
+    """The messages of a graph, in order."""
+    return [n for n in graph.nodes if n.target in STARTS]
+
+
+def lands_of(start: Node) -> list[Node]:
+    """Where what a message brings is asked for."""
+    return [user for user in start.users if user.target is LAND]
+
+
+def drop(start: Node) -> None:
+    """Take a message out of the order of messages, and out of the graph."""
+    before = start.args[-2]
+    for user in list(start.users):
+        assert user.target in STARTS, user
+        user.update_arg(len(user.args) - 2, before)
+    start.graph.erase_node(start)
+
+
+def once(graph: Graph, forward: int) -> int:
+    """Send identical messages once, within forward and within backward; returns how many are left in forward."""
+    known: dict[tuple, Node] = {}
+    left = forward
+    for i, start in enumerate(starts_of(graph)):
+        key = (i < forward, start.target, *map(_fixed, start.args[:-2]))
+        first = known.setdefault(key, start)
+        if first is start:
+            continue
+        mine, others = lands_of(start), lands_of(first)
+        if mine and not others:
+            continue  # nobody has asked for the first one yet
+        for land in mine:
+            other = others[0]
+            if land < other:  # in the order of the graph
+                land.prepend(other)
+            land.replace_all_uses_with(other)
+            graph.erase_node(land)
+        drop(start)
+        left -= i < forward
+    return left
+
+
+def _fixed(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def buckets(graph: Graph, forward: int) -> int:
+    """Let small sums of backward that do not wait for each other share messages; returns forward's messages."""
+    opened: dict[tuple, list[Node]] = {}
+    full: list[list[Node]] = []
+    behind: dict[Node, set[Node]] = {}  # a start -> the starts that wait for what it brings
+
+    def close(key: tuple) -> None:
+        full.append(opened.pop(key))
+
+    sent = starts_of(graph)
+    for start in sent[forward:]:
+        for key, members in list(opened.items()):
+            if any(start in behind[m] for m in members):
+                close(key)
+        if start.target is not ALL_REDUCE or start.args[1] != "sum":
+            continue
+        value = start.args[0].meta["val"]
+        size = value.numel() * value.element_size()
+        if size > SMALL or not lands_of(start):
+            continue
+        key = (start.args[2], value.dtype, value.device)
+        if key in opened and sum(_bytes(m) for m in opened[key]) + size > BUCKET:
+            close(key)
+        behind[start] = _starts_after(lands_of(start))
+        opened.setdefault(key, []).append(start)
+    for members in [*full, *opened.values()]:
+        if len(members) > 1:
+            _merge(graph, members)
+    return forward
+
+
+def _bytes(start: Node) -> int:
+    value = start.args[0].meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _starts_after(nodes: Iterable[Node]) -> set[Node]:
+    """The starts that need any of the nodes."""
+    return {n for n in _needing(nodes) if n.target in STARTS}
+
+
+def _needing(nodes: Iterable[Node]) -> set[Node]:
+    seen, ahead = set(nodes), list(nodes)
+    while ahead:
+        for user in ahead.pop().users:
+            if user not in seen:
+                seen.add(user)
+                ahead.append(user)
+    return seen
+
+
+def _merge(graph: Graph, members: list[Node]) -> None:
+    last = members[-1]
+    values = [m.args[0].meta["val"] for m in members]
+
+    def add(target, args, value):
+        node = graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    with graph.inserting_before(last):
+        flat = [
+            add(aten.reshape.default, (m.args[0], [-1]), v.new_empty(v.numel()))
+            for m, v in zip(members, values, strict=True)
+        ]
+        total = sum(v.numel() for v in values)
+        joined = add(aten.cat.default, (flat,), values[0].new_empty(total))
+        start = add(ALL_REDUCE, (joined, *last.args[1:]), last.meta["val"])
+    first_land = min(land for m in members for land in lands_of(m))
+    with graph.inserting_after(start):
+        land = add(LAND, (start, joined, [total]), values[0].new_empty(total))
+    if first_land < last:  # its users must come behind: nothing that starts a message is among them
+        _put_off(graph, [land for m in members for land in lands_of(m)], land)
+    at, after = 0, land
+    for member, value in zip(members, values, strict=True):
+        with graph.inserting_after(after):
+            part = add(aten.slice.Tensor, (land, 0, at, at + value.numel()), value.new_empty(value.numel()))
+        with graph.inserting_after(part):
+            shaped = after = add(aten.reshape.default, (part, list(value.shape)), value.new_empty(value.shape))
+        for old in lands_of(member):
+            old.replace_all_uses_with(shaped)
+            graph.erase_node(old)
+        at += value.numel()
+    for user in list(last.users):
+        user.update_arg(len(user.args) - 2, start)
+    for member in members:
+        drop(member)
+
+
+def _put_off(graph: Graph, lands: list[Node], behind: Node) -> None:
+    """Move landings and all that needs them behind a node, in their order."""
+    moved = _needing(lands)
+    place = behind
+    for node in [n for n in graph.nodes if n in moved and n < behind]:
+        place.append(node)
+        place = node
+
+
+def overlap(graph: Graph) -> None:
+    """Start messages as soon as what they carry is there, and land them behind work that does not need them."""
+    for start in starts_of(graph):
+        _raise(graph, start)
+    for land in [n for n in graph.nodes if n.target is LAND]:
+        _sink(graph, land)
+
+
+def _raise(graph: Graph, start: Node) -> None:
+    """Move a start, and what is only made for it, up to the last node that it really waits for."""
+    own, ahead = {start}, [start]
+    while ahead:
+        for needed in ahead.pop().all_input_nodes:
+            if needed.op == "call_function" and needed.target not in HEAVY and needed.target not in STARTS:
+                if needed.target is not LAND and all(user in own for user in needed.users) and needed not in own:
+                    own.add(needed)
+                    ahead.append(needed)
+    waits = {needed for n in own for needed in n.all_input_nodes if needed not in own}
+    if not waits:
+        return
+    place = max(waits)
+    if place.op == "placeholder":
+        place = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    for node in [n for n in graph.nodes if n in own]:
+        if node < place:
+            continue
+        if place.next is not node:
+            place.append(node)
+        place = node
+
+
+def _sink(graph: Graph, land: Node) -> None:
+    """Put a landing and what needs it behind up to HEAVY_WANTED heavy calls that follow and do not need it."""
+    needing, free, heavy, last = {land}, [], 0, None
+    node, seen = land.next, 0
+    while node.op != "output" and seen < REACH and heavy < HEAVY_WANTED:
+        if mutates(node.target):
+            break
+        if any(n in needing for n in node.all_input_nodes):
+            needing.add(node)
+        else:
+            free.append(node)
+            if node.target in HEAVY:
+                heavy, last = heavy + 1, node
+        node, seen = node.next, seen + 1
+    if last is None:
+        return
+    moved = [n for n in free if n <= last]
+    # only those that the heavy calls need: what is merely early would live longer for nothing
+    wanted: set[Node] = set()
+    for n in reversed(moved):
+        if n.target in HEAVY or n.target in STARTS or any(user in wanted for user in n.users):
+            wanted.add(n)
+    for n in moved:
+        if n in wanted:
+            land.prepend(n)
+
+
+def fingerprint(graph: Graph) -> int:
+    """A number that is the same for graphs that the passes change in the same way: sizes of pieces do not matter."""
+    at: dict[Node, int] = {}
+    said: list[tuple] = []
+    for node in graph.nodes:
+        at[node] = len(at)
+        value = node.args[0].meta["val"] if node.target is ALL_REDUCE else None
+        summed = () if value is None else (value.numel(), str(value.dtype))
+        said.append((node.op, str(node.target), [at[n] for n in node.all_input_nodes], *summed))
+    return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=7).digest(), "big")

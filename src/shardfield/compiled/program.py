@@ -1,0 +1,188 @@
+"""One program: a callable traced for one set of layouts, shapes and flags, as local graphs with messages in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import report, tracing
+from .._compat import aot_traced, tree_flatten, tree_unflatten
+from ..aliasing import LENT
+from ..errors import ShardfieldError, Untraceable
+from ..layout import Layout
+from ..names import title
+from ..tensor import ShardTensor, wrap
+from .backends import Backend
+from .graph import Passes
+from .messages import Writer
+from .state import State, is_index
+from .watch import Watch
+
+
+class Static:
+    """An argument, or a result, that is no tensor: part of the program."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def holds(self, value: Any) -> bool:
+        """Whether an argument is the one that is part of the program; the key under which it is found says so."""
+        return True
+
+
+class Fixed(Static):
+    """An argument that is a tensor and part of the program: the same one, and not written since."""
+
+    def __init__(self, value: Tensor):
+        super().__init__(value)
+        self._version = value._version
+
+    def holds(self, value: Any) -> bool:
+        return value is self.value and value._version == self._version
+
+
+def kind_of(value: Any, fixed: bool = False) -> Any:
+    """What an argument or result is to a program: a layout, a plain tensor (None), or something static."""
+    if not isinstance(value, Tensor):
+        return Static(value)
+    if fixed and is_index(value):
+        return Fixed(value)
+    return value._layout if isinstance(value, ShardTensor) else None
+
+
+class Program:
+    """A callable as a function of local tensors: first those of its modules, then those among its arguments.
+
+    `fixed`: tensors of integers are part of the program, which is then good for these tensors alone.
+    """
+
+    def __init__(
+        self,
+        target: Callable,
+        state: State,
+        leaves: Sequence[Any],
+        spec: Any,
+        backend: Backend,
+        passes: Passes,
+        fixed: bool,
+    ):
+        self.state = state
+        self._spec = spec
+        self._results: list[Any] = []
+        self._result_spec: Any = None
+        self._kinds = [kind_of(x, fixed) for x in leaves]
+        self._of_state = [kind_of(t) for t in state.tensors()]
+        self._marks = [getattr(t, "_averaged_later", None) for t in state.tensors()]
+        locals_ = self._inputs(leaves)
+        self._strides = [t.stride() for t in locals_]
+        layouts = [k for k in [*self._kinds, *self._of_state] if isinstance(k, Layout)]
+        layouts += [k.value._layout for k in self._kinds if isinstance(getattr(k, "value", None), ShardTensor)]
+        self._meshes = list(dict.fromkeys(x.mesh for x in layouts))
+        self._fixed = [k.value for k in self._kinds if isinstance(k, Fixed)]
+        self._known = [*self._fixed, *(tensor for _, _, tensor, _ in state.fixed)]
+        self._writer = Writer()
+        self._run = self._traced(target, locals_, backend, passes)
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
+        given = [local(t) for t in self.state.tensors()]
+        return given + [local(x) for x, k in zip(leaves, self._kinds, strict=True) if not isinstance(k, Static)]
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the program is for these arguments, of all with the same key, and for its modules as they are."""
+        if self._fixed and not all(
+            k.holds(x) for x, k in zip(leaves, self._kinds, strict=True) if isinstance(k, Fixed)
+        ):
+            return False
+        return self.state.holds()
+
+    # ------------------------------------------------------------------ tracing
+
+    def _traced(self, target: Callable, locals_: list[Tensor], backend: Backend, passes: Passes) -> Callable:
+        before, listening = set(LENT), report.active
+        tracing.writer, report.active = self._writer, None  # calls are counted when the program runs
+
+        def done() -> None:
+            tracing.writer = None
+
+        def body(*flat: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self._body(target, flat))
+
+        partition, compilers = passes.around(backend, self._writer, self._meshes, done)
+        try:
+            return aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
+        except ShardfieldError:
+            raise
+        except Exception as error:
+            where = _operation(error)
+            reason = str(error).strip().splitlines() or [""]
+            raise Untraceable(
+                f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
+                f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
+            ) from error
+        finally:
+            done()
+            report.active = listening
+            for waiting in set(LENT) - before:  # what waits in the trace waits for nothing outside it
+                LENT.discard(waiting)
+
+    def _body(self, target: Callable, flat: Sequence[Tensor]) -> list[Tensor]:
+        self._writer.begin()
+        n = len(self._of_state)
+        mine = [x if layout is None else wrap(x, layout) for x, layout in zip(flat[:n], self._of_state, strict=True)]
+        for tensor, mark in zip(mine, self._marks, strict=True):
+            if mark is not None:
+                tensor._averaged_later = mark
+        rest = iter(flat[n:])
+        leaves = [
+            k.value if isinstance(k, Static) else next(rest) if k is None else wrap(next(rest), k) for k in self._kinds
+        ]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with self.state.replaced(mine), Watch(self._known):
+            out = target(*args, **kwargs)
+        results, self._result_spec = tree_flatten(out)
+        results = [r.clone() if isinstance(r, Tensor) and tracing.is_real(local(r)) else r for r in results]
+        self._results = [kind_of(r) for r in results]
+        found = [local(r) for r in results if isinstance(r, Tensor)]
+        self._writer.forward = self._writer.count
+        return found
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """The callable's result for arguments like those it was traced with."""
+        given = self._inputs(leaves)
+        moved = []
+        for i, (tensor, stride) in enumerate(zip(given, self._strides, strict=True)):
+            if tensor.stride() != stride:
+                given[i] = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+                moved.append((tensor, given[i], given[i]._version))
+        results = iter(self._run(*given))
+        for tensor, stand_in, version in moved:
+            if stand_in._version != version:
+                tensor.copy_(stand_in)
+        found = [
+            k.value if isinstance(k, Static) else next(results) if k is None else wrap(next(results), k)
+            for k in self._results
+        ]
+        return tree_unflatten(found, self._result_spec)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A tensor as it lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
+
+
+def _operation(error: BaseException) -> str:
+    """The torch function that was being called on ShardTensors when a trace failed, and the module it was in."""
+    func, module, step = None, "", error.__traceback__
+    while step is not None:
+        scope = step.tb_frame.f_locals
+        if step.tb_frame.f_code.co_name == "call" and "func" in scope and "types" in scope and func is None:
+            func = scope["func"]
+        if step.tb_frame.f_code.co_name == "_call_impl" and isinstance(scope.get("self"), nn.Module):
+            module = type(scope["self"]).__name__
+        step = step.tb_next
+    said = title(func) if func is not None else ""
+    return f"{said} in {module}" if said and module else said or module

@@ -1,0 +1,429 @@
+"""Compiled steps: what the same step gives uncompiled, on uneven pieces and tiles, with the messages it should send."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import cases
+import shardfield
+from harness import check, mesh_of, shard, whole
+from shardfield import ShardTensor, explain, parallelize
+from shardfield.errors import Untraceable
+from shardfield.layout import Layout
+from shardfield.testing import run_on_ranks
+from test_graphs import MeshGraphNet
+from test_neighbour_models import UNet
+
+eagerly = functools.partial(shardfield.compile, backend="aot_eager")
+
+
+def field(mesh, *shape, dim=2, cut=None, seed=0, grad=True, dtype=torch.float64):
+    """The same random field on all ranks, cut along a dim (and the next, on tiles) in uneven pieces."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    layout = Layout.of(mesh, [Shard(dim + a) for a in range(mesh.ndim)], shape)
+    if cut:
+        layout = ShardTensor.from_local(
+            torch.empty([cut[mesh.get_local_rank(0)] if d == dim else n for d, n in enumerate(layout.local_shape)]),
+            mesh,
+            [Shard(dim), *[Shard(dim + 1)] * (mesh.ndim - 1)],
+        )._layout
+    local = shard(value, layout)
+    return ShardTensor(local.requires_grad_(grad), layout)
+
+
+def agreeing(model, inputs, steps=2, loss=lambda out: (out**2).sum(), tolerance=1e-10, **how):
+    """A model and its compiled twin: outputs, gradients and buffers of some training steps, and their messages."""
+    twin = copy.deepcopy(model)
+    fast = eagerly(twin, **how)
+    seen = []
+    for _ in range(steps):
+        for run, source in ((model, model), (fast, twin)):
+            source.zero_grad()
+            mine = [x.detach().clone().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+            with explain() as report:
+                total = loss(run(*mine))
+                total.backward()
+            grads = [x.grad for x in [*mine, *source.parameters()] if x.requires_grad]
+            seen.append(([total, *grads, *source.buffers()], report.messages, report.bytes))
+            with torch.no_grad():
+                for p in source.parameters():
+                    p -= 0.01 * p.grad
+    for (plain, *_), (quick, *_) in zip(seen[::2], seen[1::2], strict=True):
+        for a, b in zip(plain, quick, strict=True):
+            torch.testing.assert_close(whole(b), whole(a), rtol=tolerance, atol=tolerance)
+    assert fast.forward.traces == 1
+    return seen[-2][1:], seen[-1][1:]  # (messages, bytes) of a step, plain and compiled
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.norm, self.last = nn.BatchNorm2d(4), nn.Conv2d(4, 1, 5, padding=2, padding_mode="circular")
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x) + torch.tanh(self.second(x)))))
+
+
+class Vision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 2, 2)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        return F.cross_entropy(self.head(self.block(tokens)).mean(1), torch.tensor([1, 3]), reduction="none")
+
+
+def whole_models(mesh_shape):
+    mesh = mesh_of(mesh_shape)
+    torch.manual_seed(0)
+    uneven = {2: [3, 7], 3: [2, 0, 8], 4: None}[mesh.size(0)] if mesh.ndim == 1 else None
+    residual = Residual().double()
+    plain, quick = agreeing(residual, [field(mesh, 2, 3, 10, 8, cut=uneven)])
+    # One halo less, for it is the same for two convolutions, and sums of gradients share messages. Where a rank has
+    # nothing, graphs differ, and all ranks leave their messages as they are.
+    if uneven and 0 in uneven:
+        assert quick == plain
+    else:
+        assert quick[0] < plain[0] and quick[1] < plain[1], (plain, quick)
+    assert agreeing(residual, [field(mesh, 2, 3, 10, 8, cut=uneven)], passes=["overlap"])[1] == plain
+    agreeing(UNet().double(), [field(mesh, 1, 3, 12, 16)])
+    agreeing(Vision().double(), [field(mesh, 2, 3, 8, 12)])
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
+def test_whole_models(mesh):
+    run_on_ranks(whole_models, math.prod(mesh), mesh, timeout=120)
+
+
+def operators(mesh_shape):
+    from neuralop.models import TFNO
+    from torch_geometric.nn import GCNConv
+
+    mesh = mesh_of(mesh_shape)
+    torch.manual_seed(0)
+    tfno = TFNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=4, n_layers=1, rank=0.5)
+    # It computes in single precision, whatever it is given.
+    agreeing(tfno, [field(mesh, 2, 1, 12, 10, dtype=torch.float32)], tolerance=2e-4)
+    nodes = (
+        field(mesh, 11, 3, dim=0) if mesh.ndim == 1 else field(init_device_mesh("cpu", (mesh.size(),)), 11, 3, dim=0)
+    )
+    line = nodes.device_mesh
+    edges = torch.randint(11, (2, 40), generator=torch.Generator().manual_seed(1))
+    layout = Layout.of(line, [Shard(1)], edges.shape)
+    index = ShardTensor(shard(edges, layout), layout)
+    for network in (GCNConv(3, 3, add_self_loops=False, normalize=False), GCNConv(3, 3)):
+        agreeing(network.double(), [nodes, index])
+    agreeing(
+        MeshGraphNet().double(),
+        [nodes, index, field(line, 40, 3, dim=0)],
+        loss=lambda out: (out[0] ** 2).sum() + out[1].sum(),
+    )
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_operators_and_graphs(mesh):
+    run_on_ranks(operators, math.prod(mesh), mesh, timeout=120)
+
+
+# ---------------------------------------------------------------------- what a program is for
+
+
+def retraces():
+    mesh = mesh_of((2,))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Dropout(0.5), nn.BatchNorm2d(2)).double()
+    fast = eagerly(model)
+    traces = []
+
+    def ran(x, **how):
+        out = fast(x, **how)
+        traces.append(fast.forward.traces)
+        return out
+
+    x = field(mesh, 1, 1, 6, 6)
+    ran(x)
+    ran(field(mesh, 1, 1, 6, 6, seed=1))  # other values
+    ran(field(mesh, 1, 1, 6, 6, cut=[2, 4]))  # another cut
+    ran(field(mesh, 1, 1, 8, 6))  # another shape
+    with torch.no_grad():
+        ran(x)
+    fast.eval()
+    ran(x)
+    model[1].p = 0.25  # an attribute
+    ran(x)
+    model[0].weight.requires_grad_(False)
+    ran(x)
+    model[0].weight.requires_grad_(True)
+    ran(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ran(x)
+    ran(x.detach())
+    assert traces == [1, 1, 2, 3, 4, 5, 6, 7, 7, 8, 9], traces
+
+
+def test_when_it_is_traced_anew():
+    run_on_ranks(retraces, 2)
+
+
+def random_numbers():
+    mesh = mesh_of((2,))
+    x = field(mesh, 4, 3, 8, 6)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5), nn.Dropout(0.5)).double()
+    fast = eagerly(model)
+    seen = []
+    for run in (model, fast, fast):
+        torch.manual_seed(5)
+        seen.append([run(x).full_tensor() for _ in range(3)])
+    for a, b, c in zip(*seen, strict=True):
+        torch.testing.assert_close(a, b)
+        assert torch.equal(b, c)
+    assert not torch.equal(seen[1][0] == 0, seen[1][1] == 0)
+
+
+def test_random_numbers_are_those_of_the_uncompiled_step():
+    run_on_ranks(random_numbers, 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.GELU(), nn.Conv2d(3, 3, 3, padding=1))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def inside():
+    mesh = mesh_of((2,))
+    x = field(mesh, 2, 3, 8, 6)
+    agreeing(Checkpointed().double(), [x])
+
+    model = nn.Conv2d(3, 3, 3, padding=1)
+    fast = eagerly(model)
+    y = field(mesh, 2, 3, 8, 6, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b = model(y), fast(y)
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert torch.equal(a.full_tensor(), b.full_tensor())
+
+    model.double()
+
+    def step(batch, *, scale=1.0):
+        out = model(batch["x"]) * scale
+        return {"loss": (out**2).mean(), "parts": [out, batch["name"], out.full_tensor().sum()]}
+
+    quick = eagerly(step)
+    for scale in (1.0, 2.0):
+        one, two = (f({"x": x, "name": "sea"}, scale=scale) for f in (step, quick))
+        torch.testing.assert_close(whole(one["loss"]), whole(two["loss"]))
+        assert two["parts"][1] == "sea" and isinstance(two["parts"][0], ShardTensor)
+        torch.testing.assert_close(one["parts"][2], two["parts"][2])
+        model.zero_grad()
+        two["loss"].backward(retain_graph=True)
+        two["loss"].backward()
+        mine = model.weight.grad.clone()
+        model.zero_grad()
+        (2 * one["loss"]).backward()
+        torch.testing.assert_close(mine, model.weight.grad)
+    assert quick.traces == 2
+
+    def written(x, by):
+        x.mul_(by)
+        return x.sum()
+
+    with torch.no_grad():
+        for turned in (False, True):  # also where the local tensor does not lie as it did in the trace
+            one = field(mesh, 4, 6, dim=0, grad=False)
+            one = ShardTensor(one._local_tensor.t().contiguous().t(), one._layout) if turned else one
+            two = ShardTensor(one._local_tensor.clone(), one._layout)
+            written(one, 3.0)
+            torch.testing.assert_close(in_place(two, 3.0).full_tensor(), one.sum().full_tensor())
+            assert torch.equal(one.full_tensor(), two.full_tensor())
+
+
+in_place = eagerly(lambda x, by: x.mul_(by).sum())
+
+
+def test_what_a_step_may_do():
+    run_on_ranks(inside, 2, timeout=120)
+
+
+# ---------------------------------------------------------------------- with data parallelism
+
+
+def wrapped(kind):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "spatial"))
+    domain = mesh["spatial"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)).double()
+    twin = copy.deepcopy(model)
+    rank = mesh.get_local_rank("data")
+
+    def parallel(m, compiled):
+        m = eagerly(m) if compiled else m
+        if kind == "fsdp":
+            return parallelize(m, mesh, strategy="fsdp")
+        if kind == "units":
+            for child in m:
+                if list(child.parameters()):
+                    fully_shard(child, mesh=mesh["data"])
+            return fully_shard(m, mesh=mesh["data"])
+        return DDP(m, process_group=mesh.get_group("data"))
+
+    plain = parallel(model, False)
+    if kind == "units":
+        quick = shardfield.compile(parallel(twin, False), backend="aot_eager")
+    elif kind == "ddp outside":
+        quick = shardfield.compile(parallel(twin, False), backend="aot_eager")
+    else:
+        quick = parallel(twin, True)
+    losses = []
+    for m in (plain, quick):
+        optimizer = torch.optim.SGD(m.parameters(), 0.05)
+        found = []
+        for step in range(3):
+            x = field(domain, 2, 3, 8, 6, seed=10 * step + rank, grad=False)
+            loss = (m(x) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "ddp outside", "fsdp", "units"])
+def test_data_parallel(kind):
+    run_on_ranks(wrapped, 4, kind, timeout=120)
+
+
+# ---------------------------------------------------------------------- what cannot be done
+
+
+def refused():
+    mesh = mesh_of((2,))
+    x = field(mesh, 4, 6, dim=0)
+
+    def sizes(x):
+        return x * float(x.sum())
+
+    with pytest.raises(Untraceable, match="refused.<locals>.sizes cannot be traced"):
+        eagerly(sizes)(x)
+    fast = eagerly(sizes, fullgraph=False)
+    with pytest.warns(UserWarning, match="sizes runs uncompiled: .* cannot be traced") as told:
+        first = fast(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = fast(x)
+    assert len(told) == 1
+    torch.testing.assert_close(first.full_tensor(), sizes(x).full_tensor())
+    torch.testing.assert_close(again.full_tensor(), first.full_tensor())
+
+    outside = torch.ones(6, dtype=torch.float64)
+    with pytest.raises(Untraceable, match="captures the tensor 'outside'"):
+        eagerly(lambda x: x + outside)(x)
+    hidden = [outside]
+    with pytest.raises(Untraceable, match="neither an argument nor part of a module"):
+        eagerly(lambda x: x + hidden[0])(x)
+
+    class Keeps(nn.Module):
+        def forward(self, x):
+            self.last = x * 2
+            return x
+
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean().full_tensor()
+            return x - self.mean
+
+    keeps = Keeps()
+    with pytest.raises(Untraceable, match="keeps a tensor as 'last'"):
+        eagerly(keeps)(x)
+    assert not hasattr(keeps, "last")
+    with pytest.raises(Untraceable, match="'mean' of a module is given a new tensor"):
+        eagerly(Replaces())(x)
+
+    few = eagerly(lambda x: x * 2, retraces=2)
+    few(x), few(field(mesh, 6, 6, dim=0))
+    with pytest.raises(Untraceable, match="traced 2 times already"):
+        few(field(mesh, 8, 6, dim=0))
+    with pytest.raises(ValueError, match="backend 'inducto' is not one of inductor, aot_eager"):
+        shardfield.compile(sizes, backend="inducto")
+    with pytest.raises(ValueError, match="no pass is named 'twice'"):
+        shardfield.compile(sizes, passes=["twice"])
+    with pytest.raises(ValueError, match="leave dynamic=False"):
+        shardfield.compile(sizes, dynamic=True)
+    with pytest.raises(TypeError, match="a module or a function is wanted"):
+        shardfield.compile(3)
+
+    # errors of the step itself are its own, on all ranks; and values are looked at when the program runs
+    with pytest.raises(Exception, match="1 != 6|must match|cannot"):
+        eagerly(lambda x: x @ x)(x)
+    classes = eagerly(lambda x, t: F.cross_entropy(x, t))
+    scores = field(mesh, 4, 6, dim=1)
+    assert math.isfinite(classes(scores, torch.tensor([0, 1, 2, 3])).item())
+    with pytest.raises(IndexError, match="Target out of bounds"):
+        classes(scores, torch.tensor([0, 1, 2, 9]))
+    loss = classes(scores, torch.tensor([0, 1, 2, 3]))  # and goes on
+    given = scores._local_tensor
+    (once,) = torch.autograd.grad(loss._local_tensor, given, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward|not have been used in the graph"):
+        torch.autograd.grad(once.sum(), given)
+
+
+def test_what_cannot_be_done_is_said():
+    run_on_ranks(refused, 2, timeout=120)
+
+
+# ---------------------------------------------------------------------- the table, and Inductor
+
+
+ROWS = [(name, at) for name in cases.FAMILIES for at in range(0, len(cases.family(name)), 60)]
+
+
+def rows_compiled(rows, mesh):
+    found = []
+    for family, at in rows:
+        case = cases.family(family)[at]
+        case.layouts = 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* runs uncompiled")
+            found += check(case, mesh, through=functools.partial(eagerly, fullgraph=False))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_a_sample_of_the_table(mesh):
+    told = run_on_ranks(rows_compiled, math.prod(mesh), ROWS, mesh, timeout=300)
+    assert not any(told), told
+
+
+def with_inductor():
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()).double()
+    agreeing(model, [field(mesh, 1, 2, 6, 4)], backend="inductor")
+
+
+def test_inductor():
+    run_on_ranks(with_inductor, 2, timeout=300)
