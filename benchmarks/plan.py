@@ -1,0 +1,159 @@
+"""Does a plan's step time hold on real ranks? Predicted and measured, for gloo ranks on this machine.
+
+    OMP_NUM_THREADS=1 python benchmarks/plan.py [--json FILE] [--rounds 7]
+
+Predicted: the computation of a rank, measured in one process that sends nothing (times ranks over cores, where there
+are more ranks than cores), and what its messages cost, from the time that calls of each kind take on as many ranks
+with few and with many bytes. gloo's messages are carried by the same cores, so nothing is taken to hide. The shortest
+of several rounds is compared: what else runs on a machine only ever adds. On a busy machine ranks wait for each other's
+turns; then --cpu tells more: processor seconds of a rank, predicted from processor seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardfield.comm import wire
+from shardfield.planning import DEVICES, Link, Network, Subject, count, predict
+from shardfield.planning.command import PLANNED
+from shardfield.planning.step import Step, lookouts, measure
+from shardfield.planning.world import forget
+from shardfield.testing import run_on_ranks
+from shardfield.train.config import DOMAIN
+
+SIZES: dict[str, dict[str, Any]] = {
+    "unet": {"resolution": 128, "width": 16, "levels": 3, "batch_size": 4},
+    "vit": {"resolution": 128, "test_resolutions": (128,), "patch": 4, "width": 96, "layers": 2, "batch_size": 4},
+    "darcy_tfno": {"resolution": 128, "width": 32, "modes": 16, "layers": 4, "batch_size": 4},
+}
+MESHES = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (1, 2, 2)]}
+FEW, MANY = 64, 1 << 20  # numbers in a message
+
+
+def subject(name: str) -> Subject:
+    kind, outline = PLANNED[name]
+    config = kind(**SIZES[name])
+    return Subject(name, lambda: outline(config), config.batch_size)
+
+
+def shortest(call: Callable[[], Any], rounds: int, clock: Callable[[], float]) -> float:
+    """Seconds until the slowest rank is done, of the quickest round."""
+    times = []
+    for i in range(rounds + 2):
+        dist.barrier()
+        begun = clock()
+        call()
+        taken = torch.tensor(clock() - begun, dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if i > 1:
+            times.append(taken.item())
+    return min(times)
+
+
+def links(rounds: int, clock: Callable[[], float]) -> dict[str, tuple[float, float]]:
+    """On a rank: (latency, bandwidth) of a call of each kind, as the bytes that a rank sends for it are counted."""
+    warnings.simplefilter("ignore")
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    assert group is not None
+
+    def neighbours(n: int) -> tuple[Callable[[], Any], float]:
+        near = {(rank + 1) % size, (rank - 1) % size}
+        sends = [torch.zeros(n if c in near else 0) for c in range(size)]
+        return lambda: wire.exchange(sends, [t.shape for t in sends], group), 4 * n * len(near)
+
+    def all_reduce(n: int) -> tuple[Callable[[], Any], float]:
+        x = torch.zeros(n)
+        return lambda: wire.all_reduce(x, group), 8 * n * (size - 1) / size
+
+    def all_gather(n: int) -> tuple[Callable[[], Any], float]:
+        x = torch.zeros(n // size)
+        return lambda: wire.all_gather(x, [x.shape] * size, group), 4 * (n // size) * (size - 1)
+
+    def reduce_scatter(n: int) -> tuple[Callable[[], Any], float]:
+        x, out = torch.zeros(n // size * size), torch.zeros(n // size)
+        return lambda: dist.reduce_scatter_tensor(out, x), 4 * (n // size) * (size - 1)
+
+    found = {}
+    kinds = {
+        "exchange": neighbours,
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+    }
+    for kind, make in kinds.items():
+        (few, low), (many, high) = make(FEW), make(MANY)
+        quick, slow = shortest(few, 4 * rounds, clock), shortest(many, rounds, clock)
+        found[kind] = (quick, (high - low) / max(slow - quick, 1e-9))
+    return found
+
+
+def real(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], float]) -> float:
+    """On a rank: seconds of a step."""
+    warnings.simplefilter("ignore")
+    forget()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", *DOMAIN[: len(shape) - 1]))
+    return shortest(Step(subject(name), mesh).take, rounds, clock)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cpu", action="store_true", help="processor seconds, not those of the clock")
+    parser.add_argument("--models", nargs="*", default=list(SIZES))
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    clock = time.process_time if given.cpu else time.perf_counter
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    print(f"{'model':<11} {'mesh':<10} {'computes':>10} {'messages':>9} {'predicted':>10} {'measured':>10}  ratio")
+    for ranks, shapes in MESHES.items():
+        calls = {
+            kind: Link(*told) for kind, told in run_on_ranks(links, ranks, given.rounds, clock, timeout=600)[0].items()
+        }
+        network = Network(calls["exchange"], calls=calls, beside=False)
+        for name in given.models:
+            for shape in shapes:
+                rank = lookouts(shape)[0]
+                taken = run_on_ranks(real, ranks, name, shape, given.rounds, clock, timeout=600)[0]
+                alone = measure(subject(name), shape, rank, given.rounds, clock)
+                alone *= 1 if given.cpu else max(1, ranks / cores)
+                cost = predict(
+                    count(subject(name), shape, rank), DEVICES["h200"], network, alone * max(1, ranks / cores)
+                )
+                row = {
+                    "model": name,
+                    "mesh": shape,
+                    "predicted": cost.seconds,
+                    "measured": taken,
+                    "computes": cost.compute,
+                }
+                rows.append({**row, "load": os.getloadavg()[0]})
+                mesh = " x ".join(map(str, shape))
+                print(
+                    f"{name:<11} {mesh:<10} {cost.compute * 1e3:8.1f}ms {(cost.seconds - cost.compute) * 1e3:7.1f}ms "
+                    f"{cost.seconds * 1e3:8.1f}ms {taken * 1e3:8.1f}ms  {cost.seconds / taken:.2f}",
+                    flush=True,
+                )
+    within = sum(0.8 <= r["predicted"] / r["measured"] <= 1.2 for r in rows)
+    print(f"{within} of {len(rows)} within 20%; load {os.getloadavg()[0]:.1f} on {cores} cores")
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
