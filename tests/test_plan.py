@@ -224,11 +224,11 @@ def test_meshes():
 
 
 def test_the_command(capsys):
-    words = ["plan", "cnn", "--gpus", "2", "--memory", "1GB", "--batch", "2", "--height", "64"]
+    words = ["plan", "cnn", "--gpus", "2", "--memory", "1GB", "--batch", "1", "--height", "64"]
     assert cli.main(words) == 0
     told = capsys.readouterr().out
-    assert "cnn, 2 samples a step, fsdp, h200 with 1 GB" in told
-    assert "2 GPUs, 2 x 1: a rank sends" in told and "features/5" in told
+    assert "cnn, 1 samples a step, fsdp, h200 with 1 GB" in told
+    assert "2 GPUs, 1 x 2: a rank sends" in told and "features/5" in told
     assert cli.main([*words, "--json", "--memory", "1MB"]) == 1  # does not fit
     options = json.loads(capsys.readouterr().out)["answers"][0]["options"]
     assert [o["mesh"] for o in options if o["fits"]] == []
