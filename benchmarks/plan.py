@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/plan.py [--json FILE] [--rounds 7]
 
-Predicted: the computation of a rank, measured in one process that sends nothing (times ranks over cores, where there
-are more ranks than cores), and what its messages cost, from the time that calls of each kind take on as many ranks
-with few and with many bytes. gloo's messages are carried by the same cores, so nothing is taken to hide. The shortest
-of several rounds is compared: what else runs on a machine only ever adds. On a busy machine ranks wait for each other's
-turns; then --cpu tells more: processor seconds of a rank, predicted from processor seconds.
+Predicted: the computation of a rank, measured in processes that send nothing, as many at a time as there are ranks,
+which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take on as
+many ranks with few and with many bytes. gloo's messages are carried by the same cores, so nothing is taken to hide. The
+shortest of several rounds is compared: what else runs on a machine only ever adds. On a busy machine ranks wait for
+each other's turns; then --cpu tells more: processor seconds of a rank, predicted from processor seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -107,6 +109,13 @@ def real(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], flo
     return shortest(Step(subject(name), mesh).take, rounds, clock)
 
 
+def silent(name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Callable[[], float]) -> float:
+    """In a process of its own: seconds of a rank's step that sends nothing."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    return measure(subject(name), shape, rank, rounds, clock)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json")
@@ -118,6 +127,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     clock = time.process_time if given.cpu else time.perf_counter
+    pool = ProcessPoolExecutor(max(MESHES), get_context("spawn"))
     cores = len(os.sched_getaffinity(0))
     rows = []
     print(f"{'model':<11} {'mesh':<10} {'computes':>10} {'messages':>9} {'predicted':>10} {'measured':>10}  ratio")
@@ -132,9 +142,9 @@ def main() -> None:
                 taken, alone = [], []
                 for _ in range(given.turns):  # in turns, so that a busy machine slows both
                     taken.append(run_on_ranks(real, ranks, name, shape, given.rounds, clock, timeout=600)[0])
-                    alone.append(measure(subject(name), shape, rank, given.rounds, clock))
-                computes = min(alone) * (1 if given.cpu else max(1, ranks / cores))
-                cost = predict(count(subject(name), shape, rank), DEVICES["h200"], network, computes)
+                    told = [pool.submit(silent, name, shape, r, given.rounds, clock) for r in range(ranks)]
+                    alone.append(max(t.result() for t in told))
+                cost = predict(count(subject(name), shape, rank), DEVICES["h200"], network, min(alone))
                 row = {
                     "model": name,
                     "mesh": shape,

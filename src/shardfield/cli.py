@@ -134,6 +134,8 @@ def check(words: list[str]) -> int:
 def plan(words: list[str]) -> int:
     from .planning.command import command
 
+    if _rank() != 0:  # one process answers for all
+        return 0
     try:
         return command(words)
     except SystemExit as end:  # argparse or tyro has said what is wrong, or shown the help

@@ -37,7 +37,8 @@ def command(words: list[str]) -> int:
     given, rest = _parser().parse_known_args(words)
     subject = _subject(given, rest)
     device = None if given.device == "measured" else _named(given.device)
-    memory = _quantity("--memory", given.memory, BYTES) if given.memory else (device or DEVICES["h200"]).memory
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _quantity("--memory", given.memory, BYTES) if given.memory else device.memory if device else here
     within = Link(
         _quantity("--node-latency", given.node_latency, SECONDS),
         _quantity("--node-bandwidth", given.node_bandwidth, BYTES),
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("name", nargs="?", default="darcy_tfno", help=f"{', '.join(PLANNED)}, or package.module:function")
     add("--gpus", default="8", help="numbers of GPUs, e.g. 8,64,512")
-    add("--memory", help="of a GPU, e.g. 80GB; the device's by default")
+    add("--memory", help="of a GPU, e.g. 80GB; by default the device's, or this machine's")
     add("--device", default="h200", help=f"{', '.join(DEVICES)}: published numbers; or measured: on this machine")
     add("--bandwidth", default="50GB", help="a second, of a GPU to other nodes")
     add("--latency", default="10us", help="of a message to another node")
