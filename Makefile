@@ -51,7 +51,7 @@ test-models: $(VENV)/.zoo
 # Every layout of the case table, and PyTorch's whole operator database: takes a while, writes docs/op-coverage.md, and
 # fails where its numbers fall.
 sweep: setup
-	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/test_ops.py
+	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/test_ops.py tests/test_compile.py
 	$(BIN)/python tests/sweep.py --page docs/op-coverage.md
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.

@@ -28,10 +28,10 @@ LAYERS = [
     {"dispatch"},
     {"tensor"},
     {"ops", "scatter"},
-    {"compiled"},
     # Building blocks for users' own ops, and older paths of the same things.
     {"shard_utils", "neighbours"},
     {"distributed.shard_tensor", "distributed.shard_utils"},
+    {"compiled"},
     {"models", "data"},
     {"train"},
     {"parity"},

@@ -291,6 +291,7 @@ def boxed_graph(graph: Any) -> Any:
 
 def inductor_decompositions() -> dict:
     """What Inductor wants taken apart. torch 2.11-2.15; no public name."""
+    import torch._inductor.lowering  # noqa: F401 (a decomposition of pools asks for it by this name)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

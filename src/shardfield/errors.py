@@ -14,4 +14,6 @@ class WorldError(ShardfieldError):
 
 
 class Untraceable(ShardingError):
-    """A callable that cannot be written down as one program."""
+    """A callable that cannot be written down as one program. `values`: because it looks at values of tensors."""
+
+    values = False

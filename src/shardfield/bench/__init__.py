@@ -16,5 +16,6 @@ BENCHMARKS = {
     "tfno": "a layer of neuraloperator's TFNO on more and fewer ranks",
     "knn": "nearest neighbours against brute force and a tree",
     "graph": "message passing on a mesh in pieces, against gathering all nodes",
+    "compile": "a step as one program: against torch.compile on plain tensors, and with late messages",
     "train": "a training step on a cut field: scaling, reading, and what fits into memory",
 }

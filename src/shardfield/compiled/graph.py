@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
-from .._compat import merged_graph, min_cut_partition, without_modes
-from ..comm import wire
-from ..comm.agree import anyone, device_of
+from .._compat import merged_graph, min_cut_partition
 from . import passes
 from .backends import Backend
 from .messages import LAND, TIE, Writer
+from .together import Together
 
-NAMES = ("once", "buckets", "overlap")
+NAMES = ("halos", "once", "buckets", "overlap")
+TWICE = 0.1  # of the work may be done on two ranks so that layers share a halo
 
 
 class Passes:
@@ -27,14 +26,15 @@ class Passes:
         if unknown:
             raise ValueError(f"compile: no pass is named {unknown[0]!r}; there are {', '.join(NAMES)}")
 
-    def around(self, backend: Backend, writer: Writer, meshes: Sequence[DeviceMesh], done: Callable[[], None]):
+    def around(self, backend: Backend, writer: Writer, together: Together, done: Callable[[], None]):
         """What splits a joint graph, and the compilers of forward, backward and gradient-free graphs."""
         outputs = 0
 
         def prepared(graph: GraphModule, results: int, forward: int) -> GraphModule:
             done()
             chosen = [p for p in ("once", "buckets") if p in self.chosen]
-            if chosen and forward and _same_everywhere(graph, meshes):
+            # all ranks ask, for passes must change all ranks' messages alike
+            if together.traced(passes.fingerprint(graph.graph)) and chosen:
                 merge_equal(graph)
                 for name in chosen:
                     forward = getattr(passes, name)(graph.graph, forward)
@@ -64,15 +64,6 @@ class Passes:
             return backend.compile(overlapped(prepared(graph, count, writer.count)), inputs, False, count)
 
         return partition, (forward, backward, inference)
-
-
-def _same_everywhere(graph: GraphModule, meshes: Sequence[DeviceMesh]) -> bool:
-    """Whether all ranks have the same graph but for sizes, so that passes change all ranks' messages alike."""
-    mine = passes.fingerprint(graph.graph)
-    groups = [g for mesh in meshes for g in mesh.get_all_groups() if g.size() > 1]
-    with without_modes():
-        heard = [wire.gather_ints([mine], g, device_of(g)) for g in groups]
-        return not anyone([any(h != [mine] for hs in heard for h in hs)], groups)[0]
 
 
 def merge_equal(graph: GraphModule) -> None:

@@ -1,4 +1,4 @@
-"""Passes over traced graphs that make messages cheap and change nothing but time.
+"""Passes over traced graphs that make messages cheap and change nothing but time. (Another, "halos", is in `program`.)
 
 once: identical messages are sent once. buckets: small sums of gradients share a message. overlap: messages start as
 early as their contents are known, and land behind work that does not need them.

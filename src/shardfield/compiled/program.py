@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import report, tracing
-from .._compat import aot_traced, tree_flatten, tree_unflatten
+from .._compat import aot_traced, asks_for_values, tree_flatten, tree_unflatten
 from ..aliasing import LENT
+from ..comm import wire
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
 from ..names import title
+from ..shard_utils.halo_blocks import blocked, forward
 from ..tensor import ShardTensor, wrap
 from .backends import Backend
-from .graph import Passes
+from .graph import TWICE, Passes
 from .messages import Writer
 from .state import State, is_index
+from .together import Together
 from .watch import Watch
 
 
@@ -83,6 +87,7 @@ class Program:
         self._fixed = [k.value for k in self._kinds if isinstance(k, Fixed)]
         self._known = [*self._fixed, *(tensor for _, _, tensor, _ in state.fixed)]
         self._writer = Writer()
+        self._shares_halos = "halos" in passes.chosen
         self._run = self._traced(target, locals_, backend, passes)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -100,8 +105,8 @@ class Program:
     # ------------------------------------------------------------------ tracing
 
     def _traced(self, target: Callable, locals_: list[Tensor], backend: Backend, passes: Passes) -> Callable:
-        before, listening = set(LENT), report.active
-        tracing.writer, report.active = self._writer, None  # calls are counted when the program runs
+        before, listening = set(LENT), (report.active, wire.meter)
+        tracing.writer, report.active, wire.meter = self._writer, None, None  # what is counted is the program's
 
         def done() -> None:
             tracing.writer = None
@@ -109,21 +114,19 @@ class Program:
         def body(*flat: Tensor) -> tuple[Tensor, ...]:
             return tuple(self._body(target, flat))
 
-        partition, compilers = passes.around(backend, self._writer, self._meshes, done)
+        together = Together(self._meshes)
+        partition, compilers = passes.around(backend, self._writer, together, done)
         try:
-            return aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
-        except ShardfieldError:
-            raise
+            made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
+            together.done()
+            return made
         except Exception as error:
-            where = _operation(error)
-            reason = str(error).strip().splitlines() or [""]
-            raise Untraceable(
-                f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
-                f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
-            ) from error
+            done()
+            together.failed(asks_for_values(error))
+            raise _untraceable(target, error, together.values) from error
         finally:
             done()
-            report.active = listening
+            report.active, wire.meter = listening
             for waiting in set(LENT) - before:  # what waits in the trace waits for nothing outside it
                 LENT.discard(waiting)
 
@@ -140,6 +143,10 @@ class Program:
         ]
         args, kwargs = tree_unflatten(leaves, self._spec)
         with self.state.replaced(mine), Watch(self._known):
+            if self._shares_halos:
+                blocked(self.state.modules, TWICE, lean=True)
+                if getattr(target, "__func__", None) is nn.Sequential.forward:
+                    target = partial(forward, getattr(target, "__self__"), redundancy=TWICE, lean=True)  # noqa: B009
             out = target(*args, **kwargs)
         results, self._result_spec = tree_flatten(out)
         results = [r.clone() if isinstance(r, Tensor) and tracing.is_real(local(r)) else r for r in results]
@@ -172,6 +179,21 @@ class Program:
 def local(tensor: Tensor) -> Tensor:
     """A tensor as it lies on this rank."""
     return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
+
+
+def _untraceable(target: Callable, error: Exception, values: bool) -> Exception:
+    """What a failed trace is to be raised as: the library's own errors as they are."""
+    found: Exception = error
+    if not isinstance(error, ShardfieldError):
+        where = _operation(error)
+        reason = str(error).strip().splitlines() or [""]
+        found = Untraceable(
+            f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
+            f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
+        )
+    if isinstance(found, Untraceable):
+        found.values = values
+    return found
 
 
 def _operation(error: BaseException) -> str:

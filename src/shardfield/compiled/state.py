@@ -76,7 +76,7 @@ class State:
 
     def __init__(self, modules: list[nn.Module], fixed: bool = False):
         """`fixed`: tensors of integers are part of the program, not inputs of it."""
-        self._modules = modules
+        self.modules = modules
         # where each tensor is: in a dict under a name, or in a list
         self._slots: list[tuple[Any, Any]] = []
         self.fixed: list[tuple[Any, Any, Tensor, int]] = []
@@ -143,16 +143,16 @@ class State:
         kept = [held[name] for held, name in self._slots]
         for (held, name), place in zip(self._slots, self._place, strict=True):
             held[name] = tensors[place]
-        before = [dict(m.__dict__) for m in self._modules]
+        before = [dict(m.__dict__) for m in self.modules]
         try:
             yield
             for (held, name), place in zip(self._slots, self._place, strict=True):
                 if held[name] is not tensors[place]:
                     raise Untraceable(f"compile: {name!r} of a module is given a new tensor: write into it in place")
-            for module, own in zip(self._modules, before, strict=True):
+            for module, own in zip(self.modules, before, strict=True):
                 _check_new(module, own)
         finally:
-            for module, own in zip(self._modules, before, strict=True):
+            for module, own in zip(self.modules, before, strict=True):
                 module.__dict__.clear()  # what it has put away for next time is the trace's
                 module.__dict__.update(own)
             for (held, name), tensor in zip(self._slots, kept, strict=True):

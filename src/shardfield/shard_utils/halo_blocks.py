@@ -6,11 +6,12 @@ rows near a cut on both sides of it. The result is exact: cells beyond the field
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..comm import moves
 from ..comm.fetch import Halo
@@ -33,19 +34,28 @@ def halo_blocks(model: nn.Module, redundancy: float = 0.1) -> nn.Module:
 
         model = halo_blocks(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 3, padding=1)))
     """
-    for module in model.modules():
-        if isinstance(module, nn.Sequential):
-            layers = module
-            module.forward = lambda input, layers=layers: _forward(layers, input, redundancy)  # type: ignore[method-assign]
+    blocked(model.modules(), redundancy)
     return model
 
 
-def _forward(layers: nn.Sequential, input: Any, redundancy: float) -> Any:
+def blocked(modules: Iterable[nn.Module], redundancy: float, lean: bool = False) -> None:
+    """Let those of the modules that are an nn.Sequential, and run as one, run on shared halos.
+
+    `lean`: only where one halo is no more bytes than those of the layers, each for itself.
+    """
+    for module in modules:
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            if "forward" not in module.__dict__:
+                module.__dict__["forward"] = partial(forward, module, redundancy=redundancy, lean=lean)
+
+
+def forward(layers: nn.Sequential, input: Any, redundancy: float, lean: bool) -> Any:
+    """An nn.Sequential on shared halos."""
     left = list(layers)
     while left:
         run = _run(left) if isinstance(input, ShardTensor) else []
         value = input._simple_value() if run else input
-        taken = _taken(value._layout, tuple(map(_shape, run)), redundancy) if run else 0
+        taken = _taken(value._layout, tuple(map(_shape, run)), redundancy, lean) if run else 0
         if taken:
             input = _together(value, run[:taken])
         else:
@@ -76,7 +86,11 @@ def _run(layers: Sequence[nn.Module]) -> list[nn.Module]:
     found = []
     for layer in layers:
         hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        zero = type(layer) in CONVS and layer.padding_mode == "zeros" and type(layer.weight) is nn.Parameter
+        zero = (
+            type(layer) in CONVS
+            and layer.padding_mode == "zeros"
+            and not isinstance(layer.weight, (ShardTensor, DTensor))
+        )
         if hooked or not (zero or type(layer) in POINTWISE):
             break
         found.append(layer)
@@ -128,7 +142,7 @@ def _ranges(lengths: tuple[int, ...], shapes: tuple[Shape, ...], i: int) -> Rang
 
 
 @lru_cache(maxsize=1024)
-def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float) -> int:
+def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float, lean: bool) -> int:
     """How many of the layers run together: 0 if it does not pay, or if the cut is not along space alone."""
     convs = [shape for shape in shapes if shape]
     if not convs or layout.ndim != len(convs[0].kernel) + 2 or layout.is_cut(1):
@@ -146,10 +160,20 @@ def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float) 
             if dim > 1 and found is None:
                 return best
             work *= found.most if found else 1.0
-        if number > 1 and work - 1 > redundancy:
+        if number > 1 and (work - 1 > redundancy or (lean and not _leaner(layout, convs[:number]))):
             break
         best = at if number > 1 else best
     return best
+
+
+def _leaner(layout: Layout, convs: Sequence[Shape]) -> bool:
+    """Whether one halo of the first layer's input is at most what the halos of all layers' inputs are."""
+    channels, thickness, each_alone = layout.shape[1], 0, 0
+    for shape in convs:
+        cells = sum((shape.kernel[d - 2] - 1) * shape.dilation[d - 2] for d in layout.cut_dims if d > 1)
+        thickness, each_alone = thickness + cells, each_alone + cells * channels
+        channels = shape.channels
+    return thickness * layout.shape[1] <= each_alone
 
 
 def _together(input: Any, layers: Sequence[nn.Module]) -> Any:
