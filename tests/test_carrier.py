@@ -71,14 +71,16 @@ class NoDevice(carrier.Direct):
 
 def tried(config):
     group = init_device_mesh("cpu", (2,)).get_group()
-    direct, named = carrier.DIRECT, dist.get_backend_config
+    kept = carrier.DIRECT, dist.get_backend_config, carrier._serves_host
     one = torch.ones(1)
-    assert carrier._tried(one, group) is direct
-    carrier.DIRECT, dist.get_backend_config = NoDevice(), lambda group: config
+    assert carrier._tried(one, group) is carrier.STAGED  # gloo serves the CPU: it sends from there
+    carrier._serves_host = lambda group, device: False
     try:
+        assert carrier._tried(one, group) is kept[0]
+        carrier.DIRECT, dist.get_backend_config = NoDevice(), lambda group: config
         return carrier._tried(one, group) is carrier.STAGED
     finally:
-        carrier.DIRECT, dist.get_backend_config = direct, named
+        carrier.DIRECT, dist.get_backend_config, carrier._serves_host = kept
 
 
 def test_what_a_backend_can_do_is_tried():

@@ -2,7 +2,7 @@
 
 A carrier works in place on flat tensors in dtypes that backends know (`wire` sees to both). `carrier_for` chooses:
 a backend that cannot send from device to device (gloo on CUDA tensors, say) has its messages staged on the host. What
-it can do is tried once a group, never read off its name.
+it can do is not read off its name: one that serves the CPU as well is staged, any other is tried, once a group.
 """
 
 from __future__ import annotations
@@ -189,11 +189,23 @@ def known_carrier(tensor: Tensor, group: ProcessGroup) -> Carrier:
     return _of_class.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
 
 
+def _serves_host(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether one and the same backend serves the device and the CPU: then it sends what lies in the host's memory.
+
+    Such a backend is not tried: gloo takes a CUDA tensor, fails in the middle of it, and its connections are lost.
+    """
+    if "cpu:" not in dist.get_backend_config(group):
+        return False
+    return backend_class(group, torch.device("cpu")) is backend_class(group, device)
+
+
 def _tried(tensor: Tensor, group: ProcessGroup) -> Carrier:
     """Whether messages can go from device to device: one goes round the ring. Backends that cannot say so at once.
 
     NCCL wants a group's first call to be one that all its ranks make, so a sum is taken before.
     """
+    if _serves_host(group, tensor.device):
+        return STAGED
     size, coord = dist.get_world_size(group), dist.get_rank(group)
     one = torch.ones(1, device=tensor.device)
     try:

@@ -100,7 +100,8 @@ class Scheme:
     def sums(self, grad: Tensor, off: Tensor, shift: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         """Over `inner`, the sums of `grad` and of `grad * (off - shift) * rstd`; statistics are spread already."""
         seen = self.as_channels(grad), self.as_channels(off)
-        if seen[0] is None or seen[1] is None:
+        # on a device the kernel below wants a weight, and torch's own sums are as fast
+        if seen[0] is None or seen[1] is None or grad.device.type != "cpu":
             level = self.inside(grad)
             return level, (self.inside(grad * off) - shift * level) * rstd
         given = (*seen, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
