@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
@@ -156,6 +157,24 @@ def bounded():
 def test_caches_are_bounded():
     (sizes,) = run_on_ranks(bounded, 1)
     assert all(0 < n <= 16 for n in sizes), sizes
+
+
+def twins():
+    """Meshes that are equal and two objects, as in a program that lays its ranks out twice."""
+    first = mesh_of((2,))
+    second = DeviceMesh("cpu", [0, 1], mesh_dim_names=first.mesh_dim_names)
+    assert first == second
+    plain = torch.ones(19, dtype=torch.float64)
+    for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is that of the first mesh
+        layout = Layout.of(mesh, [Shard(0)], (rows, 19))
+        x = ShardTensor(torch.ones(layout.local_shape, dtype=torch.float64), layout)
+        pointwise.MEETINGS.clear()
+        assert torch.equal((x + plain).full_tensor(), torch.full(layout.shape, 2.0, dtype=torch.float64))
+        assert len(pointwise.MEETINGS) == 1
+
+
+def test_calls_are_known_on_a_mesh_that_equals_another():
+    run_on_ranks(twins, 2)
 
 
 def hit():

@@ -182,6 +182,13 @@ def retraces():
         ran(x)
     ran(x.detach())
     assert traces == [1, 1, 2, 3, 4, 5, 6, 7, 7, 8, 9], traces
+    again = copy.deepcopy(fast)
+    again[0].weight.data.zero_()
+    assert not torch.equal(again(x).full_tensor(), fast(x).full_tensor())
+    assert again.forward.traces == 1 and fast.forward.traces == 9
+    scaled = eagerly(lambda x, by: x * by)
+    assert torch.signbit(scaled(x, 0.0)).full_tensor().ne(torch.signbit(scaled(x, -0.0)).full_tensor()).all()
+    assert scaled.traces == 2 and eagerly(eagerly(model))(x).shape == x.shape[:1] + (2,) + x.shape[2:]
 
 
 def test_when_it_is_traced_anew():

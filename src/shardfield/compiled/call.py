@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,7 +62,10 @@ def compile(
         return model_or_step
     fast = object.__new__(type(model_or_step))
     fast.__dict__ = dict(model_or_step.__dict__)
-    fast.__dict__["forward"] = Compiled(model_or_step.forward.__func__.__get__(fast), *how)
+    forward: Any = model_or_step.forward
+    if isinstance(forward, types.MethodType):
+        forward = forward.__func__.__get__(fast)
+    fast.__dict__["forward"] = Compiled(forward, *how)
     return fast
 
 
@@ -84,6 +89,7 @@ class Compiled:
         self.__name__ = getattr(target, "__name__", type(target).__name__)
         self.__qualname__ = getattr(target, "__qualname__", self.__name__)
         self.__doc__ = target.__doc__
+        self.__wrapped__ = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if tracing.writer is not None:  # inside another program that is being traced
@@ -98,8 +104,16 @@ class Compiled:
         made = self._trace(key, leaves, spec)
         return self._target(*args, **kwargs) if made is None else made.run(leaves)
 
+    def __deepcopy__(self, memo: dict) -> Compiled:
+        """A copy has its own target, and traces anew."""
+        return Compiled(copy.deepcopy(self._target, memo), self._backend, self._passes, self._fullgraph, self._retraces)
+
+    def __reduce__(self) -> tuple:
+        return Compiled, (self._target, self._backend, self._passes, self._fullgraph, self._retraces)
+
     def _key(self, leaves: list[Any], spec: Any) -> tuple:
-        found: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state()]
+        found: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()]
+        found += autocast_state()
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, ShardTensor):
@@ -113,7 +127,7 @@ class Compiled:
             elif isinstance(leaf, Tensor):
                 found += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
             else:
-                found += (type(leaf), leaf if _hashable(leaf) else id(leaf))
+                found += (type(leaf), _named(leaf))
         return tuple(found)
 
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
@@ -152,9 +166,12 @@ class Compiled:
         self._eager.add(key)
 
 
-def _hashable(value: Any) -> bool:
+def _named(value: Any) -> Any:
+    """What stands in a key for an argument that is no tensor; programs keep it, so that no other gets its id."""
+    if isinstance(value, float):
+        return value.hex()  # 0.0 is not -0.0, and nan is nan
     try:
         hash(value)
     except TypeError:
-        return False
-    return True
+        return id(value)
+    return value

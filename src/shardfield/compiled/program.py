@@ -123,6 +123,10 @@ class Program:
         except Exception as error:
             done()
             together.failed(asks_for_values(error))
+            if isinstance(error, Untraceable):
+                error.values = together.values
+            if isinstance(error, ShardfieldError):
+                raise
             raise _untraceable(target, error, together.values) from error
         finally:
             done()
@@ -181,18 +185,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
 
 
-def _untraceable(target: Callable, error: Exception, values: bool) -> Exception:
-    """What a failed trace is to be raised as: the library's own errors as they are."""
-    found: Exception = error
-    if not isinstance(error, ShardfieldError):
-        where = _operation(error)
-        reason = str(error).strip().splitlines() or [""]
-        found = Untraceable(
-            f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
-            f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
-        )
-    if isinstance(found, Untraceable):
-        found.values = values
+def _untraceable(target: Callable, error: Exception, values: bool) -> Untraceable:
+    """What a failed trace is raised as."""
+    where = _operation(error)
+    reason = str(error).strip().splitlines() or [""]
+    found = Untraceable(
+        f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
+        f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
+    )
+    found.values = values
     return found
 
 

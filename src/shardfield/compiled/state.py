@@ -43,6 +43,8 @@ def _collect(target: Any, roots: list[nn.Module], seen: set[int]) -> None:
     elif isinstance(target, types.MethodType):
         _collect(target.__self__, roots, seen)
         _collect(target.__func__, roots, seen)
+    elif hasattr(target, "__wrapped__") and not isinstance(target, types.FunctionType):
+        _collect(target.__wrapped__, roots, seen)
     elif isinstance(target, types.FunctionType):
         captured = inspect.getclosurevars(target)
         for name, value in {**captured.globals, **captured.nonlocals}.items():

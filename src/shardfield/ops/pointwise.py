@@ -202,7 +202,7 @@ def meet(key: tuple | None, table: dict[Any, Meeting], find: Callable) -> Meetin
     if key is None or mesh is None:
         return None
     layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key)
-    if any(x.partial or x.mesh is not mesh for x in layouts):
+    if any(x.partial or (x.mesh is not mesh and x.mesh != mesh) for x in layouts):
         return None
     how = find(layouts)
     if len(table) >= BOUND:
