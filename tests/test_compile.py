@@ -327,6 +327,25 @@ def test_data_parallel(kind):
     run_on_ranks(wrapped, 4, kind, timeout=120)
 
 
+def by_torch_alone():
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    for model in (Residual(), Vision()):
+        model = model.double()
+        twin, seen = copy.deepcopy(model), []
+        for run in (model, torch.compile(twin, backend="eager")):
+            x = field(mesh, 2, 3, 8, 12)
+            loss = (run(x) ** 2).sum()
+            loss.backward()
+            seen.append([loss.full_tensor(), x.grad.full_tensor()])
+        for a, b in zip(*seen, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_torch_compile_is_right_on_shard_tensors():
+    run_on_ranks(by_torch_alone, 2, timeout=120)
+
+
 # ---------------------------------------------------------------------- what cannot be done
 
 

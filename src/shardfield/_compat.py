@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # torch 2.11-2.15: `Function.apply` as torch has it (a classmethod in 2.13, a C method descriptor in 2.15), before
 # `bridge` replaces it. Reached through the class's __dict__ because an attribute access would bind it.
@@ -71,6 +73,20 @@ def hooks_on_saving() -> bool:
 def without_modes() -> Any:
     """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+def left_alone(function: F) -> F:
+    """Have torch.compile look neither into a function nor into what it calls, at no cost to any other call of it.
+
+    torch 2.11-2.15: what `torch.compiler.disable` does by a wrapper, which costs every call and imports the compiler.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shardfield.compile traces what is done with ShardTensors"
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def process_group(name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import operands, report
-from ._compat import open_body
+from ._compat import left_alone, open_body
 from .errors import ShardingError
 from .execute import Handler, planned
 from .gather import gathered as gathered
@@ -103,6 +103,7 @@ def register_named(name: str, function_handler: Handler) -> None:
     _RESOLVED.clear()
 
 
+@left_alone
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
     found = TABLE.get(func)

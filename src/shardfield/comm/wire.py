@@ -203,13 +203,19 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
     first = tuple(shapes[0])
     if any(tuple(s) != first for s in shapes):
         return exchange([tensor] * size, shapes, group)
+    return list(all_gather_even(tensor, group).unbind(0))
+
+
+def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's tensor, all of one shape, stacked by coord."""
     if tracing.writer is not None:
-        return list(tracing.writer.all_gather(tensor, group)().unbind(0))
-    out = tensor.new_empty((size, *first))
+        return tracing.writer.all_gather(tensor, group)()
+    size = dist.get_world_size(group)
+    out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
         carrier_for(out, group).all_gather(_on_wire(out), _on_wire(_packed(tensor)), group)
         _sent("all_gather", 1, (size - 1) * _nbytes(tensor))
-    return list(out.unbind(0))
+    return out
 
 
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:

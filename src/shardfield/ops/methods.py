@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import override_modes, overrides_on
+from .._compat import left_alone, override_modes, overrides_on
 from ..dispatch import TABLE, call
 from ..tensor import ShardTensor
 
@@ -29,7 +29,7 @@ def direct(func: Any) -> Callable:
         return func(self, *args, **kwargs)
 
     method.__name__, method.__doc__ = func.__name__, func.__doc__
-    return method
+    return left_alone(method)
 
 
 def install() -> None:
