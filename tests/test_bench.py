@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import time
 
 import pytest
@@ -106,6 +107,16 @@ def test_machines_stand_side_by_side(tmp_path):
     assert "commit abc, load 0.5 when it began." in text
     assert "Not measured there: PhysicsNeMo: not installed." in text
     assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text
+
+
+def test_every_benchmark_can_be_started_as_a_file(monkeypatch):
+    for name in BENCHMARKS:
+        asked = []
+        monkeypatch.setattr(cli, "main", asked.append)
+        monkeypatch.setattr("sys.argv", [f"{name}.py", "--quick"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+        assert asked == [["bench", name, "--quick"]]
 
 
 def test_the_page_is_made_of_the_files():
