@@ -165,6 +165,34 @@ def replace_function_apply(apply: Any) -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
+# torch 2.11-2.15: the identity that modules with full backward hooks put around what they compute. No public name.
+module_hook_function = torch.nn.modules._functions.BackwardHookFunction
+
+
+def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any, Callable], Callable]) -> None:
+    """Have hooks that are registered on a Function's nodes be what `change(node, hook)` makes of them.
+
+    torch 2.11-2.15: the class of the nodes has no public name.
+    """
+    nodes: Any = function._backward_cls  # type: ignore[attr-defined]
+    nodes.register_hook = lambda self, hook: super(nodes, self).register_hook(change(self, hook))
+
+
+def check_old_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+    """Call `check(module, inputs, result)` when a module with hooks of `register_backward_hook` was called.
+
+    torch 2.11-2.15: it hooks the node behind the result, whatever that is, and then looks whether to warn. No public
+    name; can go when `register_backward_hook` goes.
+    """
+    warn = torch.nn.Module._maybe_warn_non_full_backward_hook
+
+    def checked(self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
+        check(self, inputs, result)
+        warn(self, inputs, result, grad_fn)
+
+    torch.nn.Module._maybe_warn_non_full_backward_hook = checked  # type: ignore[method-assign]
+
+
 def tensor_getter(name: str, method: str = "__get__") -> Any:
     """The function object under which `__torch_function__` sees an attribute of Tensor being read (or set).
 

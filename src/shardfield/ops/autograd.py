@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from .._compat import function_apply, replace_function_apply
+from .._compat import function_apply, module_hook_function, replace_function_apply
 from ..comm import moves
 from ..dispatch import admit, handler, map_tensors, replicated, run_backward, seeded
 from ..plan import groups
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
+from .hooks import pass_through
 
 
 @handler(torch.autograd.backward)
@@ -150,6 +151,8 @@ def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     if not needed or not torch.is_grad_enabled():
         return plain(*args, **kwargs)
+    if function is module_hook_function:
+        return pass_through(*args)
 
     def across(value: Any) -> Any:
         if isinstance(value, ShardTensor) and value.requires_grad:
