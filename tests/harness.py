@@ -8,6 +8,8 @@ what it returns is a list of complaints, empty when all is well.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import random
 import traceback
 import warnings
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, strict
@@ -27,7 +29,9 @@ from shardfield.dispatch import run_backward
 from shardfield.layout import Layout
 from shardfield.redistribute import redistribute
 
-MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+# Where the rows run: `SHARDFIELD_DEVICE=cuda pytest tests/test_ops.py` takes the table to a GPU, which all ranks share.
+DEVICE = os.environ.get("SHARDFIELD_DEVICE", "cpu")
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)] if DEVICE == "cpu" else [(1,), (1, 1), (2,), (4,), (2, 2)]
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _swap(value: Any, take: Callable[[T], Any]) -> Any:
         return type(value)(_swap(v, take) for v in value)
     if isinstance(value, dict):
         return {k: _swap(v, take) for k, v in value.items()}
-    return value
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
 
 # ---------------------------------------------------------------------- layouts
@@ -138,7 +142,15 @@ def _swap(value: Any, take: Callable[[T], Any]) -> Any:
 
 @lru_cache
 def mesh_of(shape: tuple[int, ...]):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("h", "w", "d")[: len(shape)])
+    """A mesh over all ranks of the world. One rank alone uses its device's own backend; several on one GPU cannot."""
+    names = ("h", "w", "d")[: len(shape)]
+    if DEVICE != "cpu":
+        torch.get_device_module(DEVICE).set_device(dist.get_rank() % torch.get_device_module(DEVICE).device_count())
+    if DEVICE == "cpu" or math.prod(shape) > 1:
+        return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+    groups = [dist.new_group(backend=dist.get_default_backend_for_device(DEVICE)) for _ in shape]
+    given: Any = groups if len(shape) > 1 else groups[0]
+    return DeviceMesh.from_group(given, DEVICE, torch.zeros(shape, dtype=torch.int), mesh_dim_names=names)
 
 
 def draw_cut(size: int, parts: int, rng: random.Random) -> list[int]:
@@ -200,7 +212,7 @@ def check(case: Case, mesh_shape: tuple[int, ...], seed: int = 0, through: Calla
 def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Callable | None = None) -> list[str]:
     generator = torch.Generator().manual_seed(1234)
     tensors = [t for t in _leaves((case.args, list(case.kwargs.values()))) if isinstance(t, T)]
-    values = [t.make(generator) for t in tensors]
+    values = [t.make(generator).to(DEVICE) for t in tensors]
     cuttable = [i for i, t in enumerate(tensors) if t.cut != ()]
     alone = rng.choice(cuttable) if cuttable else 0
     together = number % 2 == 0
@@ -228,7 +240,10 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
     sent = [0, 0]
     wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
     try:
-        with gathers_quietly() if case.gather else strict():
+        with gathers_quietly() if case.gather else strict(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*Triggered internally"
+            )  # what torch's own kernels say, on one device too
             got = _call(case, got_in) if through is None else through(partial(_call, case))(got_in)
     except ShardingError as error:
         got_error, got = error, None
@@ -245,7 +260,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
     if failed:
         return failed
     if ref_error is not None:
-        if through is not None and isinstance(ref_error, NotImplementedError):
+        if (through is not None or DEVICE != "cpu") and isinstance(ref_error, NotImplementedError):
             return []  # other kernels may do what one device's cannot
         return [] if got_error is not None else [f"{label}: one device raises {ref_error!r}, this did not"]
     if got_error is not None:
@@ -325,7 +340,7 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got) -> list[str]:
     if anyone(bool(out)) or not pairs:
         return out
     generator = torch.Generator().manual_seed(99)
-    seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r, _ in pairs]
+    seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator).to(DEVICE) for r, _ in pairs]
     torch.autograd.backward([r for r, _ in pairs], seeds)
     run_backward([g for _, g in pairs], seeds, None, False, None)
     for i, (r, g) in enumerate(zip(ref_in, got_in, strict=True)):

@@ -23,7 +23,7 @@ LAYERS = [
     {"plan", "spec"},
     {"redistribute", "aliasing"},
     {"operands"},
-    {"gather", "lockstep"},
+    {"gather", "lockstep", "reading"},
     {"execute"},
     {"dispatch"},
     {"tensor"},

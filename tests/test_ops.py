@@ -8,20 +8,21 @@ import os
 import pytest
 
 import cases
-from harness import MESHES, check
+from harness import DEVICE, MESHES, check
 from shardfield.testing import run_on_ranks
 
 # What `make test` has time for: a few layouts of each row, on tiles and on one of the other meshes in turn. With
 # SHARDFIELD_LAYOUTS, as `make sweep` sets it, that many layouts (or what a row asks for) on every mesh. One rank alone
-# is left to test_rules.py, which runs every row there.
+# is left to test_rules.py, which runs every row there, on the CPU.
 LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", "2"))
 EVERY = "SHARDFIELD_LAYOUTS" in os.environ
+ALONE = [mesh for mesh in MESHES if math.prod(mesh) == 1 and DEVICE != "cpu"]
 LINES = [mesh for mesh in MESHES if len(mesh) == 1 and math.prod(mesh) > 1]
-TILES = [mesh for mesh in MESHES if len(mesh) > 1]
+TILES = [mesh for mesh in MESHES if len(mesh) > 1 and math.prod(mesh) > 1]
 
 
 def meshes(at: int) -> list[tuple[int, ...]]:
-    return [*(LINES if EVERY else [LINES[at % len(LINES)]]), *TILES]
+    return [*ALONE, *(LINES if EVERY else [LINES[at % len(LINES)]]), *TILES]
 
 
 CALLS = [(name, at, mesh) for name in cases.FAMILIES for at in range(len(cases.family(name))) for mesh in meshes(at)]

@@ -53,7 +53,7 @@ def rule(
     def register(planner: Callable) -> Callable:
         for function in functions:
             for alias in _spellings(function, exact):
-                TABLE[alias] = planned(planner, partial, merged)
+                TABLE[alias] = planned(planner, partial, merged, torchs=True)
                 RULES[alias] = planner
         return planner
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import operands, tracing
 from ._compat import autocast_on, autocast_state
@@ -26,6 +25,7 @@ from .layout import Layout
 from .names import title
 from .operands import admit, mesh_of, write_out
 from .plan import Operand, Plan, groups
+from .reading import READERS, reader_of
 from .redistribute import redistribute
 from .tracing import same_memory
 
@@ -38,10 +38,11 @@ PLANS_BOUND = 8192
 class Ready:
     """A plan bound to the positions of its tensors."""
 
-    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks")
+    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks", "itself")
 
-    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand]):
+    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], itself: str = ""):
         self.plan, self.local = plan, plan.local
+        self.itself = itself  # how the function can be called with its own arguments instead, if it can; see `_itself`
         self.layout: Any = plan.layout
         self.marks = plan.copied or plan.view or plan.may_view
         self.slots: list[tuple[bool, Any]] = []
@@ -106,7 +107,20 @@ class Ready:
                 arguments.append(locals_[value])
             else:
                 arguments.append([locals_[v] if is_one else v for is_one, v in value])
-        out = self.local(*arguments)
+        return self._laid_out(self.local(*arguments), base, source)
+
+    def call(self, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        """The function itself, where `itself` says so: one rank has all there is, and nothing is left to a rule."""
+        if self.itself == "each":
+            out = func(*locals_, *args[len(locals_) :], **kwargs)
+        else:
+            out = func(locals_, *args[1:], **kwargs)
+        if self.layout.__class__ is Layout:
+            return operands.wrap(out, self.layout)
+        return self._laid_out(out, locals_[0], None)
+
+    def _laid_out(self, out: Any, base: Tensor, source: Any) -> Any:
+        """What was computed, each tensor of it under its layout."""
         layout = self.layout
         if layout is None:
             return out
@@ -146,21 +160,32 @@ class Ready:
         return result
 
 
-def planned(planner: Callable, partial: bool, merged: bool) -> Handler:
-    """The handler that runs calls by a planner; the flags say if it copes with Partial operands and merged dims."""
+def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False) -> Handler:
+    """The handler that runs calls by a planner; the flags say if it copes with Partial operands and merged dims.
+
+    torchs: what is called is always a function of torch, so that one rank may leave a call to the function itself.
+    """
     signature = inspect.signature(planner)
     wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
 
     def run(func, types, args, kwargs):
-        key = [func, *autocast_state()] if autocast_on() else [func]
-        given: list[Tensor] = []
-        quick = None
-        if _read(args, key, given) and (not kwargs or _read(kwargs.values(), key, given)):
-            if kwargs:
-                key += kwargs
-            quick = tuple(key)
-            ready = PLANS.get(quick)
+        if kwargs:
+            kinds = (func, *map(type, args), *kwargs, *map(type, kwargs.values()))
+            reader = READERS.get(kinds) or reader_of(kinds, args, kwargs)
+            known = reader.read(*args, *kwargs.values())
+        else:
+            kinds = (func, *map(type, args))
+            reader = READERS.get(kinds) or reader_of(kinds, args, kwargs)
+            known = reader.read(*args)
+        quick: tuple = ()
+        if known is not None:
+            quick, given = known
+            if autocast_on():
+                quick += autocast_state()
+            ready = reader.plans.get(quick)
             if ready is not None:
+                if ready.itself:
+                    return ready.call(func, given, args, kwargs)
                 return ready.run(given, args[0] if args else kwargs.get("input"))
         if "out" in kwargs:
             return _into_out(run, func, types, args, kwargs)
@@ -178,13 +203,16 @@ def planned(planner: Callable, partial: bool, merged: bool) -> Handler:
         except TypeError:  # an argument that cannot be a key: plan anew
             ready, found = None, ()
         if ready is None:
-            ready = _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts)
+            alone = torchs and mesh.size() == 1
+            ready = _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
             if ready is None:
                 return gathered(func, types, args, kwargs)
             if found:
                 _remember(found, ready)
-        if quick is not None and all(a is b for a, b in zip(locals_, given, strict=True)):
-            _remember(quick, ready)  # the operands came as they are: next time they need no admission
+        if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
+            reader.remember(quick, ready)  # the operands came as they are: next time they need no admission
+        if ready.itself:
+            return ready.call(func, locals_, args, kwargs)
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
     return run
@@ -207,38 +235,6 @@ def _scan(values: Iterable[Any], partial: bool, merged: bool, mesh: Any, key: li
             key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
 
 
-# what stands in a key as itself
-_STATIC = {int, float, bool, str, complex, type(None), torch.dtype, torch.Size}
-
-
-def _read(values: Iterable[Any], key: list[Any], locals_: list[Tensor]) -> bool:
-    """Add ShardTensors, plain tensors and simple arguments, as they are, to a key, and the tensors to `locals_`.
-
-    False if there is anything else. A plan is stored under such a key only if admission changes none of the operands.
-    """
-    for value in values:
-        kind = value.__class__
-        if kind is operands.ShardTensor:
-            key.append(value._layout)
-            key.append(value._dtype)
-            locals_.append(value._local_tensor)
-        elif kind is Tensor or kind is Parameter:
-            key.append(value.shape)
-            key.append(value.dtype)
-            locals_.append(value)
-        elif kind in _STATIC:
-            key.append(kind)
-            key.append(value)
-        elif kind is list or kind is tuple:
-            key.append(kind)
-            key.append(len(value))
-            if not _read(value, key, locals_):
-                return False
-        else:
-            return False
-    return True
-
-
 def _remember(key: tuple, ready: Ready) -> None:
     PLANS[key] = ready
     if len(PLANS) > PLANS_BOUND:
@@ -249,7 +245,29 @@ def _remember(key: tuple, ready: Ready) -> None:
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
-def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) -> Ready | None:
+# arguments that rules know and torch does not
+_OURS = {"borders", "smoothing"}
+
+
+def _itself(plan: Plan, args: tuple, kwargs: dict, count: int) -> str:
+    """How to call the function on one rank: its `count` tensors first ("each"), as one list ("list"), or not at all."""
+
+    def tensors(value: Any) -> int:
+        if isinstance(value, (list, tuple)):
+            return sum(map(tensors, value))
+        return isinstance(value, Tensor)
+
+    if plan.own or plan.copied or plan.view or plan.may_view or kwargs.keys() & _OURS:
+        return ""
+    if not count or tensors(tuple(kwargs.values())):
+        return ""
+    if all(isinstance(v, Tensor) for v in args[:count]) and not tensors(args[count:]):
+        return "each"
+    first = args[0] if args else None
+    return "list" if isinstance(first, (list, tuple)) and len(first) == tensors(first) == count else ""
+
+
+def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone) -> Ready | None:
     pairs = zip(locals_, layouts, strict=True)
     tensors = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
     left = iter(tensors)
@@ -278,7 +296,7 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts) ->
     if plan is None:
         return None
     names = dict(bound.arguments)
-    return Ready(plan, names, tensors)
+    return Ready(plan, names, tensors, _itself(plan, args, kwargs, len(tensors)) if alone else "")
 
 
 def _into_out(run, func, types, args, kwargs):

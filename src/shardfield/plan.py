@@ -63,6 +63,7 @@ class Plan:
     joined: groups of dims of the first tensor that become one: whether that is a view, memory decides.
     unsure: the pieces' memory may not tell on all ranks; then ranks agree when someone writes.
     narrows: the results are slices of a cut dim of the first tensor.
+    own: not what torch's function would give where one rank has all there is: random numbers by global index, say.
     """
 
     local: Callable[..., Any]
@@ -76,6 +77,7 @@ class Plan:
     unsure: bool = False
     narrows: bool = False
     takes: Sequence[str] = ()
+    own: bool = False
 
 
 def groups(layout: Layout, axes: Sequence[int]) -> tuple[ProcessGroup, ...]:

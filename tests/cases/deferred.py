@@ -25,7 +25,7 @@ def centre(x, weight, shift_back=fft.ifftshift, s=None, norm="forward"):
         kept.append(slice(n // 2 - m // 2, n // 2 - m // 2 + m))
     if real:
         kept[-1] = slice(None, weight.shape[-1])
-    out = torch.zeros([x.shape[0], weight.shape[1], *sizes], dtype=C)
+    out = torch.zeros([x.shape[0], weight.shape[1], *sizes], dtype=C, device=x.device)
     out[tuple(kept)] = torch.einsum("bi...,io...->bo...", spectrum[tuple(kept)], weight)
     if shifted:
         out = shift_back(out, dim=shifted)
@@ -36,7 +36,8 @@ def corners(x, first, second):
     """Two blocks at the ends of the spectrum, as the first Fourier neural operators wrote it."""
     m, n = first.shape[2:]
     spectrum = fft.rfft2(x)
-    out = torch.zeros(x.shape[0], first.shape[1], x.shape[2], x.shape[3] // 2 + 1, dtype=C)
+    shape = x.shape[0], first.shape[1], x.shape[2], x.shape[3] // 2 + 1
+    out = torch.zeros(shape, dtype=C, device=x.device)
     out[:, :, :m, :n] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :n], first)
     out[:, :, -m:, :n] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :n], second)
     return fft.irfft2(out, s=x.shape[2:])
@@ -44,7 +45,7 @@ def corners(x, first, second):
 
 def four_corners(x, weights):
     spectrum = fft.rfftn(x, dim=(2, 3, 4))
-    out = torch.zeros(*x.shape[:4], x.shape[4] // 2 + 1, dtype=C)
+    out = torch.zeros(*x.shape[:4], x.shape[4] // 2 + 1, dtype=C, device=x.device)
     low, high = slice(None, 1), slice(-1, None)
     for i, (a, b) in enumerate([(low, low), (high, low), (low, high), (high, high)]):
         out[:, :, a, b, :2] = spectrum[:, :, a, b, :2] * weights[i]
@@ -54,7 +55,7 @@ def four_corners(x, weights):
 def filled(x, start, *blocks, s=None, dim=(-2, -1), undo=fft.irfft2):
     """A spectrum of `start` with blocks of another's modes, inverted."""
     spectrum = fft.rfft2(x)
-    out = torch.full(spectrum.shape, start, dtype=C)
+    out = torch.full(spectrum.shape, start, dtype=C, device=x.device)
     for a, b in blocks:
         out[..., a, b] = spectrum[..., a, b] * 2
     return undo(out, s=s, dim=dim)
@@ -80,7 +81,7 @@ def written(x):
 
 def put_after_shift(x):
     spectrum = fft.rfft2(x)
-    out = torch.zeros(spectrum.shape, dtype=C)
+    out = torch.zeros(spectrum.shape, dtype=C, device=x.device)
     out[..., :1, :1] = spectrum[..., :1, :1]
     out = fft.fftshift(out, dim=-2)
     out[..., :1, 1:2] = spectrum[..., 1:2, 1:2]
@@ -90,7 +91,7 @@ def put_after_shift(x):
 def kept_twice(x):
     """One spectrum put together, inverted, and used otherwise."""
     spectrum = fft.rfft2(x)
-    out = torch.zeros(spectrum.shape, dtype=C)
+    out = torch.zeros(spectrum.shape, dtype=C, device=x.device)
     out[..., :2, :2] = spectrum[..., :2, :2]
     return fft.irfft2(out), out.abs(), fft.ifft2(out), fft.irfft2(out, s=(7, 9)), out[..., 1, :]
 
@@ -225,7 +226,7 @@ def field_written(x):
 def hermitian(x, w):
     """The inverse in two steps, the first column and the last made real between them."""
     spectrum = fft.rfft2(x)
-    out = torch.zeros(spectrum.shape, dtype=C)
+    out = torch.zeros(spectrum.shape, dtype=C, device=x.device)
     out[..., :2, :2] = spectrum[..., :2, :2] * w
     out[..., -2:, :2] = spectrum[..., -2:, :2] * w
     rows = fft.ifftn(out, s=[x.shape[-2]], dim=[-2])

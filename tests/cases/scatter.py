@@ -73,7 +73,7 @@ def into_zeros(name, *args, **kwargs):
 
 def into_plain(index, src):
     """Into a plain tensor, in place, which is read again."""
-    out = torch.zeros(5, 3, dtype=src.dtype)
+    out = torch.zeros(5, 3, dtype=src.dtype, device=src.device)
     same = out.index_add_(0, index, src)
     assert same is out
     return out * 2

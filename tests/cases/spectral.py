@@ -36,7 +36,7 @@ def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=Fa
     weight = weight[tuple(chosen)]
     kept = spectrum[tuple(slices)]
     mixed = kept * weight if weight.ndim == order + 1 else torch.einsum("bi...,io...->bo...", kept, weight)
-    out = torch.zeros([x.shape[0], mixed.shape[1], *sizes], dtype=mixed.dtype)
+    out = torch.zeros([x.shape[0], mixed.shape[1], *sizes], dtype=mixed.dtype, device=x.device)
     out[tuple(slices)] = mixed
     goal = list(output_shape or grid)
     if compat:
@@ -66,7 +66,9 @@ def forward(x, dims, modes, norm=None):
         return truncated_fft(x, dims, modes, norm)
     spectrum = torch.fft.fftn(x, dim=dims, norm=norm)
     for d, kept in zip(dims, modes, strict=True):
-        spectrum = spectrum.index_select(d, torch.tensor([k % x.shape[d] for k in kept], dtype=torch.int64))
+        spectrum = spectrum.index_select(
+            d, torch.tensor([k % x.shape[d] for k in kept], dtype=torch.int64, device=x.device)
+        )
     return spectrum
 
 
@@ -78,7 +80,7 @@ def inverse(y, dims, modes, sizes, norm=None, real=False):
         length = n // 2 + 1 if real and d == dims[-1] else n
         shape = list(y.shape)
         shape[d] = length
-        y = y.new_zeros(shape).index_add(d, torch.tensor([k % n for k in kept]), y)
+        y = y.new_zeros(shape).index_add(d, torch.tensor([k % n for k in kept], device=y.device), y)
     return (torch.fft.irfftn if real else torch.fft.ifftn)(y, s=sizes, dim=dims, norm=norm)
 
 

@@ -76,7 +76,7 @@ def attention(
     operands = {"query": way.query, "key": way.key, "value": way.value}
     if way.mask is not None:
         operands["attn_mask"] = way.mask
-    return Plan(local=local, layout=way.result, operands=operands)
+    return Plan(local=local, layout=way.result, operands=operands, own=dropout_p > 0)
 
 
 _planned = TABLE[F.scaled_dot_product_attention]

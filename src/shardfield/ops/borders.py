@@ -146,7 +146,9 @@ def pick_up(function: Any, nd: int, modes: tuple[str, ...] = ("reflect", "replic
 def _picking_up(handler: Callable, nd: int, modes: tuple[str, ...]) -> Callable:
     def call(func, types, args, kwargs):
         input = args[0] if args else kwargs.get("input")
-        waiting = input.__dict__.get("_deferred") if input.__class__ is ShardTensor else None
+        if input.__class__ is not ShardTensor or "_deferred" not in input.__dict__:
+            return handler(func, types, args, kwargs)
+        waiting: Any = input.__dict__["_deferred"]
         if not isinstance(waiting, Padded) or "out" in kwargs:
             return handler(func, types, args, kwargs)
         if any(d < -nd or mode not in modes for d, mode, *_ in waiting.borders):
