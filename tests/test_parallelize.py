@@ -14,6 +14,8 @@ from shardfield import ShardTensor, explain, scatter_tensor
 from shardfield.testing import run_on_ranks
 from shardfield.train import clip_grad_norm_, no_sync, parallel, parallelize
 from shardfield.train.complex_params import SUFFIX
+from shardfield.train.cuts import cut_dim, padded
+from shardfield.train.ema import Average
 
 SIZES = {1: [9], 2: [6, 3], 4: [4, 0, 3, 2]}  # rows of a field of 9 x 8
 
@@ -38,7 +40,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, a position embedding that is cut with the field, and a head on replicated values."""
+    """Two blocks, a position embedding that is cut with the field, and a head on replicated values.
+
+    FSDP cuts the position, the head and the phases along dims other than the first, where these divide by the ranks.
+    """
 
     def __init__(self, width: int = 4):
         super().__init__()
@@ -47,13 +52,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, 3)
         self.unused_here = nn.Parameter(torch.ones(3))
+        self.phases = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
 
     def forward(self, x):
         x = self.lift(x) + self.position
         for block in self.blocks:
             x = block(x)
         pooled = x.mean((-2, -1))
-        return self.head(pooled) * self.unused_here, x
+        return self.head(pooled) * self.unused_here + torch.view_as_real(self.phases).prod(-1).sum(-1), x
 
 
 def seeded() -> Net:
@@ -82,6 +88,7 @@ def reference(samples: int, steps: int = 5, accumulate: int = 1, clip: float | N
     model = seeded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     norms = []
+    means = {n: p.detach().clone() for n, p in model.named_parameters()}
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(accumulate):
@@ -89,12 +96,14 @@ def reference(samples: int, steps: int = 5, accumulate: int = 1, clip: float | N
         if clip is not None:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
         optimizer.step()
-    return {n: p.detach() for n, p in model.named_parameters()}, norms
+        for n, p in model.named_parameters():
+            means[n] = 0.9 * means[n] + 0.1 * p.detach()
+    return {n: p.detach() for n, p in model.named_parameters()}, norms, means
 
 
-def whole(model) -> dict[str, torch.Tensor]:
+def whole(named) -> dict[str, torch.Tensor]:
     found = {}
-    for name, p in model.named_parameters():
+    for name, p in named:
         value = p.full_tensor() if isinstance(p, DTensor) else p
         name = name.removeprefix("module.")
         if name.endswith(SUFFIX):
@@ -116,7 +125,7 @@ def train(shape, strategy, accumulate=1, clip=None, **options):
     torch.manual_seed(dist.get_rank())  # rank 0's parameters are what counts
     model = seeded() if dist.get_rank() == 0 else Net().double()
     model = parallelize(model, mesh, strategy=strategy, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer, average = torch.optim.AdamW(model.parameters(), lr=0.01), Average(model, 0.9)
     mine = [2 * mesh.get_local_rank("data"), 2 * mesh.get_local_rank("data") + 1]
     norms = []
     for step in range(5):
@@ -129,9 +138,16 @@ def train(shape, strategy, accumulate=1, clip=None, **options):
         if clip is not None:
             norms.append(clip_grad_norm_(model, clip))
         optimizer.step()
-    expected, expected_norms = reference(2 * shape[0], accumulate=accumulate, clip=clip)
+        average.update()
+    expected, expected_norms, means = reference(2 * shape[0], accumulate=accumulate, clip=clip)
     torch.testing.assert_close(norms, expected_norms)
-    got = whole(model)
+    same(whole(model.named_parameters()), expected)
+    with average.in_place():
+        same(whole(model.named_parameters()), means)
+    same(whole((n.removeprefix("ema."), mean) for n, mean in average.means.items()), means)
+
+
+def same(got, expected):
     assert got.keys() == expected.keys()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
@@ -161,7 +177,7 @@ def test_accumulation_clipping_and_checkpointing():
 def tiles():
     """The domain on two mesh axes: a field cut into tiles."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "h", "w"))
-    expected, _ = reference(2, steps=2)
+    expected, _, _ = reference(2, steps=2)
     for strategy in ("fsdp", "ddp", "hsdp"):
         model = parallelize(seeded(), mesh, strategy=strategy, domain=("h", "w"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -170,12 +186,34 @@ def tiles():
             optimizer.zero_grad()
             loss_of(model, scatter_tensor(x, 0, mesh["h", "w"], [Shard(2), Shard(3)]), y).backward()
             optimizer.step()
-        for name, value in whole(model).items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        same(whole(model.named_parameters()), expected)
 
 
 def test_a_domain_of_tiles():
     run_on_ranks(tiles, 4, timeout=120)
+
+
+def dims_that_are_cut(shape):
+    """Each parameter lies along the first dim that the ranks divide, or else along dim 0, filled up."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
+    for strategy, ranks, expected in (
+        ("fsdp", 4, {"position": 1, "head.weight": 1, "head.bias": 0, "phases_real_pair": 0, "lift.weight": 0}),
+        ("hsdp", 2, {"position": 1, "head.weight": 1, "head.bias": 0, "phases_real_pair": 2, "lift.weight": 0}),
+    ):
+        model = parallelize(seeded(), mesh, strategy=strategy)
+        dims = {n: p.placements[-1].dim for n, p in model.named_parameters()}
+        assert expected.items() <= dims.items()
+        for p in model.parameters():
+            assert dims and (p.shape[p.placements[-1].dim] % ranks == 0 or p.placements[-1].dim == 0)
+            assert p.to_local().numel() <= padded(p.shape, ranks) // ranks
+    with pytest.warns(UserWarning, match=r"4 ranks divide no dim of weight \(1, 1000001\), .* 12.0 MB in every gather"):
+        parallelize(nn.Linear(1000001, 1, bias=False), mesh, sync=False)
+
+
+def test_a_dim_that_the_ranks_divide_is_cut():
+    run_on_ranks(dims_that_are_cut, 4, (2, 2))
+    assert cut_dim((8, 16), 8) == 0 and cut_dim((9, 16), 8) == 1 and cut_dim((9, 15), 8) == 0
+    assert padded((8, 16), 8) == padded((1, 128), 8) == 128 and padded((9, 15), 8) == 240 and padded((0, 5), 4) == 0
 
 
 def messages_of_a_step():

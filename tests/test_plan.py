@@ -92,6 +92,20 @@ def test_a_thousand_ranks(name):
     assert works[1] < works[0] / 5
 
 
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_parameters_travel_as_they_are_on_a_thousand_ranks(strategy):
+    """Of a transformer's parameters none is filled up much: the position (1, tokens, channels) is cut by its tokens."""
+    sizes = dict(resolution=1024, test_resolutions=(1024,), patch=16, width=768, layers=1, batch_size=8)
+    vit = subject("vit", sizes, strategy)
+    with hollow():
+        weigh = sum(p.numel() * p.element_size() for p in vit.outline().model.parameters())
+    kinds = count(vit, (8, 128), 5).kinds
+    gathered, reduced = (kinds[f"parameters: {kind}"][1] for kind in ("all_gather", "reduce_scatter"))
+    assert 1.8 * weigh < gathered < 2 * 1.2 * weigh  # forward and backward
+    assert 0.9 * weigh < reduced < 1.2 * weigh
+
+
 # ---------------------------------------------------------------------- the world
 
 

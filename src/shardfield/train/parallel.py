@@ -18,6 +18,7 @@ from ..comm.defer import average_later
 from ..scatter import sync_module_over_mesh
 from .buckets import Buckets
 from .complex_params import real_pairs
+from .cuts import cuts, warn_of_filling
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
 UNIT = 1 << 20  # numbers in a module below which gathering it by itself costs more time than it saves memory
@@ -161,9 +162,11 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
 def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: list[ProcessGroup], reshard: bool):
     from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
 
-    for module in units:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    ranks = mesh.size(-1)
+    if not tracing.hollow:  # who only counts reads it in the bytes
+        warn_of_filling(model, ranks)
+    for module in [*units, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=cuts(ranks))
     # FSDP puts whole parameters in place of its own when a module is called; they are made at the first call.
     held: set[nn.Module] = set()
     for module in [*units, model]:
