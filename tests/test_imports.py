@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src"
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
     {"_compat"},
-    {"errors", "tracing"},
+    {"errors", "tracing", "fused"},
     {"testing"},
     {"layout", "distributed", "names"},
     {"comm", "report"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import texts
 from harness import MESHES, Case, T, check, mesh_of, shard
 from shardfield import ShardTensor, dispatch, explain, knn, partition_points, radius_search
 from shardfield.dispatch import run_backward
@@ -174,73 +175,18 @@ def test_the_kernel_is_for_cuda():
     assert not kernel.takes(x, x, 2)
 
 
-class Block(torch.Tensor):
-    """A tensor that is converted as Triton's blocks are."""
-
-    def to(self, dtype, bitcast=False):
-        return self.view(dtype) if bitcast else super().to(dtype)
-
-
-class Pointer:
-    """Memory as a kernel sees it: an address plus a block of offsets."""
-
-    def __init__(self, memory, offset=0):
-        self.memory, self.offset = memory, offset
-
-    def __add__(self, offset):
-        return Pointer(self.memory, self.offset + offset)
-
-    def load(self, mask, other):
-        assert bool((self.offset[mask] < self.memory.numel()).all())
-        return torch.where(mask, self.memory.flatten()[torch.where(mask, self.offset, 0)], other).as_subclass(Block)
-
-    def store(self, block, mask):
-        mask, place = torch.broadcast_tensors(mask, self.offset)
-        self.memory.view(-1)[place[mask].as_subclass(torch.Tensor)] = block[mask].as_subclass(torch.Tensor)
-
-
-class Language:
-    """What the kernel uses of Triton's language, one program at a time."""
-
-    int32, int64, float32, constexpr = torch.int32, torch.int64, torch.float32, None
-    where, static_range = torch.where, range
-
-    def __init__(self, *ids):
-        self.program_id = ids.__getitem__
-
-    arange = staticmethod(lambda a, b: torch.arange(a, b).as_subclass(Block))
-    zeros = staticmethod(lambda shape, dtype: torch.zeros(shape, dtype=dtype).as_subclass(Block))
-    max = staticmethod(lambda x, dim: x.amax(dim))
-    min = staticmethod(lambda x, dim: x.amin(dim))
-    minimum = staticmethod(lambda a, b: a if a < b else b)
-    load = staticmethod(lambda pointer, mask, other: pointer.load(mask, other))
-    store = staticmethod(lambda pointer, block, mask: pointer.store(block, mask))
-
-
-def grid_of(blocks, parts):
-    """Runs the kernel's text for each program of a grid, in place of a device."""
-
-    def launch(points, queries, keys, *sizes, num_warps, enable_fp_fusion, **constants):
-        assert not enable_fp_fusion  # else distances differ in the last bit from those of all other ways
-        for a in range(blocks):
-            for b in range(parts):
-                kernel.tl = Language(a, b)
-                kernel._search(Pointer(points), Pointer(queries), Pointer(keys), *sizes, **constants)
-
-    return launch
-
-
 @pytest.mark.parametrize("kind", ["normal", "lattice"])
 @pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
 def test_the_text_of_the_kernel(n, m, features, k, kind, monkeypatch):
     """The kernel's own lines on a CPU: which points it keeps, and in what order."""
-    monkeypatch.setattr(kernel, "_kernel", lambda: type("Grid", (), {"__getitem__": lambda _, g: grid_of(*g)})())
+    monkeypatch.setattr(kernel, "jit", texts.jit)
     monkeypatch.setattr(kernel, "tl", None)
     monkeypatch.setattr(kernel, "TILE", 16)
     monkeypatch.setattr(kernel, "QUERIES", 4)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
     squares, index = kernel.nearest(points, queries, k)
+    assert texts.options["enable_fp_fusion"] is False  # else distances differ in the last bit from all other ways
     want, distance = all_pairs_knn(points, queries, k)
     assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
 

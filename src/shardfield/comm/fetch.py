@@ -73,22 +73,20 @@ class Halo(NamedTuple):
 
     def start(self, block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> wire.Pending[Tensor]:
         """Send what peers ask of `block` (widened by the strips of `earlier` dims); brings this rank's strip."""
-        sends = [
-            _flat([_turned(_widened(block, earlier, piece), piece) for piece in pieces], block.new_empty(0))
-            for pieces in self.route.send
-        ]
         shape = list(block.shape)
         for halo, _ in earlier:
             shape[halo.dim] += halo.before + halo.after
         shape[self.dim] = self.before + self.after
-        counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.recv]
-        pending = self._exchange(sends, counts)
+        asked = [[_turned(_widened(block, earlier, p), p) for p in pieces] for pieces in self.route.send]
+        pending = self._exchange(asked, self.route.recv, block, shape)
 
         def land() -> Tensor:
-            strip = block.new_empty(shape)
-            for pieces, flat in zip(self.route.recv, pending.wait(), strict=True):
-                _each(pieces, flat, strip, lambda part, received: part.copy_(received))
-            return strip
+            # in the order of the strip, by one call
+            parts = sorted(self._rows(self.route.recv, pending.wait()), key=lambda found: found[0].box)
+            rows = [part for _, part in parts]
+            return (
+                torch.cat(rows, self.dim) if len(rows) > 1 else rows[0].contiguous() if rows else block.new_empty(shape)
+            )
 
         return wire.Pending((), (), land)
 
@@ -96,45 +94,44 @@ class Halo(NamedTuple):
         self, strip_grad: Tensor, block_shape: Sequence[int], earlier: Sequence[Halo]
     ) -> wire.Pending[list[tuple[Piece, Tensor]]]:
         """Send a strip's gradient to the rows' owners; brings what this rank's rows get, piece by piece."""
-        sends = [_flat([p.of(strip_grad) for p in pieces], strip_grad.new_empty(0)) for pieces in self.route.recv]
         shape = list(block_shape)
         for halo in earlier:
             shape[halo.dim] += halo.before + halo.after
-        counts = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in self.route.send]
-        pending = self._exchange(sends, counts)
+        asked = [[p.of(strip_grad) for p in pieces] for pieces in self.route.recv]
+        pending = self._exchange(asked, self.route.send, strip_grad, shape)
 
         def land() -> list[tuple[Piece, Tensor]]:
-            found = []
-            for pieces, flat in zip(self.route.send, pending.wait(), strict=True):
-                at = 0
-                for piece in pieces:
-                    size = torch.Size(piece.shape(shape))
-                    found.append((piece, _turned(flat[at : at + size.numel()].view(size), piece)))
-                    at += size.numel()
-            return found
+            return [(piece, _turned(part, piece)) for piece, part in self._rows(self.route.send, pending.wait())]
 
         return wire.Pending((), (), land)
 
-    def _exchange(self, sends: list[Tensor], counts: Sequence[Sequence[int]]) -> wire.Pending[list[Tensor]]:
+    def _exchange(
+        self, asked: list[list[Tensor]], comes: Sequence[Sequence[Piece]], like: Tensor, shape: Sequence[int]
+    ) -> wire.Pending[list[Tensor]]:
+        """Send `asked[c]` to coord c and receive its pieces `comes[c]` of a block of `shape`.
+
+        Rows travel row by row, one peer's behind the other's, so that one call packs what goes to all of them.
+        """
+        rows = [part.movedim(self.dim, 0) for parts in asked for part in parts]
+        others = [n for d, n in enumerate(shape) if d != self.dim]
+        packed = torch.cat(rows) if len(rows) > 1 else rows[0].contiguous() if rows else like.new_empty([0, *others])
+        sends = list(packed.split([sum(part.shape[self.dim] for part in parts) for parts in asked]))
         if self.group is None:
             return wire.Pending((), (), lambda: sends)
-        return wire.start_exchange(sends, counts, self.group)
+        counts = [sum(piece.box[0][2] for piece in pieces) for pieces in comes]
+        return wire.start_exchange(sends, [(n, *others) for n in counts], self.group)
+
+    def _rows(self, comes: Sequence[Sequence[Piece]], received: Sequence[Tensor]) -> list[tuple[Piece, Tensor]]:
+        """What came, piece by piece, as views of it."""
+        found = []
+        for pieces, rows in zip(comes, received, strict=True):
+            parts = rows.split([piece.box[0][2] for piece in pieces]) if pieces else ()
+            found += [(piece, part.movedim(0, self.dim)) for piece, part in zip(pieces, parts, strict=True)]
+        return found
 
 
 def _turned(rows: Tensor, piece: Piece) -> Tensor:
     return rows.flip(piece.flip) if piece.flip else rows
-
-
-def _flat(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in parts]) if len(parts) > 1 else parts[0].reshape(-1) if parts else empty
-
-
-def _each(pieces: Sequence[Piece], flat: Tensor, target: Tensor, do) -> None:
-    at = 0
-    for piece in pieces:
-        part = piece.of(target)
-        do(part, flat[at : at + part.numel()].view(part.shape))
-        at += part.numel()
 
 
 def _widened(block: Tensor, earlier: Sequence[tuple[Halo, Tensor]], piece: Piece) -> Tensor:

@@ -9,13 +9,14 @@ best, as long as it is smaller.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-tl: Any = None  # Triton's language: imported when it is first needed, as that takes long
+from ..fused.jit import jit
+
+tl: Any = None  # see jit.py
 
 MOST = 64  # neighbours; more are found pair by pair
 FEATURES = 16
@@ -27,7 +28,7 @@ def takes(points: Tensor, queries: Tensor, k: int) -> bool:
     """Whether the kernel can do it. Its offsets are 32 bits wide."""
     features = points.shape[1]
     fits = points.dtype is torch.float32 and k <= MOST and features <= FEATURES and points.numel() < 1 << 31
-    return points.is_cuda and fits and queries.numel() < 1 << 31 and _kernel() is not None
+    return points.is_cuda and fits and queries.numel() < 1 << 31 and jit(_search) is not None
 
 
 def nearest(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -39,26 +40,13 @@ def nearest(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     slots = max(2, 1 << (k - 1).bit_length())
     keys = torch.empty(m, parts, slots, dtype=torch.int64, device=points.device)
     with torch.cuda.device(points.device):
-        _kernel()[(blocks, parts)](
+        jit(_search)[(blocks, parts)](
             points.T.contiguous(), queries.contiguous(), keys, n, m, length, parts,
             FEATURES=features, SLOTS=slots, QUERIES=QUERIES, TILE=TILE, num_warps=WARPS,
             enable_fp_fusion=False,  # a fused multiply-add rounds once where everything else rounds twice
         )  # fmt: skip
     best = keys.view(m, -1).sort(1)[0][:, :k]
     return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
-
-
-@cache
-def _kernel() -> Any:
-    """The kernel, or None: torch without CUDA comes without Triton."""
-    global tl
-    try:
-        import triton
-        import triton.language as language
-    except ImportError:
-        return None
-    tl = language
-    return triton.jit(_search)
 
 
 def _search(

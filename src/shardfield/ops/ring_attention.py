@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm import moves, wire
 from ..comm.moves import Groups
 from ..comm.ring import Ring, all_blocks, pack, send_home, unpack, visit
+from ..fused import fold as fused
 from ..layout import Span
 from . import kernels
 from .kernels import finite
@@ -225,6 +226,8 @@ def _forward(work: Work, q, k, v, mask, where, key) -> tuple[Tensor, Tensor]:
 
 def _fold(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take a block's share into what earlier blocks gave, in place: a mean weighted by exp(lse)."""
+    if fused.takes(out, lse, part, part_lse):
+        return fused.fold(out, lse, part, part_lse)
     weight = torch.sigmoid(part_lse - lse).nan_to_num_(0)  # no number: where neither has seen anything
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
