@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import cases
 import shardfield
 from harness import check, mesh_of, shard, whole
-from shardfield import ShardTensor, explain, parallelize
-from shardfield.errors import Untraceable
+from shardfield import ShardTensor, explain, parallelize, scatter_tensor, tracing
+from shardfield.compiled import passes
+from shardfield.errors import ShardingError, Untraceable
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from test_graphs import MeshGraphNet
@@ -427,6 +429,125 @@ def refused():
 
 def test_what_cannot_be_done_is_said():
     run_on_ranks(refused, 2, timeout=120)
+
+
+# ---------------------------------------------------------------------- a trace that fails on some ranks
+
+
+PLACES = ("before", "between", "after", "swallowed", "values", "backward", "graph", "backend")
+
+
+def failing_on_some(mesh_shape):
+    """A step that sends messages while it is traced, and whose trace fails on one rank, here or there."""
+    mesh = mesh_of(mesh_shape)
+    x = field(mesh, 8, 6, dim=0)
+    me, ranks = dist.get_rank(), mesh.size()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, now):
+            ctx.now = now
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.now:
+                raise ValueError("in backward")
+            return grad, None
+
+    def step(x, at, who):
+        def here(place):
+            if place == at and me == who and tracing.writer is not None:
+                raise ValueError(f"it fails {place}")
+
+        def again(x):
+            return ShardTensor.from_local(x.to_local() * 2, mesh, x.placements)  # a message for each axis
+
+        here("before")
+        x = again(x)
+        here("between")
+        try:
+            here("swallowed")
+            x = again(x)
+        except ValueError:
+            pass
+        x = again(x)
+        if at == "values" and me == who and tracing.writer is not None:
+            float(x.sum())
+        here("after")
+        now = at == "backward" and me == who and tracing.writer is not None
+        return (ShardTensor(Fails.apply(x._local_tensor, now), x._layout) ** 2).sum()
+
+    expected = whole(step(x, "", 0).detach())
+    plain, gone = passes.fingerprint, []
+    for number, at in enumerate(PLACES):
+        who = (number + 1) % ranks
+
+        def fingerprint(graph, fails=(at == "graph" and me == who)):
+            if fails:
+                raise ValueError("no graph")
+            return plain(graph)
+
+        def backend(graph, inputs, fails=(at == "backend" and me == who)):
+            if fails:
+                raise ValueError("no code")
+            return graph
+
+        passes.fingerprint = fingerprint
+        try:
+            fast = shardfield.compile(step, backend=backend, fullgraph=False)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                mine = x.detach().requires_grad_()
+                found = fast(mine, at, who)
+        finally:
+            passes.fingerprint = plain
+        said = [str(w.message) for w in told if "runs uncompiled" in str(w.message)]
+        # what is said elsewhere is what that rank has to say
+        if len(said) != 1 or (me != who and at != "swallowed" and f"rank {who}: " not in said[0]):
+            gone.append((at, who, said))
+        torch.testing.assert_close(whole(found.detach()), expected)
+        found.backward()
+        torch.testing.assert_close(whole(mine.grad), whole(2 * 8 * 8 * x.detach()))
+    fast = eagerly(step)
+    torch.testing.assert_close(whole(fast(x, "", 0).detach()), expected)
+    assert fast.traces == 1
+    with pytest.raises(Untraceable, match="cannot be traced"):  # and on all ranks, where it is an error
+        eagerly(step)(x, "between", ranks - 1)
+
+    # Integers that are part of the program: all ranks try again with them, though one alone has looked at a value.
+    def looks(x, index):
+        return x * (index.max().item() if me == ranks - 1 else 5)
+
+    fast = eagerly(looks)
+    assert torch.equal(whole(fast(x, torch.tensor([1, 5]))), whole(looks(x, torch.tensor([1, 5]))))
+    with pytest.raises(Untraceable, match="over a mesh that none of the arguments"):
+        eagerly(lambda x: ShardTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim))(torch.ones(3))
+    with pytest.raises(ShardingError, match="program"):
+        eagerly(lambda x, y: x + scatter_tensor(y, 0, mesh, x.placements))(x, torch.ones(8, 6))
+    return gone
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_a_trace_that_fails_on_one_rank_fails_on_all(mesh):
+    told = run_on_ranks(failing_on_some, math.prod(mesh), mesh, timeout=100)
+    assert not any(told), told
+
+
+def many_messages():
+    mesh = mesh_of((2, 2))
+    x = field(mesh, 8, 6, dim=0)
+
+    def step(x):
+        for _ in range(40):
+            x = ShardTensor.from_local(x.to_local() * 1, mesh, x.placements)
+        return x
+
+    assert torch.equal(whole(eagerly(step)(x)), whole(x))
+
+
+def test_messages_while_tracing_do_not_wait_for_pythons_lock():
+    run_on_ranks(many_messages, 4, timeout=60)
 
 
 # ---------------------------------------------------------------------- the table, and Inductor

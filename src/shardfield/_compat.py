@@ -70,9 +70,15 @@ def hooks_on_saving() -> bool:
     return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
 
 
-def without_modes() -> Any:
-    """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name."""
-    return torch.utils._python_dispatch._disable_current_modes()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name.
+
+    The Python dispatcher, which a trace switches on, is off in it too: it holds Python's lock during every C++ call. A
+    message would then wait in gloo for a lock of a thread that frees the message before it, which waits for Python's.
+    """
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 def left_alone(function: F) -> F:

@@ -7,7 +7,7 @@ it can do is not read off its name: one that serves the CPU as well is staged, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -164,13 +164,17 @@ DIRECT = Direct()
 STAGED = Staged(DIRECT)
 # Carries everything while it is set, whatever the tensors are on.
 override: Carrier | None = None
+# Called with the group before each message, while ranks trace a program: one that has failed sends no more of them.
+meeting: Callable[[ProcessGroup], None] | None = None
 
 _chosen: dict[tuple[ProcessGroup, str], Carrier] = {}
 _of_class: dict[tuple[type, str], Carrier] = {}
 
 
 def carrier_for(tensor: Tensor, group: ProcessGroup) -> Carrier:
-    """The carrier of a tensor's messages; all ranks of the group ask together."""
+    """The carrier of a message, asked for right before it is sent; all ranks of the group ask together."""
+    if meeting is not None:
+        meeting(group)
     if override is not None:
         return override
     kind = tensor.device.type
@@ -184,6 +188,8 @@ def carrier_for(tensor: Tensor, group: ProcessGroup) -> Carrier:
 
 def known_carrier(tensor: Tensor, group: ProcessGroup) -> Carrier:
     """The carrier where not all ranks of the group can be asked: that of another group with such a backend."""
+    if meeting is not None:
+        raise ShardingError("pieces that one rank hands to the others cannot be part of a program: do this before")
     if override is not None or tensor.device.type == "cpu":
         return override or DIRECT
     return _of_class.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)

@@ -84,7 +84,7 @@ class Compiled:
         self._target, self._backend, self._passes = target, backend, passes
         self._fullgraph, self._retraces = fullgraph, retraces
         self._programs: dict[Any, list[Program]] = {}
-        self._eager: set[Any] = set()
+        self._eager: dict[Any, list[Any]] = {}  # with the arguments, so that no other gets the id of one of them
         self.traces = 0
         self.__name__ = getattr(target, "__name__", type(target).__name__)
         self.__qualname__ = getattr(target, "__qualname__", self.__name__)
@@ -132,7 +132,9 @@ class Compiled:
 
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
         if self.traces >= self._retraces:
-            self._give_up(key, f"it has been traced {self.traces} times already, for other layouts, shapes or flags")
+            self._give_up(
+                key, leaves, f"it has been traced {self.traces} times already, for other layouts, shapes or flags"
+            )
             return None
         self.traces += 1
         try:
@@ -140,7 +142,7 @@ class Compiled:
         except Untraceable as error:
             if self._fullgraph:
                 raise
-            self._give_up(key, str(error))
+            self._give_up(key, leaves, str(error))
             return None
         self._programs.setdefault(key, []).insert(0, program)
         return program
@@ -158,12 +160,12 @@ class Compiled:
                 raise
             return Program(self._target, state, *how, fixed=True)
 
-    def _give_up(self, key: tuple, reason: str) -> None:
+    def _give_up(self, key: tuple, leaves: list[Any], reason: str) -> None:
         if self._fullgraph:
             raise Untraceable(f"compile: {self.__qualname__}: {reason}")
         if not self._eager:
             warnings.warn(f"{self.__qualname__} runs uncompiled: {reason}", stacklevel=4)
-        self._eager.add(key)
+        self._eager[key] = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
 
 def _named(value: Any) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import report, tracing
 from .._compat import aot_traced, asks_for_values, tree_flatten, tree_unflatten
@@ -15,6 +16,7 @@ from ..comm import wire
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
 from ..names import title
+from ..ops import asked, homes
 from ..shard_utils.halo_blocks import blocked, forward
 from ..tensor import ShardTensor, wrap
 from .backends import Backend
@@ -23,6 +25,8 @@ from .messages import Writer
 from .state import State, is_index
 from .together import Together
 from .watch import Watch
+
+REMEMBERED: tuple[dict, ...] = (homes._CUTS, asked.HOMES)  # what rules remember of calls, the same on all ranks
 
 
 class Static:
@@ -83,7 +87,8 @@ class Program:
         self._strides = [t.stride() for t in locals_]
         layouts = [k for k in [*self._kinds, *self._of_state] if isinstance(k, Layout)]
         layouts += [k.value._layout for k in self._kinds if isinstance(getattr(k, "value", None), ShardTensor)]
-        self._meshes = list(dict.fromkeys(x.mesh for x in layouts))
+        given = [k.value for k in self._kinds if isinstance(k, Static) and isinstance(k.value, DeviceMesh)]
+        self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *given]))
         self._fixed = [k.value for k in self._kinds if isinstance(k, Fixed)]
         self._known = [*self._fixed, *(tensor for _, _, tensor, _ in state.fixed)]
         self._writer = Writer()
@@ -116,18 +121,21 @@ class Program:
 
         together = Together(self._meshes)
         partition, compilers = passes.around(backend, self._writer, together, done)
+        remembered = [dict(table) for table in REMEMBERED]
         try:
-            made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
-            together.done()
+            with together.meeting():
+                made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
+                together.done()
             return made
         except Exception as error:
             done()
-            together.failed(asks_for_values(error))
-            if isinstance(error, Untraceable):
-                error.values = together.values
-            if isinstance(error, ShardfieldError):
+            found = _failure(target, error, together)
+            for table, entries in zip(REMEMBERED, remembered, strict=True):  # ranks may have come to different places
+                table.clear()
+                table.update(entries)
+            if found is error:
                 raise
-            raise _untraceable(target, error, together.values) from error
+            raise found from error
         finally:
             done()
             report.active, wire.meter = listening
@@ -185,16 +193,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
 
 
-def _untraceable(target: Callable, error: Exception, values: bool) -> Untraceable:
-    """What a failed trace is raised as."""
+def _failure(target: Callable, error: Exception, together: Together) -> Exception:
+    """What a failed trace is raised as; all ranks ask."""
+    own = isinstance(error, ShardfieldError) and not isinstance(error, Untraceable)  # an error of the step itself
+    found = error if isinstance(error, ShardfieldError) else _untraceable(target, error)
+    reason = together.failed(asks_for_values(error), own, str(found))
+    if together.heard or (own and not together.unanimous):
+        found = Untraceable(f"compile: {_named(target)} cannot be traced on all ranks. {reason}")
+    if isinstance(found, Untraceable):
+        found.values = together.values
+    return found
+
+
+def _untraceable(target: Callable, error: Exception) -> Untraceable:
     where = _operation(error)
     reason = str(error).strip().splitlines() or [""]
-    found = Untraceable(
-        f"compile: {getattr(target, '__qualname__', type(target).__name__)} cannot be traced"
-        f"{f', at {where}' if where else ''}: {type(error).__name__}: {reason[0]}"
+    return Untraceable(
+        f"compile: {_named(target)} cannot be traced{f', at {where}' if where else ''}: "
+        f"{type(error).__name__}: {reason[0]}"
     )
-    found.values = values
-    return found
+
+
+def _named(target: Callable) -> str:
+    return getattr(target, "__qualname__", type(target).__name__)
 
 
 def _operation(error: BaseException) -> str:
