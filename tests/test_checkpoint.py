@@ -21,10 +21,9 @@ from shardfield.train import (
     Checkpoints,
     full_state_dict,
     load_full_state_dict,
-    parallelize,
     storage,
 )
-from test_parallelize import batch, field, loss_of, seeded
+from test_parallelize import batch, field, loss_of, parallelize, seeded
 
 
 def begin(shape, strategy):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +12,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import shardfield
 from shardfield import ShardTensor, explain, scatter_tensor
 from shardfield.testing import run_on_ranks
-from shardfield.train import clip_grad_norm_, no_sync, parallel, parallelize
+from shardfield.train import clip_grad_norm_, cuts, no_sync, parallel
 from shardfield.train.complex_params import SUFFIX
-from shardfield.train.cuts import cut_dim, padded
+from shardfield.train.cuts import cut_dim, filling
 from shardfield.train.ema import Average
 
 SIZES = {1: [9], 2: [6, 3], 4: [4, 0, 3, 2]}  # rows of a field of 9 x 8
@@ -60,6 +63,15 @@ class Net(nn.Module):
             x = block(x)
         pooled = x.mean((-2, -1))
         return self.head(pooled) * self.unused_here + torch.view_as_real(self.phases).prod(-1).sum(-1), x
+
+
+def parallelize(*args, **options):
+    """`shardfield.parallelize`, with parameters cut along other dims than the first however small they are."""
+    before, cuts.SAVED = cuts.SAVED, 1
+    try:
+        return shardfield.parallelize(*args, **options)
+    finally:
+        cuts.SAVED = before
 
 
 def seeded() -> Net:
@@ -204,16 +216,18 @@ def dims_that_are_cut(shape):
         dims = {n: p.placements[-1].dim for n, p in model.named_parameters()}
         assert expected.items() <= dims.items()
         for p in model.parameters():
-            assert dims and (p.shape[p.placements[-1].dim] % ranks == 0 or p.placements[-1].dim == 0)
-            assert p.to_local().numel() <= padded(p.shape, ranks) // ranks
-    with pytest.warns(UserWarning, match=r"4 ranks divide no dim of weight \(1, 1000001\), .* 12.0 MB in every gather"):
-        parallelize(nn.Linear(1000001, 1, bias=False), mesh, sync=False)
+            assert p.shape[p.placements[-1].dim] % ranks == 0 or p.placements[-1].dim == 0
+    with warnings.catch_warnings(record=True) as told:
+        shardfield.parallelize(nn.Linear(1000001, 1, bias=False), mesh, sync=False)
+    expected = ["4 ranks divide no dim of weight (1, 1000001), so that FSDP fills it up with 12.0 MB in every gather"]
+    assert [str(w.message)[13:].split(" (12.0")[0] for w in told] == ([] if dist.get_rank() else expected)
 
 
 def test_a_dim_that_the_ranks_divide_is_cut():
     run_on_ranks(dims_that_are_cut, 4, (2, 2))
-    assert cut_dim((8, 16), 8) == 0 and cut_dim((9, 16), 8) == 1 and cut_dim((9, 15), 8) == 0
-    assert padded((8, 16), 8) == padded((1, 128), 8) == 128 and padded((9, 15), 8) == 240 and padded((0, 5), 4) == 0
+    assert cut_dim((800, 1600), 8) == 0 and cut_dim((9, 16000), 8) == 1 and cut_dim((900, 1500), 8) == 0
+    assert cut_dim((9, 16), 8) == cut_dim((0, 16), 8) == 0  # not worth it
+    assert filling(torch.empty(900, 1500), 8) == 4 * 4 * 1500 and filling(torch.empty(9, 16000), 8) == 0
 
 
 def messages_of_a_step():

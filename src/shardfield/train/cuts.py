@@ -10,41 +10,48 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-WASTE = 1 << 20  # bytes of filling in one gather of a parameter that are worth a word
+# Bytes in a gather that another dim must save: FSDP copies such pieces once more, by a few calls in each step.
+SAVED = 1 << 16
+WASTE = 1 << 20  # bytes of filling in one gather that are worth a word
 
 
-def cut_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dim along which a parameter in pieces for `ranks` ranks has the fewest bytes: the first of several.
+def cut_dim(shape: Sequence[int], ranks: int, itemsize: int = 4) -> int:
+    """The dim to cut for `ranks` ranks: 0, or the first that they divide where this spares many bytes of filling.
 
-    >>> cut_dim((1024, 3), 8), cut_dim((1, 4096, 64), 1024), cut_dim((3, 5, 2), 2), cut_dim((3, 5), 2)
-    (0, 1, 2, 0)
+    >>> cut_dim((1024, 512), 8), cut_dim((1, 4096, 64), 1024), cut_dim((3, 5), 1024), cut_dim((1, 64), 64)
+    (0, 1, 0, 0)
     """
+    if (_filled(shape, 0, ranks) - math.prod(shape)) * itemsize < SAVED:
+        return 0
     return next((dim for dim, n in enumerate(shape) if n % ranks == 0), 0)
 
 
-def padded(shape: Sequence[int], ranks: int) -> int:
-    """The numbers that all pieces of a parameter have together, filling included."""
-    dim = cut_dim(shape, ranks)
+def _filled(shape: Sequence[int], dim: int, ranks: int) -> int:
+    """The numbers that all pieces of a parameter have together, cut along a dim and filled up."""
     return math.prod(-(-n // ranks) * ranks if d == dim else n for d, n in enumerate(shape))
+
+
+def filling(parameter: Tensor, ranks: int) -> int:
+    """The bytes in a gather of a parameter that are not its own."""
+    shape, itemsize = parameter.shape, parameter.element_size()
+    return (_filled(shape, cut_dim(shape, ranks, itemsize), ranks) - parameter.numel()) * itemsize
 
 
 def cuts(ranks: int) -> Callable[[Tensor], Shard | None]:
     """What `fully_shard` asks for the placement of each parameter."""
-    return lambda parameter: Shard(cut_dim(parameter.shape, ranks)) if parameter.ndim else None
+    return lambda p: Shard(cut_dim(p.shape, ranks, p.element_size())) if p.ndim else None
 
 
 def warn_of_filling(model: nn.Module, ranks: int) -> None:
-    """Say once which parameter travels with the most filling, where it is much: no dim of it can be cut well."""
-    wasted = {
-        name: (padded(p.shape, ranks) - p.numel()) * p.element_size()
-        for name, p in model.named_parameters()
-        if 2 * p.numel() < padded(p.shape, ranks)
-    }
+    """Say which parameter travels with the most filling, where it is much: the ranks divide no dim of it."""
+    found = {name: (filling(p, ranks), p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    wasted = {name: extra for name, (extra, own) in found.items() if extra >= SAVED and extra > own}
     total = sum(wasted.values())
-    if total < WASTE:
+    if total < WASTE or dist.get_rank():  # the ranks would all say the same
         return
     name = max(wasted, key=lambda n: wasted[n])
     shape = tuple(model.get_parameter(name).shape)
