@@ -14,6 +14,7 @@ BENCHMARKS = {
     "attention": "a sequence in pieces: the ring against gathering keys and values, and against one rank",
     "fft": "a spectral layer on a cut field, in four ways",
     "tfno": "a layer of neuraloperator's TFNO on more and fewer ranks",
+    "kernels": "what one rank does between messages: folding, merging, packing, modes; and its step as a CUDA graph",
     "knn": "nearest neighbours against brute force and a tree",
     "graph": "message passing on a mesh in pieces, against gathering all nodes",
     "compile": "a step as one program: against torch.compile on plain tensors, and with late messages",

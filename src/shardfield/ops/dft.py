@@ -74,20 +74,29 @@ def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) ->
     With `real`, the last dim has one half of a spectrum whose other half is its conjugate. As torch.fft.irfftn has it,
     the mode 0 and that of half the size have no other half: their imaginary parts do not count.
     """
-    if real:
+    as_torch = real and _fast(y, along[-1]) and _first_half(along[-1])
+    if real and not as_torch:
         y = y * _halves(along[-1].size, along[-1].modes, y.dtype, y.device).view(_column(y, along[-1].dim))
-    left = _whole_first(y, along)[::-1]
-    last = left.pop() if real else None  # a whole one, if there is any
+    left = _whole_first(y, along[:-1] if as_torch else along)[::-1]
+    last = left.pop() if real and not as_torch else None  # a whole one, if there is any
     for a in left:
         if _fast(y, a):
             y = torch.fft.ifft(_placed(y, a.dim, a.size, [k % a.size for k in a.modes]), dim=a.dim, norm=norm)
         else:
             y = _times(y, a.dim, _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device))
+    if as_torch:  # of nothing, a product
+        size, dim = along[-1].size, along[-1].dim
+        return torch.fft.irfft(y, size, dim, norm) if y.numel() else _real_field(y, along[-1], norm)
     return y if last is None else _real_field(y, last, norm)
 
 
 def _fast(x: Tensor, a: Along) -> bool:
     return a.rows is None and x.numel() > 0  # torch.fft refuses what is empty; products do not
+
+
+def _first_half(a: Along) -> bool:
+    """Whether the modes are the first of a half spectrum, as torch.fft.irfft takes them."""
+    return 0 < len(a.modes) <= a.size // 2 + 1 and a.modes == tuple(range(len(a.modes)))
 
 
 def _whole_first(x: Tensor, along: Sequence[Along]) -> list[Along]:
@@ -122,7 +131,7 @@ def _real_field(y: Tensor, a: Along, norm: str | None) -> Tensor:
         for at, part in ((up, y), (down, y.conj())):
             if at:
                 chosen = _picked(part, a.dim, tuple(at)) * 0.5
-                half = half.index_add(a.dim, torch.tensor([abs(folded[i]) for i in at], device=y.device), chosen)
+                half = half.index_add(a.dim, _index(tuple(abs(folded[i]) for i in at), y.device), chosen)
         return torch.fft.irfft(half, a.size, a.dim, norm)
     matrix = _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device)
     rows = y.movedim(a.dim, -1)
@@ -148,7 +157,7 @@ def _picked(x: Tensor, dim: int, index: Modes) -> Tensor:
     """Some indices of a dim: slices side by side where they are runs."""
     marks = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
     if len(marks) > 4:
-        return x.index_select(dim, torch.tensor(index, device=x.device))
+        return x.index_select(dim, _index(index, x.device))
     runs = [x.narrow(dim, index[i] if i < j else 0, j - i) for i, j in zip(marks, marks[1:], strict=False)]
     return torch.cat(runs, dim) if len(runs) > 1 else runs[0]
 
@@ -157,7 +166,7 @@ def _placed(y: Tensor, dim: int, size: int, index: Sequence[int]) -> Tensor:
     """Modes at their places among zeros; those at one place are summed."""
     shape = list(y.shape)
     shape[dim] = size
-    return y.new_zeros(shape).index_add(dim, torch.tensor(list(index), dtype=torch.int64, device=y.device), y)
+    return y.new_zeros(shape).index_add(dim, _index(tuple(index), y.device), y)
 
 
 @lru_cache(maxsize=256)
@@ -178,6 +187,14 @@ def _halves(size: int, modes: Modes, dtype: torch.dtype, device: torch.device) -
     return _vector(tuple(1.0 if 2 * k % size == 0 else 2.0 for k in modes), dtype.to_real(), device)
 
 
+@lru_cache(maxsize=256)
+def _index(values: Modes, device: torch.device) -> Tensor:
+    """Integers where they are used: brought there once, since every time would have the device wait."""
+    with concrete(), torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
 def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with concrete(), torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

@@ -218,13 +218,13 @@ def _forward(work: Work, q, k, v, mask, where, key) -> tuple[Tensor, Tensor]:
         for tile, kernel, (qt, kt, vt, bias) in _Tiles(work, stop, q, kb, vb, mask, where, key, False):
             part, part_lse = kernel.forward(qt, kt, vt, bias, tile.causal, work.scale)
             rows = slice(*tile.rows)
-            _fold(out[..., rows, :], lse[..., rows], part, part_lse)
+            fold(out[..., rows, :], lse[..., rows], part, part_lse)
     if work.merge:
         out, lse = _merged(out, lse, work.merge)
     return out.to(q.dtype), lse
 
 
-def _fold(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def fold(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take a block's share into what earlier blocks gave, in place: a mean weighted by exp(lse)."""
     if fused.takes(out, lse, part, part_lse):
         return fused.fold(out, lse, part, part_lse)
