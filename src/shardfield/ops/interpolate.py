@@ -109,6 +109,9 @@ def nothing(input: Operand) -> Tensor:
 
 def resampled(input: Operand, out: Sequence[int], call: Call) -> Plan | None:
     """Who makes which outputs, and of what."""
+    if call.factors and "linear" in call.mode:  # torch copies a dim whose size stays; a trace of it forgets to
+        sizes = zip(input.shape[2:], out, call.factors, strict=True)
+        call = call._replace(factors=tuple(1.0 if n == m else f for n, m, f in sizes))
     one = torch.ones([1] * input.ndim, dtype=input.dtype, device=input.device)
     dtype = call._replace(factors=None).run(one, [1] * len(out)).dtype  # torch's verdict on that
     if dtype == torch.uint8 and not call.mode.startswith("nearest"):
