@@ -264,6 +264,13 @@ def inside():
         return F.interpolate(x, scale_factor=(1.1, 2.3), mode="bilinear")
 
     torch.testing.assert_close(whole(eagerly(resized)(x)), resized(whole(x)))
+    grads = []
+    for run in (windows, eagerly(windows)):  # elements of the result share memory
+        mine = x.detach().requires_grad_()
+        out = run(mine)
+        (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+        grads.append(whole(mine.grad))
+    assert torch.equal(*grads)
 
     def written(x, by):
         x.mul_(by)
@@ -277,6 +284,10 @@ def inside():
             written(one, 3.0)
             torch.testing.assert_close(in_place(two, 3.0).full_tensor(), one.sum().full_tensor())
             assert torch.equal(one.full_tensor(), two.full_tensor())
+
+
+def windows(x):
+    return (x * 2).unfold(2, 3, 1).unfold(3, 2, 1)
 
 
 in_place = eagerly(lambda x, by: x.mul_(by).sum())

@@ -161,7 +161,7 @@ class Program:
                     target = partial(forward, getattr(target, "__self__"), redundancy=TWICE, lean=True)  # noqa: B009
             out = target(*args, **kwargs)
         results, self._result_spec = tree_flatten(out)
-        results = [r.clone() if isinstance(r, Tensor) and tracing.is_real(local(r)) else r for r in results]
+        results = [r.clone() if isinstance(r, Tensor) and _is_to_copy(local(r), flat) else r for r in results]
         self._results = [kind_of(r) for r in results]
         found = [local(r) for r in results if isinstance(r, Tensor)]
         self._writer.forward = self._writer.count
@@ -191,6 +191,21 @@ class Program:
 def local(tensor: Tensor) -> Tensor:
     """A tensor as it lies on this rank."""
     return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
+
+
+def _is_to_copy(result: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Whether a result must be made a tensor of its own: it is part of the program, or its elements share memory, as
+    windows do, and it is no view of an input. AOTAutograd takes gradients to lie as results do, and loses some there.
+    """
+    if tracing.is_real(result):
+        return True
+    reach = 0  # of the elements so far, in memory
+    for stride, size in sorted(zip(result.stride(), result.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return not any(tracing.same_memory(result, x) for x in inputs)
+            reach += stride * (size - 1)
+    return False
 
 
 def _failure(target: Callable, error: Exception, together: Together) -> Exception:
