@@ -23,6 +23,7 @@ import cases
 import shardfield
 from harness import check, mesh_of, shard, whole
 from shardfield import ShardTensor, explain, parallelize, scatter_tensor, tracing
+from shardfield.comm import wire
 from shardfield.compiled import passes
 from shardfield.errors import ShardingError, Untraceable
 from shardfield.layout import Layout
@@ -445,6 +446,73 @@ def refused():
 
 def test_what_cannot_be_done_is_said():
     run_on_ranks(refused, 2, timeout=120)
+
+
+# ---------------------------------------------------------------------- what explain() says
+
+
+def by_call(report):
+    """Messages and bytes of each call, forward and backward."""
+    found = {}
+    for row in report.rows:
+        numbers = (row.messages, row.bytes, row.back_messages, row.back_bytes)
+        before = found.setdefault((row.module, row.op.strip("_"), str(row.output)), (0, 0, 0, 0))
+        found[row.module, row.op.strip("_"), str(row.output)] = tuple(map(sum, zip(before, numbers, strict=True)))
+    return found
+
+
+def explained():
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    model = Residual().double()
+    x = field(mesh, 2, 3, 10, 8)
+
+    def seen(run, steps=1):
+        with explain() as told:
+            sent = [0, 0]
+            tell = wire.meter
+
+            def meter(kind, messages, nbytes):
+                sent[:] = sent[0] + messages, sent[1] + nbytes
+                tell(kind, messages, nbytes)
+
+            wire.meter = meter
+            losses = [(run(x) ** 2).sum() for _ in range(steps)]
+            sum(losses).backward()
+            wire.meter = tell
+        assert (told.messages, told.bytes) == tuple(sent) and not told._outside.kinds
+        return told
+
+    eager, apart, together = seen(model), eagerly(model, passes=[]), eagerly(model)
+    for _ in range(2):  # while it is traced, and after
+        found = seen(apart)
+        assert by_call(found) == by_call(eager)
+        assert [r.compiled for r in found.rows][:9] == [True] * 8 + [False]  # the loss is not compiled
+        shared = seen(together)
+        assert shared.messages < eager.messages and shared.bytes < eager.bytes
+        kept = [r for r in shared.rows if not r.op.startswith("shared")]
+        assert [(r.module, r.op) for r in kept] == [(r.module, r.op) for r in found.rows]
+        (halo, *sums) = [r for r in shared.rows if r.op.startswith("shared")]
+        assert halo.op == "shared: Residual/first conv2d, Residual/second conv2d" and halo.messages == 1
+        assert sums and not any(r.messages for r in sums) and all(r.back_messages == 1 for r in sums)
+    assert by_call(seen(apart, 2)) == by_call(seen(model, 2))  # two runs, and then their backwards
+    one, two = (r for r in seen(apart, 2).rows if r.module == "Residual/last" and r.op == "conv2d")
+    assert (one.back_messages, one.back_bytes) == (two.back_messages, two.back_bytes) != (0, 0)
+    assert "rule, compiled" in str(shared) and "8" in str(shared)
+    free = []
+    for run in (model, apart):
+        with torch.no_grad(), explain() as told:
+            run(x)
+        free.append((told.messages, by_call(told)))
+    assert free[0] == free[1], free
+    loss = (apart(x) ** 2).sum()
+    with explain() as told:  # of a program that ran outside there are no calls to name
+        loss.backward()
+    assert told.rows == [] and told.messages == sum(r.back_messages for r in eager.rows)
+
+
+def test_explain_names_the_calls_of_a_compiled_step():
+    run_on_ranks(explained, 2, timeout=60)
 
 
 # ---------------------------------------------------------------------- a trace that fails on some ranks

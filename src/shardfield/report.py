@@ -27,6 +27,14 @@ def strict() -> Iterator[None]:
         strict_depth -= 1
 
 
+def listener() -> Report | None:
+    """The report that is being made, if any."""
+    found: Any = active
+    while found is not None and not isinstance(found, Report):
+        found = found._before
+    return found
+
+
 def ending(kind: str, within: bool = False) -> None:
     """Note how the current call ends; `within` says that this may be a part of it only, which has less to say."""
     row = None if active is None else active._row
@@ -38,12 +46,12 @@ class Row:
     """One call: where it was made, how it ended, the layouts, and what this rank sent for it.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
-    collectives of both by name.
+    collectives of both by name. `compiled`: the call is part of a program, and the program sent it.
     """
 
     def __init__(self, module: str, op: str, inputs: list[Any]):
         self.module, self.op, self.inputs = module, op, inputs
-        self.ending, self.output = "rule", None
+        self.ending, self.output, self.compiled = "rule", None, False
         self.messages = self.bytes = self.back_messages = self.back_bytes = 0
         self.kinds: dict[str, int] = {}
 
@@ -59,6 +67,7 @@ class Report:
         self._row: Row | None = None
         self._path: list[tuple[nn.Module, str]] = []
         self._outside = Row("", "(outside any call)", [])
+        self._left: dict[Any, list[list[Row]]] = {}  # rows of programs that have run forward, for their backward
 
     @property
     def messages(self) -> int:
@@ -84,7 +93,7 @@ class Report:
         """Run a call; calls made inside it count towards it."""
         if self._row is not None:
             return found(func, types, args, kwargs)
-        row = Row("/".join(name for _, name in self._path), title(func), layouts([args, kwargs]))
+        row = Row(self.path(), title(func), layouts([args, kwargs]))
         self._row = wire.tag = row
         try:
             out = found(func, types, args, kwargs)
@@ -116,12 +125,41 @@ class Report:
         if self._path and self._path[-1][0] is module:
             self._path.pop()
 
+    def path(self) -> str:
+        """The modules that are being called."""
+        return "/".join(name for _, name in self._path if name)
+
+    # ------------------------------------------------------------------ programs
+
+    def compiled(self, row: Row, where: str) -> Row:
+        """A call of a program that runs in the module `where`."""
+        again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
+        again.ending, again.output, again.compiled = row.ending, row.output, True
+        self.rows.append(again)
+        return again
+
+    def shared(self, rows: list[Row]) -> Row:
+        """A message of several calls of a program."""
+        row = Row("", "shared: " + ", ".join(f"{r.module} {r.op}".strip() for r in rows), [])
+        row.compiled = True
+        self.rows.append(row)
+        return row
+
+    def leave(self, program: Any, rows: list[Row]) -> None:
+        """Keep the rows of a program until its backward runs."""
+        self._left.setdefault(program, []).append(rows)
+
+    def left_by(self, program: Any) -> list[Row]:
+        """The rows of a program whose backward runs: those of its latest run. They stay, for it may run again."""
+        left = self._left.get(program, [[]])
+        return left.pop() if len(left) > 1 else left[0]
+
     # ------------------------------------------------------------------ showing
 
     def __str__(self) -> str:
         head = ("module", "op", "by", "in", "out", "messages", "bytes", "backward", "bytes")
         body = [
-            (r.module, r.op, r.ending, "; ".join(map(str, r.inputs)), str(r.output or ""))
+            (r.module, r.op, r.ending + ", compiled" * r.compiled, "; ".join(map(str, r.inputs)), str(r.output or ""))
             + tuple(str(n) for n in (r.messages, r.bytes, r.back_messages, r.back_bytes))
             for r in self._all()
         ]

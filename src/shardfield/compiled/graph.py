@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from .._compat import merged_graph, min_cut_partition
 from . import passes
 from .backends import Backend
+from .calls import Calls
 from .messages import LAND, TIE, Writer
 from .together import Together
 
@@ -26,7 +27,7 @@ class Passes:
         if unknown:
             raise ValueError(f"compile: no pass is named {unknown[0]!r}; there are {', '.join(NAMES)}")
 
-    def around(self, backend: Backend, writer: Writer, together: Together, done: Callable[[], None]):
+    def around(self, backend: Backend, writer: Writer, calls: Calls, together: Together, done: Callable[[], None]):
         """What splits a joint graph, and the compilers of forward, backward and gradient-free graphs."""
         outputs = 0
 
@@ -54,14 +55,15 @@ class Passes:
             return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         def forward(graph: GraphModule, inputs: Any) -> Callable:
-            return backend.compile(overlapped(graph), inputs, False, outputs)
+            return calls.told_by(backend.compile(overlapped(graph), inputs, False, outputs), keep=True)
 
         def backward(graph: GraphModule, inputs: Any) -> Callable:
-            return backend.compile(overlapped(graph), inputs, True, 0)
+            return calls.told_by(backend.compile(overlapped(graph), inputs, True, 0), backward=True)
 
         def inference(graph: GraphModule, inputs: Any) -> Callable:
             count = len(graph.graph.output_node().args[0])
-            return backend.compile(overlapped(prepared(graph, count, writer.count)), inputs, False, count)
+            found = overlapped(prepared(graph, count, writer.count))
+            return calls.told_by(backend.compile(found, inputs, False, count))
 
         return partition, (forward, backward, inference)
 

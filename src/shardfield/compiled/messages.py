@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from .._compat import has_side_effect, process_group
 from ..comm import wire
+from . import calls as calling
 from .watch import is_zeros
 
 LIBRARY = torch.library.Library("shardfield", "FRAGMENT")
@@ -26,6 +27,11 @@ OPS = torch.ops.shardfield
 
 _flying: dict[int, wire.Pending[Tensor]] = {}
 _tickets = itertools.count(1)
+
+
+def _tell(numbers: list[int]) -> None:
+    if calling.told is not None:
+        calling.told(numbers)
 
 
 def _start(pending: wire.Pending[Tensor], keep: bool) -> Tensor:
@@ -37,22 +43,28 @@ def _start(pending: wire.Pending[Tensor], keep: bool) -> Tensor:
     return torch.tensor(number)
 
 
-def _all_reduce(x: Tensor, op: str, group: str, after: Tensor | None, keep: bool) -> Tensor:
+def _all_reduce(x: Tensor, op: str, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
+    _tell(calls)
     return _start(wire.start_all_reduce(x, process_group(group), op), keep)
 
 
-def _all_gather(x: Tensor, group: str, after: Tensor | None, keep: bool) -> Tensor:
+def _all_gather(x: Tensor, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
+    _tell(calls)
     members = process_group(group)
     out = torch.stack(wire.all_gather(x, [x.shape] * members.size(), members))
     return _start(wire.Pending((), (), lambda: out), keep)
 
 
-def _broadcast(x: Tensor, source: int, group: str, after: Tensor | None, keep: bool) -> Tensor:
+def _broadcast(x: Tensor, source: int, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
+    _tell(calls)
     out = wire.broadcast(x, source, process_group(group))
     return _start(wire.Pending((), (), lambda: out.clone() if out is x else out), keep)
 
 
-def _exchange(x: Tensor, sends: list[int], receives: list[int], group: str, after: Tensor | None, keep: bool) -> Tensor:
+def _exchange(
+    x: Tensor, sends: list[int], receives: list[int], group: str, calls: list[int], after: Tensor | None, keep: bool
+) -> Tensor:
+    _tell(calls)
     members = process_group(group)
     landing = x.new_empty(sum(receives))
     pending = wire.start_exchange(x.split(sends), [(n,) for n in receives], members, into=landing.split(receives))
@@ -72,7 +84,7 @@ def _tie(x: Tensor, ticket: Tensor) -> Tensor:
     return x.clone()
 
 
-def _raise_if(x: Tensor, error: str, why: str, after: Tensor | None, keep: bool) -> Tensor:
+def _raise_if(x: Tensor, error: str, why: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
     if x.item():
         raise getattr(builtins, error)(why)
     return torch.tensor(0)
@@ -94,7 +106,9 @@ def _ticket(*_: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-ENDING = "Tensor? after, bool keep) -> Tensor"
+# The last arguments of all that has a place in the order: the calls that it is for, what started before, and whether
+# anybody will ask for what it brings.
+ENDING = "int[] calls, Tensor? after, bool keep) -> Tensor"
 _define(f"start_all_reduce(Tensor x, str op, str group, {ENDING}", _all_reduce, _ticket, effect=True)
 _define(f"start_all_gather(Tensor x, str group, {ENDING}", _all_gather, _ticket, effect=True)
 _define(f"start_broadcast(Tensor x, int source, str group, {ENDING}", _broadcast, _ticket, effect=True)
@@ -125,7 +139,8 @@ LAND, TIE = OPS.land.default, OPS.tie.default
 class Writer:
     """Writes messages down, one after the other; `count` of them so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: calling.Calls) -> None:
+        self._calls = calls
         self.begin()
 
     def begin(self) -> None:
@@ -134,9 +149,10 @@ class Writer:
         self.count = 0
         self.forward = 0  # how many of them forward sent
         self._keys = 0
+        self._calls.begin()
 
     def _written(self, start: Callable, x: Tensor, args: Sequence[Any], shape: Sequence[int]) -> Callable[[], Tensor]:
-        ticket = self._last = start(x, *args, self._last, True)
+        ticket = self._last = start(x, *args, self._calls.current(), self._last, True)
         self.count += 1
         found: list[Tensor] = []
 
@@ -158,7 +174,7 @@ class Writer:
 
     def raise_if(self, flag: Tensor, error: type[Exception], why: str) -> None:
         """Have the program look at a flag that is the same on all ranks, and raise on all."""
-        self._last = OPS.raise_if(flag, error.__name__, why, self._last, False)
+        self._last = OPS.raise_if(flag, error.__name__, why, [], self._last, False)
         self.count += 1
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: str) -> Callable[[], Tensor]:

@@ -69,12 +69,17 @@ def drop(start: Node) -> None:
     start.graph.erase_node(start)
 
 
+def calls_of(starts: Iterable[Node]) -> list[int]:
+    """The calls for which messages are sent."""
+    return list(dict.fromkeys(call for start in starts for call in start.args[-3]))  # type: ignore[union-attr]
+
+
 def once(graph: Graph, forward: int) -> int:
     """Send identical messages once, within forward and within backward; returns how many are left in forward."""
     known: dict[tuple, Node] = {}
     left = forward
     for i, start in enumerate(starts_of(graph)):
-        key = (i < forward, start.target, *map(_fixed, start.args[:-2]))
+        key = (i < forward, start.target, *map(_fixed, start.args[:-3]))
         first = known.setdefault(key, start)
         if first is start:
             continue
@@ -87,6 +92,7 @@ def once(graph: Graph, forward: int) -> int:
                 land.prepend(other)
             land.replace_all_uses_with(other)
             graph.erase_node(land)
+        first.update_arg(len(first.args) - 3, calls_of([first, start]))
         drop(start)
         left -= i < forward
     return left
@@ -163,7 +169,8 @@ def _merge(graph: Graph, members: list[Node]) -> None:
         ]
         total = sum(v.numel() for v in values)
         joined = add(aten.cat.default, (flat,), values[0].new_empty(total))
-        start = add(ALL_REDUCE, (joined, *last.args[1:]), last.meta["val"])
+        how = (*last.args[1:-3], calls_of(members), *last.args[-2:])
+        start = add(ALL_REDUCE, (joined, *how), last.meta["val"])
     first_land = min(land for m in members for land in lands_of(m))
     with graph.inserting_after(start):
         land = add(LAND, (start, joined, [total]), values[0].new_empty(total))

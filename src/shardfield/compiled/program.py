@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import report, tracing
+from .. import tracing
 from .._compat import aot_traced, asks_for_values, tree_flatten, tree_unflatten
 from ..aliasing import LENT
-from ..comm import wire
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
 from ..names import title
@@ -20,6 +19,7 @@ from ..ops import asked, homes
 from ..shard_utils.halo_blocks import blocked, forward
 from ..tensor import ShardTensor, wrap
 from .backends import Backend
+from .calls import Calls
 from .graph import TWICE, Passes
 from .messages import Writer
 from .state import State, is_index
@@ -91,7 +91,8 @@ class Program:
         self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *given]))
         self._fixed = [k.value for k in self._kinds if isinstance(k, Fixed)]
         self._known = [*self._fixed, *(tensor for _, _, tensor, _ in state.fixed)]
-        self._writer = Writer()
+        self._calls = Calls(target)
+        self._writer = Writer(self._calls)
         self._shares_halos = "halos" in passes.chosen
         self._run = self._traced(target, locals_, backend, passes)
 
@@ -110,9 +111,6 @@ class Program:
     # ------------------------------------------------------------------ tracing
 
     def _traced(self, target: Callable, locals_: list[Tensor], backend: Backend, passes: Passes) -> Callable:
-        before, listening = set(LENT), (report.active, wire.meter)
-        tracing.writer, report.active, wire.meter = self._writer, None, None  # what is counted is the program's
-
         def done() -> None:
             tracing.writer = None
 
@@ -120,16 +118,18 @@ class Program:
             return tuple(self._body(target, flat))
 
         together = Together(self._meshes)
-        partition, compilers = passes.around(backend, self._writer, together, done)
-        remembered = [dict(table) for table in REMEMBERED]
+        partition, compilers = passes.around(backend, self._writer, self._calls, together, done)
+        before, remembered = set(LENT), [dict(table) for table in REMEMBERED]
+        tracing.writer = self._writer
         try:
-            with together.meeting():
+            with together.meeting(), self._calls.noted():
                 made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
                 together.done()
             return made
         except Exception as error:
             done()
-            found = _failure(target, error, together)
+            with self._calls.noted():
+                found = _failure(target, error, together)
             for table, entries in zip(REMEMBERED, remembered, strict=True):  # ranks may have come to different places
                 table.clear()
                 table.update(entries)
@@ -138,7 +138,6 @@ class Program:
             raise found from error
         finally:
             done()
-            report.active, wire.meter = listening
             for waiting in set(LENT) - before:  # what waits in the trace waits for nothing outside it
                 LENT.discard(waiting)
 

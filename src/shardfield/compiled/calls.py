@@ -1,0 +1,112 @@
+"""For which calls a program sends its messages: `explain()` of a compiled step names them.
+
+While a program is traced a Report listens, as it would if the calls were run. A message is written down with the number
+of the call that it is for; messages that are merged keep the numbers of all. When the program runs inside `explain()`,
+the calls it was traced from are listed again, and what it sends is told to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .. import report
+from ..comm import wire
+from ..report import Report, Row
+
+# Called with a message's calls before it is sent; None while nobody listens.
+told: Callable[[Sequence[int]], None] | None = None
+
+
+class Calls:
+    """The calls that a program was traced from."""
+
+    def __init__(self, target: Any):
+        root = getattr(target, "__self__", None)
+        self._root = root if isinstance(root, nn.Module) else None
+        self._trace = Report()
+        self._sending: list[Row] = []
+
+    # ------------------------------------------------------------------ tracing
+
+    def begin(self) -> None:
+        """Another trace begins."""
+        self._trace.rows.clear()
+        self._sending.clear()
+        self._trace._path = [] if self._root is None else [(self._root, "")]
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, calls are noted, and nobody else listens."""
+        before = report.active, wire.meter, wire.tag
+        report.active, wire.meter, wire.tag = self._trace, None, None  # what is counted is what the program sends
+        hooks = [
+            register_module_forward_pre_hook(self._trace.enter_module),
+            register_module_forward_hook(self._trace.leave_module, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            report.active, wire.meter, wire.tag = before
+            for hook in hooks:
+                hook.remove()
+
+    def current(self) -> list[int]:
+        """The number of the call for which a message is written down; nothing outside any call."""
+        row = wire.tag
+        if row is None:
+            return []
+        for number, known in enumerate(self._sending):
+            if known is row:
+                return [number]
+        self._sending.append(row)
+        return [len(self._sending) - 1]
+
+    # ------------------------------------------------------------------ running
+
+    def told_by(self, compiled: Callable, *, backward: bool = False, keep: bool = False) -> Callable:
+        """A compiled graph that tells who listens what it sends. keep: its backward will be run."""
+
+        def run(args: Any) -> Any:
+            listener = report.listener()
+            if listener is None or listener._row is not None:  # inside another call, messages are that one's
+                return compiled(args)
+            with self._telling(listener, backward, keep):
+                return compiled(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    @contextmanager
+    def _telling(self, listener: Report, backward: bool, keep: bool) -> Iterator[None]:
+        global told
+        rows = listener.left_by(self) if backward else self._listed(listener)
+        if keep:
+            listener.leave(self, rows)
+        shared: dict[tuple[int, ...], Row] = {}
+
+        def tell(calls: Sequence[int]) -> None:
+            if len(calls) < 2 or not rows:
+                wire.tag = rows[calls[0]] if calls and rows else None
+            elif (found := shared.get(tuple(calls))) is not None:
+                wire.tag = found
+            else:
+                wire.tag = shared[tuple(calls)] = listener.shared([rows[i] for i in calls])
+            if not backward:
+                listener._row = wire.tag
+
+        before, told = told, tell
+        try:
+            yield
+        finally:
+            told, wire.tag, listener._row = before, None, None
+
+    def _listed(self, listener: Report) -> list[Row]:
+        """The calls, once more, in a report; those that send by their numbers."""
+        where = listener.path()
+        again = {id(row): listener.compiled(row, where) for row in self._trace.rows}
+        return [again.get(id(row)) or listener.compiled(row, where) for row in self._sending]
