@@ -118,7 +118,11 @@ def _batch(input: Operand, weight, bias, running_mean, running_var, training, mo
             weight, bias = affine.enter(weight, bias)
             if not input.numel():
                 value = bare(input, [weight, bias], result)
-                return (value, *(t.new_empty(kept.local_shape) for t in tiny[1:])) if native else value
+                if not native:
+                    return value
+                # on a device torch gives what it used, elsewhere nothing
+                used = (running_mean, (running_var + eps).rsqrt()) if kept.numel else tiny[1:]
+                return value, *(s.detach().to(t.dtype, copy=True) for s, t in zip(used, tiny[1:], strict=True))
             return call(input, weight, bias, running_mean, running_var)
 
         return planned(settled, input, layout, out, running_mean=channels, running_var=channels)

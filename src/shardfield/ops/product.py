@@ -21,12 +21,15 @@ def checked(fn: Callable, *args: Any, **kwargs: Any) -> None:
     """Raise what torch raises for such arguments: here, where every rank does, and not in the pieces.
 
     A dry run on tensors with no dim longer than 3. Sizes that do not agree pass this; `contract` finds them. All are
-    of one dtype, for autocast lets unequal ones meet.
+    of one dtype, for autocast lets unequal ones meet; but for integers, of which devices have no products.
     """
 
     def small(value: Any) -> Any:
         if isinstance(value, Operand):
-            return torch.zeros([min(n, 3) for n in value.shape])
+            shape = [min(n, 3) for n in value.shape]
+            if value.device.type == "cpu" or value.dtype.is_floating_point or value.dtype.is_complex:
+                return torch.zeros(shape)
+            return torch.zeros(shape, dtype=value.dtype, device=value.device)
         return type(value)(map(small, value)) if isinstance(value, (list, tuple)) else value
 
     with torch.no_grad():

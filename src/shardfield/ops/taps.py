@@ -82,15 +82,16 @@ def scale_of(size: int, out: int, factor: float | None, align_corners: bool, dty
 def linear(size: int, out: int, factor: float | None, align_corners: bool, dtype: torch.dtype) -> Taps:
     """Two neighbours."""
     at = torch.arange(out, dtype=dtype)
-    if size == out:  # torch copies, whatever the scale factor
+    same = size == out and factor in (None, 1.0)
+    if same:
         place = at
     else:
         scale = scale_of(size, out, factor, align_corners, dtype)
         place = at * scale if align_corners else ((at + 0.5) * scale - 0.5).clamp(min=0)
     low = place.long().clamp(max=size - 1)
     part = (place - low).clamp(0, 1)
-    high = low if size == out else (low + 1).clamp(max=size - 1)
-    ratio = None if align_corners and size != out else ratio_of(size, out, None if size == out else factor)
+    high = low if same else (low + 1).clamp(max=size - 1)
+    ratio = None if align_corners and not same else ratio_of(size, out, factor)
     return Taps(size, out, torch.stack([low, high], 1), torch.stack([1 - part, part], 1), place.double(), ratio)
 
 
