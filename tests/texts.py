@@ -54,6 +54,7 @@ class Language:
 
     int32, int64, float32, float64, constexpr = torch.int32, torch.int64, torch.float32, torch.float64, None
     static_range, exp, log = range, torch.exp, torch.log
+    debug_barrier = staticmethod(lambda: None)
 
     def __init__(self, *ids):
         self.program_id = lambda axis: Number(ids[axis])

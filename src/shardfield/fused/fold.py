@@ -48,6 +48,7 @@ def _fold(
     place = lse + b * lse_b + h * lse_h + row * lse_r
     old = tl.load(place, mask=here, other=0.0)
     new = tl.load(part_lse + b * new_b + h * new_h + row * new_r, mask=here, other=0.0)
+    tl.debug_barrier()  # several threads have read a row's number, and one will write it
     top = tl.maximum(old, new)
     top = tl.where(top == float("-inf"), 0.0, top)  # rows that have seen nothing: -inf less -inf is no number
     share = tl.exp(new - top)

@@ -26,7 +26,13 @@ def _embedding(weight: Operand, indices: Operand, padding_idx=-1, scale_grad_by_
         raise RuntimeError("'weight' must be 2-D")
     if indices.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: indices must be int or long tensors, not {indices.dtype}")
-    plan = taking(weight, [indices], [0], 0, lambda w, i: fn(w, i[0], padding_idx, False, sparse), negative=False)
+
+    def whole(weight: Tensor, indices: list[Tensor]) -> Tensor:
+        if not weight.shape[1]:  # on a device, torch's gradient of a table without columns is written past its end
+            return weight[indices[0].long()]
+        return fn(weight, indices[0], padding_idx, False, sparse)
+
+    plan = taking(weight, [indices], [0], 0, whole, negative=False)
     where = plan.indices[0]
     cut = plan.source.is_cut(0)
     if sparse and not (plan.source.is_replicated and plan.result.is_replicated):

@@ -25,7 +25,7 @@ from ..tensor import wrap
 from .across import HALF, probe_shapes
 from .align import Alignment, entering
 from .rearrange import one_axis
-from .sampling import Axis, Tap, sampled
+from .sampling import BICUBIC, Axis, Tap, sampled
 
 
 @handler("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
@@ -45,10 +45,14 @@ def grid_sampler(func, types, args, kwargs):
         return wrap(func(field, grid, *how), met.result)
     narrow = dtype in HALF
     points = (grid.float() if narrow else grid).unbind(-1)[::-1]  # the last coordinate is that of the first dim
-    whole = layout.ndim == 4 and field.device.type == "cpu"
-    taps = [Axis(n, mode, padding, corners, whole).taps(p) for n, p in zip(layout.shape[2:], points, strict=True)]
+    on_cpu = field.device.type == "cpu"
+    whole = layout.ndim == 4 and on_cpu
+    taps = [
+        Axis(n, mode, padding, corners, whole, n - 1 if on_cpu and not whole else 0).taps(p)
+        for n, p in zip(layout.shape[2:], points, strict=True)
+    ]
     field, begins = fetched(field, layout, taps)
-    made = sampled(field.float() if narrow else field, begins, taps, whole)
+    made = sampled(field.float() if narrow else field, begins, taps, whole or mode == BICUBIC)
     return wrap(made.to(dtype), met.result)
 
 

@@ -105,16 +105,18 @@ def upsample(input: Operand, output_size, *rest, fn, **named):
 def nothing(input: Operand) -> Tensor:
     """A tensor by whose shape torch judges a call: with no samples in it, so that nothing is computed.
 
-    On a device even that would be too much for some kernels.
+    Kernels of devices want some.
     """
-    device = input.device if input.device.type == "cpu" else "meta"
-    return torch.empty((0, *input.shape[1:]), dtype=input.dtype, device=device)
+    if input.device.type == "cpu":
+        return torch.empty((0, *input.shape[1:]), dtype=input.dtype)
+    return torch.empty((1, *input.shape[1:]), dtype=input.dtype, device="meta")
 
 
 def resampled(input: Operand, out: Sequence[int], call: Call) -> Plan | None:
     """Who makes which outputs, and of what."""
     on_cpu = input.device.type == "cpu"
-    if call.factors and "linear" in call.mode and on_cpu:  # torch copies a dim whose size stays; a trace forgets to
+    if call.factors and ("linear" in call.mode or call.antialias) and on_cpu:
+        # torch copies a dim whose size stays; a trace forgets to
         sizes = zip(input.shape[2:], out, call.factors, strict=True)
         call = call._replace(factors=tuple(1.0 if n == m else f for n, m, f in sizes))
     one = torch.ones([1] * input.ndim, dtype=input.dtype, device=input.device)

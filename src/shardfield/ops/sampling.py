@@ -34,6 +34,7 @@ class Axis(NamedTuple):
     """How coordinates from -1 to 1 lie on a dim of `size` cells.
 
     `whole` is how torch's 2-D kernel on the CPU computes; its others round otherwise and leave out what is outside.
+    `lost`: the cell that a place which is no number is at, where places outside are brought inside.
     """
 
     size: int
@@ -41,6 +42,7 @@ class Axis(NamedTuple):
     padding: int
     align_corners: bool
     whole: bool
+    lost: int
 
     def taps(self, coordinate: Tensor) -> list[Tap]:
         """The cells that points look at."""
@@ -79,7 +81,7 @@ class Axis(NamedTuple):
             return place, turned
         last = self.size - 1
         turned = torch.where((place > 0) & (place < last), turned, 0)  # an edge counts as outside
-        return place.nan_to_num(0 if self.whole else last).clamp(0, last), turned
+        return place.nan_to_num(self.lost).clamp(0, last), turned
 
     def _reflected(self, place: Tensor) -> tuple[Tensor, Tensor]:
         low, span = (0.0, self.size - 1.0) if self.align_corners else (-0.5, float(self.size))
@@ -97,10 +99,11 @@ class Axis(NamedTuple):
         return found, torch.where(back ^ (place < low), -1.0, 1.0).to(place.dtype)
 
 
-def sampled(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence[Tap]], whole: bool) -> Tensor:
+def sampled(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence[Tap]], spoilt: bool) -> Tensor:
     """Values at points, `(batch, channels, *points)`, from a block of the field that begins at `begins`.
 
-    `taps` are those of every spatial dim; all cells that are there lie in the block.
+    `taps` are those of every spatial dim; all cells that are there lie in the block. With `spoilt`, a weight that is no
+    number counts for cells outside the field too.
     """
     if 0 in block.shape[2:]:  # no point looks at the field: all get zeros, but stay in the graph
         block = F.pad(block, [n for length in reversed(block.shape[2:]) for n in (0, int(not length))])
@@ -120,7 +123,7 @@ def sampled(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence[Tap]],
         value = value.masked_fill(absent, 0)
         if weight is not None:
             value = value * weight.flatten(1).unsqueeze(1)
-            value = value if whole else value.masked_fill(absent, 0)
+            value = value if spoilt else value.masked_fill(absent, 0)
         total = total + value
     return total.unflatten(2, points)
 

@@ -164,7 +164,7 @@ def antialiased(reach: int, shape: Callable[[Tensor], Tensor]) -> Table:
     """A filter of some shape that reaches so many cells to each side, times the scale where that is more than 1."""
 
     def make(size: int, out: int, factor: float | None, align_corners: bool, dtype: torch.dtype) -> Taps:
-        if size == out:  # torch leaves such a dim alone, whatever the scale factor
+        if size == out and factor in (None, 1.0):
             at = torch.arange(out)
             return windows(at, torch.ones_like(at), at, (1, 1), size, lambda step: torch.ones(out, 1, dtype=dtype))
         scale = scale_of(size, out, factor, align_corners, dtype)
