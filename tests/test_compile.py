@@ -25,6 +25,7 @@ from harness import check, mesh_of, shard, whole
 from shardfield import ShardTensor, explain, parallelize, scatter_tensor, tracing
 from shardfield.comm import wire
 from shardfield.compiled import passes
+from shardfield.compiled.graph import NAMES
 from shardfield.errors import ShardingError, Untraceable
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
@@ -83,6 +84,18 @@ class Residual(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x) + torch.tanh(self.second(x)))))
 
 
+class Branches(nn.Module):
+    """Two runs of convolutions on the same field: every pass has something to do."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(1, 3, 3, padding=1), nn.SiLU(), nn.Conv2d(3, 2, 3, padding=1)]
+        self.one, self.two = nn.Sequential(*layers), nn.Sequential(*copy.deepcopy(layers))
+
+    def forward(self, x):
+        return self.one(x) - self.two(x) * 2
+
+
 class Vision(nn.Module):
     def __init__(self):
         super().__init__()
@@ -115,6 +128,11 @@ def whole_models(mesh_shape):
     apart = agreeing(nn.Sequential(*layers).double(), [thick], steps=1, passes=[])[1]
     shared = agreeing(nn.Sequential(*layers).double(), [thick], steps=1, passes=["halos"])[1]
     assert shared[0] < apart[0] and shared[1] < apart[1], (shared, apart)
+    sent = {}
+    for left_out in ("", "halos", "once", "buckets", "overlap"):
+        rest = [p for p in NAMES if p != left_out]
+        sent[left_out] = agreeing(Branches().double(), [thick], steps=1, passes=rest)[1]
+    assert all(sent[""][0] < sent[p][0] for p in ("halos", "once", "buckets")) and sent["overlap"] == sent[""], sent
     agreeing(UNet().double(), [field(mesh, 1, 3, 12, 16)], steps=1)
     agreeing(Vision().double(), [field(mesh, 2, 3, 8, 12)], steps=1)
 
@@ -567,10 +585,10 @@ def failing_on_some(mesh_shape):
     for number, at in enumerate(PLACES):
         who = (number + 1) % ranks
 
-        def fingerprint(graph, fails=(at == "graph" and me == who)):
+        def fingerprint(graph, changes, fails=(at == "graph" and me == who)):
             if fails:
                 raise ValueError("no graph")
-            return plain(graph)
+            return plain(graph, changes)
 
         def backend(graph, inputs, fails=(at == "backend" and me == who)):
             if fails:

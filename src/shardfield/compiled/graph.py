@@ -34,11 +34,16 @@ class Passes:
         def prepared(graph: GraphModule, results: int, forward: int) -> GraphModule:
             done()
             chosen = [p for p in ("once", "buckets") if p in self.chosen]
+            fewer = merged_graph(
+                graph.graph
+            )  # what is computed twice once, so that equal messages are seen to be equal
+            left, done_so = forward, []
+            for name in chosen:
+                left, changes = getattr(passes, name)(fewer, left)
+                done_so.append(changes)
             # all ranks ask, for passes must change all ranks' messages alike
-            if together.traced(passes.fingerprint(graph.graph)) and chosen:
-                merge_equal(graph)
-                for name in chosen:
-                    forward = getattr(passes, name)(graph.graph, forward)
+            if together.traced(passes.fingerprint(graph.graph, done_so)) and chosen:
+                graph.graph, forward = fewer, left
             keep_alive(graph, results, forward)
             return graph
 
@@ -66,12 +71,6 @@ class Passes:
             return calls.told_by(backend.compile(found, inputs, False, count))
 
         return partition, (forward, backward, inference)
-
-
-def merge_equal(graph: GraphModule) -> None:
-    """Compute once what is computed twice, so that equal messages are seen to be equal."""
-    graph.graph = merged_graph(graph.graph)
-    graph.recompile()
 
 
 def keep_alive(graph: GraphModule, outputs: int, forward: int) -> None:

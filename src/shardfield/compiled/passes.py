@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -74,13 +74,17 @@ def calls_of(starts: Iterable[Node]) -> list[int]:
     return list(dict.fromkeys(call for start in starts for call in start.args[-3]))  # type: ignore[union-attr]
 
 
-def once(graph: Graph, forward: int) -> int:
+Changes = list[tuple[int, ...]]  # what a pass has done: messages that are one now, by their places in the order
+
+
+def once(graph: Graph, forward: int) -> tuple[int, Changes]:
     """Send identical messages once, within forward and within backward; returns how many are left in forward."""
-    known: dict[tuple, Node] = {}
+    known: dict[tuple, tuple[int, Node]] = {}
     left = forward
+    changes: Changes = []
     for i, start in enumerate(starts_of(graph)):
         key = (i < forward, start.target, *map(_fixed, start.args[:-3]))
-        first = known.setdefault(key, start)
+        place, first = known.setdefault(key, (i, start))
         if first is start:
             continue
         mine, others = lands_of(start), lands_of(first)
@@ -95,14 +99,15 @@ def once(graph: Graph, forward: int) -> int:
         first.update_arg(len(first.args) - 3, calls_of([first, start]))
         drop(start)
         left -= i < forward
-    return left
+        changes.append((place, i))
+    return left, changes
 
 
 def _fixed(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-def buckets(graph: Graph, forward: int) -> int:
+def buckets(graph: Graph, forward: int) -> tuple[int, Changes]:
     """Let small sums of backward that do not wait for each other share messages; returns forward's messages."""
     opened: dict[tuple, list[Node]] = {}
     full: list[list[Node]] = []
@@ -127,10 +132,11 @@ def buckets(graph: Graph, forward: int) -> int:
             close(key)
         behind[start] = _starts_after(lands_of(start))
         opened.setdefault(key, []).append(start)
-    for members in [*full, *opened.values()]:
-        if len(members) > 1:
-            _merge(graph, members)
-    return forward
+    together = [members for members in [*full, *opened.values()] if len(members) > 1]
+    changes = [tuple(sent.index(m) for m in members) for members in together]
+    for members in together:
+        _merge(graph, members)
+    return forward, changes
 
 
 def _bytes(start: Node) -> int:
@@ -259,13 +265,15 @@ def _sink(graph: Graph, land: Node) -> None:
             land.prepend(n)
 
 
-def fingerprint(graph: Graph) -> int:
-    """A number that is the same for graphs that the passes change in the same way: sizes of pieces do not matter."""
-    at: dict[Node, int] = {}
-    said: list[tuple] = []
-    for node in graph.nodes:
-        at[node] = len(at)
-        value = node.args[0].meta["val"] if node.target is ALL_REDUCE else None
-        summed = () if value is None else (value.numel(), str(value.dtype))
-        said.append((node.op, str(node.target), [at[n] for n in node.all_input_nodes], *summed))
-    return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=7).digest(), "big")
+def fingerprint(graph: Graph, changes: Sequence[Changes]) -> int:
+    """A number that is the same on ranks whose messages are of the same kinds and have been changed in the same way.
+
+    What is computed between them may differ: a rank at the border of a field pads, one with an empty piece does little.
+    """
+    sent = [(str(s.target), _summed(s) if s.target is ALL_REDUCE else ()) for s in starts_of(graph)]
+    return int.from_bytes(hashlib.blake2b(repr((sent, changes)).encode(), digest_size=7).digest(), "big")
+
+
+def _summed(start: Node) -> tuple[int, str]:
+    value = start.args[0].meta["val"]  # type: ignore[union-attr]
+    return value.numel(), str(value.dtype)
