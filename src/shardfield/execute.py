@@ -38,11 +38,13 @@ PLANS_BOUND = 8192
 class Ready:
     """A plan bound to the positions of its tensors."""
 
-    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks", "itself")
+    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks", "itself", "count")
 
     def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], itself: str = ""):
         self.plan, self.local = plan, plan.local
         self.itself = itself  # how the function can be called with its own arguments instead, if it can; see `_itself`
+        # of tensors, where they come first and what is made of them is one tensor: the shortest way there is
+        self.count = len(tensors) if itself == "each" and isinstance(plan.layout, Layout) else 0
         self.layout: Any = plan.layout
         self.marks = plan.copied or plan.view or plan.may_view
         self.slots: list[tuple[bool, Any]] = []
@@ -184,6 +186,8 @@ def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False
                 quick += autocast_state()
             ready = reader.plans.get(quick)
             if ready is not None:
+                if ready.count:
+                    return operands.wrap(func(*given, *args[ready.count :], **kwargs), ready.layout)
                 if ready.itself:
                     return ready.call(func, given, args, kwargs)
                 return ready.run(given, args[0] if args else kwargs.get("input"))

@@ -5,7 +5,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from harness import T, case, twice
+from harness import DEVICE, T, case, twice
 
 FEW = {"layouts": 3}
 FIELD = {"layouts": 12}
@@ -68,7 +68,8 @@ CASES = [
             scale_factor=(1.1, 2.3),
             mode=mode,
             **how,
-            how=FEW | {"grad": "antialias" not in how},
+            # half way between two cells, a device's nearest-exact takes one, and its gradient is the other's
+            how=FEW | {"grad": "antialias" not in how and (mode != "nearest-exact" or DEVICE == "cpu")},
         )
         for mode, how in MODES
     ),

@@ -1,8 +1,8 @@
 """A step as one program: what is left of the wrapper's cost, and how much of late messages hides behind the work.
 
 Tiny: ten layers of linear and relu on tensors so small that only calls cost, against `torch.compile` on plain tensors,
-on one rank. Late messages: a UNet's step on two ranks with every message 5 ms late, against the same step uncompiled.
-On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a CUDA graph.
+on one rank. Late messages: a UNet's step on two ranks with every message 5 ms late, against the same step uncompiled;
+and what each pass brings: a step of two runs of convolutions on one field, with every pass left out once. On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import compile
+from ..compiled.graph import NAMES
 from .measure import Times, counted, late, own, slowest, turns
-from .models import tfno, unet
+from .models import branches, tfno, unet
 from .ranks import cut_field, domain, measured, step
 from .table import Table
 
 PLAIN = "torch.compile, plain tensors"
 OURS = "shardfield.compile"
 EAGER = "shardfield, uncompiled"
+NONE = "no passes"
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Settings:
     channels: int = 16
     rounds: int = 7
     delay_ms: float = 5.0
+    backend: str = "inductor"  # of the step with passes left out
 
-    quick: ClassVar[dict[str, Any]] = {"size": 64, "channels": 8, "rounds": 3}
+    quick: ClassVar[dict[str, Any]] = {"size": 64, "channels": 8, "rounds": 3, "backend": "aot_eager"}
     cuda: ClassVar[dict[str, Any]] = {"ranks": (1,), "channels": 32, "rounds": 20}
 
 
@@ -62,20 +65,39 @@ def hidden(device: str, size: int, channels: int, rounds: int, seconds: float) -
     x = cut_field(domain(device), (1, 3, size, size))
     model = unet(channels).to(device)
     candidates = {EAGER: partial(step, model, x), OURS: partial(step, compile(model), x)}
-    candidates["no passes"] = partial(step, compile(model, passes=[]), x)
-    for call in candidates.values():
-        call()
+    candidates[NONE] = partial(step, compile(model, passes=[]), x)
+    return with_late(candidates, device, rounds, seconds)
+
+
+def left_out(
+    device: str, size: int, channels: int, rounds: int, seconds: float, backend: str
+) -> tuple[Times, dict[str, int]]:
+    """On a rank: seconds of the step of two runs of convolutions, with all passes, with none, and without each."""
+    x = cut_field(domain(device), (1, 3, size, size))
+    model = branches(channels).to(device)
+    chosen = {OURS: NAMES, NONE: ()} | {f'without "{p}"': tuple(q for q in NAMES if q != p) for p in NAMES}
+    candidates = {
+        name: partial(step, compile(model, passes=passes, backend=backend), x) for name, passes in chosen.items()
+    }
+    return with_late(candidates, device, rounds, seconds)
+
+
+def with_late(
+    candidates: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float
+) -> tuple[Times, dict[str, int]]:
+    """On a rank: what candidates take with late messages, and how many they send."""
     sent = {}
     for name, call in candidates.items():
+        call()
         with counted() as count:
             call()
         sent[name] = count.messages
 
-    def with_late(call: Callable[[], Any]) -> float:
+    def timed(call: Callable[[], Any]) -> float:
         with late(seconds):
             return own(call, device)
 
-    return turns(candidates, rounds, with_late), sent
+    return turns(candidates, rounds, timed), sent
 
 
 def alone(device: str, name: str, size: int, channels: int, rounds: int) -> Times:
@@ -118,6 +140,10 @@ def run(settings: Settings, device: str, table: Table) -> None:
             case = f"UNet {size} x {size}, {ranks} ranks, messages {settings.delay_ms:g} ms late"
             table.times(case, slowest([t for t, _ in told]), EAGER, bars={OURS: 0.8})
             table.counts(f"{case}: sent by a rank", told[0][1], "messages", EAGER)
+            told = measured(left_out, ranks, device, size, channels, rounds, settings.delay_ms / 1e3, settings.backend)
+            case = f"two runs of convolutions on {size} x {size}, {ranks} ranks, {settings.delay_ms:g} ms late"
+            table.times(case, slowest([t for t, _ in told]), OURS)
+            table.counts(f"{case}: sent by a rank", told[0][1], "messages", OURS)
     if device != "cpu":
         for name in ("UNet", "TFNO"):
             (times,) = measured(alone, 1, device, name, size, channels, rounds)

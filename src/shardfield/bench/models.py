@@ -49,6 +49,21 @@ def unet(channels: int) -> nn.Module:
     return UNet(channels)
 
 
+class Branches(nn.Module):
+    """Two runs of convolutions on the same field, added up."""
+
+    def __init__(self, channels: int, depth: int):
+        super().__init__()
+        self.one, self.two = cnn(channels, depth), cnn(channels, depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+def branches(channels: int, depth: int = 3) -> nn.Module:
+    return Branches(channels, depth)
+
+
 def vit(points: int, patch: int = 8, width: int = 64, layers: int = 4) -> nn.Module:
     """One channel in and out."""
     torch.manual_seed(0)
