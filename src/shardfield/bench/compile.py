@@ -2,7 +2,8 @@
 
 Tiny: ten layers of linear and relu on tensors so small that only calls cost, against `torch.compile` on plain tensors,
 on one rank. Late messages: a UNet's step on two ranks with every message 5 ms late, against the same step uncompiled;
-and what each pass brings: a step of two runs of convolutions on one field, with every pass left out once. On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a CUDA graph.
+and what each pass brings: the step of two runs of convolutions on one field, with all passes and without each of them.
+On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PLAIN = "torch.compile, plain tensors"
 OURS = "shardfield.compile"
 EAGER = "shardfield, uncompiled"
 NONE = "no passes"
+Candidates = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def hidden(device: str, size: int, channels: int, rounds: int, seconds: float) -
     """On a rank: seconds of a UNet's step with late messages, and how many it sends."""
     x = cut_field(domain(device), (1, 3, size, size))
     model = unet(channels).to(device)
-    candidates = {EAGER: partial(step, model, x), OURS: partial(step, compile(model), x)}
+    candidates: Candidates = {EAGER: partial(step, model, x), OURS: partial(step, compile(model), x)}
     candidates[NONE] = partial(step, compile(model, passes=[]), x)
     return with_late(candidates, device, rounds, seconds)
 
@@ -76,15 +78,13 @@ def left_out(
     x = cut_field(domain(device), (1, 3, size, size))
     model = branches(channels).to(device)
     chosen = {OURS: NAMES, NONE: ()} | {f'without "{p}"': tuple(q for q in NAMES if q != p) for p in NAMES}
-    candidates = {
+    candidates: Candidates = {
         name: partial(step, compile(model, passes=passes, backend=backend), x) for name, passes in chosen.items()
     }
     return with_late(candidates, device, rounds, seconds)
 
 
-def with_late(
-    candidates: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float
-) -> tuple[Times, dict[str, int]]:
+def with_late(candidates: Candidates, device: str, rounds: int, seconds: float) -> tuple[Times, dict[str, int]]:
     """On a rank: what candidates take with late messages, and how many they send."""
     sent = {}
     for name, call in candidates.items():
