@@ -40,7 +40,7 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-def block(inputs: int, outputs: int) -> nn.Module:
+def block(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
 
 
@@ -50,18 +50,25 @@ def unet(channels: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Two runs of convolutions on the same field, added up."""
+    """Two runs of convolutions on the same field, each with a norm in the middle, added up."""
 
-    def __init__(self, channels: int, depth: int):
+    def __init__(self, channels: int):
         super().__init__()
-        self.one, self.two = cnn(channels, depth), cnn(channels, depth)
+        self.one, self.two = self.run(channels), self.run(channels)
+
+    @staticmethod
+    def run(channels: int) -> nn.Module:
+        into, out = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 3, 3, padding=1)
+        between = nn.Conv2d(channels, channels, 3, padding=1)
+        return nn.Sequential(into, nn.SiLU(), *block(channels, channels), between, nn.SiLU(), out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x) + self.two(x)
 
 
-def branches(channels: int, depth: int = 3) -> nn.Module:
-    return Branches(channels, depth)
+def branches(channels: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Branches(channels)
 
 
 def vit(points: int, patch: int = 8, width: int = 64, layers: int = 4) -> nn.Module:
