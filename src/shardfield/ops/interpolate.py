@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import tracing
 from ..dispatch import rule
 from ..layout import Factor, pieces
 from ..plan import Operand, Plan
@@ -127,7 +128,13 @@ def resampled(input: Operand, out: Sequence[int], call: Call) -> Plan | None:
             return None
         layout = input.layout.uncut(range(1, input.ndim))
         result = layout.with_dims([*layout.dims[:2], *((Factor(n),) for n in out)])
-        return Plan(local=lambda input: call.run(input, out), operands={"input": layout}, layout=result)
+
+        def here(input: Tensor) -> Tensor:
+            if tracing.writer is not None:
+                raise NotImplementedError("bytes are not rounded in a program as torch's kernels do")
+            return call.run(input, out)
+
+        return Plan(local=here, operands={"input": layout}, layout=result)
     taps = call.taps(input.shape, out, dtype, input.device)
     layout = one_axis(input.layout, [d for d in taps if not apart(taps[d], pieces(input.layout.dims[d][0]))])
     windows: Any = taps  # they answer what windows do
