@@ -162,7 +162,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
 def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: list[ProcessGroup], reshard: bool):
     from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
 
-    ranks = mesh.size(-1)
+    ranks = mesh.size(mesh.ndim - 1)
     if not tracing.hollow:  # who only counts reads it in the bytes
         warn_of_filling(model, ranks)
     for module in [*units, model]:
