@@ -693,3 +693,29 @@ def with_inductor():
 
 def test_inductor():
     run_on_ranks(with_inductor, 2, timeout=300)
+
+
+def work_behind_sums(chosen):
+    """On a rank: how many heavy calls of backward stand between the start of each sum and its landing."""
+    counts: list[list[int]] = []
+
+    def look(graph, inputs):
+        nodes = list(graph.graph.nodes)
+        lands = [n for n in nodes if n.target is passes.LAND and n.args[0].target is passes.ALL_REDUCE]
+        between = [nodes[nodes.index(n.args[0]) : nodes.index(n)] for n in lands]
+        counts.append([sum(n.target in passes.HEAVY for n in part) for part in between])
+        return graph
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4))]
+    model = shardfield.compile(nn.Sequential(*layers), backend=look, passes=chosen)
+    (model(field(mesh_of((2,)), 1, 4, 12, 8, dtype=torch.float32)) ** 2).sum().backward()
+    return counts[-1]
+
+
+def test_gradients_that_nothing_waits_for_hide_sums():
+    """Those of the second and third convolution's kernels: the sums of the norms before them travel meanwhile."""
+    for counts in run_on_ranks(work_behind_sums, 2, ["buckets", "overlap"]):
+        assert [bool(n) for n in counts] == [False, True, True, True], counts
+    for counts in run_on_ranks(work_behind_sums, 2, ["buckets"]):
+        assert not any(counts), counts

@@ -347,8 +347,10 @@ def inductor_decompositions() -> dict:
     return select_decomp_table()
 
 
-def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int) -> Any:
+def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int, in_order: bool) -> Any:
     """A graph compiled by Inductor; `outputs` of its results keep the strides that they have.
+
+    in_order: calls stay in the order of the graph, where Inductor would otherwise save memory by another one.
 
     torch 2.11-2.15: the compiler behind torch.compile; no public name. Random numbers come from torch's generators.
     """
@@ -356,7 +358,7 @@ def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int) -
     from torch._inductor.compile_fx import compile_fx_inner
 
     graph.graph.output_node().meta["user_visible_output_idxs"] = [] if is_backward else list(range(outputs))
-    with config.patch(fallback_random=True):
+    with config.patch(fallback_random=True, **({"reorder_for_peak_memory": False} if in_order else {})):
         return compile_fx_inner(graph, inputs, is_backward=is_backward)
 
 

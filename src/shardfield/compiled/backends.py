@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .._compat import boxed_graph, inductor_compile, inductor_decompositions
+from .messages import LAND
 
 NAMES = ("inductor", "aot_eager")
 
@@ -29,7 +30,8 @@ class Backend:
     def compile(self, graph: GraphModule, inputs: Sequence[Any], is_backward: bool, outputs: int) -> Callable:
         """`outputs` of the graph's results are the user's; the others are kept for backward."""
         if self._chosen == "inductor":
-            return inductor_compile(graph, inputs, is_backward, outputs)
+            travels = any(node.target is LAND for node in graph.graph.nodes)  # then work is where it hides messages
+            return inductor_compile(graph, inputs, is_backward, outputs, travels)
         if self._chosen == "aot_eager":
             return boxed_graph(graph)
         assert callable(self._chosen)

@@ -127,10 +127,11 @@ def buckets(graph: Graph, forward: int) -> tuple[int, Changes]:
         size = value.numel() * value.element_size()
         if size > SMALL or not lands_of(start):
             continue
-        key = (start.args[2], value.dtype, value.device)
+        behind[start] = _starts_after(lands_of(start))
+        # what others wait for does not itself wait for what nobody waits for, the gradient of a kernel, say
+        key = (start.args[2], value.dtype, value.device, bool(behind[start]))
         if key in opened and sum(_bytes(m) for m in opened[key]) + size > BUCKET:
             close(key)
-        behind[start] = _starts_after(lands_of(start))
         opened.setdefault(key, []).append(start)
     together = [members for members in [*full, *opened.values()] if len(members) > 1]
     changes = [tuple(sent.index(m) for m in members) for members in together]
@@ -213,6 +214,48 @@ def overlap(graph: Graph) -> None:
         _raise(graph, start)
     for land in [n for n in graph.nodes if n.target is LAND]:
         _sink(graph, land)
+    _share(graph)
+
+
+def _share(graph: Graph) -> None:
+    """Give messages that hide behind nothing a heavy call of those that hide behind several.
+
+    A convolution's backward has two, of its input and its kernel, and a halo that travels meanwhile; only the first is
+    waited for. So the second is put off until something else travels: the sums of the norm before it, say.
+    """
+    nodes = list(graph.nodes)
+    at = {node: i for i, node in enumerate(nodes)}
+    pairs = [(land.args[0], land) for land in nodes if land.target is LAND]
+    behind = {land: [n for n in nodes[at[start] : at[land]] if n.target in HEAVY] for start, land in pairs}
+    for start, land in pairs:
+        if behind[land]:
+            continue
+        for other in reversed([land for _, land in pairs if at[land] < at[start] and len(behind[land]) > 1]):
+            moved = next(filter(None, (_puts_off(h, start, land, nodes, at) for h in behind[other])), None)
+            if moved is None:
+                continue
+            for node in moved:
+                land.prepend(node)
+            behind[other].remove(moved[0])
+            behind[land].append(moved[0])
+            nodes = list(graph.nodes)
+            at = {node: i for i, node in enumerate(nodes)}
+            break
+
+
+def _puts_off(heavy: Node, start: Node, land: Node, nodes: list[Node], at: dict[Node, int]) -> list[Node] | None:
+    """A heavy call and what needs it, if all of that can wait until `start` has left."""
+    if at[land] - at[heavy] > REACH:
+        return None
+    moved = {heavy}
+    for node in nodes[at[heavy] + 1 : at[land]]:
+        if mutates(node.target):
+            return None
+        if any(n in moved for n in node.all_input_nodes):
+            if node.target in STARTS or node.target is LAND:
+                return None
+            moved.add(node)
+    return None if any(n in moved for n in land.all_input_nodes) else sorted(moved, key=at.__getitem__)
 
 
 def _raise(graph: Graph, start: Node) -> None:
