@@ -34,9 +34,10 @@ format: setup
 types: setup
 	$(BIN)/mypy
 
-# Two tests at a time, whole files each: while one starts processes or waits for them, the other computes.
+# Two tests at a time, half of them each (who is done first takes some of the other's): while one starts processes or
+# waits for them, the other computes.
 pytest: setup
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
