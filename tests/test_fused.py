@@ -16,6 +16,7 @@ def by_text(monkeypatch):
     for module in (fold, merge):
         monkeypatch.setattr(module, "jit", texts.jit)
         monkeypatch.setattr(module, "reaches", lambda *tensors: True)
+        monkeypatch.setattr(module, "tl", None)  # which the text is given, and which is to be Triton's again
 
 
 def test_kernels_are_for_devices():

@@ -172,7 +172,7 @@ def counted() -> Iterator[Sent]:
 
 @contextmanager
 def late(seconds: float) -> Iterator[None]:
-    """Every message arrives so much later than it was sent."""
+    """Every exchange and every sum arrives so much later than it was sent; gathers, which nothing hides, do not."""
     real = wire.start_exchange, wire.start_all_reduce
 
     def delayed(start: Callable[..., wire.Pending]) -> Callable[..., wire.Pending]:
