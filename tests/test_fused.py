@@ -11,6 +11,12 @@ import texts
 from shardfield.fused import fold, jit, merge
 
 
+class Traced(torch.Tensor):
+    """What a trace on a device sees: no memory is behind it."""
+
+    is_cuda = True
+
+
 @pytest.fixture
 def by_text(monkeypatch):
     for module in (fold, merge):
@@ -22,6 +28,7 @@ def by_text(monkeypatch):
 def test_kernels_are_for_devices():
     x = torch.zeros(2, 3, 4, 8)
     assert not jit.reaches(x)
+    assert Traced.is_cuda and not jit.reaches(x.as_subclass(Traced))
     assert not fold.takes(x, x[..., 0], x, x[..., 0])
 
 

@@ -22,5 +22,5 @@ def jit(function: Callable) -> Any:
 
 
 def reaches(*tensors: Tensor) -> bool:
-    """Whether kernels can work on these tensors."""
-    return all(t.is_cuda for t in tensors)
+    """Whether kernels can work on these tensors: on a device, with memory, which a trace's tensors have not."""
+    return all(t.is_cuda and t.__class__ is Tensor for t in tensors)
