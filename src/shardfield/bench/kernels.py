@@ -110,11 +110,7 @@ def merging(device: str, s: Settings) -> Times:
     parts = torch.rand(s.blocks, 2, 1, 4 * s.channels, 1, 1, dtype=torch.float64, device=device)
     weights = torch.arange(1.0, s.blocks + 1, dtype=torch.float64, device=device).view(-1, 1, 1, 1, 1)
 
-    def calls() -> tuple[Tensor, Tensor]:
-        means, each = parts.unbind(1)
-        mean = means[0] + ((means - means[0]) * weights).sum(0) / weights.sum(0).clamp_min(1)
-        return mean, (each + weights * (means - mean).square()).sum(0)
-
+    calls = partial(fused_merge.by_calls, parts, weights)
     candidates: dict[str, Callable[[], Any]] = {"torch's calls": calls}
     if fused_merge.takes(parts, weights):
         candidates["one kernel"] = partial(fused_merge.merge, parts, weights)

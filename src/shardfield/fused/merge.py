@@ -1,4 +1,4 @@
-"""Means and squared deviations of several ranks, merged as Welford and Chan do it, in one call."""
+"""Means and squared deviations of several ranks, merged as Welford and Chan do it: on a device, by one kernel."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def takes(parts: Tensor, weights: Tensor) -> bool:
 
 def merge(parts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Of `parts` (ranks, 2, ...), their means and squared deviations, those of all; `weights`: of how many numbers."""
+    if not takes(parts, weights):
+        return by_calls(parts, weights)
     both = torch.empty_like(parts[0])
     n = both[0].numel()
     if n:
@@ -31,6 +33,13 @@ def merge(parts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
             grid = (-(-n // BLOCK),)
             jit(_merge)[grid](parts, weights, both, n, n if step else 1, step, RANKS=len(parts), BLOCK=BLOCK)
     return both[0], both[1]
+
+
+def by_calls(parts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in torch's own calls."""
+    means, each = parts.unbind(1)
+    mean = means[0] + ((means - means[0]) * weights).sum(0) / weights.sum(0).clamp_min(1)
+    return mean, (each + weights * (means - mean).square()).sum(0)
 
 
 def _merge(parts, weights, both, n, weight_rank, weight_step, RANKS: tl.constexpr, BLOCK: tl.constexpr):

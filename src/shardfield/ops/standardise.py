@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm import moves, wire
 from ..comm.moves import Move, unviewed
-from ..fused import merge as fused
+from ..fused.merge import merge
 from ..layout import Layout
 from ..plan import groups
 from .across import HALF
@@ -72,13 +72,7 @@ class Standardise:
     def merged(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and squared deviations over all ranks: one message an axis."""
         for group, weights in self.merges:
-            parts = wire.all_gather_even(torch.stack([mean, deviations]), group)
-            if fused.takes(parts, weights):
-                mean, deviations = fused.merge(parts, weights)
-                continue
-            means, each = parts.unbind(1)
-            mean = means[0] + ((means - means[0]) * weights).sum(0) / weights.sum(0).clamp_min(1)
-            deviations = (each + weights * (means - mean).square()).sum(0)
+            mean, deviations = merge(wire.all_gather_even(torch.stack([mean, deviations]), group), weights)
         return mean, deviations
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
