@@ -22,6 +22,7 @@ from .names import aliases, title
 from .operands import admit, map_tensors, replicated
 from .operands import mesh_of as mesh_of
 from .operands import write_out as write_out
+from .reading import BY_IDENTITY, forget
 from .redistribute import redistribute
 
 TABLE: dict[Any, Handler] = {}
@@ -94,6 +95,7 @@ def composed(*functions: Any, exact: bool = False) -> Callable[[Callable], Calla
 
 def register(func: Any, function_handler: Handler) -> None:
     """A user's own handler for a function; it replaces any rule."""
+    forget(func)
     TABLE[func] = function_handler
 
 
@@ -106,6 +108,16 @@ def register_named(name: str, function_handler: Handler) -> None:
 @left_alone
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
+    calls = BY_IDENTITY.get(func)
+    if calls is not None and report.active is None:
+        first = args[0]
+        if first.__class__ is operands.ShardTensor and "_local_tensor" in first.__dict__:
+            named = kwargs or {}
+            layout = calls.get((first._layout, *map(id, args[1:]), *map(id, named.values())))
+            if layout is not None:
+                out = func(first._local_tensor, *args[1:], **named)
+                if out.shape == layout.shape:  # a parameter may have got another shape
+                    return operands.wrap(out, layout)
     found = TABLE.get(func)
     if found is None:
         found = _RESOLVED.get(func)

@@ -25,7 +25,7 @@ from .layout import Layout
 from .names import title
 from .operands import admit, mesh_of, write_out
 from .plan import Operand, Plan, groups
-from .reading import READERS, reader_of
+from .reading import READERS, Reader, reader_of, recall
 from .redistribute import redistribute
 from .tracing import same_memory
 
@@ -38,15 +38,14 @@ PLANS_BOUND = 8192
 class Ready:
     """A plan bound to the positions of its tensors."""
 
-    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks", "itself", "count")
+    __slots__ = ("plan", "local", "slots", "rest", "targets", "enters", "layout", "way", "marks", "alone")
 
-    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], itself: str = ""):
+    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], alone: bool = False):
         self.plan, self.local = plan, plan.local
-        self.itself = itself  # how the function can be called with its own arguments instead, if it can; see `_itself`
-        # of tensors, where they come first and what is made of them is one tensor: the shortest way there is
-        self.count = len(tensors) if itself == "each" and isinstance(plan.layout, Layout) else 0
         self.layout: Any = plan.layout
         self.marks = plan.copied or plan.view or plan.may_view
+        # one rank has all there is, and nothing is left to a rule: the function itself can be called
+        self.alone = alone and not plan.own and not self.marks
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
             value = bound[name]
@@ -111,15 +110,21 @@ class Ready:
                 arguments.append([locals_[v] if is_one else v for is_one, v in value])
         return self._laid_out(self.local(*arguments), base, source)
 
-    def call(self, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict) -> Any:
-        """The function itself, where `itself` says so: one rank has all there is, and nothing is left to a rule."""
-        if self.itself == "each":
+    def ask(self, reader: Reader, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        """What `run` gives, of arguments that came as they are."""
+        if not self.alone or not reader.form:
+            return self.run(locals_, args[0] if args else kwargs.get("input"))
+        if reader.form == "first":
+            out = func(locals_[0], *args[1:], **kwargs)
+        elif reader.form == "each":
             out = func(*locals_, *args[len(locals_) :], **kwargs)
         else:
             out = func(locals_, *args[1:], **kwargs)
-        if self.layout.__class__ is Layout:
-            return operands.wrap(out, self.layout)
-        return self._laid_out(out, locals_[0], None)
+        if self.layout.__class__ is not Layout:
+            return self._laid_out(out, locals_[0], None)
+        if reader.lasting:
+            recall(func, args, kwargs, self.layout)
+        return operands.wrap(out, self.layout)
 
     def _laid_out(self, out: Any, base: Tensor, source: Any) -> Any:
         """What was computed, each tensor of it under its layout."""
@@ -186,11 +191,7 @@ def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False
                 quick += autocast_state()
             ready = reader.plans.get(quick)
             if ready is not None:
-                if ready.count:
-                    return operands.wrap(func(*given, *args[ready.count :], **kwargs), ready.layout)
-                if ready.itself:
-                    return ready.call(func, given, args, kwargs)
-                return ready.run(given, args[0] if args else kwargs.get("input"))
+                return ready.ask(reader, func, given, args, kwargs)
         if "out" in kwargs:
             return _into_out(run, func, types, args, kwargs)
         mesh = mesh_of(args, kwargs)
@@ -215,8 +216,7 @@ def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False
                 _remember(found, ready)
         if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
             reader.remember(quick, ready)  # the operands came as they are: next time they need no admission
-        if ready.itself:
-            return ready.call(func, locals_, args, kwargs)
+            return ready.ask(reader, func, locals_, args, kwargs)
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
     return run
@@ -249,28 +249,6 @@ def _remember(key: tuple, ready: Ready) -> None:
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
-# arguments that rules know and torch does not
-_OURS = {"borders", "smoothing"}
-
-
-def _itself(plan: Plan, args: tuple, kwargs: dict, count: int) -> str:
-    """How to call the function on one rank: its `count` tensors first ("each"), as one list ("list"), or not at all."""
-
-    def tensors(value: Any) -> int:
-        if isinstance(value, (list, tuple)):
-            return sum(map(tensors, value))
-        return isinstance(value, Tensor)
-
-    if plan.own or plan.copied or plan.view or plan.may_view or kwargs.keys() & _OURS:
-        return ""
-    if not count or tensors(tuple(kwargs.values())):
-        return ""
-    if all(isinstance(v, Tensor) for v in args[:count]) and not tensors(args[count:]):
-        return "each"
-    first = args[0] if args else None
-    return "list" if isinstance(first, (list, tuple)) and len(first) == tensors(first) == count else ""
-
-
 def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone) -> Ready | None:
     pairs = zip(locals_, layouts, strict=True)
     tensors = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
@@ -300,7 +278,7 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, al
     if plan is None:
         return None
     names = dict(bound.arguments)
-    return Ready(plan, names, tensors, _itself(plan, args, kwargs, len(tensors)) if alone else "")
+    return Ready(plan, names, tensors, alone)
 
 
 def _into_out(run, func, types, args, kwargs):

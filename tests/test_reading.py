@@ -1,0 +1,127 @@
+"""Calls on one rank that are known by their arguments: who remembers them, and what ends that."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from shardfield import ShardTensor, dispatch, explain
+from shardfield.reading import BOUND, BY_IDENTITY
+from shardfield.testing import run_on_ranks
+from test_convolution import field
+
+
+def known(func) -> int:
+    return len(BY_IDENTITY.get(func, ()))
+
+
+def alone(size=(2, 3, 8, 6), dim=2):
+    full, x = field((1,), [Shard(dim)], size)
+    return full.requires_grad_(), x.requires_grad_()
+
+
+def same(found, expected):
+    assert isinstance(found, ShardTensor) and type(found._local_tensor) is torch.Tensor
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+LAYERS = {
+    "conv": (F.conv2d, lambda: nn.Conv2d(3, 4, 3, padding=1)),
+    "linear": (F.linear, lambda: nn.Linear(6, 5)),
+    "batch_norm": (F.batch_norm, lambda: nn.BatchNorm2d(3)),
+    "batch_norm in eval": (F.batch_norm, lambda: nn.BatchNorm2d(3).eval()),
+    "layer_norm": (F.layer_norm, lambda: nn.LayerNorm(6)),
+    "group_norm": (F.group_norm, lambda: nn.GroupNorm(1, 3)),
+}
+
+
+def again(name):
+    func, make = LAYERS[name]
+    torch.manual_seed(0)
+    layer, twin = make().double(), make().double()
+    twin.load_state_dict(layer.state_dict())
+    for _ in range(4):
+        full, x = alone()
+        found, expected = layer(x), twin(full)
+        same(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+    for ours, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for ours, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)  # written once a call
+    assert known(func) == 1
+    del layer, ours, found
+    gc.collect()
+    assert known(func) == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_known_while_it_lives(name):
+    run_on_ranks(again, 1, name)
+
+
+def changed_under_way():
+    full, x = alone()
+    weight = nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.float64))
+    for _ in range(3):
+        same(F.conv2d(x, weight), F.conv2d(full, weight))
+    weight.data = torch.randn(2, 3, 1, 5, dtype=torch.float64)
+    same(F.conv2d(x, weight), F.conv2d(full, weight))
+    # another field, another layout; and a kernel that lies on the mesh itself
+    full, x = alone((1, 3, 7, 9), dim=3)
+    out = F.conv2d(x, weight)
+    same(out, F.conv2d(full, weight))
+    assert out.placements == (Shard(3),)
+    spread = ShardTensor.from_local(weight.detach(), x.device_mesh, [Replicate()])
+    for _ in range(3):
+        same(F.conv2d(x, spread), F.conv2d(full, weight))
+    # by name, or not at all, and in another precision
+    for _ in range(3):
+        same(F.conv2d(x, weight, padding=1), F.conv2d(full, weight, padding=1))
+        same(F.conv2d(x, weight, None, (2, 1), 1), F.conv2d(full, weight, None, (2, 1), 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, narrow = x.float(), nn.Parameter(weight.detach().float())
+        for _ in range(3):
+            assert F.conv2d(half, narrow).dtype == torch.bfloat16
+    assert F.conv2d(half, narrow).dtype == torch.float32
+
+
+def test_what_changes_is_seen():
+    run_on_ranks(changed_under_way, 1)
+
+
+def other_ways():
+    full, x = alone()
+    conv = nn.Conv2d(3, 4, 3).double()
+    ring = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular").double()
+    for _ in range(3):
+        same(conv(x), conv(full))
+        same(ring(x), ring(full))
+    with explain() as report:
+        conv(x)
+    assert [r.op for r in report.rows] == ["conv2d"]
+    with torch.no_grad():
+        assert not conv(x).requires_grad
+    before = dispatch.TABLE[F.conv2d]
+    try:
+        ShardTensor.register_function_handler(F.conv2d, lambda func, types, args, kwargs: "mine")
+        assert conv(x) == "mine"
+    finally:
+        dispatch.TABLE[F.conv2d] = before
+    with pytest.raises(RuntimeError):
+        conv(alone((2, 2, 8, 6))[1])
+    norm = nn.BatchNorm2d(3, momentum=None).double()  # a new number every time
+    for _ in range(BOUND + 5):
+        norm(x)
+    assert known(F.batch_norm) <= BOUND
+
+
+def test_other_ways_of_calling_a_layer():
+    run_on_ranks(other_ways, 1)
