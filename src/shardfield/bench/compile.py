@@ -116,7 +116,7 @@ def alone(device: str, name: str, size: int, channels: int, rounds: int) -> Time
     return turns(candidates, rounds, partial(own, device=device), warm=3)
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+def captured(call: Callable[[], Any], graph: torch.cuda.CUDAGraph | None = None) -> Callable[[], Any]:
     """A step as a CUDA graph, which is replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -124,7 +124,7 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+    graph = graph or torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
     return graph.replay

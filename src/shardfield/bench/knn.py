@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..neighbours import knn, partition_points
-from .measure import peak, slowest, turns, wall
+from .measure import own, peak, slowest, turns
 from .ranks import cut, domain, measured, named
 from .table import Table
 from .watch import traffic
@@ -70,7 +70,7 @@ def compared(device: str, settings: Settings, tree: bool) -> dict[str, Any]:
         except torch.OutOfMemoryError:  # all pairs are many; every rank has as many
             failed[name] = "out of memory"
             del calls[name]
-    times = turns(calls, settings.rounds, partial(wall, device=device))
+    times = turns(calls, settings.rounds, partial(own, device=device))
     ours = [name for name in calls if name.startswith("knn")]
     return {
         "times": times,

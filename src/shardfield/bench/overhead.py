@@ -97,24 +97,21 @@ def systems(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
     """The operands of each system, and why some are not there."""
     mesh = domain(device)
 
-    def parameter(t: Tensor) -> Tensor:
-        return t.requires_grad_()
-
     found = {
-        PLAIN: Operands(lambda t, d: t, parameter, device),
+        PLAIN: Operands(lambda t, d: t, nn.Parameter, device),
         DTENSOR: Operands(
             lambda t, d: distribute_tensor(t, mesh, [Shard(d)]),
-            lambda t: distribute_tensor(t, mesh, [Replicate()]).requires_grad_(),
+            lambda t: nn.Parameter(distribute_tensor(t, mesh, [Replicate()])),
             device,
         ),
-        OURS: Operands(lambda t, d: ShardTensor.from_local(t, mesh, [Shard(d)]), parameter, device),
+        OURS: Operands(lambda t, d: ShardTensor.from_local(t, mesh, [Shard(d)]), nn.Parameter, device),
     }
     if find_spec("physicsnemo") is None:
         return found, {NEMO: "not installed"}
     try:
         from physicsnemo.domain_parallel import ShardTensor as Theirs
 
-        found[NEMO] = Operands(lambda t, d: Theirs.from_local(t, mesh, [Shard(d)]), parameter, device)
+        found[NEMO] = Operands(lambda t, d: Theirs.from_local(t, mesh, [Shard(d)]), nn.Parameter, device)
     except Exception as error:  # a peer: whatever it raises, the others are measured
         return found, {NEMO: reason(error)}
     return found, {}

@@ -18,6 +18,7 @@ from .._compat import autocast_on
 from ..tracing import concrete
 
 Modes = tuple[int, ...]
+FEW = 8  # on a GPU, of so many modes that a dim has, one is kept: see `_few`
 
 
 class Along(NamedTuple):
@@ -54,11 +55,9 @@ def _exactly(sums: Callable) -> Callable:
 @_exactly
 def analyse(x: Tensor, along: Sequence[Along], norm: str | None) -> Tensor:
     """The modes of the rows that are here: sums over x exp(-2 pi i k n / size), a dim at a time."""
-    left = _whole_first(x, along)
+    left = _shrinking(x, along)
     if not x.is_complex():
-        # half the work for the first dim, and for the others if torch.fft can leave half its results out
-        last = left.pop(max((i for i, a in enumerate(left) if _fast(x, a)), default=0))
-        x = _real_modes(x, last, norm)
+        x = _real_modes(x, left.pop(0), norm)  # half the work for the first dim
     for a in left:
         if _fast(x, a):
             x = _picked(torch.fft.fft(x, dim=a.dim, norm=norm), a.dim, tuple(k % a.size for k in a.modes))
@@ -74,24 +73,33 @@ def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) ->
     With `real`, the last dim has one half of a spectrum whose other half is its conjugate. As torch.fft.irfftn has it,
     the mode 0 and that of half the size have no other half: their imaginary parts do not count.
     """
-    as_torch = real and _fast(y, along[-1]) and _first_half(along[-1])
-    if real and not as_torch:
-        y = y * _halves(along[-1].size, along[-1].modes, y.dtype, y.device).view(_column(y, along[-1].dim))
-    left = _whole_first(y, along[:-1] if as_torch else along)[::-1]
-    last = left.pop() if real and not as_torch else None  # a whole one, if there is any
+    left, half = _shrinking(y, along)[::-1], along[-1]
+    last = half if real and _fast(y, half) and _first_half(half) else left[-1]
+    if real:
+        left.remove(last)
+        if last is not half:
+            y = y * _halves(half.size, half.modes, y.dtype, y.device).view(_column(y, half.dim))
     for a in left:
         if _fast(y, a):
             y = torch.fft.ifft(_placed(y, a.dim, a.size, [k % a.size for k in a.modes]), dim=a.dim, norm=norm)
         else:
             y = _times(y, a.dim, _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device))
-    if as_torch:  # of nothing, a product
-        size, dim = along[-1].size, along[-1].dim
-        return torch.fft.irfft(y, size, dim, norm) if y.numel() else _real_field(y, along[-1], norm)
-    return y if last is None else _real_field(y, last, norm)
+    return _real_field(y, last, norm, last is half) if real else y
 
 
 def _fast(x: Tensor, a: Along) -> bool:
-    return a.rows is None and x.numel() > 0  # torch.fft refuses what is empty; products do not
+    """Whether torch.fft transforms this dim: it lies whole, it is not empty (products may be), and it keeps enough."""
+    return a.rows is None and x.numel() > 0 and not _few(a, x.device)
+
+
+def _few(a: Along, device: torch.device) -> bool:
+    """Whether one product with the modes' columns takes less time than a transform that makes all modes.
+
+    It does on a GPU, which multiplies faster than it reads; at full precision only, since torch.fft has no other.
+    """
+    if device.type != "cuda" or FEW * len(a.modes) > a.size:
+        return False
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 def _first_half(a: Along) -> bool:
@@ -99,8 +107,14 @@ def _first_half(a: Along) -> bool:
     return 0 < len(a.modes) <= a.size // 2 + 1 and a.modes == tuple(range(len(a.modes)))
 
 
-def _whole_first(x: Tensor, along: Sequence[Along]) -> list[Along]:
-    return sorted(along, key=lambda a: not _fast(x, a))
+def _shrinking(x: Tensor, along: Sequence[Along]) -> list[Along]:
+    """Dims in the order in which their sums leave the least to the next; of those alike, the last in memory first."""
+
+    def left(a: Along) -> float:
+        first, last = a.rows or (0, a.size)
+        return len(a.modes) / max(last - first, 1)
+
+    return sorted(along, key=lambda a: (left(a), -a.dim))
 
 
 def _real_modes(x: Tensor, a: Along, norm: str | None) -> Tensor:
@@ -112,31 +126,31 @@ def _real_modes(x: Tensor, a: Along, norm: str | None) -> Tensor:
             return found
         signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in folded), x.dtype, x.device).view(_column(x, a.dim))
         return torch.complex(found.real, found.imag * signs)
-    m = len(a.modes)
-    matrix = _matrix(a, -1, scale(norm, a.size, False), x.dtype.to_complex(), x.device)
-    both = x.movedim(a.dim, -1) @ torch.cat((matrix.real, matrix.imag), 1)
-    return torch.complex(both[..., :m], both[..., m:]).movedim(-1, a.dim)
+    both = x.movedim(a.dim, -1) @ _pairs(a, -1, scale(norm, a.size, False), x.dtype, x.device)
+    return torch.view_as_complex(both.unflatten(-1, (len(a.modes), 2))).movedim(-1, a.dim)
 
 
-def _real_field(y: Tensor, a: Along, norm: str | None) -> Tensor:
-    """The real part of the sum over the last dim left."""
-    if _fast(y, a):
-        # the real part of a field has the modes (y[k] + conj(y[-k])) / 2
-        folded = [_folded(k, a.size) for k in a.modes]
-        up, down = ([i for i, k in enumerate(folded) if k >= 0], [i for i, k in enumerate(folded) if k <= 0])
-        down += [i for i, k in enumerate(folded) if 2 * k == a.size]
-        shape = list(y.shape)
-        shape[a.dim] = a.size // 2 + 1
-        half = y.new_zeros(shape)
-        for at, part in ((up, y), (down, y.conj())):
-            if at:
-                chosen = _picked(part, a.dim, tuple(at)) * 0.5
-                half = half.index_add(a.dim, _index(tuple(abs(folded[i]) for i in at), y.device), chosen)
-        return torch.fft.irfft(half, a.size, a.dim, norm)
-    matrix = _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device)
-    rows = y.movedim(a.dim, -1)
-    both = torch.cat((rows.real, rows.imag), -1) @ torch.cat((matrix.real, -matrix.imag), 0)
-    return both.movedim(-1, a.dim)
+def _real_field(y: Tensor, a: Along, norm: str | None, half: bool) -> Tensor:
+    """The real part of the sum over the last dim left; with `half`, of half a spectrum and its conjugate."""
+    if not _fast(y, a):
+        pairs = torch.view_as_real(y.movedim(a.dim, -1).resolve_conj()).flatten(-2)
+        return (pairs @ _pairs(a, 1, scale(norm, a.size, True), y.dtype.to_real(), y.device, half)).movedim(-1, a.dim)
+    if half and _first_half(a):
+        return torch.fft.irfft(y, a.size, a.dim, norm)
+    if half:
+        y = y * _halves(a.size, a.modes, y.dtype, y.device).view(_column(y, a.dim))
+    # the real part of a field has the modes (y[k] + conj(y[-k])) / 2
+    folded = [_folded(k, a.size) for k in a.modes]
+    up, down = ([i for i, k in enumerate(folded) if k >= 0], [i for i, k in enumerate(folded) if k <= 0])
+    down += [i for i, k in enumerate(folded) if 2 * k == a.size]
+    shape = list(y.shape)
+    shape[a.dim] = a.size // 2 + 1
+    found = y.new_zeros(shape)
+    for at, part in ((up, y), (down, y.conj())):
+        if at:
+            chosen = _picked(part, a.dim, tuple(at)) * 0.5
+            found = found.index_add(a.dim, _index(tuple(abs(folded[i]) for i in at), y.device), chosen)
+    return torch.fft.irfft(found, a.size, a.dim, norm)
 
 
 def _folded(k: int, size: int) -> int:
@@ -150,6 +164,8 @@ def _column(x: Tensor, dim: int) -> list[int]:
 
 
 def _times(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
+    if dim == x.ndim - 2:  # as it lies
+        return matrix.mT @ x
     return (x.movedim(dim, -1) @ matrix).movedim(-1, dim)
 
 
@@ -180,6 +196,21 @@ def _matrix(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torc
         # taken modulo the size as integers: large products would cost digits
         angle = (product % a.size).to(torch.float64) * (sign * 2 * math.pi / a.size)
         return torch.polar(torch.full_like(angle, factor), angle).to(dtype)
+
+
+@lru_cache(maxsize=256)
+def _pairs(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torch.device, half: bool = False) -> Tensor:
+    """The same in real numbers, for values that are real before (sign -1) or after: cosine and sine side by side.
+
+    With `half`, each mode stands for its conjugate as well, where it has one.
+    """
+    with concrete(), torch.inference_mode(False), torch.no_grad():
+        matrix = _matrix(a, sign, factor, dtype.to_complex(), device)
+        if sign < 0:
+            return torch.view_as_real(matrix).flatten(1).contiguous()
+        if half:
+            matrix = matrix * _halves(a.size, a.modes, matrix.dtype, device)[:, None]
+        return torch.stack((matrix.real, -matrix.imag), 1).flatten(0, 1)
 
 
 @lru_cache(maxsize=256)
