@@ -375,8 +375,11 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got, beside=None) -> l
         return out
     generator = torch.Generator().manual_seed(99)
     seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r, _ in pairs]
-    if beside is not None:
-        torch.autograd.backward([t for t in others if isinstance(t, torch.Tensor) and t.requires_grad], seeds)
+    theirs = [t for t in others if isinstance(t, torch.Tensor) and t.requires_grad]
+    if [t.shape for t in theirs] == [s.shape for s in seeds]:
+        torch.autograd.backward(theirs, seeds)
+    else:  # results that one of the two leaves empty
+        pick = iter([None] * len(ref_in))
     try:
         torch.autograd.backward([r for r, _ in pairs], [s.to(r.device) for s, (r, _) in zip(seeds, pairs, strict=True)])
     except RuntimeError:  # the device's own kernel has no gradient of this

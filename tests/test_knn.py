@@ -175,20 +175,51 @@ def test_the_kernel_is_for_cuda():
     assert not kernel.takes(x, x, 2)
 
 
-@pytest.mark.parametrize("kind", ["normal", "lattice"])
+@pytest.mark.parametrize("kind", ["normal", "lattice", "clusters", "one"])
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
-def test_the_text_of_the_kernel(n, m, features, k, kind, monkeypatch):
+def test_the_text_of_the_kernel(n, m, features, k, ordered, kind, monkeypatch):
     """The kernel's own lines on a CPU: which points it keeps, and in what order."""
     monkeypatch.setattr(kernel, "jit", texts.jit)
     monkeypatch.setattr(kernel, "tl", None)
     monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(kernel, "BOXES", 4)
     monkeypatch.setattr(kernel, "QUERIES", 4)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
-    squares, index = kernel.nearest(points, queries, k)
+    squares, index = kernel.Tiles(points, ordered).nearest(queries, k)
     assert texts.options["enable_fp_fusion"] is False  # else distances differ in the last bit from all other ways
     want, distance = all_pairs_knn(points, queries, k)
     assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
+
+
+def test_the_kernel_visits_few_tiles(monkeypatch):
+    """In order, near points stand together: hardly any tile is visited, whatever order they came in."""
+    monkeypatch.setattr(kernel, "jit", texts.jit)
+    monkeypatch.setattr(kernel, "tl", None)
+    monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(kernel, "BOXES", 64)
+    monkeypatch.setattr(kernel, "PROGRAMS", 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    points, queries = cloud("normal", 4000, 3, torch.float32), cloud("normal", 8, 3, torch.float32)
+    points = points[points[:, 0].argsort()]
+    want, distance = all_pairs_knn(points, queries, 5)
+    visited = {}
+    for ordered in (False, True):
+        texts.loaded.clear()
+        squares, index = kernel.Tiles(points, ordered).nearest(queries, 5)
+        assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
+        visited[ordered] = texts.loaded[16] / 4 / (len(queries) / kernel.QUERIES)  # three coordinates and a number
+    assert visited[True] < 25 < visited[False], visited  # of 250
+
+
+def test_an_order_is_kept(monkeypatch):
+    """Few queries do not wait for points to be put in order; later ones find the order that others paid for."""
+    monkeypatch.setattr(kernel, "PAIRS", 1000)
+    held = local.Held(torch.randn(100, 3))
+    few = held._tiled(5)
+    many = held._tiled(20)
+    assert not few.ordered and many.ordered and held._tiled(1) is many is held._tiled(50)
 
 
 def test_gradients_of_gradients():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from unittest import mock
 
@@ -15,7 +16,7 @@ from harness import anyone, mesh_of, shard
 from shardfield import ShardingError, ShardTensor, strict
 from shardfield.comm import alike, defer, wire
 from shardfield.layout import Layout
-from shardfield.ops import shares
+from shardfield.ops import dft, shares
 from shardfield.ops.spectral import spectral_conv, spread_weight, truncated_fft, truncated_ifft
 from shardfield.testing import run_on_ranks
 
@@ -571,3 +572,27 @@ def test_autocast_leaves_transforms_alone():
 def test_single_precision_and_inference(mesh, cut):
     for wrong in run_on_ranks(in_single, torch.Size(mesh).numel(), mesh, cut, timeout=60):
         assert not wrong
+
+
+@pytest.mark.parametrize("rows", [None, (2, 5), (3, 3)])
+@pytest.mark.parametrize("size", [7, 8])
+def test_products_and_transforms_agree(size, rows):
+    """Modes by a product, as a GPU makes few of them, and by torch.fft: in any order, of any sign, more than once."""
+    choices: list[tuple[int, ...]] = [(0, 1, 2), (-2, -1, 0, 1), (4, 0, -4, 4), (3,), ()]
+    for first, last, dims in itertools.product(choices, [*choices, tuple(range(size // 2 + 1))], [(1, 2), (0, 2)]):
+        shape = [3, 3, size]
+        shape[dims[0]] = 5 if rows is None else rows[1] - rows[0]
+        along = [dft.Along(dims[0], 9 if rows else 5, first, rows), dft.Along(dims[1], size, last)]
+        x = torch.randn(shape, dtype=torch.float64)
+        y = torch.randn(3, len(first), len(last), dtype=torch.complex128).movedim(1, dims[0])
+        found = []
+        for few in (False, True):
+            inputs = [v.clone().requires_grad_() for v in (x, x + 1j * x.flip(0), y)]
+            with mock.patch.object(dft, "_few", lambda a, device, few=few: few):
+                outs = [dft.analyse(v, along, "ortho") for v in inputs[:2]]
+                outs += [dft.evaluate(inputs[2], along, "forward", real) for real in (False, True)]
+            seeds = [torch.ones_like(o) * 0.5 for o in outs]
+            found.append([*outs, *torch.autograd.grad(outs, inputs, seeds)])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+        assert not found[0][3].is_complex()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 
@@ -26,8 +27,11 @@ class Pointer:
         moved.memory, moved.offset = self.memory, self.offset + offset
         return moved
 
-    def load(self, mask, other):
+    def load(self, mask=None, other=0):
+        if mask is None:
+            return self.memory[self.offset]
         mask, place = torch.broadcast_tensors(mask, torch.as_tensor(self.offset))
+        loaded[place.numel()] += 1
         assert bool(((place[mask] >= 0) & (place[mask] < self.memory.numel())).all())
         return torch.where(mask, self.memory[torch.where(mask, place, 0)], other).as_subclass(Block)
 
@@ -64,7 +68,7 @@ class Language:
     where = staticmethod(lambda mask, a, b: torch.where(mask, a, b))
     max = staticmethod(lambda x, dim: x.amax(dim))
     min = staticmethod(lambda x, dim: x.amin(dim))
-    load = staticmethod(lambda pointer, mask, other: pointer.load(mask, other))
+    load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
     store = staticmethod(lambda pointer, block, mask: pointer.store(block, mask))
 
     @staticmethod
@@ -77,6 +81,7 @@ class Language:
 
 
 options: dict[str, object] = {}  # of the last launch
+loaded: Counter[int] = Counter()  # how many blocks were read, by their lengths
 
 
 class jit:

@@ -1,10 +1,11 @@
 """Nearest neighbours on CUDA by a Triton kernel that never forms the distance matrix.
 
-A program holds a few queries and the keys of their best points so far, and walks over tiles of points. A key is a
-squared distance's bits above a point's index, as one integer, so that the smallest keys are the nearest points with
-ties in the order of their indices. A tile whose least distance is above the worst of the best is passed over: after the
-first tiles most are, and cost their distances and one minimum. In the others the least key goes in for the worst of the
-best, as long as it is smaller.
+Points are put in an order in which near ones stand together, and cut into tiles, each with the box around it. A program
+holds a few queries, near ones again, and the keys of their best points so far. It looks at many boxes together, and
+visits the tiles of those that are no farther than the worst of the best, nearest first: after a few tiles hardly any
+are. A key is a squared distance's bits above a point's index, as one integer, so that the smallest keys are the nearest
+points with ties in the order of their indices. In a tile the least key goes in for the worst of the best, as long as it
+is smaller.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ tl: Any = None  # see jit.py
 
 MOST = 64  # neighbours; more are found pair by pair
 FEATURES = 16
-QUERIES, TILE, WARPS = 2, 128, 1  # fastest of 120 settings on an H200: 3.9 ms for 12,345 queries among 234,567 points
+QUERIES, TILE, BOXES, WARPS = 2, 128, 128, 1
 PROGRAMS = 4096  # enough to fill a device: few queries share out the points among more programs
+PAIRS = 1 << 27  # below, the order costs more than it saves
+CELLS = 60  # bits of the cells that order the points, all features together; of one feature 20
 
 
 def takes(points: Tensor, queries: Tensor, k: int) -> bool:
@@ -31,52 +34,107 @@ def takes(points: Tensor, queries: Tensor, k: int) -> bool:
     return points.is_cuda and fits and queries.numel() < 1 << 31 and jit(_search) is not None
 
 
-def nearest(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(squared distances, indices) of the k nearest points of each query, nearest first, equal ones by index."""
-    (n, features), m = points.shape, len(queries)
-    blocks = -(-m // QUERIES)
-    parts = max(1, min(PROGRAMS // blocks, n // (32 * TILE), 64))
-    length = -(-n // parts)
-    slots = max(2, 1 << (k - 1).bit_length())
-    keys = torch.empty(m, parts, slots, dtype=torch.int64, device=points.device)
-    with torch.cuda.device(points.device):
-        jit(_search)[(blocks, parts)](
-            points.T.contiguous(), queries.contiguous(), keys, n, m, length, parts,
-            FEATURES=features, SLOTS=slots, QUERIES=QUERIES, TILE=TILE, num_warps=WARPS,
-            enable_fp_fusion=False,  # a fused multiply-add rounds once where everything else rounds twice
-        )  # fmt: skip
-    best = keys.view(m, -1).sort(1)[0][:, :k]
-    return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
+class Tiles:
+    """Points (n, features) in tiles, ready to be searched; with `ordered`, near ones together."""
+
+    def __init__(self, points: Tensor, ordered: bool):
+        (n, features), self.ordered = points.shape, ordered
+        self.index = torch.arange(n, dtype=torch.int32, device=points.device)
+        if ordered:
+            self.bottom, self.half = points.amin(0), min(max(CELLS // features // 2, 1), 10)
+            bits = torch.arange(self.half, device=points.device)
+            steps = torch.arange(1 << self.half, device=points.device)
+            self.scale = (len(steps) ** 2 - 1) / (points.amax(0) - self.bottom).amax().clamp_min(1e-30)
+            # each number with its bits so far apart that those of the other features have room between them
+            self.apart = (((steps[:, None] >> bits) & 1) << bits * features).sum(1)
+            cells, order = self._cells(points).sort()
+            self.starts = cells[:: TILE * BOXES].contiguous()  # of chunks: as many tiles as are looked at together
+            self.index, points = order.to(torch.int32), points[order]
+        self.points, self.count = points.T.contiguous(), -(-n // TILE)
+        spare = self.points[:, -1:].expand(features, self.count * TILE - n)
+        tiled = torch.cat([self.points, spare], 1).view(features, self.count, TILE)
+        self.low, self.high = tiled.amin(2), tiled.amax(2)
+
+    def _cells(self, points: Tensor) -> Tensor:
+        """The cell of each point on a coarse grid, by its Morton code: near cells have near numbers."""
+        features, size = points.shape[1], len(self.apart)
+        at = ((points - self.bottom) * self.scale).clamp(0, size * size - 1).to(torch.int32)
+        upper, lower = self.apart[at >> self.half], self.apart[at & (size - 1)]
+        shift = torch.arange(features, device=points.device)
+        return (((upper << self.half * features) + lower) << shift).sum(1)
+
+    def nearest(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(squared distances, indices) of the k nearest points of each query, nearest first, equal ones by index."""
+        (features, n), m = self.points.shape, len(queries)
+        blocks, chunks = -(-m // QUERIES), -(-self.count // BOXES)
+        if self.ordered:
+            cells, order = self._cells(queries).sort()
+            first = cells[::QUERIES].contiguous()
+            home = torch.searchsorted(self.starts, first, right=True, out_int32=True).sub(1).clamp_min(0)
+        else:
+            order, home = (
+                torch.arange(m, device=queries.device),
+                torch.zeros(blocks, dtype=torch.int32, device=queries.device),
+            )
+        parts = max(1, min(PROGRAMS // blocks, chunks, 64))
+        slots = max(2, 1 << (k - 1).bit_length())
+        keys = torch.empty(m, parts, slots, dtype=torch.int64, device=queries.device)
+        with torch.cuda.device(queries.device):
+            jit(_search)[(blocks, parts)](
+                self.points, self.index, self.low, self.high, queries.contiguous(), order, home, keys,
+                n, m, self.count, -(-chunks // parts), parts,
+                FEATURES=features, SLOTS=slots, QUERIES=QUERIES, TILE=TILE, BOXES=BOXES, num_warps=WARPS,
+                enable_fp_fusion=False,  # a fused multiply-add rounds once where everything else rounds twice
+            )  # fmt: skip
+        best = keys.view(m, -1).sort(1)[0][:, :k]
+        return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
 
 
 def _search(
-    points, queries, keys, n, m, length, parts, FEATURES: tl.constexpr, SLOTS: tl.constexpr,
-    QUERIES: tl.constexpr, TILE: tl.constexpr,
+    points, index, low, high, queries, order, home, keys, n, m, tiles, length, parts,
+    FEATURES: tl.constexpr, SLOTS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
-    """points (FEATURES, n), queries (m, FEATURES) -> keys (m, parts, SLOTS): the best of each part of the points."""
-    row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    part = tl.program_id(1)
-    start = part * length
-    stop = tl.minimum(start + length, n)
+    """points (FEATURES, n), boxes low and high (FEATURES, tiles), queries (m, FEATURES) taken in `order` -> keys (m,
+    parts, SLOTS): the best of each part of the points, which is `length` chunks of BOXES tiles."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    place = block * QUERIES + tl.arange(0, QUERIES)
+    there = place < m
+    row = tl.load(order + place, mask=there, other=0)
     slot = tl.arange(0, SLOTS)
     # Every slot begins as a point infinitely far away, with an index of its own: no two keys are ever equal.
     empty = 0x7F80000000000000 + slot.to(tl.int64)
     best = tl.zeros([QUERIES, SLOTS], dtype=tl.int64) + empty[None, :]
     worst = tl.max(best, 1)
-    for at in range(start, stop, TILE):
-        column = at + tl.arange(0, TILE)
-        inside = column < stop
-        total = tl.zeros([QUERIES, TILE], dtype=tl.float32)
+    far = (worst >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    begin = tl.load(home + block)
+    for step in range(0, length):
+        # the chunk that the queries are in comes first, if it is of this part
+        box = (part * length + (begin + step) % length) * BOXES + tl.arange(0, BOXES)
+        known = box < tiles
+        away = tl.zeros([QUERIES, BOXES], dtype=tl.float32)
         for d in tl.static_range(FEATURES):
-            q = tl.load(queries + row * FEATURES + d, mask=row < m, other=0.0)
-            p = tl.load(points + d * n + column, mask=inside, other=0.0)
-            gap = q[:, None] - p[None, :]
-            total += gap * gap
-        total = tl.where(inside[None, :], total, float("inf"))
-        far = (worst >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        if tl.max((tl.min(total, 1) <= far).to(tl.int32), 0) > 0:
-            key = (total.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column.to(tl.int64)[None, :]
-            key = tl.where(inside[None, :], key, 0x7FFFFFFFFFFFFFFF)
+            q = tl.load(queries + row * FEATURES + d, mask=there, other=0.0)
+            a = tl.load(low + d * tiles + box, mask=known, other=0.0)
+            b = tl.load(high + d * tiles + box, mask=known, other=0.0)
+            # rounded as distances are: never more than that of a point inside
+            gap = tl.maximum(tl.maximum(a[None, :] - q[:, None], q[:, None] - b[None, :]), 0.0)
+            away += gap * gap
+        away = tl.where(known[None, :] & there[:, None], away, float("inf"))
+        nearest = tl.min(tl.where(away <= far[:, None], away, float("inf")), 0)
+        least_away = tl.min(nearest, 0)
+        while least_away < float("inf"):
+            tile = tl.min(tl.where(nearest == least_away, box, tiles), 0)
+            column = tile * TILE + tl.arange(0, TILE)
+            inside = column < n
+            total = tl.zeros([QUERIES, TILE], dtype=tl.float32)
+            for d in tl.static_range(FEATURES):
+                q = tl.load(queries + row * FEATURES + d, mask=there, other=0.0)
+                p = tl.load(points + d * n + column, mask=inside, other=0.0)
+                apart = q[:, None] - p[None, :]
+                total += apart * apart
+            number = tl.load(index + column, mask=inside, other=0)
+            key = (total.to(tl.int32, bitcast=True).to(tl.int64) << 32) | number.to(tl.int64)[None, :]
+            key = tl.where(inside[None, :] & there[:, None], key, 0x7FFFFFFFFFFFFFFF)
             least = tl.min(key, 1)
             while tl.max((least < worst).to(tl.int32), 0) > 0:
                 replaced = (best == worst[:, None]) & (least < worst)[:, None]
@@ -84,5 +142,9 @@ def _search(
                 worst = tl.max(best, 1)
                 key = tl.where(key == least[:, None], 0x7FFFFFFFFFFFFFFF, key)
                 least = tl.min(key, 1)
-    place = (row.to(tl.int64)[:, None] * parts + part) * SLOTS + slot[None, :]
-    tl.store(keys + place, best, mask=(row < m)[:, None])
+            far = (worst >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            away = tl.where(box[None, :] == tile, float("inf"), away)
+            nearest = tl.min(tl.where(away <= far[:, None], away, float("inf")), 0)
+            least_away = tl.min(nearest, 0)
+    out = (row.to(tl.int64)[:, None] * parts + part) * SLOTS + slot[None, :]
+    tl.store(keys + out, best, mask=there[:, None])

@@ -18,6 +18,7 @@ class Held:
     def __init__(self, points: Tensor):
         self.points = points.contiguous()
         self._tree: tree.Tree | None = None
+        self._tiles: kernel.Tiles | None = None
 
     def nearest(self, queries: Tensor, k: int, reach: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(squared distances, indices) (queries, k), nearest first, equal ones by index; where there are fewer than k
@@ -28,7 +29,7 @@ class Held:
         elif self._in_tree(queries):
             squares, index = self._grown().nearest(queries, here, reach)
         elif kernel.takes(self.points, queries, here):
-            squares, index = kernel.nearest(self.points, queries, here)
+            squares, index = self._tiled(len(queries)).nearest(queries, here)
         else:
             squares, index = brute.nearest(self.points, queries, here)
         pad = k - squares.shape[1]
@@ -48,6 +49,14 @@ class Held:
         if self.points.device.type != "cpu" or features > TREE_FEATURES or not n:
             return False
         return self._tree is not None or (n * len(queries) > TREE_PAIRS and tree.builder() is not None)
+
+    def _tiled(self, queries: int) -> kernel.Tiles:
+        """Tiles for so many queries: in order, if they are many, or were once."""
+        if self._tiles is None or not self._tiles.ordered:
+            ordered = len(self.points) * queries > kernel.PAIRS
+            if self._tiles is None or ordered:
+                self._tiles = kernel.Tiles(self.points, ordered)
+        return self._tiles
 
     def _grown(self) -> tree.Tree:
         if self._tree is None:

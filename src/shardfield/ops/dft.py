@@ -18,7 +18,7 @@ from .._compat import autocast_on
 from ..tracing import concrete
 
 Modes = tuple[int, ...]
-FEW = 8  # on a GPU, of so many modes that a dim has, one is kept: see `_few`
+FEW = 16  # on a GPU, of so many modes that a dim has, one is kept at most: see `_few`
 
 
 class Along(NamedTuple):
@@ -89,13 +89,14 @@ def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) ->
 
 def _fast(x: Tensor, a: Along) -> bool:
     """Whether torch.fft transforms this dim: it lies whole, it is not empty (products may be), and it keeps enough."""
-    return a.rows is None and x.numel() > 0 and not _few(a, x.device)
+    return a.rows is None and x.numel() > 0 and not (x.is_complex() and _few(a, x.device))
 
 
 def _few(a: Along, device: torch.device) -> bool:
-    """Whether one product with the modes' columns takes less time than a transform that makes all modes.
+    """Whether one product with the modes' columns takes less time than a transform of as many modes as the dim has.
 
-    It does on a GPU, which multiplies faster than it reads; at full precision only, since torch.fft has no other.
+    On an H200 it does for complex values, and from modes back to a field of real ones (39 us against 97 for 33 of 1440
+    in 5,760 rows). The real transform of a field it does not beat. At full precision only: torch.fft has no other.
     """
     if device.type != "cuda" or FEW * len(a.modes) > a.size:
         return False
