@@ -202,7 +202,6 @@ def test_the_kernel_visits_few_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "PROGRAMS", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     points, queries = cloud("normal", 4000, 3, torch.float32), cloud("normal", 8, 3, torch.float32)
-    points = points[points[:, 0].argsort()]
     want, distance = all_pairs_knn(points, queries, 5)
     visited = {}
     for ordered in (False, True):
@@ -210,7 +209,7 @@ def test_the_kernel_visits_few_tiles(monkeypatch):
         squares, index = kernel.Tiles(points, ordered).nearest(queries, 5)
         assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
         visited[ordered] = texts.loaded[16] / 4 / (len(queries) / kernel.QUERIES)  # three coordinates and a number
-    assert visited[True] < 25 < visited[False], visited  # of 250
+    assert visited[True] < 40 and visited[False] > 200, visited  # of 250
 
 
 def test_an_order_is_kept(monkeypatch):

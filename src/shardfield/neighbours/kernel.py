@@ -21,7 +21,7 @@ tl: Any = None  # see jit.py
 
 MOST = 64  # neighbours; more are found pair by pair
 FEATURES = 16
-QUERIES, TILE, BOXES, WARPS = 2, 128, 128, 1
+QUERIES, TILE, BOXES, WARPS = 1, 128, 128, 1
 PROGRAMS = 4096  # enough to fill a device: few queries share out the points among more programs
 PAIRS = 1 << 27  # below, the order costs more than it saves
 CELLS = 60  # bits of the cells that order the points, all features together; of one feature 20
