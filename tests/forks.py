@@ -5,6 +5,7 @@ the variables torchrun would set, and answers with their exit codes. Nothing has
 program starts as a new one would.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -87,12 +88,16 @@ def wait(pids: list[int], timeout: float) -> list[int | None]:
 
 def main() -> str | None:
     """Answer jobs until stdin ends; in a fork, return the program to run."""
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # optimizers import it when they are made
     import torch.distributed.tensor  # noqa: F401
 
     import shardfield  # noqa: F401
     import shardfield.distributed  # noqa: F401
 
+    # A fork that looks through all of this for garbage, as it does when it ends, has to copy it first.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job, port, pids = json.loads(line), free_port(), []
         for rank in range(len(job["names"])):
