@@ -49,6 +49,20 @@ def beneath(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "elem", tensor)
 
 
+def within_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.vmap, grad and the like have wrapped, or itself. torch 2.11-2.15; no public name."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has been written into since AOTAutograd began to trace. torch 2.11-2.15; no public name."""
+    inner = beneath(tensor)
+    return inner is not tensor and torch._functionalize_has_data_mutation(inner)  # type: ignore[attr-defined]
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape and no data, while something is traced. torch 2.11-2.15; no public name."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import types
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,13 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import tracing
-from .._compat import autocast_state, tree_flatten
+from .._compat import autocast_state
 from ..errors import Untraceable
 from ..tensor import ShardTensor
 from .backends import Backend
+from .captured import Captured
 from .graph import Passes
 from .program import Program
-from .state import State, is_index, modules_of
+from .state import State, is_index
+from .trees import flatten
+from .twin import twin_of
 
 RETRACES = 16  # programs of one callable, beyond which it runs as it is
 
@@ -36,7 +39,8 @@ def compile(
 ) -> Any:
     """A module or function on ShardTensors, traced into one local forward and one local backward graph.
 
-    What it returns is called as the original is, and has its parameters: a module gives a module that shares them, and
+    What it returns is called as the original is, and has its parameters: a module gives a module that shares them and
+    all its attributes, and
     what DDP or FSDP2 has wrapped is compiled inside, FSDP2's innermost units each, and is itself returned. Each
     new set of layouts, shapes, dtypes, devices and flags (grad mode, training, autocast) is traced once, on all ranks
     together. What cannot be traced is an error with `fullgraph`; without, it runs uncompiled, and a warning says why.
@@ -60,13 +64,12 @@ def compile(
         for unit in _units(model_or_step):
             unit.__dict__["forward"] = Compiled(unit.forward, *how)
         return model_or_step
-    fast = object.__new__(type(model_or_step))
-    fast.__dict__ = dict(model_or_step.__dict__)
-    forward: Any = model_or_step.forward
-    if isinstance(forward, types.MethodType):
-        forward = forward.__func__.__get__(fast)
-    fast.__dict__["forward"] = Compiled(forward, *how)
-    return fast
+    return _twin(*how, model_or_step)
+
+
+def _twin(backend: Backend, passes: Passes, fullgraph: bool, retraces: int, module: nn.Module) -> Any:
+    how = backend, passes, fullgraph, retraces
+    return twin_of(module, functools.partial(_twin, *how), Compiled(module.forward, *how))
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
@@ -94,7 +97,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if tracing.writer is not None:  # inside another program that is being traced
             return self._target(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         key = self._key(leaves, spec)
         for program in self._programs.get(key, ()):
             if program.holds(leaves):
@@ -149,12 +152,12 @@ class Compiled:
 
     def _program(self, leaves: list[Any], spec: Any) -> Program:
         """A program; where it depends on values, which a trace has none of, one for these tensors of integers alone."""
-        modules = modules_of(self._target, leaves)
+        captured = Captured(self._target, leaves)
         how = leaves, spec, self._backend, self._passes
         try:
-            return Program(self._target, State(modules), *how, fixed=False)
+            return Program(self._target, State(captured), *how, fixed=False)
         except Untraceable as error:
-            state = State(modules, fixed=True)
+            state = State(captured, fixed=True)
             indices = state.fixed or any(isinstance(x, Tensor) and is_index(x) for x in leaves)
             if not (indices and error.values):
                 raise

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tracing
-from .._compat import aot_traced, asks_for_values, tree_flatten, tree_unflatten
+from .._compat import aot_traced, asks_for_values, is_written, memory_of
 from ..aliasing import LENT
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
@@ -22,10 +24,12 @@ from .backends import Backend
 from .calls import Calls
 from .graph import TWICE, Passes
 from .messages import Writer
-from .state import State, is_index
+from .state import State, is_index, local, version
 from .together import Together
+from .trees import flatten, hides_tensors, unflatten
 from .watch import Watch
 
+LIBRARIES = (*torch.__path__, str(Path(__file__).parents[1]))  # whose lines say nothing to a user
 REMEMBERED: tuple[dict, ...] = (homes._CUTS, asked.HOMES)  # what rules remember of calls, the same on all ranks
 
 
@@ -45,10 +49,10 @@ class Fixed(Static):
 
     def __init__(self, value: Tensor):
         super().__init__(value)
-        self._version = value._version
+        self._version = version(value)
 
     def holds(self, value: Any) -> bool:
-        return value is self.value and value._version == self._version
+        return value is self.value and version(value) == self._version
 
 
 def kind_of(value: Any, fixed: bool = False) -> Any:
@@ -83,8 +87,10 @@ class Program:
         self._kinds = [kind_of(x, fixed) for x in leaves]
         self._of_state = [kind_of(t) for t in state.tensors()]
         self._marks = [getattr(t, "_averaged_later", None) for t in state.tensors()]
-        locals_ = self._inputs(leaves)
+        # one whose elements share memory could not be written with others
+        locals_ = [t.contiguous() if 0 in t.stride() else t for t in self._inputs(leaves)]
         self._strides = [t.stride() for t in locals_]
+        self._written: list[int] = []
         layouts = [k for k in [*self._kinds, *self._of_state] if isinstance(k, Layout)]
         layouts += [k.value._layout for k in self._kinds if isinstance(getattr(k, "value", None), ShardTensor)]
         given = [k.value for k in self._kinds if isinstance(k, Static) and isinstance(k.value, DeviceMesh)]
@@ -95,6 +101,8 @@ class Program:
         self._writer = Writer(self._calls)
         self._shares_halos = "halos" in passes.chosen
         self._run = self._traced(target, locals_, backend, passes)
+        self.state.reads.settle()
+        self._overlap = _overlap(locals_) if self._written else []
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = [local(t) for t in self.state.tensors()]
@@ -106,7 +114,7 @@ class Program:
             k.holds(x) for x, k in zip(leaves, self._kinds, strict=True) if isinstance(k, Fixed)
         ):
             return False
-        return self.state.holds()
+        return self.state.holds() and (not self._written or _overlap(self._inputs(leaves)) == self._overlap)
 
     # ------------------------------------------------------------------ tracing
 
@@ -122,7 +130,7 @@ class Program:
         before, remembered = set(LENT), [dict(table) for table in REMEMBERED]
         tracing.writer = self._writer
         try:
-            with together.meeting(), self._calls.noted():
+            with together.meeting(), self._calls.noted(), self.state.reads.noted():
                 made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
                 together.done()
             return made
@@ -152,19 +160,45 @@ class Program:
         leaves = [
             k.value if isinstance(k, Static) else next(rest) if k is None else wrap(next(rest), k) for k in self._kinds
         ]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = given = unflatten(leaves, self._spec)
         with self.state.replaced(mine), Watch(self._known):
             if self._shares_halos:
                 blocked(self.state.modules, TWICE, lean=True)
                 if getattr(target, "__func__", None) is nn.Sequential.forward:
                     target = partial(forward, getattr(target, "__self__"), redundancy=TWICE, lean=True)  # noqa: B009
             out = target(*args, **kwargs)
-        results, self._result_spec = tree_flatten(out)
+        self._check_arguments(leaves, given, flat[n:])
+        self._written = [i for i, t in enumerate(flat) if is_written(t)]
+        results, self._result_spec = flatten(out)
+        for result in results:
+            if not isinstance(result, Tensor) and hides_tensors(result):
+                raise Untraceable(
+                    f"compile: {_named(target)} returns a {type(result).__name__} that holds tensors: return them in a "
+                    "tuple, a dict or a dataclass"
+                )
         results = [r.clone() if isinstance(r, Tensor) and _is_to_copy(local(r), flat) else r for r in results]
         self._results = [kind_of(r) for r in results]
         found = [local(r) for r in results if isinstance(r, Tensor)]
         self._writer.forward = self._writer.count
         return found
+
+    def _check_arguments(self, leaves: list[Any], given: Any, flat: Sequence[Tensor]) -> None:
+        """What is written into an argument is written in the program; that an argument is changed is not."""
+        now, spec = flatten(given)
+        if spec != self._spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
+            raise Untraceable("compile: a container among the arguments is changed: return what it should hold instead")
+        rest = iter(flat)
+        for leaf, kind in zip(leaves, self._kinds, strict=True):
+            if isinstance(kind, Static):
+                continue
+            mine = next(rest)
+            if isinstance(kind, Layout) and leaf._layout == kind and leaf._local_tensor is not mine:
+                raise Untraceable("compile: an argument is given other data: write into it in place, or return it")
+            if isinstance(kind, Layout) and leaf._layout != kind:
+                raise Untraceable(
+                    f"compile: a write into an argument gives it another layout, {leaf._layout} in place of {kind}: do "
+                    "that before the call, or return the result"
+                )
 
     # ------------------------------------------------------------------ running
 
@@ -175,21 +209,28 @@ class Program:
         for i, (tensor, stride) in enumerate(zip(given, self._strides, strict=True)):
             if tensor.stride() != stride:
                 given[i] = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
-                moved.append((tensor, given[i], given[i]._version))
+                if i in self._written:
+                    moved.append((tensor, given[i]))
         results = iter(self._run(*given))
-        for tensor, stand_in, version in moved:
-            if stand_in._version != version:
-                tensor.copy_(stand_in)
+        for tensor, stand_in in moved:
+            tensor.copy_(stand_in)
         found = [
             k.value if isinstance(k, Static) else next(results) if k is None else wrap(next(results), k)
             for k in self._results
         ]
-        return tree_unflatten(found, self._result_spec)
+        return unflatten(found, self._result_spec)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """A tensor as it lies on this rank."""
-    return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
+def _overlap(inputs: Sequence[Tensor]) -> list[tuple]:
+    """Which inputs share memory, and where they lie in it: a program that writes into one of them depends on that."""
+    found: dict[int, list[int]] = {}
+    for i, tensor in enumerate(inputs):
+        found.setdefault(memory_of(tensor), []).append(i)
+    shared = [i for members in found.values() if len(members) > 1 for i in members]
+    return [
+        (i, memory_of(inputs[i]) == memory_of(inputs[shared[0]]), inputs[i].storage_offset(), inputs[i].stride())
+        for i in shared
+    ]
 
 
 def _is_to_copy(result: Tensor, inputs: Sequence[Tensor]) -> bool:
@@ -233,14 +274,20 @@ def _named(target: Callable) -> str:
 
 
 def _operation(error: BaseException) -> str:
-    """The torch function that was being called on ShardTensors when a trace failed, and the module it was in."""
-    func, module, step = None, "", error.__traceback__
+    """The torch function that was being called when a trace failed, the module it was in, and the user's line."""
+    func, module, line, step = None, "", "", error.__traceback__
     while step is not None:
-        scope = step.tb_frame.f_locals
-        if step.tb_frame.f_code.co_name == "call" and "func" in scope and "types" in scope and func is None:
-            func = scope["func"]
-        if step.tb_frame.f_code.co_name == "_call_impl" and isinstance(scope.get("self"), nn.Module):
+        code, scope = step.tb_frame.f_code, step.tb_frame.f_locals
+        if func is None:
+            watched = code.co_name == "__torch_function__" and isinstance(scope.get("self"), Watch)
+            if watched or (code.co_name == "call" and "func" in scope and "types" in scope):
+                func = scope.get("func")
+            elif not code.co_filename.startswith(LIBRARIES):
+                line = f"line {step.tb_lineno} of {code.co_name}"
+        if code.co_name == "_call_impl" and isinstance(scope.get("self"), nn.Module):
             module = type(scope["self"]).__name__
         step = step.tb_next
     said = title(func) if func is not None else ""
-    return f"{said} in {module}" if said and module else said or module
+    within = "" if module in ("", "Body") else f" in {module}"  # what AOTAutograd is given is no module of the user's
+    found = f"{said}{within}" if said else within.removeprefix(" in ")
+    return f"{found} ({line})" if found and line else found or line

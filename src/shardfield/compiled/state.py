@@ -1,67 +1,21 @@
-"""What a callable reads besides its arguments: modules' tensors, which become inputs, and their plain attributes."""
+"""What a callable reads besides its arguments: modules' tensors, which become inputs, and attributes (see `reads`)."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Untraceable
+from ..tensor import ShardTensor
+from .captured import Captured
+from .reads import Reads
 
-# Attributes that are part of a program, and by whose values it is known again.
-SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _facts = attrgetter("requires_grad", "shape", "dtype", "device")
-
-
-def modules_of(target: Any, arguments: Iterable[Any]) -> list[nn.Module]:
-    """The modules that a callable is, is a method of, closes over, has in its globals, or is given."""
-    roots = [a for a in arguments if isinstance(a, nn.Module)]
-    _collect(target, roots, set())
-    found: dict[int, nn.Module] = {}
-    for root in roots:
-        found.update((id(m), m) for m in root.modules())
-    return list(found.values())
-
-
-def _collect(target: Any, roots: list[nn.Module], seen: set[int]) -> None:
-    if id(target) in seen:
-        return
-    seen.add(id(target))
-    if isinstance(target, nn.Module):
-        roots.append(target)
-    elif isinstance(target, functools.partial):
-        for value in (target.func, *target.args, *target.keywords.values()):
-            _collect(value, roots, seen)
-    elif isinstance(target, types.MethodType):
-        _collect(target.__self__, roots, seen)
-        _collect(target.__func__, roots, seen)
-    elif hasattr(target, "__wrapped__") and not isinstance(target, types.FunctionType):
-        _collect(target.__wrapped__, roots, seen)
-    elif isinstance(target, types.FunctionType):
-        captured = inspect.getclosurevars(target)
-        for name, value in {**captured.globals, **captured.nonlocals}.items():
-            if isinstance(value, Tensor):
-                raise Untraceable(
-                    f"compile: {target.__qualname__} captures the tensor {name!r}, and a program would keep the one "
-                    "that is there now: pass it as an argument, or make it a parameter or buffer of a module"
-                )
-            # functions of the user's own module may use modules too
-            if isinstance(value, (nn.Module, functools.partial, types.MethodType)) or (
-                isinstance(value, types.FunctionType) and value.__module__ == target.__module__
-            ):
-                _collect(value, roots, seen)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, nn.Module):
-                        _collect(item, roots, seen)
 
 
 def is_index(tensor: Tensor) -> bool:
@@ -69,32 +23,41 @@ def is_index(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.ndim > 0
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, SIMPLE + CODE)
+def version(tensor: Tensor) -> int:
+    """A number that changes when a tensor is written; of one made in inference mode, which counts no writes, a hash."""
+    if not tensor.is_inference():
+        return tensor._version
+    return hash(local(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A tensor as it lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
 
 
 class State:
     """The tensors of some modules as they are now, and how to tell that a program for them still holds."""
 
-    def __init__(self, modules: list[nn.Module], fixed: bool = False):
+    def __init__(self, captured: Captured, fixed: bool = False):
         """`fixed`: tensors of integers are part of the program, not inputs of it."""
-        self.modules = modules
+        self.modules = modules = captured.modules
+        self.reads = Reads(captured)
         # where each tensor is: in a dict under a name, or in a list
         self._slots: list[tuple[Any, Any]] = []
+        self._gaps: list[tuple[Any, Any]] = []  # and where one could be
         self.fixed: list[tuple[Any, Any, Tensor, int]] = []
-        self._getters: list[tuple[Callable[[dict], Any], dict[str, Any]]] = []
         for module in modules:
             own = module.__dict__
             lists = [value for value in own.values() if isinstance(value, list)]
             for held in (own["_parameters"], own["_buffers"], own, *lists):
-                items = enumerate(held) if isinstance(held, list) else held.items()
+                items = list(enumerate(held) if isinstance(held, list) else held.items())
                 found = [(name, value) for name, value in items if isinstance(value, Tensor)]
                 self._slots += [(held, name) for name, value in found if not (fixed and is_index(value))]
                 self.fixed += [
-                    (held, name, value, value._version) for name, value in found if fixed and is_index(value)
+                    (held, name, value, version(value)) for name, value in found if fixed and is_index(value)
                 ]
-            names = [n for n, v in own.items() if _is_plain(v)]
-            self._getters.append((itemgetter("training", *names), own))
+                if held is own["_parameters"] or held is own["_buffers"]:
+                    self._gaps += [(held, name) for name, value in items if value is None]
         # What is there twice is one input.
         self._place: list[int] = []
         first: dict[int, int] = {}
@@ -102,7 +65,9 @@ class State:
             self._place.append(first.setdefault(id(held[name]), len(first)))
         self._unique = [self._place.index(i) for i in range(len(first))]
         self._children = [(m.__dict__["_modules"], dict(m.__dict__["_modules"])) for m in modules]
-        self._counts = [(m.__dict__["_parameters"], len(m.__dict__["_parameters"])) for m in modules]
+        self._counts = [
+            (held, len(held)) for m in modules for held in (m.__dict__["_parameters"], m.__dict__["_buffers"])
+        ]
         self._seen = self._now()
 
     def tensors(self) -> list[Tensor]:
@@ -113,7 +78,8 @@ class State:
     def _now(self) -> tuple:
         tensors = [held[name] for held, name in self._slots]
         marks = [getattr(t, "_averaged_later", None) for t in tensors]
-        return list(map(_facts, tensors)), [getter(own) for getter, own in self._getters], marks, self._pattern(tensors)
+        layouts = [t._layout if t.__class__ is ShardTensor else None for t in tensors]
+        return list(map(_facts, tensors)), layouts, marks, self._pattern(tensors)
 
     def _pattern(self, tensors: list[Tensor]) -> list[int]:
         """Which of the tensors are the same one, if any are."""
@@ -122,22 +88,22 @@ class State:
         return [next(j for j, u in enumerate(tensors) if u is t) for t in tensors]
 
     def holds(self) -> bool:
-        """Whether modules, their attributes and the kinds of their tensors are as they were."""
+        """Whether modules, what was read of them and the kinds of their tensors are as they were."""
         try:
             return self._holds()
-        except (KeyError, IndexError, AttributeError):  # something is gone
+        except (KeyError, IndexError, AttributeError, ValueError):  # something is gone
             return False
 
     def _holds(self) -> bool:
         for children, as_before in self._children:
             if len(children) != len(as_before) or not all(map(is_, children.values(), as_before.values())):
                 return False
-        if any(len(held) != n for held, n in self._counts):
+        if any(len(held) != n for held, n in self._counts) or any(held[name] is not None for held, name in self._gaps):
             return False
-        for held, name, tensor, version in self.fixed:
-            if held[name] is not tensor or tensor._version != version:
+        for held, name, tensor, written in self.fixed:
+            if held[name] is not tensor or version(tensor) != written:
                 return False
-        return self._now() == self._seen
+        return self._now() == self._seen and self.reads.hold()
 
     @contextmanager
     def replaced(self, tensors: list[Tensor]) -> Iterator[None]:
@@ -153,7 +119,9 @@ class State:
                     raise Untraceable(f"compile: {name!r} of a module is given a new tensor: write into it in place")
             for module, own in zip(self.modules, before, strict=True):
                 _check_new(module, own)
+            self.reads.check()
         finally:
+            self.reads.put_back()
             for module, own in zip(self.modules, before, strict=True):
                 module.__dict__.clear()  # what it has put away for next time is the trace's
                 module.__dict__.update(own)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import tracing
+from .._compat import within_transforms
 from ..errors import Untraceable
 from ..operands import map_tensors
 from ..tensor import ShardTensor
@@ -22,6 +23,15 @@ from ..tensor import ShardTensor
 ZEROS = {torch.zeros, torch.zeros_like, Tensor.new_zeros}
 COUNTS = {torch.arange, torch.tensor, torch.as_tensor}
 BY_SHAPE = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
+BACKWARD = (
+    "backward() is called inside: return the loss and call backward() on what the program returns, which has a compiled "
+    "backward too"
+)
+REFUSED = {
+    Tensor.backward: BACKWARD,
+    torch.autograd.backward: BACKWARD,
+    Tensor.data.__set__: "a tensor is given other data: write into it in place",  # type: ignore[attr-defined]
+}
 MARK = "_made_of_zeros"
 
 
@@ -45,6 +55,8 @@ class Watch(TorchFunctionMode):
             return out
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
+        if func in REFUSED:
+            raise Untraceable(f"compile: {REFUSED[func]}")
         tensors: list[Tensor] = []
         map_tensors((args, kwargs), tensors.append)
         real = [t for t in tensors if _is_real(t)]
@@ -94,7 +106,7 @@ def _writes(func: Any, kwargs: Any) -> bool:
 
 def _is_real(tensor: Tensor) -> bool:
     if tensor.__class__ is not ShardTensor:
-        return tracing.is_real(tensor)
+        return tracing.is_real(within_transforms(tensor))
     local = tensor.__dict__.get("_local_tensor")  # what is not there yet is not asked for
     return local is not None and tracing.is_real(local)
 

@@ -1,0 +1,138 @@
+"""What a callable reaches besides its arguments: modules, objects of the user's, and the variables of its functions."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import Untraceable
+
+DEEP = 4  # objects and containers inside each other that are looked into
+LIBRARIES = ("torch", "shardfield", "numpy")  # packages whose objects' insides are their own business
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Captured:
+    """What a callable is, is a method of, closes over, has in its globals, or is given.
+
+    modules: with all modules inside them. objects: others that have attributes. variables: (dict of globals, name), and
+    cells: of functions, all with their names.
+    """
+
+    def __init__(self, target: Any, arguments: Iterable[Any] = ()):
+        self.objects: list[Any] = []
+        self.variables: list[tuple[dict[str, Any], str]] = []
+        self.cells: list[tuple[types.CellType, str]] = []
+        self._roots: dict[int, nn.Module] = {}
+        self._seen: dict[int, Any] = {}  # with the thing itself, so that no other gets its id
+        self._look(target, 0, strict=True)
+        for value in arguments:
+            if not isinstance(value, Tensor):
+                self._look(value, 0)
+        self.modules: list[nn.Module] = []
+        known: set[int] = set()
+        while self._roots:  # hooks and forwards may lead to further modules
+            root = self._roots.pop(next(iter(self._roots)))
+            for module in root.modules():
+                if id(module) not in known:
+                    known.add(id(module))
+                    self.modules.append(module)
+                    self._inside(module)
+
+    def _inside(self, module: nn.Module) -> None:
+        own = module.__dict__
+        for hooks in HOOKS:
+            for hook in own.get(hooks, {}).values():
+                self._look(hook, 1)
+        if not _of_library(type(module)):
+            self._look(type(module).forward, 1)
+            for value in own.values():
+                if _has_attributes(value) or isinstance(value, (list, dict)):
+                    self._look(value, 2)
+
+    def _look(self, value: Any, depth: int, strict: bool = False) -> None:
+        """strict: a tensor that a function captures is refused at once; elsewhere it is when it is used."""
+        if depth > DEEP or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            self._roots[id(value)] = self._seen[id(value)] = value
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                self._look(inner, depth, strict)
+        elif isinstance(value, types.MethodType):
+            self._look(value.__self__, depth, strict)
+            self._look(value.__func__, depth, strict)
+        elif isinstance(value, types.FunctionType):
+            self._seen[id(value)] = value
+            self._function(value, depth, strict)
+        elif hasattr(value, "__wrapped__"):
+            self._look(value.__wrapped__, depth, strict)
+        elif isinstance(value, (list, tuple, set, deque)):
+            self._seen[id(value)] = value
+            for item in value:
+                self._look(item, depth + 1)
+        elif isinstance(value, Mapping):
+            self._seen[id(value)] = value
+            for item in value.values():
+                self._look(item, depth + 1)
+        elif _has_attributes(value):
+            self._seen[id(value)] = value
+            self.objects.append(value)
+            if depth == 0 and isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
+                self._look(type(value).__call__, depth, strict)
+            for item in value.__dict__.values():
+                self._look(item, depth + 1)
+
+    def _function(self, function: types.FunctionType, depth: int, strict: bool) -> None:
+        spread = function.__module__.partition(".")[0]
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            self.cells.append((cell, name))
+            self._variable(function, name, value, depth, strict)
+        for name in _globals(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                # functions of the user's own package may use modules and variables too
+                if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != spread:
+                    continue
+                if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
+                    self.variables.append((function.__globals__, name))
+                    self._variable(function, name, value, depth, strict)
+
+    def _variable(self, function: Any, name: str, value: Any, depth: int, strict: bool) -> None:
+        if isinstance(value, Tensor) and strict:
+            raise Untraceable(
+                f"compile: {function.__qualname__} captures the tensor {name!r}, and a program would keep the one "
+                "that is there now: pass it as an argument, or make it a parameter or buffer of a module"
+            )
+        self._look(value, depth if isinstance(value, types.FunctionType) else depth + 1, strict)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is an object of the user's own, whose attributes code may read."""
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and not _of_library(type(value))
+
+
+def _of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that a function and the functions in it read."""
+    found = {i.argval: None for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(_globals(constant)))
+    return tuple(found)

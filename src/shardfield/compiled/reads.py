@@ -1,0 +1,231 @@
+"""Which attributes, variables and containers a trace has read, and whether they are still as they were.
+
+While a program is traced, modules and the user's objects tell which of their attributes are read: the program depends
+on these, and on no others, so that a counter nobody reads in the step costs no retrace.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Untraceable
+from .captured import DEEP, Captured
+
+# What is known again by its value; anything else by what it is.
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CONTAINERS = (list, tuple, dict, set, deque)
+OWN = {"_parameters", "_buffers", "_modules", "__dict__", "__class__"}  # which `state` sees to
+MISSING = object()
+
+
+def same(now: Any, before: Any) -> bool:
+    """Whether two values are the same to a program: 2 is not 2.0, and nan is nan."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return isinstance(now, Tensor) and isinstance(before, Tensor)
+    if isinstance(now, float):
+        return now.hex() == before.hex()
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(same, now, before))
+    if isinstance(now, Tensor):  # those that a program may read are its inputs
+        return True
+    return isinstance(now, SIMPLE) and now == before
+
+
+def _same_or_tensors(now: Any, before: Any) -> bool:
+    return now is before or (isinstance(now, Tensor) and isinstance(before, Tensor))
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
+
+
+class Reads:
+    """What a trace reads of some modules, objects and variables."""
+
+    def __init__(self, captured: Captured):
+        self._captured = captured
+        self._watched = {id(o): o for o in [*captured.modules, *captured.objects]}
+        self._before = {key: dict(o.__dict__) for key, o in self._watched.items()}
+        self._named: dict[tuple[int, str], Any] = {}  # what was read of an object's own attributes
+        self._inherited: dict[tuple[int, str], Any] = {}  # what was read off its class, or not found there either
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
+        self._variables = [(held, name, held[name]) for held, name in captured.variables]
+        self._cells = [(cell, name, cell.cell_contents) for cell, name in captured.cells]
+        for *_, value in [*self._variables, *self._cells]:
+            self._keep(value, 0)
+        for value in captured.objects:
+            if not _can_tell(type(value)):
+                self._keep(value.__dict__, 0)
+
+    # ------------------------------------------------------------------ tracing
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, what is read of modules and objects is noted."""
+        kinds = dict.fromkeys([nn.Module, *(type(o) for o in self._captured.objects if _can_tell(type(o)))])
+        undo = [self._tells(kind) for kind in kinds]
+        try:
+            yield
+        finally:
+            for put_back in reversed(undo):
+                put_back()
+
+    def _tells(self, kind: Any) -> Callable[[], None]:
+        read, own = kind.__getattribute__, kind.__dict__.get("__getattribute__")
+
+        def tell(this: Any, name: str) -> Any:
+            try:
+                value = read(this, name)
+            except AttributeError:
+                value = MISSING
+            if id(this) in self._watched and name not in OWN:
+                self._note(this, name, value)
+            return read(this, name) if value is MISSING else value
+
+        kind.__getattribute__ = tell
+
+        def put_back() -> None:
+            if own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own
+
+        return put_back
+
+    def _note(self, this: Any, name: str, value: Any) -> None:
+        key, before = (id(this), name), self._before[id(this)]
+        if key in self._named or key in self._inherited:
+            return
+        if name in before:
+            if before[name] is value and not isinstance(value, Tensor):
+                self._named[key] = value
+                self._keep(value, 0)
+        elif name not in object.__getattribute__(this, "__dict__") and not _is_modules_own(this, name, before):
+            held = isinstance(value, (SIMPLE, CONTAINERS)) and not _is_computed(type(this), name)
+            if value is MISSING or held:
+                self._inherited[key] = value
+                self._keep(value, 0)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        """Remember what is in a container, and in those in it."""
+        if isinstance(value, CONTAINERS) and id(value) not in self._containers and depth <= DEEP:
+            items = _items(value)
+            if not isinstance(value, tuple):
+                self._containers[id(value)] = value, items
+            for item in items:
+                self._keep(item, depth + 1)
+
+    def check(self) -> None:
+        """What the callable has changed is put back; where that would be missed, it is refused."""
+        changed = self.put_back()
+        if changed:
+            raise Untraceable(f"compile: {changed}: the program would not do that when it runs. Return it instead")
+
+    def put_back(self) -> str:
+        """As it was before the trace; returns what the callable has changed, if that would be missed."""
+        changed = ""
+        modules = {id(m) for m in self._captured.modules}
+        for key, this in self._watched.items():
+            before, now = self._before[key], this.__dict__
+            for name in [n for n in now if n not in before or now[n] is not before[n]]:
+                counted = isinstance(now[name], (bool, int, float)) and (key, name) in self._named
+                if key not in modules or (counted and not same(now[name], before[name])):
+                    changed = f"{type(this).__name__} writes its attribute {name!r}"
+            if key not in modules:  # `state` has the others
+                now.clear()
+                now.update(before)
+        mine = [v for m in modules for v in self._before[m].values() if isinstance(v, dict)]
+        for container, items in self._containers.values():
+            now = _items(container)
+            if len(now) == len(items) and all(map(_same_or_tensors, now, items)):
+                continue
+            # what a module puts away in a dict of its own is made in the program, whenever it runs
+            kept = any(container is d for d in mine) and all(k in container for k in items[: len(items) // 2])
+            if not kept:
+                changed = f"a {type(container).__name__} that is kept outside is written into"
+            _restore(container, items)
+        for held, name, value in self._variables:
+            if held[name] is not value:
+                held[name], changed = value, f"the variable {name!r} is given a new value"
+        for cell, name, value in self._cells:
+            if cell.cell_contents is not value:
+                cell.cell_contents, changed = value, f"the variable {name!r} is given a new value"
+        return changed
+
+    # ------------------------------------------------------------------ running
+
+    def settle(self) -> None:
+        """The trace is over: be quick from now on."""
+        by_object: dict[int, list[str]] = {}
+        for key, name in self._named:
+            by_object.setdefault(key, []).append(name)
+        self._getters = []
+        for key, names in by_object.items():
+            getter = itemgetter(*names, names[0])  # two at least, so that it gives a tuple
+            own = self._watched[key].__dict__
+            self._getters.append((own, getter, getter(self._before[key])))
+        self._absent = [
+            (self._watched[k].__dict__, name, type(self._watched[k]), v) for (k, name), v in self._inherited.items()
+        ]
+        held = list(self._containers.values())
+        self._empty = [container for container, items in held if not items]
+        self._full = [(container, items) for container, items in held if items]
+
+    def hold(self) -> bool:
+        """Whether all that was read is as it was. Raises KeyError where something is gone."""
+        for own, getter, before in self._getters:
+            now = getter(own)
+            if not all(map(is_, now, before)) and not all(map(same, now, before)):
+                return False
+        for own, name, kind, value in self._absent:
+            if name in own or not same(getattr(kind, name, MISSING), value):
+                return False
+        if any(self._empty):
+            return False
+        for container, items in self._full:
+            now = _items(container)
+            if len(now) != len(items) or not (all(map(is_, now, items)) or all(map(same, now, items))):
+                return False
+        return all(same(held[name], value) for held, name, value in self._variables) and all(
+            same(cell.cell_contents, value) for cell, _, value in self._cells
+        )
+
+
+def _can_tell(kind: type) -> bool:
+    """Whether a class can be made to tell what is read of its objects."""
+    return bool(kind.__flags__ & (1 << 9)) and kind.__module__ != "builtins"  # made by a class statement
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    return any(
+        name in c.__dict__ and isinstance(c.__dict__[name], (property, types.FunctionType)) for c in kind.__mro__
+    )
+
+
+def _is_modules_own(this: Any, name: str, own: dict[str, Any]) -> bool:
+    """Whether a name is a module's parameter, buffer or child, which `state` sees to, or part of what a module is."""
+    if not isinstance(this, nn.Module):
+        return False
+    return name in nn.Module.__dict__ or any(name in own[held] for held in ("_parameters", "_buffers", "_modules"))
+
+
+def _restore(container: Any, items: list[Any]) -> None:
+    if isinstance(container, dict):
+        half = len(items) // 2
+        container.clear()
+        container.update(zip(items[:half], items[half:], strict=True))
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(items)
