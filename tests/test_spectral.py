@@ -588,7 +588,8 @@ def test_products_and_transforms_agree(size, rows):
         found = []
         for few in (False, True):
             inputs = [v.clone().requires_grad_() for v in (x, x + 1j * x.flip(0), y)]
-            with mock.patch.object(dft, "_few", lambda a, device, few=few: few):
+            dft._analysis.cache_clear(), dft._evaluation.cache_clear()
+            with mock.patch.object(dft, "_few", lambda a, x, few=few: few):
                 outs = [dft.analyse(v, along, "ortho") for v in inputs[:2]]
                 outs += [dft.evaluate(inputs[2], along, "forward", real) for real in (False, True)]
             seeds = [torch.ones_like(o) * 0.5 for o in outs]
@@ -596,3 +597,4 @@ def test_products_and_transforms_agree(size, rows):
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
         assert not found[0][3].is_complex()
+    dft._analysis.cache_clear(), dft._evaluation.cache_clear()

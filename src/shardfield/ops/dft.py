@@ -55,14 +55,8 @@ def _exactly(sums: Callable) -> Callable:
 @_exactly
 def analyse(x: Tensor, along: Sequence[Along], norm: str | None) -> Tensor:
     """The modes of the rows that are here: sums over x exp(-2 pi i k n / size), a dim at a time."""
-    left = _shrinking(x, along)
-    if not x.is_complex():
-        x = _real_modes(x, left.pop(0), norm)  # half the work for the first dim
-    for a in left:
-        if _fast(x, a):
-            x = _picked(torch.fft.fft(x, dim=a.dim, norm=norm), a.dim, tuple(k % a.size for k in a.modes))
-        else:
-            x = _times(x, a.dim, _matrix(a, -1, scale(norm, a.size, False), x.dtype, x.device))
+    for step in _analysis(tuple(along), norm, _kind(x, along)):
+        x = step(x)
     return x
 
 
@@ -73,34 +67,62 @@ def evaluate(y: Tensor, along: Sequence[Along], norm: str | None, real: bool) ->
     With `real`, the last dim has one half of a spectrum whose other half is its conjugate. As torch.fft.irfftn has it,
     the mode 0 and that of half the size have no other half: their imaginary parts do not count.
     """
-    left, half = _shrinking(y, along)[::-1], along[-1]
-    last = half if real and _fast(y, half) and _first_half(half) else left[-1]
-    if real:
-        left.remove(last)
-        if last is not half:
-            y = y * _halves(half.size, half.modes, y.dtype, y.device).view(_column(y, half.dim))
-    for a in left:
-        if _fast(y, a):
-            y = torch.fft.ifft(_placed(y, a.dim, a.size, [k % a.size for k in a.modes]), dim=a.dim, norm=norm)
-        else:
-            y = _times(y, a.dim, _matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device))
-    return _real_field(y, last, norm, last is half) if real else y
+    for step in _evaluation(tuple(along), norm, real, _kind(y, along)):
+        y = step(y)
+    return y
 
 
-def _fast(x: Tensor, a: Along) -> bool:
+Step = Callable[[Tensor], Tensor]
+
+
+class Kind(NamedTuple):
+    """What the way to take sums depends on, apart from them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ndim: int
+    empty: bool  # before or after
+    exact: bool  # products are of full precision, like torch.fft
+
+
+def _kind(x: Tensor, along: Sequence[Along]) -> Kind:
+    empty = not x.numel() or any(not a.modes or (a.rows is not None and a.rows[0] == a.rows[1]) for a in along)
+    return Kind(x.dtype, x.device, x.ndim, empty, torch.get_float32_matmul_precision() == "highest")
+
+
+@lru_cache(maxsize=256)
+def _analysis(along: tuple[Along, ...], norm: str | None, x: Kind) -> list[Step]:
+    first, *left = _shrinking(along)
+    whole = x._replace(dtype=x.dtype.to_complex())
+    # of real values, half the work for the first dim
+    return [(_modes if x.dtype.is_complex else _real_modes)(first, norm, x), *(_modes(a, norm, whole) for a in left)]
+
+
+@lru_cache(maxsize=256)
+def _evaluation(along: tuple[Along, ...], norm: str | None, real: bool, y: Kind) -> list[Step]:
+    left, half = _shrinking(along)[::-1], along[-1]
+    if not real:
+        return [_rows(a, norm, y) for a in left]
+    last = half if _fast(half, y) and _first_half(half) else left[-1]
+    left.remove(last)
+    steps = [_rows(a, norm, y) for a in left]
+    if last is not half:
+        steps.insert(0, _doubled(half, y))
+    return [*steps, *_real_field(last, norm, y, last is half)]
+
+
+def _fast(a: Along, x: Kind) -> bool:
     """Whether torch.fft transforms this dim: it lies whole, it is not empty (products may be), and it keeps enough."""
-    return a.rows is None and x.numel() > 0 and not (x.is_complex() and _few(a, x.device))
+    return a.rows is None and not x.empty and not (x.dtype.is_complex and _few(a, x))
 
 
-def _few(a: Along, device: torch.device) -> bool:
+def _few(a: Along, x: Kind) -> bool:
     """Whether one product with the modes' columns takes less time than a transform of as many modes as the dim has.
 
     On an H200 it does for complex values, and from modes back to a field of real ones (39 us against 97 for 33 of 1440
-    in 5,760 rows). The real transform of a field it does not beat. At full precision only: torch.fft has no other.
+    in 5,760 rows). The real transform of a field it does not beat.
     """
-    if device.type != "cuda" or FEW * len(a.modes) > a.size:
-        return False
-    return torch.get_float32_matmul_precision() == "highest"
+    return x.device.type == "cuda" and x.exact and FEW * len(a.modes) <= a.size
 
 
 def _first_half(a: Along) -> bool:
@@ -108,7 +130,7 @@ def _first_half(a: Along) -> bool:
     return 0 < len(a.modes) <= a.size // 2 + 1 and a.modes == tuple(range(len(a.modes)))
 
 
-def _shrinking(x: Tensor, along: Sequence[Along]) -> list[Along]:
+def _shrinking(along: Sequence[Along]) -> list[Along]:
     """Dims in the order in which their sums leave the least to the next; of those alike, the last in memory first."""
 
     def left(a: Along) -> float:
@@ -118,40 +140,79 @@ def _shrinking(x: Tensor, along: Sequence[Along]) -> list[Along]:
     return sorted(along, key=lambda a: (left(a), -a.dim))
 
 
-def _real_modes(x: Tensor, a: Along, norm: str | None) -> Tensor:
+def _modes(a: Along, norm: str | None, x: Kind) -> Step:
+    """Modes along one dim of complex values."""
+    if not _fast(a, x):
+        return _times(_matrix(a, -1, scale(norm, a.size, False), x.dtype, x.device), a.dim, x.ndim)
+    picked = _picked(a.dim, tuple(k % a.size for k in a.modes), x.device)
+    return lambda x: picked(torch.fft.fft(x, dim=a.dim, norm=norm))
+
+
+def _rows(a: Along, norm: str | None, y: Kind) -> Step:
+    """The sum over the modes of one dim."""
+    if not _fast(a, y):
+        return _times(_matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device), a.dim, y.ndim)
+    index = _index(tuple(k % a.size for k in a.modes), y.device)
+    return lambda y: torch.fft.ifft(_placed(y, a.dim, a.size, index), dim=a.dim, norm=norm)
+
+
+def _real_modes(a: Along, norm: str | None, x: Kind) -> Step:
     """Modes along one dim of real values: those of negative frequencies are conjugates."""
-    if _fast(x, a):
-        folded = [_folded(k, a.size) for k in a.modes]
-        found = _picked(torch.fft.rfft(x, dim=a.dim, norm=norm), a.dim, tuple(map(abs, folded)))
-        if min(folded, default=0) >= 0:
-            return found
-        signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in folded), x.dtype, x.device).view(_column(x, a.dim))
+    if not _fast(a, x):
+        matrix = _pairs(a, -1, scale(norm, a.size, False), x.dtype, x.device)
+        return lambda x: torch.view_as_complex(
+            (x.movedim(a.dim, -1) @ matrix).unflatten(-1, (len(a.modes), 2))
+        ).movedim(-1, a.dim)
+    folded = [_folded(k, a.size) for k in a.modes]
+    picked = _picked(a.dim, tuple(map(abs, folded)), x.device)
+    if min(folded, default=0) >= 0:
+        return lambda x: picked(torch.fft.rfft(x, dim=a.dim, norm=norm))
+    signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in folded), x.dtype, x.device).view(_column(x.ndim, a.dim))
+
+    def turned(x: Tensor) -> Tensor:
+        found = picked(torch.fft.rfft(x, dim=a.dim, norm=norm))
         return torch.complex(found.real, found.imag * signs)
-    both = x.movedim(a.dim, -1) @ _pairs(a, -1, scale(norm, a.size, False), x.dtype, x.device)
-    return torch.view_as_complex(both.unflatten(-1, (len(a.modes), 2))).movedim(-1, a.dim)
+
+    return turned
 
 
-def _real_field(y: Tensor, a: Along, norm: str | None, half: bool) -> Tensor:
+def _real_field(a: Along, norm: str | None, y: Kind, half: bool) -> list[Step]:
     """The real part of the sum over the last dim left; with `half`, of half a spectrum and its conjugate."""
-    if not _fast(y, a):
-        pairs = torch.view_as_real(y.movedim(a.dim, -1).resolve_conj()).flatten(-2)
-        return (pairs @ _pairs(a, 1, scale(norm, a.size, True), y.dtype.to_real(), y.device, half)).movedim(-1, a.dim)
+    if not _fast(a, y):
+        matrix = _pairs(a, 1, scale(norm, a.size, True), y.dtype.to_real(), y.device, half)
+
+        def product(y: Tensor) -> Tensor:
+            pairs = torch.view_as_real(y.movedim(a.dim, -1).resolve_conj()).flatten(-2)
+            return (pairs @ matrix).movedim(-1, a.dim)
+
+        return [product]
     if half and _first_half(a):
-        return torch.fft.irfft(y, a.size, a.dim, norm)
-    if half:
-        y = y * _halves(a.size, a.modes, y.dtype, y.device).view(_column(y, a.dim))
+        return [lambda y: torch.fft.irfft(y, a.size, a.dim, norm)]
     # the real part of a field has the modes (y[k] + conj(y[-k])) / 2
     folded = [_folded(k, a.size) for k in a.modes]
     up, down = ([i for i, k in enumerate(folded) if k >= 0], [i for i, k in enumerate(folded) if k <= 0])
     down += [i for i, k in enumerate(folded) if 2 * k == a.size]
-    shape = list(y.shape)
-    shape[a.dim] = a.size // 2 + 1
-    found = y.new_zeros(shape)
-    for at, part in ((up, y), (down, y.conj())):
-        if at:
-            chosen = _picked(part, a.dim, tuple(at)) * 0.5
-            found = found.index_add(a.dim, _index(tuple(abs(folded[i]) for i in at), y.device), chosen)
-    return torch.fft.irfft(found, a.size, a.dim, norm)
+    chosen = [
+        (_picked(a.dim, tuple(at), y.device), _index(tuple(abs(folded[i]) for i in at), y.device), turned)
+        for at, turned in ((up, False), (down, True))
+        if at
+    ]
+
+    def transform(y: Tensor) -> Tensor:
+        shape = list(y.shape)
+        shape[a.dim] = a.size // 2 + 1
+        found = y.new_zeros(shape)
+        for picked, index, turned in chosen:
+            found = found.index_add(a.dim, index, picked(y.conj() if turned else y) * 0.5)
+        return torch.fft.irfft(found, a.size, a.dim, norm)
+
+    return [_doubled(a, y), transform] if half else [transform]
+
+
+def _doubled(a: Along, y: Kind) -> Step:
+    """Modes that stand for their conjugates as well, where they have one."""
+    factors = _halves(a.size, a.modes, y.dtype, y.device).view(_column(y.ndim, a.dim))
+    return lambda y: y * factors
 
 
 def _folded(k: int, size: int) -> int:
@@ -160,30 +221,34 @@ def _folded(k: int, size: int) -> int:
     return k if 2 * k <= size else k - size
 
 
-def _column(x: Tensor, dim: int) -> list[int]:
-    return [-1 if d == dim else 1 for d in range(x.ndim)]
+def _column(ndim: int, dim: int) -> list[int]:
+    return [-1 if d == dim else 1 for d in range(ndim)]
 
 
-def _times(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    if dim == x.ndim - 2:  # as it lies
-        return matrix.mT @ x
-    return (x.movedim(dim, -1) @ matrix).movedim(-1, dim)
+def _times(matrix: Tensor, dim: int, ndim: int) -> Step:
+    if dim == ndim - 2:  # as it lies
+        turned = matrix.mT
+        return lambda x: turned @ x
+    return lambda x: (x.movedim(dim, -1) @ matrix).movedim(-1, dim)
 
 
-def _picked(x: Tensor, dim: int, index: Modes) -> Tensor:
+def _picked(dim: int, index: Modes, device: torch.device) -> Step:
     """Some indices of a dim: slices side by side where they are runs."""
     marks = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
     if len(marks) > 4:
-        return x.index_select(dim, _index(index, x.device))
-    runs = [x.narrow(dim, index[i] if i < j else 0, j - i) for i, j in zip(marks, marks[1:], strict=False)]
-    return torch.cat(runs, dim) if len(runs) > 1 else runs[0]
+        chosen = _index(index, device)
+        return lambda x: x.index_select(dim, chosen)
+    runs = [(index[i] if i < j else 0, j - i) for i, j in zip(marks, marks[1:], strict=False)]
+    if len(runs) == 1:
+        return lambda x: x.narrow(dim, *runs[0])
+    return lambda x: torch.cat([x.narrow(dim, *run) for run in runs], dim)
 
 
-def _placed(y: Tensor, dim: int, size: int, index: Sequence[int]) -> Tensor:
+def _placed(y: Tensor, dim: int, size: int, index: Tensor) -> Tensor:
     """Modes at their places among zeros; those at one place are summed."""
     shape = list(y.shape)
     shape[dim] = size
-    return y.new_zeros(shape).index_add(dim, _index(tuple(index), y.device), y)
+    return y.new_zeros(shape).index_add(dim, index, y)
 
 
 @lru_cache(maxsize=256)
