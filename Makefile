@@ -35,9 +35,9 @@ types: setup
 	$(BIN)/mypy
 
 # Two tests at a time, half of them each (who is done first takes some of the other's): while one starts processes or
-# waits for them, the other computes.
+# waits for them, the other computes. Ranks of many tests import the two packages, so they come with them.
 pytest: setup
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+	SHARDFIELD_PRELOAD="neuralop torch_geometric.nn" $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup

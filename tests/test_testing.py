@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import shardfield.testing
+from launch import clean_env
 from shardfield.testing import RanksFailed, run_on_ranks
 from shardfield.testing._failures import name_ranks
 
@@ -412,29 +413,31 @@ def test_warnings_of_shardfield_are_errors(category):
 # Where functions live
 
 
-def run_python(*args, code=None, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *args], input=code, capture_output=True, text=True, timeout=60, **kwargs)
+def run_python(*args, code=None, cwd=None, **env) -> subprocess.CompletedProcess:
+    how = {"cwd": cwd, "env": clean_env() | env, "input": code, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *args], timeout=60, **how)
 
 
 SCRIPT = """
+import sys
 import torch.distributed as dist
 from shardfield.testing import run_on_ranks
 
 class Answer:
-    def __init__(self, rank): self.rank = rank
+    def __init__(self, *told): self.told = told
 
-def answer(): return Answer(dist.get_rank())
+def answer(): return Answer(dist.get_rank(), "wave" in sys.modules)
 
 {guard}
-print([a.rank for a in run_on_ranks(answer, 2) if type(a) is Answer])
+print([a.told for a in run_on_ranks(answer, 2) if type(a) is Answer])
 """
 
 
 def test_functions_of_a_script_run(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard='if __name__ == "__main__":').replace("\nprint", " print"))
-    done = run_python(script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+    done = run_python(script, SHARDFIELD_PRELOAD="no_such_module wave")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[(0, True), (1, True)]\n", "")
 
 
 def test_script_without_guard_is_told_to_have_one(tmp_path):
@@ -504,7 +507,7 @@ def test_ranks_end_with_their_caller(tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(HANGING_CALLER)
     # A job in a shell's background ignores interrupts, and so does what it starts; these tests may be such a job.
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": clean_env()}
     how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen([sys.executable, script], **how) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(2)]

@@ -64,7 +64,8 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         preload = ["numpy", "torch.distributed", "shardfield.testing._worker"]
         # Every rank imports the caller's __main__; under pytest that is most of pytest.
-        context.set_forkserver_preload(preload + ["pytest"] * ("pytest" in sys.modules))
+        preload += ["pytest"] * ("pytest" in sys.modules) + os.environ.get("SHARDFIELD_PRELOAD", "").split()
+        context.set_forkserver_preload([*preload, "shardfield.testing._frozen"])
         with _importable_main(), _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
             for rank in range(world_size):
                 stack = folder / f"rank{rank}"

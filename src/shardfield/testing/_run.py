@@ -46,7 +46,8 @@ def run_on_ranks(
     new: the caller's environment, working directory and `sys.path`, with `env` on top (None removes a
     variable); torch's default dtype and device, grad mode and thread count; and the same random seeds on all
     ranks. Process groups and imported modules stay. A call that fails, or that destroys the default
-    group, ends its processes; the next one gets new ones.
+    group, ends its processes; the next one gets new ones. Modules that take long to import can be named in
+    SHARDFIELD_PRELOAD, with spaces between: they are imported once, by the process that all ranks are forked from.
 
     A UserWarning, FutureWarning or DeprecationWarning attributed to a module of shardfield is raised as an
     error, whatever the caller's filters; warnings attributed to other modules are left to Python's defaults.
