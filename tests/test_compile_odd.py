@@ -6,19 +6,23 @@ import copy
 import dataclasses
 import functools
 import pickle
+import time
 import types
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial
 
 import shardfield
 from harness import mesh_of, whole
 from shardfield import ShardTensor
-from shardfield.errors import Untraceable
+from shardfield.compiled import roll
+from shardfield.errors import ShardingError, Untraceable
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from test_compile import field
@@ -302,3 +306,31 @@ def refused():
 
 def test_what_a_program_would_miss_is_refused():
     run_on_ranks(refused, 2, timeout=60)
+
+
+# ---------------------------------------------------------------------- ranks that do not trace together
+
+
+def apart():
+    """Arguments that are of another kind on one rank, which then traces alone."""
+    mesh = mesh_of((2, 2))
+    model = nn.Conv2d(1, 1, 3, padding=1).double()
+    x = field(mesh, 1, 1, 8, 8)
+    other = x.detach().requires_grad_(dist.get_rank() != 1)
+    with pytest.raises(Untraceable, match="ranks trace different programs.* require"):  # all of them trace: at once
+        eagerly(model)(other)
+    fast = eagerly(model)
+    fast(x).sum().backward()
+    with pytest.raises(Untraceable, match="different programs|on all ranks"):
+        (eagerly(torch.sin) if dist.get_rank() == 1 else eagerly(model))(x)
+    fast(x).sum().backward()  # nothing is lost so far
+    roll.PATIENCE, began = timedelta(seconds=2), time.monotonic()
+    with pytest.raises(ShardingError, match="in 2 s rank .* did not come to trace it too.*New here: argument 0 is"):
+        fast(other)
+    took = time.monotonic() - began
+    dist.destroy_process_group()  # its connections are gone
+    return took
+
+
+def test_a_rank_that_traces_alone_fails_and_so_do_the_others():
+    assert all(1.5 < took < 20 for took in run_on_ranks(apart, 4, timeout=60))

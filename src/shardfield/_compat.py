@@ -114,6 +114,17 @@ def process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+def world_store() -> Any:
+    """The store by which the ranks of the world found each other; None where there is none, or a fake one.
+
+    torch 2.11-2.15: a store that was made by `init_process_group` has no public name.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return None if type(store).__name__ == "FakeStore" else store
+
+
 # torch 2.11-2.15: a call that is made though nobody reads what it returns. No public name.
 has_side_effect = torch.fx.node.has_side_effect
 

@@ -88,6 +88,7 @@ class Compiled:
         self._fullgraph, self._retraces = fullgraph, retraces
         self._programs: dict[Any, list[Program]] = {}
         self._eager: dict[Any, list[Any]] = {}  # with the arguments, so that no other gets the id of one of them
+        self._about: list[str] = []  # what it was last traced for
         self.traces = 0
         self.__name__ = getattr(target, "__name__", type(target).__name__)
         self.__qualname__ = getattr(target, "__qualname__", self.__name__)
@@ -147,6 +148,7 @@ class Compiled:
                 raise
             self._give_up(key, leaves, str(error))
             return None
+        self._about = program.about
         self._programs.setdefault(key, []).insert(0, program)
         return program
 
@@ -155,13 +157,13 @@ class Compiled:
         captured = Captured(self._target, leaves)
         how = leaves, spec, self._backend, self._passes
         try:
-            return Program(self._target, State(captured), *how, fixed=False)
+            return Program(self._target, State(captured), *how, fixed=False, last=self._about)
         except Untraceable as error:
             state = State(captured, fixed=True)
             indices = state.fixed or any(isinstance(x, Tensor) and is_index(x) for x in leaves)
             if not (indices and error.values):
                 raise
-            return Program(self._target, state, *how, fixed=True)
+            return Program(self._target, state, *how, fixed=True, last=self._about)
 
     def _give_up(self, key: tuple, leaves: list[Any], reason: str) -> None:
         if self._fullgraph:

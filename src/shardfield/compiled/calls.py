@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import report
 from ..comm import wire
+from ..errors import ShardingError
 from ..report import Report, Row
+from . import roll
 
 # Called with a message's calls before it is sent; None while nobody listens.
 told: Callable[[Sequence[int]], None] | None = None
@@ -30,6 +33,7 @@ class Calls:
         self._root = root if isinstance(root, nn.Module) else None
         self._trace = Report()
         self._sending: list[Row] = []
+        self.groups: list[ProcessGroup] = []  # whose ranks run it together
 
     # ------------------------------------------------------------------ tracing
 
@@ -73,10 +77,15 @@ class Calls:
 
         def run(args: Any) -> Any:
             listener = report.listener()
-            if listener is None or listener._row is not None:  # inside another call, messages are that one's
-                return compiled(args)
-            with self._telling(listener, backward, keep):
-                return compiled(args)
+            try:
+                if listener is None or listener._row is not None:  # inside another call, messages are that one's
+                    return compiled(args)
+                with self._telling(listener, backward, keep):
+                    return compiled(args)
+            except RuntimeError as error:  # a message that failed, maybe for a rank that left to trace alone
+                if not (said := roll.why(self.groups)):
+                    raise
+                raise ShardingError(said) from error
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tracing
-from .._compat import aot_traced, asks_for_values, is_written, memory_of
+from .._compat import aot_traced, asks_for_values, autocast_state, is_written, memory_of
 from ..aliasing import LENT
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
@@ -20,6 +20,7 @@ from ..names import title
 from ..ops import asked, homes
 from ..shard_utils.halo_blocks import blocked, forward
 from ..tensor import ShardTensor, wrap
+from . import roll
 from .backends import Backend
 from .calls import Calls
 from .graph import TWICE, Passes
@@ -79,6 +80,7 @@ class Program:
         backend: Backend,
         passes: Passes,
         fixed: bool,
+        last: Sequence[str] = (),
     ):
         self.state = state
         self._spec = spec
@@ -100,9 +102,27 @@ class Program:
         self._calls = Calls(target)
         self._writer = Writer(self._calls)
         self._shares_halos = "halos" in passes.chosen
+        self.about, self._last = self._in_words(leaves, state), last
         self._run = self._traced(target, locals_, backend, passes)
         self.state.reads.settle()
         self._overlap = _overlap(locals_) if self._written else []
+
+    def _in_words(self, leaves: Sequence[Any], state: State) -> list[str]:
+        """What the program is for, as far as that must be the same on all ranks."""
+        modes = [
+            name
+            for name, on in (("grad", torch.is_grad_enabled()), ("inference", torch.is_inference_mode_enabled()))
+            if on
+        ]
+        found = [f"mode {' '.join([*modes, *map(str, autocast_state())]) or 'no grad'}"]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, ShardTensor):
+                needs = "requires" if leaf.requires_grad else "does not require"
+                found.append(
+                    f"argument {i} is {leaf.dtype} {tuple(leaf.shape)} as {leaf.placements} and {needs} gradients"
+                )
+        needed = "".join("01"[t.requires_grad] for t in state.tensors())
+        return [*found, f"{needed.count('1')} of {len(needed)} tensors of modules require gradients ({needed})"]
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
         given = [local(t) for t in self.state.tensors()]
@@ -126,10 +146,14 @@ class Program:
             return tuple(self._body(target, flat))
 
         together = Together(self._meshes)
+        self._calls.groups = together.groups
+        different = roll.begin(_named(target), self.about, self._last, together.groups)
         partition, compilers = passes.around(backend, self._writer, self._calls, together, done)
         before, remembered = set(LENT), [dict(table) for table in REMEMBERED]
         tracing.writer = self._writer
         try:
+            if different:
+                raise Untraceable(different)
             with together.meeting(), self._calls.noted(), self.state.reads.noted():
                 made = aot_traced(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
                 together.done()

@@ -64,10 +64,10 @@ class State:
         for held, name in self._slots:
             self._place.append(first.setdefault(id(held[name]), len(first)))
         self._unique = [self._place.index(i) for i in range(len(first))]
-        self._children = [(m.__dict__["_modules"], dict(m.__dict__["_modules"])) for m in modules]
-        self._counts = [
-            (held, len(held)) for m in modules for held in (m.__dict__["_parameters"], m.__dict__["_buffers"])
-        ]
+        children = [m.__dict__["_modules"] for m in modules]
+        self._children = [(held, list(held.values())) for held in children if held]
+        held = [m.__dict__[name] for m in modules for name in ("_parameters", "_buffers", "_modules")]
+        self._held, self._counts = held, list(map(len, held))
         self._seen = self._now()
 
     def tensors(self) -> list[Tensor]:
@@ -78,8 +78,9 @@ class State:
     def _now(self) -> tuple:
         tensors = [held[name] for held, name in self._slots]
         marks = [getattr(t, "_averaged_later", None) for t in tensors]
-        layouts = [t._layout if t.__class__ is ShardTensor else None for t in tensors]
-        return list(map(_facts, tensors)), layouts, marks, self._pattern(tensors)
+        kinds = list(map(type, tensors))
+        layouts = [t._layout for t in tensors if t.__class__ is ShardTensor] if ShardTensor in kinds else []
+        return list(map(_facts, tensors)), kinds, layouts, marks, self._pattern(tensors)
 
     def _pattern(self, tensors: list[Tensor]) -> list[int]:
         """Which of the tensors are the same one, if any are."""
@@ -95,11 +96,11 @@ class State:
             return False
 
     def _holds(self) -> bool:
-        for children, as_before in self._children:
-            if len(children) != len(as_before) or not all(map(is_, children.values(), as_before.values())):
-                return False
-        if any(len(held) != n for held, n in self._counts) or any(held[name] is not None for held, name in self._gaps):
+        if list(map(len, self._held)) != self._counts or any(held[name] is not None for held, name in self._gaps):
             return False
+        for children, as_before in self._children:
+            if not all(map(is_, children.values(), as_before)):
+                return False
         for held, name, tensor, written in self.fixed:
             if held[name] is not tensor or version(tensor) != written:
                 return False

@@ -33,7 +33,7 @@ class Together:
 
     def __init__(self, meshes: Sequence[DeviceMesh]):
         groups = [g for mesh in meshes for g in mesh.get_all_groups() if g.size() > 1]
-        self._groups = list(dict.fromkeys(groups))
+        self.groups = self._groups = list(dict.fromkeys(groups))
         self._open = list(self._groups)  # those that still meet
         self.heard = False  # whether another rank has failed, or is elsewhere, and this one did not fail before
         # once failed: whether values would have had to be looked at, and whether all have errors of the step itself

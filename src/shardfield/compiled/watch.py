@@ -24,8 +24,8 @@ ZEROS = {torch.zeros, torch.zeros_like, Tensor.new_zeros}
 COUNTS = {torch.arange, torch.tensor, torch.as_tensor}
 BY_SHAPE = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
 BACKWARD = (
-    "backward() is called inside: return the loss and call backward() on what the program returns, which has a compiled "
-    "backward too"
+    "backward() is called inside: return the loss and call backward() on what the program returns, which has a "
+    "compiled backward too"
 )
 REFUSED = {
     Tensor.backward: BACKWARD,
