@@ -112,10 +112,12 @@ def call(cls, func, types, args=(), kwargs=None):
     if calls is not None and report.active is None:
         first = args[0]
         if first.__class__ is operands.ShardTensor and "_local_tensor" in first.__dict__:
-            named = kwargs or {}
-            layout = calls.get((first._layout, *map(id, args[1:]), *map(id, named.values())))
+            rest = args[1:]
+            named = map(id, kwargs.values()) if kwargs else ()
+            layout = calls.get((first._layout, *map(id, rest), *named))
             if layout is not None:
-                out = func(first._local_tensor, *args[1:], **named)
+                # to unpack no names takes longer than to ask if there are any
+                out = func(first._local_tensor, *rest, **kwargs) if kwargs else func(first._local_tensor, *rest)
                 if out.shape == layout.shape:  # a parameter may have got another shape
                     return operands.wrap(out, layout)
     found = TABLE.get(func)

@@ -91,6 +91,10 @@ def pointwise(func, types, args, kwargs):
                     return wrapped(func(first._local_tensor, second._local_tensor), first._layout)
             elif second.__class__ in STATIC:
                 return wrapped(func(first._local_tensor, second), first._layout)
+        elif len(args) == 3 and second.__class__ is args[2].__class__ is ShardTensor:
+            if second._layout is args[2]._layout is first._layout:
+                locals_ = first._local_tensor, second._local_tensor, args[2]._local_tensor
+                return wrapped(func(*locals_), first._layout)
     elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
         return in_place(func, types, args, kwargs)
     key, values = read(args, kwargs)
