@@ -30,8 +30,10 @@ class Cloud:
 
     def __init__(self, points: Tensor, blocks: Blocks):
         self.points, self.blocks, self.held = points, blocks, Held(points)
+        if blocks.count == 1:  # nobody to tell
+            return
         self.lengths = torch.tensor(blocks.lengths, device=points.device)
-        boxes, counts = boxes_of(points, DEPTH if blocks.count > 1 else 0)
+        boxes, counts = boxes_of(points, DEPTH)
         # One message for both. Floats count so far exactly; to count less is only to know less.
         row = torch.cat([boxes.flatten(1), counts.clamp_max(1 << 24)[:, None].to(points.dtype)], 1)
         told = blocks.each(row[None], 0).flatten(0, 1)
@@ -64,8 +66,10 @@ class Cloud:
 
     def count(self, queries: Tensor, reach: Tensor) -> Tensor:
         """At least as many as there are points within `reach` of each query."""
-        near = self._away(queries).sqrt() <= reach
         total = self.held.count(queries, reach)
+        if self.blocks.count == 1:
+            return total
+        near = self._away(queries).sqrt() <= reach
         visits = self._visits(queries, lambda: near, lambda held, rows: held.count(rows, reach)[:, None], 2)
         for _, rows, found in visits:
             total[rows] += found[:, 0]
@@ -95,8 +99,6 @@ class Cloud:
         `width` is the length of an answer, counted in coordinates. Every rank makes the same visits.
         """
         blocks, me = self.blocks, self.blocks.index
-        if blocks.count == 1:
-            return
         mine = wanted()
         mine[:, me] = False
         table = blocks.each(mine.sum(0)[None], 0)  # [asker][block] -> queries
