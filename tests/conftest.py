@@ -14,6 +14,11 @@ settings.register_profile("shardfield", derandomize=True, deadline=None, max_exa
 settings.load_profile("shardfield")
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests go first: whoever is done before the others can then take some short ones, not wait for a long one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def forks():
     """A process that runs programs, on ranks too, without paying for their imports."""

@@ -43,11 +43,6 @@ def run(*command: str | Path, cwd: Path = ROOT, timeout: float = 120) -> str:
     return out
 
 
-def python(program: Path, *args: str, cwd: Path = ROOT, timeout: float = 120) -> str:
-    """What a program prints when plain python runs it."""
-    return run(sys.executable, program, *args, cwd=cwd, timeout=timeout)
-
-
 def torchrun(program: Path, nproc: int, logs: Path, *args: str, cwd: Path = ROOT, timeout: float = 120) -> list[str]:
     """What each rank of a program prints under torchrun, rank by rank: on a shared pipe their lines would mix."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]

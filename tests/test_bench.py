@@ -149,6 +149,7 @@ def test_the_command(capsys, tmp_path):
         bench.measure("halo", modes=3)
 
 
+@pytest.mark.slow
 def test_a_benchmark_runs(capsys, tmp_path):
     words = [
         "bench",

@@ -83,6 +83,7 @@ def goes_on(folder, shape, strategy):
     return {n: v.clone() for n, v in full_state_dict(model).items()}
 
 
+@pytest.mark.slow
 def test_another_mesh_and_another_strategy(tmp_path):
     first, *others = run_on_ranks(saves, 4, tmp_path, (2, 2), "fsdp", timeout=90)
     assert first["blocks.0.modes"].dtype == torch.complex128

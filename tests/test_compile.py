@@ -137,6 +137,7 @@ def whole_models(mesh_shape):
     agreeing(Vision().double(), [field(mesh, 2, 3, 8, 12)], steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
 def test_whole_models(mesh):
     run_on_ranks(whole_models, math.prod(mesh), mesh, timeout=120)
@@ -167,6 +168,7 @@ def operators():
     )
 
 
+@pytest.mark.slow
 def test_operators_and_graphs():
     run_on_ranks(operators, 2, timeout=120)
 

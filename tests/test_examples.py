@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT, python, torchrun
+from launch import ROOT, torchrun
 
 EXAMPLES = ROOT / "examples"
 
@@ -22,8 +22,9 @@ def trained(out: str) -> tuple[float, str]:
     return float(loss), norm
 
 
-def test_train_ddp_in_one_process():
-    loss, _ = trained(python(EXAMPLES / "train_ddp.py"))
+def test_train_ddp_in_one_process(forks, tmp_path):
+    (out,) = forks.run(EXAMPLES / "train_ddp.py", tmp_path)
+    loss, _ = trained(out)
     # 128 x 64 targets of variance 1, and a model that can only learn to predict their mean.
     assert loss == pytest.approx(128 * 64, rel=0.1)
 

@@ -66,6 +66,7 @@ def really(cases):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
 @pytest.mark.parametrize("ranks", CASES)
 def test_a_simulated_step_sends_what_real_ranks_send(ranks):

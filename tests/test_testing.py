@@ -413,9 +413,9 @@ def test_warnings_of_shardfield_are_errors(category):
 # Where functions live
 
 
-def run_python(*args, code=None, cwd=None, **env) -> subprocess.CompletedProcess:
-    how = {"cwd": cwd, "env": clean_env() | env, "input": code, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *args], timeout=60, **how)
+def run_python(program, code=None, **env) -> subprocess.CompletedProcess:
+    how = {"env": clean_env() | env, "input": code, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, program], timeout=60, **how)
 
 
 SCRIPT = """
@@ -460,19 +460,24 @@ def test_program_read_from_a_pipe_can_run_imported_functions():
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1] <stdin>\n", "")
 
 
+def imported(file: Path, monkeypatch):
+    """The module of a file that is not on the path, as pytest may import one."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_module_that_is_not_on_the_path(tmp_path, monkeypatch):
     for number in (1, 2):  # the same name for another file, as conftest.py in two directories
         file = tmp_path / str(number) / "held_elsewhere.py"
         file.parent.mkdir()
         file.write_text(f"def which(): return {number}")
-        spec = importlib.util.spec_from_file_location("held_elsewhere", file)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "held_elsewhere", module)
-        spec.loader.exec_module(module)
-        assert run_on_ranks(module.which, 2) == [number, number]
+        assert run_on_ranks(imported(file, monkeypatch).which, 2) == [number, number]
 
 
-def test_docstring_examples_run(tmp_path):
+def test_docstring_examples_run(tmp_path, monkeypatch):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     for example in finder.find(run_on_ranks, "run_on_ranks", globs={}):
         runner.run(example)
@@ -482,8 +487,7 @@ def test_docstring_examples_run(tmp_path):
     assert "def test_total" in text
     file = tmp_path / "test_example.py"
     file.write_text("\n".join(line.removeprefix("    ") for line in text.splitlines()))
-    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=tmp_path)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    imported(file, monkeypatch).test_total()
 
 
 # Ends

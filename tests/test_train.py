@@ -98,6 +98,7 @@ def test_the_same_run_on_any_mesh(tmp_path):
             same(found, alone[key])
 
 
+@pytest.mark.slow
 def test_the_other_recipes(tmp_path):
     for name, given in (("darcy_tfno", TFNO), ("vit", VIT)):
         config = replace(given, out=tmp_path / name, cache=tmp_path / "cache")
