@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial
 
@@ -223,6 +224,20 @@ def arguments():
 
 def test_odd_arguments_and_results():
     run_on_ranks(arguments, 2, timeout=120)
+
+
+def dropped():
+    found = []
+    for run in (F.dropout, shardfield.compile(F.dropout)):
+        torch.manual_seed(3)
+        x = field(mesh_of((2,)), 4, 6, dim=0)
+        run(x, 0.5).sum().backward()
+        found.append(x.grad)
+    same(*found)
+
+
+def test_inductor_draws_the_same_numbers():
+    run_on_ranks(dropped, 2, timeout=200)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -21,6 +21,7 @@ from ..layout import Layout, starts
 from ..tensor import ShardTensor, wrap
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit numbers
+_INVERSE = pow(_GOLDEN, -1, 1 << 64) - (1 << 64)  # its inverse: their product is 1 in 64 bits
 _MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -54,7 +55,9 @@ def bits(key: Tensor, index: Tensor) -> Tensor:
     def shifted(x: Tensor, n: int) -> Tensor:
         return (x >> n) & ((1 << (64 - n)) - 1)  # a logical shift; torch's is arithmetic
 
-    z = key + (index + 1) * _GOLDEN
+    # key + (index + 1) * _GOLDEN. But Inductor takes a product of an index and a constant for a place in memory, and such
+    # numbers have no end: theirs would not fit.
+    z = (key * _INVERSE + index + 1) * _GOLDEN
     z = (z ^ shifted(z, 30)) * _MIX1
     z = (z ^ shifted(z, 27)) * _MIX2
     return z ^ shifted(z, 31)
