@@ -55,8 +55,8 @@ def bits(key: Tensor, index: Tensor) -> Tensor:
     def shifted(x: Tensor, n: int) -> Tensor:
         return (x >> n) & ((1 << (64 - n)) - 1)  # a logical shift; torch's is arithmetic
 
-    # key + (index + 1) * _GOLDEN. But Inductor takes a product of an index and a constant for a place in memory, and such
-    # numbers have no end: theirs would not fit.
+    # key + (index + 1) * _GOLDEN. But Inductor takes a product of an index and a constant for a place in memory, where
+    # numbers have no end: this one would not fit.
     z = (key * _INVERSE + index + 1) * _GOLDEN
     z = (z ^ shifted(z, 30)) * _MIX1
     z = (z ^ shifted(z, 27)) * _MIX2
