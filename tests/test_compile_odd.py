@@ -12,6 +12,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial
 
+import rank_checks
 import shardfield
 from harness import mesh_of, whole
 from shardfield import ShardTensor
@@ -74,11 +76,15 @@ CHANGES: list[Any] = [
 
 
 class Trainer:
+    @functools.cached_property
+    def twice(self):  # puts away what it finds
+        return 2.0
+
     def __init__(self):
         self.model, self.scale, self.calls = nn.Linear(6, 6).double(), 1.0, 0
 
     def step(self, x):
-        return self.model(x) * self.scale
+        return self.model(x) * self.scale * self.twice
 
 
 def by_global(x):
@@ -117,18 +123,34 @@ def out_of_date():
         return x * holder.a
 
     trainer = Trainer()
-    steps = [closing, by_global, functools.partial(given, holder=holder), trainer.step, lambda x: trainer.step(x)]
+    numbers, outside = np.ones(6), types.SimpleNamespace(k=1.0)
+
+    def arrays(x, by=outside):
+        return x * torch.tensor(numbers) * by.k * rank_checks.SCALE
+
+    rank_checks.SCALE = 1.0  # a variable of another Python module
+    steps = [
+        closing,
+        by_global,
+        functools.partial(given, holder=holder),
+        trainer.step,
+        lambda x: trainer.step(x),
+        arrays,
+    ]
     programs = [eagerly(step) for step in steps]
     for turn in range(6):
         for step, program in zip(steps, programs, strict=True):
             same(step(x), program(x))
         trainer.calls += 1  # which no step reads
         if turn == 0:
-            scale, SCALE, holder.a, trainer.scale = 2.0, 3.0, 4.0, 5.0
+            scale, SCALE, holder.a, trainer.scale, numbers[2] = 2.0, 3.0, 4.0, 5.0, 6.0
         elif turn == 1:
-            several[0], trainer.model = 6.0, nn.Linear(6, 6).double()
+            several[0], trainer.model, outside.k = 6.0, nn.Linear(6, 6).double(), 7.0
+        elif turn == 2:
+            rank_checks.SCALE = 2.0
     SCALE = 1.0
-    assert [p.traces for p in programs] == [3, 2, 2, 3, 3]
+    del rank_checks.SCALE
+    assert [p.traces for p in programs] == [3, 2, 2, 3, 3, 4]
 
     class Weighted(nn.Module):
         def forward(self, x):
@@ -187,6 +209,11 @@ def arguments():
         assert type(two) is Batch and two.weight == one.weight
         same(one.x, two.x)
         same(one.more["one"].x, two.more["one"].x)
+    assert fast.traces == 2
+
+    fast = eagerly(lambda x, part, names, by: x[:, part] * len(names) * torch.tensor(by))
+    for by in ([1.0, 2.0], [1.0, 2.0], [3.0, 2.0]):  # equal, if not the same, objects
+        same(whole(x)[:, :2] * torch.tensor(by), fast(x, slice(0, 2), {"one"}, np.array(by)))
     assert fast.traces == 2
 
     # written arguments that share memory, or not: both ways round

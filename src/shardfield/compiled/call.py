@@ -21,6 +21,7 @@ from .backends import Backend
 from .captured import Captured
 from .graph import Passes
 from .program import Program
+from .reads import is_array
 from .state import State, is_index
 from .trees import flatten
 from .twin import twin_of
@@ -118,6 +119,7 @@ class Compiled:
     def _key(self, leaves: list[Any], spec: Any) -> tuple:
         found: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()]
         found += autocast_state()
+        found.append(torch.are_deterministic_algorithms_enabled())
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, ShardTensor):
@@ -137,7 +139,10 @@ class Compiled:
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
         if self.traces >= self._retraces:
             self._give_up(
-                key, leaves, f"it has been traced {self.traces} times already, for other layouts, shapes or flags"
+                key,
+                leaves,
+                f"it has been traced {self.traces} times already, for other layouts, shapes, flags or values that are "
+                "no tensors: a number that changes from call to call is best passed as a tensor",
             )
             return None
         self.traces += 1
@@ -177,6 +182,12 @@ def _named(value: Any) -> Any:
     """What stands in a key for an argument that is no tensor; programs keep it, so that no other gets its id."""
     if isinstance(value, float):
         return value.hex()  # 0.0 is not -0.0, and nan is nan
+    if isinstance(value, slice):  # hashable from Python 3.12 on
+        return value.start, value.stop, value.step
+    if isinstance(value, set):
+        return frozenset(value)
+    if is_array(value):
+        return value.shape, str(value.dtype), value.tobytes()
     try:
         hash(value)
     except TypeError:

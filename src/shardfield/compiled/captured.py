@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -22,13 +23,14 @@ class Captured:
     """What a callable is, is a method of, closes over, has in its globals, or is given.
 
     modules: with all modules inside them. objects: others that have attributes. variables: (dict of globals, name), and
-    cells: of functions, all with their names.
+    cells: of functions, all with their names. defaults: of their arguments.
     """
 
     def __init__(self, target: Any, arguments: Iterable[Any] = ()):
         self.objects: list[Any] = []
         self.variables: list[tuple[dict[str, Any], str]] = []
         self.cells: list[tuple[types.CellType, str]] = []
+        self.defaults: list[Any] = []
         self._roots: dict[int, nn.Module] = {}
         self._seen: dict[int, Any] = {}  # with the thing itself, so that no other gets its id
         self._look(target, 0, strict=True)
@@ -90,7 +92,9 @@ class Captured:
                 self._look(item, depth + 1)
 
     def _function(self, function: types.FunctionType, depth: int, strict: bool) -> None:
-        spread = function.__module__.partition(".")[0]
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.defaults.append(value)
+            self._look(value, depth + 1)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             try:
                 value = cell.cell_contents
@@ -98,14 +102,14 @@ class Captured:
                 continue
             self.cells.append((cell, name))
             self._variable(function, name, value, depth, strict)
-        for name in _globals(function.__code__):
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                # functions of the user's own package may use modules and variables too
-                if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != spread:
-                    continue
+        for name, attribute in _globals(function.__code__):
+            held = function.__globals__
+            if isinstance(held.get(name), types.ModuleType):  # `settings.scale`
+                held, name = held[name].__dict__, attribute
+            if name in held and (not _is_foreign(held) or held is function.__globals__):
+                value = held[name]
                 if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
-                    self.variables.append((function.__globals__, name))
+                    self.variables.append((held, name))
                     self._variable(function, name, value, depth, strict)
 
     def _variable(self, function: Any, name: str, value: Any, depth: int, strict: bool) -> None:
@@ -114,7 +118,16 @@ class Captured:
                 f"compile: {function.__qualname__} captures the tensor {name!r}, and a program would keep the one "
                 "that is there now: pass it as an argument, or make it a parameter or buffer of a module"
             )
-        self._look(value, depth if isinstance(value, types.FunctionType) else depth + 1, strict)
+        if not isinstance(value, types.FunctionType):
+            self._look(value, depth + 1, strict)
+        elif not _is_foreign(value.__globals__):  # the user's own functions may use modules and variables too
+            self._look(value, depth, strict and value.__module__ == function.__module__)
+
+
+def _is_foreign(variables: dict[str, Any]) -> bool:
+    """Whether a Python module is somebody else's, and what it reads its own business."""
+    name, file = str(variables.get("__name__")).partition(".")[0], variables.get("__file__") or ""
+    return name in LIBRARIES or name in sys.stdlib_module_names - {"__main__"} or "site-packages" in file
 
 
 def _has_attributes(value: Any) -> bool:
@@ -129,9 +142,14 @@ def _of_library(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that a function and the functions in it read."""
-    found = {i.argval: None for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+def _globals(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """The global names that a function and the functions in it read, with the attribute that is read of each."""
+    steps = list(dis.get_instructions(code))
+    found: dict[tuple[str, str], None] = {}
+    for step, then in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            of = then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            found[step.argval, str(then.argval) if of and then is not None else ""] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found.update(dict.fromkeys(_globals(constant)))

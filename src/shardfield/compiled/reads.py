@@ -23,6 +23,7 @@ from .captured import DEEP, Captured
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, dict, set, deque)
 OWN = {"_parameters", "_buffers", "_modules", "__dict__", "__class__"}  # which `state` sees to
+LARGE = 1 << 20  # bytes of an array that is known by what it is, not by what is in it
 MISSING = object()
 
 
@@ -41,14 +42,24 @@ def same(now: Any, before: Any) -> bool:
     return isinstance(now, SIMPLE) and now == before
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is one of numpy's arrays, and not so large that looking at it would cost more than the step."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.nbytes <= LARGE
+
+
 def _same_or_tensors(now: Any, before: Any) -> bool:
-    return now is before or (isinstance(now, Tensor) and isinstance(before, Tensor))
+    both = now, before
+    return (
+        now is before
+        or all(isinstance(x, Tensor) for x in both)
+        or (all(isinstance(x, bytes) for x in both) and now == before)
+    )
 
 
 def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
-    return list(container)
+    return [container.tobytes()] if is_array(container) else list(container)
 
 
 class Reads:
@@ -63,7 +74,7 @@ class Reads:
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self._variables = [(held, name, held[name]) for held, name in captured.variables]
         self._cells = [(cell, name, cell.cell_contents) for cell, name in captured.cells]
-        for *_, value in [*self._variables, *self._cells]:
+        for value in [*(v for *_, v in [*self._variables, *self._cells]), *captured.defaults]:
             self._keep(value, 0)
         for value in captured.objects:
             if not _can_tell(type(value)):
@@ -120,7 +131,8 @@ class Reads:
 
     def _keep(self, value: Any, depth: int) -> None:
         """Remember what is in a container, and in those in it."""
-        if isinstance(value, CONTAINERS) and id(value) not in self._containers and depth <= DEEP:
+        kept = isinstance(value, CONTAINERS) or is_array(value)
+        if kept and id(value) not in self._containers and depth <= DEEP:
             items = _items(value)
             if not isinstance(value, tuple):
                 self._containers[id(value)] = value, items
@@ -140,8 +152,11 @@ class Reads:
         for key, this in self._watched.items():
             before, now = self._before[key], this.__dict__
             for name in [n for n in now if n not in before or now[n] is not before[n]]:
-                counted = isinstance(now[name], (bool, int, float)) and (key, name) in self._named
-                if key not in modules or (counted and not same(now[name], before[name])):
+                old, new = before.get(name), now[name]
+                counted = isinstance(new, (bool, int, float)) and (key, name) in self._named and not same(new, old)
+                # where nothing was, something is put away for next time; and made in the program, whenever it runs
+                kept = key in modules or (old is None and (name in before or not isinstance(new, Tensor)))
+                if counted or not kept:
                     changed = f"{type(this).__name__} writes its attribute {name!r}"
             if key not in modules:  # `state` has the others
                 now.clear()
@@ -222,7 +237,9 @@ def _is_modules_own(this: Any, name: str, own: dict[str, Any]) -> bool:
 
 
 def _restore(container: Any, items: list[Any]) -> None:
-    if isinstance(container, dict):
+    if is_array(container):
+        container.data.cast("B")[:] = items[0]
+    elif isinstance(container, dict):
         half = len(items) // 2
         container.clear()
         container.update(zip(items[:half], items[half:], strict=True))
