@@ -183,7 +183,7 @@ def twins():
 
 
 def test_a_compiled_module_and_its_original_are_one():
-    run_on_ranks(twins, 2)
+    run_on_ranks(twins, 2, timeout=120)
 
 
 # ---------------------------------------------------------------------- what goes in and comes out
@@ -347,7 +347,7 @@ def refused():
 
 
 def test_what_a_program_would_miss_is_refused():
-    run_on_ranks(refused, 2, timeout=60)
+    run_on_ranks(refused, 2, timeout=120)
 
 
 # ---------------------------------------------------------------------- ranks that do not trace together
@@ -375,4 +375,4 @@ def apart():
 
 
 def test_a_rank_that_traces_alone_fails_and_so_do_the_others():
-    assert all(1.5 < took < 20 for took in run_on_ranks(apart, 4, timeout=60))
+    assert all(1.5 < took < 60 for took in run_on_ranks(apart, 4, timeout=120))
