@@ -23,6 +23,7 @@ from .captured import DEEP, Captured
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, dict, set, deque)
 OWN = {"_parameters", "_buffers", "_modules", "__dict__", "__class__"}  # which `state` sees to
+HOOKS = {name for name, value in nn.Module().__dict__.items() if isinstance(value, dict)}  # dicts that modules keep
 LARGE = 1 << 20  # bytes of an array that is known by what it is, not by what is in it
 MISSING = object()
 
@@ -185,6 +186,8 @@ class Reads:
         """The trace is over: be quick from now on."""
         by_object: dict[int, list[str]] = {}
         for key, name in self._named:
+            if name in HOOKS and isinstance(self._watched[key], nn.Module):
+                continue  # what is in it is looked at
             by_object.setdefault(key, []).append(name)
         self._getters = []
         for key, names in by_object.items():
