@@ -279,14 +279,15 @@ def autocast_state() -> tuple:
 def caller_argument(func: Any, name: str) -> Any:
     """An argument that `func` was just called with and that it did not hand on to `__torch_function__`.
 
-    torch 2.11-2.15: F.l1_loss leaves out its `weight`. Read off its frame, a few calls up. Can go with the bug.
+    torch 2.11-2.15: F.l1_loss leaves out its `weight`. Read off its frame, some calls up; who looks at calls on their
+    way, as a trace does, calls it again, without. Can go with the bug.
     """
     frame: Any = sys._getframe(1)
-    for _ in range(8):
-        if frame is None or frame.f_code is func.__code__:
-            break
+    while frame is not None:
+        if frame.f_code is func.__code__ and frame.f_locals.get(name) is not None:
+            return frame.f_locals[name]
         frame = frame.f_back
-    return frame.f_locals.get(name) if frame is not None and frame.f_code is func.__code__ else None
+    return None
 
 
 # torch 2.11-2.15: the attention kernels under F.scaled_dot_product_attention, which alone tell the log-sum-exp of each

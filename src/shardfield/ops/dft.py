@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,21 @@ def _kind(x: Tensor, along: Sequence[Along]) -> Kind:
     return Kind(x.dtype, x.device, x.ndim, empty, torch.get_float32_matmul_precision() == "highest")
 
 
-@lru_cache(maxsize=256)
+def _kept(find: Callable[..., list[Step]]) -> Callable[..., list[Step]]:
+    """Steps that will be used again, elsewhere: their tensors are real ones, whatever is going on now.
+
+    They are where they are needed, too: to bring them there every time would have a device wait.
+    """
+
+    @lru_cache(maxsize=256)
+    def steps(*key: Any) -> list[Step]:
+        with concrete(), torch.inference_mode(False), torch.no_grad():
+            return find(*key)
+
+    return steps
+
+
+@_kept
 def _analysis(along: tuple[Along, ...], norm: str | None, x: Kind) -> list[Step]:
     first, *left = _shrinking(along)
     whole = x._replace(dtype=x.dtype.to_complex())
@@ -98,7 +112,7 @@ def _analysis(along: tuple[Along, ...], norm: str | None, x: Kind) -> list[Step]
     return [(_modes if x.dtype.is_complex else _real_modes)(first, norm, x), *(_modes(a, norm, whole) for a in left)]
 
 
-@lru_cache(maxsize=256)
+@_kept
 def _evaluation(along: tuple[Along, ...], norm: str | None, real: bool, y: Kind) -> list[Step]:
     left, half = _shrinking(along)[::-1], along[-1]
     if not real:
@@ -251,47 +265,36 @@ def _placed(y: Tensor, dim: int, size: int, index: Tensor) -> Tensor:
     return y.new_zeros(shape).index_add(dim, index, y)
 
 
-@lru_cache(maxsize=256)
 def _matrix(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """exp(sign 2 pi i k n / size), rows by modes for sums over rows (sign -1), modes by rows for sums over modes."""
-    first, last = a.rows or (0, a.size)
-    with concrete(), torch.inference_mode(False), torch.no_grad():  # it will be used again, elsewhere
-        rows = torch.arange(first, last, device=device)
-        modes = torch.tensor([k % a.size for k in a.modes], dtype=torch.int64, device=device)
-        product = torch.outer(rows, modes) if sign < 0 else torch.outer(modes, rows)
-        # taken modulo the size as integers: large products would cost digits
-        angle = (product % a.size).to(torch.float64) * (sign * 2 * math.pi / a.size)
-        return torch.polar(torch.full_like(angle, factor), angle).to(dtype)
+    rows = torch.arange(*(a.rows or (0, a.size)), device=device)
+    modes = _index(tuple(k % a.size for k in a.modes), device)
+    product = torch.outer(rows, modes) if sign < 0 else torch.outer(modes, rows)
+    # taken modulo the size as integers: large products would cost digits
+    angle = (product % a.size).to(torch.float64) * (sign * 2 * math.pi / a.size)
+    return torch.polar(torch.full_like(angle, factor), angle).to(dtype)
 
 
-@lru_cache(maxsize=256)
 def _pairs(a: Along, sign: int, factor: float, dtype: torch.dtype, device: torch.device, half: bool = False) -> Tensor:
     """The same in real numbers, for values that are real before (sign -1) or after: cosine and sine side by side.
 
     With `half`, each mode stands for its conjugate as well, where it has one.
     """
-    with concrete(), torch.inference_mode(False), torch.no_grad():
-        matrix = _matrix(a, sign, factor, dtype.to_complex(), device)
-        if sign < 0:
-            return torch.view_as_real(matrix).flatten(1).contiguous()
-        if half:
-            matrix = matrix * _halves(a.size, a.modes, matrix.dtype, device)[:, None]
-        return torch.stack((matrix.real, -matrix.imag), 1).flatten(0, 1)
+    matrix = _matrix(a, sign, factor, dtype.to_complex(), device)
+    if sign < 0:
+        return torch.view_as_real(matrix).flatten(1).contiguous()
+    if half:
+        matrix = matrix * _halves(a.size, a.modes, matrix.dtype, device)[:, None]
+    return torch.stack((matrix.real, -matrix.imag), 1).flatten(0, 1)
 
 
-@lru_cache(maxsize=256)
 def _halves(size: int, modes: Modes, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _vector(tuple(1.0 if 2 * k % size == 0 else 2.0 for k in modes), dtype.to_real(), device)
 
 
-@lru_cache(maxsize=256)
 def _index(values: Modes, device: torch.device) -> Tensor:
-    """Integers where they are used: brought there once, since every time would have the device wait."""
-    with concrete(), torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-@lru_cache(maxsize=256)
 def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with concrete(), torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -205,12 +205,20 @@ class Part:
                 return False
         return all(taps.cells.shape[1] == 1 for taps in self.taps.values())
 
+    def _traced_alike(self) -> bool:
+        """Whether a trace, which takes torch's kernels apart, does as they do.
+
+        It finds other neighbours where a ratio of sizes cannot be written exactly, and weighs infinite ones otherwise.
+        """
+        ratios = [b.made / b.length for b in self.boxes]
+        return self.call.mode == "nearest" and all(r in (1, 2, 4, 8, 16) for r in ratios)
+
     def make(self, input: Tensor) -> Tensor:
         """The rank's outputs."""
         nd = input.ndim - 2
         last = nd > 1 and not input.is_contiguous() and input.is_contiguous(memory_format=CHANNELS_LAST[nd])
         block = self.cover.widen(input.to(self.dtype))
-        if self.direct and block.numel():
+        if self.direct and block.numel() and (tracing.writer is None or self._traced_alike()):
             return self._directly(block)
         half = self.dtype in HALF and not self.call.mode.startswith("nearest")
         made = block.float() if half else block
