@@ -688,6 +688,26 @@ def test_a_sample_of_the_table(mesh, rows):
     assert not any(told), told
 
 
+# What a run of the whole table has found: results that shared memory with what a move was given, tensors of a trace
+# that were kept for later calls, an argument that is read off a frame, and kernels that torch takes apart otherwise.
+FOUND = [
+    ("normalise", "group_norm twice 2x6x3,6,6"),
+    ("spectral", "forward 2x5x6 (1,),((-2, -1, 0, 1),),ortho"),
+    ("loss", "l1_loss 5x6,5x6 weight=T"),
+    ("interpolate", "interpolate 1x2x9x6 scale_factor=(1.1, 2.3),mode=nearest"),
+    ("interpolate", "interpolate 1x2x4x6 size=(82, 55),mode=nearest"),
+    ("interpolate", "interpolate 1x2x8x6 size=(5, 9),mode=bilinear,align_corners=False"),
+    ("grid", "grid_sample 1x2x6x5,1x4x5x2 align_corners=False #2"),
+]
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_rows_that_once_failed(mesh):
+    places = [(family, [c.name for c in cases.family(family)].index(name)) for family, name in FOUND]
+    told = run_on_ranks(rows_compiled, math.prod(mesh), places, mesh, timeout=100)
+    assert not any(told), told
+
+
 def with_inductor():
     mesh = mesh_of((2,))
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import tracing
 from .._compat import function_apply
 from ..errors import ShardingError
 from . import defer, wire
@@ -212,7 +213,8 @@ class Move(torch.autograd.Function):
 
         def tagged_forward(ctx, *args):
             ctx.tag = wire.tag
-            return forward(ctx, *args)
+            out = forward(ctx, *args)
+            return out if tracing.writer is None else _fresh(out, args)
 
         def tagged_backward(ctx, *grads):
             before, wire.tag = wire.tag, ctx.tag
@@ -222,6 +224,17 @@ class Move(torch.autograd.Function):
                 wire.tag = before
 
         cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
+
+
+def _fresh(out: Any, args: tuple) -> Any:
+    """What a move gives while a program is traced: never the memory of its input.
+
+    A program returns results that share memory as views of it, and their gradients would go around the move.
+    """
+    if isinstance(out, tuple):
+        return tuple(_fresh(part, args) for part in out)
+    shared = any(isinstance(x, Tensor) and tracing.same_memory(out, x) for x in args)
+    return out.clone() if shared else out
 
 
 class _Enter(Move):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..comm import moves, wire
 from ..comm.route import Run, fetch_route
 from ..dispatch import handler, mesh_of, rule
@@ -63,7 +64,7 @@ def judge(func: Any, field: Tensor, shape: torch.Size, grid: Tensor, points: tor
         return torch.zeros([1], dtype=tensor.dtype, device=tensor.device).expand(shape)
 
     same = len(shape) > 0 and len(points) > 0 and shape[0] == points[0]
-    with torch.no_grad():
+    with torch.no_grad(), tracing.concrete():
         none = [(0, *s[1:]) if same else s for s in (shape, points)]  # with no samples nothing is computed
         func(like(field, none[0]), like(grid, none[1]), *how)
         one = [1] * len(shape)
