@@ -2,8 +2,8 @@
 
 Ops on 8 x 8 numbers, ten (linear, relu), and the training step (forward and backward) of a small CNN, a UNet and a ViT.
 On a CPU, time is that of the thread on its core, which other programs do not lengthen; on a device, that between
-two events on its stream. DTensor's numbers for ops that look at neighbours are the cost of its calls: on more than one rank its
-answers would be wrong. In models it is given a field that is cut along the batch, which it can.
+two events on its stream. DTensor's numbers for ops that look at neighbours are the cost of its calls: on more than one
+rank its answers would be wrong. In models it is given a field that is cut along the batch, which it can.
 """
 
 from __future__ import annotations
