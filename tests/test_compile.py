@@ -689,7 +689,8 @@ def test_a_sample_of_the_table(mesh, rows):
 
 
 # What a run of the whole table has found: results that shared memory with what a move was given, tensors of a trace
-# that were kept for later calls, an argument that is read off a frame, and kernels that torch takes apart otherwise.
+# that were kept for later calls, an argument that is read off a frame, kernels that torch takes apart otherwise, and a
+# message that landed in forward and again in backward.
 FOUND = [
     ("normalise", "group_norm twice 2x6x3,6,6"),
     ("spectral", "forward 2x5x6 (1,),((-2, -1, 0, 1),),ortho"),
@@ -698,6 +699,7 @@ FOUND = [
     ("interpolate", "interpolate 1x2x4x6 size=(82, 55),mode=nearest"),
     ("interpolate", "interpolate 1x2x8x6 size=(5, 9),mode=bilinear,align_corners=False"),
     ("grid", "grid_sample 1x2x6x5,1x4x5x2 align_corners=False #2"),
+    ("attention", "scaled_dot_product_attention 2x2x0x4,2x2x3x4,2x2x3x4"),
 ]
 
 

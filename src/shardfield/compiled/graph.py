@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .._compat import merged_graph, min_cut_partition
 from . import passes
@@ -57,6 +58,9 @@ class Passes:
             nonlocal outputs
             outputs = num_fwd_outputs
             prepared(joint, num_fwd_outputs, writer.forward)
+            for node in joint.graph.nodes:
+                if node.target is LAND:  # what it brought is kept for backward, if it is wanted there: it lands once
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         def forward(graph: GraphModule, inputs: Any) -> Callable:
@@ -92,6 +96,10 @@ def keep_alive(graph: GraphModule, outputs: int, forward: int) -> None:
         if chain and not _reached(chain[-1], ends[low:high]):
             tied = _tie(graph, chain[-1], ends, low, high)
             assert tied, "messages, and no result that could wait for them"
+    if tangents:  # what forward's messages bring lands in forward, or a partitioner might have it land in both
+        for landing in [user for start in sent[:forward] for user in start.users if user.target is LAND]:
+            if landing.users and not _reached(landing, ends[:outputs]):
+                _tie(graph, landing, ends, 0, outputs)
     graph.graph.output_node().args = (type(results)(ends),)
     _applied(graph)
 
