@@ -103,11 +103,16 @@ def busy(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
 def turns(
     candidates: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], Any], warm: int = 1
 ) -> dict[str, list[Any]]:
-    """What the clock tells of each candidate, in rounds of all of them; the first `warm` rounds are not counted."""
+    """What the clock tells of each candidate, in rounds of all of them; the first `warm` rounds are not counted.
+
+    Each round begins with another one: none comes always after the one that leaves the caches worst.
+    """
     found: dict[str, list[Any]] = {name: [] for name in candidates}
+    names = list(candidates)
     for turn in range(warm + rounds):
-        for name, call in candidates.items():
-            told = clock(call)
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            told = clock(candidates[name])
             if turn >= warm:
                 found[name].append(told)
     return found
