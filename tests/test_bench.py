@@ -28,8 +28,8 @@ def test_candidates_take_turns():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     found = measure.turns(calls, 3, lambda call: call() or float(len(order)), warm=1)
-    assert order == list("abababab"), "a round of all, and the first is not counted"
-    assert found == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]}
+    assert order == list("abbaabba"), "rounds of all, by turns in another order; the first is not counted"
+    assert found == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
 
 
 def test_medians_and_ratios():
