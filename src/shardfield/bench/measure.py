@@ -1,6 +1,6 @@
 """Time, memory and traffic of calls, taken so that they can be compared.
 
-Candidates take turns (A, B, A, B, ...), so that a busy machine slows all of them, and a ratio is taken in each round.
+Candidates take turns (A, B, B, A, ...), so that a busy machine slows all of them, and a ratio is taken in each round.
 What is told is the median over rounds and the quartiles around it.
 """
 

@@ -16,7 +16,7 @@ HEAD = """<!-- Made by `make performance` of the files in benchmarks/results; do
 
 # Performance
 
-What shardfield costs beside what you would use instead. Candidates take turns within one run (A, B, A, B, ...), so
+What shardfield costs beside what you would use instead. Candidates take turns within one run (A, B, B, A, ...), so
 that a busy machine slows all of them; a ratio is taken in each round. Shown are medians and, in brackets, the quartiles
 around them. A ratio below 1 is less time, memory or traffic than what it is taken against; a bar is what the project
 asks of itself. Ranks have one thread each. What is sent is counted by shardfield's own meter, and a benchmark fails
