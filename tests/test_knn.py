@@ -175,17 +175,25 @@ def test_the_kernel_is_for_cuda():
     assert not kernel.takes(x, x, 2)
 
 
+@pytest.fixture
+def text(monkeypatch):
+    """The kernel's own lines on a CPU, with other sizes if they are set."""
+
+    def of(**sizes):
+        for name, size in sizes.items():
+            monkeypatch.setattr(kernel, name, size)
+
+    of(jit=texts.jit, tl=None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return of
+
+
 @pytest.mark.parametrize("kind", ["normal", "lattice", "clusters", "one"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
-def test_the_text_of_the_kernel(n, m, features, k, ordered, kind, monkeypatch):
-    """The kernel's own lines on a CPU: which points it keeps, and in what order."""
-    monkeypatch.setattr(kernel, "jit", texts.jit)
-    monkeypatch.setattr(kernel, "tl", None)
-    monkeypatch.setattr(kernel, "TILE", 16)
-    monkeypatch.setattr(kernel, "BOXES", 4)
-    monkeypatch.setattr(kernel, "QUERIES", 4)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+def test_the_text_of_the_kernel(n, m, features, k, ordered, kind, text):
+    """Which points it keeps, and in what order."""
+    text(TILE=16, BOXES=4, QUERIES=4)
     points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
     squares, index = kernel.Tiles(points, ordered).nearest(queries, k)
     assert texts.options["enable_fp_fusion"] is False  # else distances differ in the last bit from all other ways
@@ -193,14 +201,9 @@ def test_the_text_of_the_kernel(n, m, features, k, ordered, kind, monkeypatch):
     assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
 
 
-def test_the_kernel_visits_few_tiles(monkeypatch):
+def test_the_kernel_visits_few_tiles(text):
     """In order, near points stand together: hardly any tile is visited, whatever order they came in."""
-    monkeypatch.setattr(kernel, "jit", texts.jit)
-    monkeypatch.setattr(kernel, "tl", None)
-    monkeypatch.setattr(kernel, "TILE", 16)
-    monkeypatch.setattr(kernel, "BOXES", 64)
-    monkeypatch.setattr(kernel, "PROGRAMS", 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    text(TILE=16, BOXES=64, PROGRAMS=1)
     points, queries = cloud("normal", 4000, 3, torch.float32), cloud("normal", 8, 3, torch.float32)
     want, distance = all_pairs_knn(points, queries, 5)
     visited = {}

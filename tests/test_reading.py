@@ -105,6 +105,7 @@ def other_ways():
     for _ in range(3):
         same(conv(x), conv(full))
         same(ring(x), ring(full))
+    same(F.conv2d(input=x, weight=conv.weight), F.conv2d(input=full, weight=conv.weight))
     with explain() as report:
         conv(x)
     assert [r.op for r in report.rows] == ["conv2d"]

@@ -109,7 +109,7 @@ def register_named(name: str, function_handler: Handler) -> None:
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
     calls = BY_IDENTITY.get(func)
-    if calls is not None and report.active is None:
+    if calls is not None and args and report.active is None:
         first = args[0]
         if first.__class__ is operands.ShardTensor and "_local_tensor" in first.__dict__:
             rest = args[1:]
