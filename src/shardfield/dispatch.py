@@ -22,7 +22,7 @@ from .names import aliases, title
 from .operands import admit, map_tensors, replicated
 from .operands import mesh_of as mesh_of
 from .operands import write_out as write_out
-from .reading import BY_IDENTITY, forget
+from .reading import KNOWN, forget
 from .redistribute import redistribute
 
 TABLE: dict[Any, Handler] = {}
@@ -108,18 +108,17 @@ def register_named(name: str, function_handler: Handler) -> None:
 @left_alone
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
-    calls = BY_IDENTITY.get(func)
-    if calls is not None and args and report.active is None:
+    known = KNOWN.get(func)
+    if known is not None and args and report.active is None:
         first = args[0]
-        if first.__class__ is operands.ShardTensor and "_local_tensor" in first.__dict__:
-            rest = args[1:]
-            named = map(id, kwargs.values()) if kwargs else ()
-            layout = calls.get((first._layout, *map(id, rest), *named))
-            if layout is not None:
-                # to unpack no names takes longer than to ask if there are any
-                out = func(first._local_tensor, *rest, **kwargs) if kwargs else func(first._local_tensor, *rest)
-                if out.shape == layout.shape:  # a parameter may have got another shape
-                    return operands.wrap(out, layout)
+        if first.__class__ is operands.ShardTensor:
+            at = known.at
+            weight = (args[1] if len(args) > 1 else None) if at is None else kwargs and kwargs.get(at)
+            ask = known.calls.get((first._layout, id(weight)))
+            if ask is not None:
+                out = ask(args, kwargs)
+                if out is not None:
+                    return out
     found = TABLE.get(func)
     if found is None:
         found = _RESOLVED.get(func)

@@ -8,6 +8,7 @@ every time) are known by which objects they are.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import operands
+from ._compat import make_wrapper
 from .layout import Layout
 
 BOUND = 4096  # of plans that one reader remembers, and of calls of one function that are known by their arguments
@@ -146,31 +148,107 @@ def _listed(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
 
 # ---------------------------------------------------------------------- by identity
 
-# of functions that one rank leaves to torch: the layout of the first argument and who the others are -> the result's
-BY_IDENTITY: dict[Any, dict[tuple, Layout]] = {}
-_HELD: dict[tuple, tuple] = {}  # what keeps the identities in use, or tells of their end
+
+class Known:
+    """Calls of one function that one rank leaves to torch.
+
+    at: the name of its weight, or None where that is the second argument.
+    calls: the layout of the first argument and who the weight is -> the call: given the arguments, it returns the
+        result, or None where any but the first is another than it was.
+    held: likewise -> what tells of the end of the tensors that the call is known by.
+    """
+
+    __slots__ = ("at", "calls", "held")
+
+    def __init__(self, at: str | None):
+        self.at = at
+        self.calls: dict[tuple, Callable[[tuple, dict | None], Any]] = {}
+        self.held: dict[tuple, list[weakref.ref]] = {}
+
+
+KNOWN: dict[Any, Known] = {}
 
 
 def recall(func: Any, args: tuple, kwargs: dict[str, Any], layout: Layout) -> None:
-    """Know a call of a ShardTensor and plain arguments again by these, while they are there."""
-    rest = (*args[1:], *kwargs.values())
-    tensors = [v for v in rest if v.__class__ in PLAIN]
-    others = [v for v in rest if v.__class__ not in PLAIN]
-    calls = BY_IDENTITY.setdefault(func, {})
+    """Know a call of a ShardTensor and plain arguments, one a parameter, again by these, while they are there."""
+    second = len(args) > 1 and args[1].__class__ in PLAIN
+    known = KNOWN.get(func)
+    if known is None:
+        named = [name for name, value in kwargs.items() if value.__class__ is Parameter]
+        if not second and not named:
+            return
+        known = KNOWN[func] = Known(None if second else named[0])
+    weight = kwargs.get(known.at) if known.at else args[1] if second else None
+    if weight.__class__ not in PLAIN:
+        return
+    key = (args[0]._layout, id(weight))
+    calls, held = known.calls, known.held
     if len(calls) >= BOUND:
-        forget(func)
-        calls = BY_IDENTITY[func] = {}
-    key = (args[0]._layout, *map(id, rest))
+        calls.clear()
+        held.clear()
 
     def end(_: Any) -> None:
         calls.pop(key, None)
-        _HELD.pop((func, key), None)
+        held.pop(key, None)
 
-    calls[key] = layout
-    _HELD[func, key] = (others, [weakref.ref(t, end) for t in tensors])
+    rest = (*args[1:], *kwargs.values())
+    plain = tuple(v.__class__ in PLAIN for v in rest)
+    fixed = [id(v) if is_plain else v for v, is_plain in zip(rest, plain, strict=True)]
+    calls[key] = _caller(plain, len(args), tuple(kwargs))(func, layout, *fixed)
+    held[key] = [weakref.ref(v, end) for v, is_plain in zip(rest, plain, strict=True) if is_plain]
+
+
+CALLER = """
+def make(func, layout, {kept}):
+    shape = layout.shape
+    def call(args, named):
+        if len(args) != {count} or {names}:
+            return None
+        {given}, = args
+        try:
+            {found}
+        except KeyError:
+            return None
+        if {differ}:
+            return None
+        local = first.__dict__.get("_local_tensor")
+        if local is None:
+            return None
+        out = func({passed})
+        if out.shape != shape:  # a parameter may have got another
+            return None
+        dtype, device = out.dtype, out.device
+        made = make_wrapper(ShardTensor, shape, None, None, None, dtype, strided, device)
+        made.__dict__ = {{"_local_tensor": out, "_layout": layout, "_dtype": dtype, "_device": device}}
+        return made
+    return call
+"""
+
+
+@functools.cache
+def _caller(plain: tuple[bool, ...], count: int, names: tuple[str, ...]) -> Callable[..., Callable]:
+    """What makes the calls of `Known` with `count` arguments and these names; of the `plain` ones it gets the id.
+
+    They wrap the result themselves, as `operands.wrap` does: every step less shows.
+    """
+    values = [f"v{i}" for i in range(len(plain))]
+    by_place, by_name = values[: count - 1], values[count - 1 :]
+    text = CALLER.format(
+        kept=", ".join(f"k{v}" for v in values),
+        count=count,
+        names=f"not named or len(named) != {len(names)}" if names else "named",
+        given=", ".join(["first", *by_place]),
+        found="; ".join(f"{v} = named[{n!r}]" for v, n in zip(by_name, names, strict=True)) or "pass",
+        differ=" or ".join(
+            f"id({v}) != k{v}" if is_plain else f"{v} is not k{v}" for v, is_plain in zip(values, plain, strict=True)
+        ),
+        passed=", ".join(["local", *by_place, *(f"{n}={v}" for v, n in zip(by_name, names, strict=True))]),
+    )
+    space = {"make_wrapper": make_wrapper, "ShardTensor": operands.ShardTensor, "strided": torch.strided}
+    exec(text, space)
+    return space["make"]
 
 
 def forget(func: Any) -> None:
     """Know no call of a function by its arguments."""
-    for key in BY_IDENTITY.pop(func, ()):
-        _HELD.pop((func, key), None)
+    KNOWN.pop(func, None)

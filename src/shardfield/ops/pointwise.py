@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ..dispatch import admit, composed, handler, map_tensors, mesh_of, replicated, write_out
 from ..layout import Layout
+from ..reading import recall
 from ..tensor import ShardTensor, wrap
 from .align import Alignment, align, align_to
 
@@ -82,19 +83,23 @@ def kept_partial(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any)
 def pointwise(func, types, args, kwargs):
     first = args[0] if args and not kwargs else None
     if first.__class__ is ShardTensor and not first._layout.partial:  # the way most calls go
-        if len(args) == 1:
-            return wrapped(func(first._local_tensor), first._layout)
-        second = args[1]
-        if len(args) == 2:
+        layout, count, out = first._layout, len(args), None
+        if count == 1:
+            out = func(first._local_tensor)
+        elif count == 2:
+            second = args[1]
             if second.__class__ is ShardTensor:
-                if second._layout is first._layout:
-                    return wrapped(func(first._local_tensor, second._local_tensor), first._layout)
+                if second._layout is layout:
+                    out = func(first._local_tensor, second._local_tensor)
             elif second.__class__ in STATIC:
-                return wrapped(func(first._local_tensor, second), first._layout)
-        elif len(args) == 3 and second.__class__ is args[2].__class__ is ShardTensor:
-            if second._layout is args[2]._layout is first._layout:
-                locals_ = first._local_tensor, second._local_tensor, args[2]._local_tensor
-                return wrapped(func(*locals_), first._layout)
+                out = func(first._local_tensor, second)
+        elif count == 3 and args[1].__class__ is args[2].__class__ is ShardTensor:
+            if args[1]._layout is args[2]._layout is layout:
+                out = func(first._local_tensor, args[1]._local_tensor, args[2]._local_tensor)
+        if out.__class__ is Tensor:
+            return wrap(out, layout)
+        if out is not None:
+            return wrapped(out, layout)
     elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
         return in_place(func, types, args, kwargs)
     key, values = read(args, kwargs)
@@ -102,6 +107,8 @@ def pointwise(func, types, args, kwargs):
     if known is None:
         known = meet(key, MEETINGS, align)
     if known is not None:
+        if known.alone and first.__class__ is ShardTensor and len(args) == 2 and args[1].__class__ is Parameter:
+            recall(func, args, kwargs, known.result)
         return wrapped(func(*known.bring(values), **kwargs), known.result)
     if "out" in kwargs:
         out = kwargs["out"]
@@ -150,12 +157,13 @@ def in_place(func, types, args, kwargs):
 
 
 class Meeting(NamedTuple):
-    """How operands of known layouts meet, and whether they can do so as they lie."""
+    """How operands of known layouts meet, whether they can do so as they lie, and whether all there is lies here."""
 
     layouts: tuple[Layout, ...]
     how: Alignment
     result: Layout
     free: bool
+    alone: bool
 
     def bring(self, values: list[Any]) -> list[Any]:
         """The arguments of a call, its tensors moved."""
@@ -211,7 +219,9 @@ def meet(key: tuple | None, table: dict[Any, Meeting], find: Callable) -> Meetin
     how = find(layouts)
     if len(table) >= BOUND:
         table.clear()
-    known = table[key] = Meeting(layouts, how, how.result, how.targets == layouts and not how.enters)
+    known = table[key] = Meeting(
+        layouts, how, how.result, how.targets == layouts and not how.enters, how.result.mesh.size() == 1
+    )
     return known
 
 
