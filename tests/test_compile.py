@@ -710,6 +710,29 @@ def test_rows_that_once_failed(mesh):
     assert not any(told), told
 
 
+def lies_otherwise():
+    @torch.library.custom_op("shardfield_tests::columns", mutates_args=())
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous().t()
+
+    columns.register_fake(lambda x: x.new_empty(x.shape))
+    columns.register_autograd(lambda ctx, grad: columns(grad))
+
+    def flat(x, scale):
+        return columns(x).reshape(-1) * scale.sum()
+
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    scale = field(mesh_of((2,)), 1, 1, 5, 2)
+    out = eagerly(flat)(x, scale)
+    torch.testing.assert_close(whole(out), x.reshape(-1) * whole(scale).sum())
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, whole(scale).sum().expand(3, 4))
+
+
+def test_what_lies_otherwise_than_its_trace_says_is_no_error():
+    run_on_ranks(lies_otherwise, 2)
+
+
 def with_inductor():
     mesh = mesh_of((2,))
     torch.manual_seed(0)

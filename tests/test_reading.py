@@ -17,7 +17,7 @@ from test_convolution import field
 
 
 def known(func) -> int:
-    return len(KNOWN[func].calls) if func in KNOWN else 0
+    return sum(key[0] is func for key in KNOWN)
 
 
 def alone(size=(2, 3, 8, 6), dim=2):

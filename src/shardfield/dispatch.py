@@ -22,7 +22,7 @@ from .names import aliases, title
 from .operands import admit, map_tensors, replicated
 from .operands import mesh_of as mesh_of
 from .operands import write_out as write_out
-from .reading import KNOWN, forget
+from .reading import KNOWN, PLAIN, forget
 from .redistribute import redistribute
 
 TABLE: dict[Any, Handler] = {}
@@ -108,13 +108,11 @@ def register_named(name: str, function_handler: Handler) -> None:
 @left_alone
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
-    known = KNOWN.get(func)
-    if known is not None and args and report.active is None:
-        first = args[0]
-        if first.__class__ is operands.ShardTensor:
-            at = known.at
-            weight = (args[1] if len(args) > 1 else None) if at is None else kwargs and kwargs.get(at)
-            ask = known.calls.get((first._layout, id(weight)))
+    if args and report.active is None:
+        # weight_of(args, kwargs), here so that it costs no call
+        weight = args[1] if len(args) > 1 and args[1].__class__ in PLAIN else kwargs.get("weight") if kwargs else None
+        if weight is not None and args[0].__class__ is operands.ShardTensor:
+            ask = KNOWN.get((func, args[0]._layout, id(weight)))
             if ask is not None:
                 out = ask(args, kwargs)
                 if out is not None:

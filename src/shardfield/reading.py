@@ -149,64 +149,48 @@ def _listed(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
 # ---------------------------------------------------------------------- by identity
 
 
-class Known:
-    """Calls of one function that one rank leaves to torch.
-
-    at: the name of its weight, or None where that is the second argument.
-    calls: the layout of the first argument and who the weight is -> the call: given the arguments, it returns the
-        result, or None where any but the first is another than it was.
-    held: likewise -> what tells of the end of the tensors that the call is known by.
-    """
-
-    __slots__ = ("at", "calls", "held")
-
-    def __init__(self, at: str | None):
-        self.at = at
-        self.calls: dict[tuple, Callable[[tuple, dict | None], Any]] = {}
-        self.held: dict[tuple, list[weakref.ref]] = {}
+# The function, the layout of the first argument and who the weight is (`weight_of`) -> the call: given all arguments,
+# it returns the result, or None where any but the first is another than it was.
+KNOWN: dict[tuple, Callable[[tuple, dict | None], Any]] = {}
+_HELD: dict[tuple, list[weakref.ref]] = {}  # what tells of the end of tensors that calls are known by
 
 
-KNOWN: dict[Any, Known] = {}
+def weight_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that tells calls of a function apart: the second argument, or that of the usual name."""
+    return args[1] if len(args) > 1 and args[1].__class__ in PLAIN else kwargs.get("weight")
 
 
 def recall(func: Any, args: tuple, kwargs: dict[str, Any], layout: Layout) -> None:
     """Know a call of a ShardTensor and plain arguments, one a parameter, again by these, while they are there."""
-    second = len(args) > 1 and args[1].__class__ in PLAIN
-    known = KNOWN.get(func)
-    if known is None:
-        named = [name for name, value in kwargs.items() if value.__class__ is Parameter]
-        if not second and not named:
-            return
-        known = KNOWN[func] = Known(None if second else named[0])
-    weight = kwargs.get(known.at) if known.at else args[1] if second else None
+    weight = weight_of(args, kwargs)
     if weight.__class__ not in PLAIN:
         return
-    key = (args[0]._layout, id(weight))
-    calls, held = known.calls, known.held
-    if len(calls) >= BOUND:
-        calls.clear()
-        held.clear()
+    key = (func, args[0]._layout, id(weight))
+    if len(KNOWN) >= BOUND:
+        KNOWN.clear()
+        _HELD.clear()
 
     def end(_: Any) -> None:
-        calls.pop(key, None)
-        held.pop(key, None)
+        KNOWN.pop(key, None)
+        _HELD.pop(key, None)
 
     rest = (*args[1:], *kwargs.values())
-    plain = tuple(v.__class__ in PLAIN for v in rest)
-    fixed = [id(v) if is_plain else v for v, is_plain in zip(rest, plain, strict=True)]
-    calls[key] = _caller(plain, len(args), tuple(kwargs))(func, layout, *fixed)
-    held[key] = [weakref.ref(v, end) for v, is_plain in zip(rest, plain, strict=True) if is_plain]
+    looks = tuple("" if v is weight else "id" if v.__class__ in PLAIN else "is" for v in rest)
+    fixed = [{"": None, "id": id(v), "is": v}[look] for v, look in zip(rest, looks, strict=True)]
+    KNOWN[key] = _caller(looks, len(args), tuple(kwargs))(func, layout, fixed)
+    _HELD[key] = [weakref.ref(v, end) for v in rest if v.__class__ in PLAIN]
 
 
 CALLER = """
-def make(func, layout, {kept}):
+def make(func, layout, fixed):
     shape = layout.shape
+    [{fixed}] = fixed
     def call(args, named):
-        if len(args) != {count} or {names}:
+        if len(args) != {count} or {amiss}:
             return None
-        {given}, = args
+        [first, {by_place}] = args
         try:
-            {found}
+            {by_name}
         except KeyError:
             return None
         if {differ}:
@@ -226,23 +210,22 @@ def make(func, layout, {kept}):
 
 
 @functools.cache
-def _caller(plain: tuple[bool, ...], count: int, names: tuple[str, ...]) -> Callable[..., Callable]:
-    """What makes the calls of `Known` with `count` arguments and these names; of the `plain` ones it gets the id.
+def _caller(looks: tuple[str, ...], count: int, names: tuple[str, ...]) -> Callable[..., Callable]:
+    """What makes calls for `KNOWN`, of `count` arguments and some by name, given how to look at all but the first.
 
     They wrap the result themselves, as `operands.wrap` does: every step less shows.
     """
-    values = [f"v{i}" for i in range(len(plain))]
-    by_place, by_name = values[: count - 1], values[count - 1 :]
+    values = [f"v{i}" for i in range(len(looks))]
+    named = list(zip(values[count - 1 :], names, strict=True))
+    tests = {"id": "id({0}) != k{0}", "is": "{0} is not k{0}"}
     text = CALLER.format(
-        kept=", ".join(f"k{v}" for v in values),
+        fixed=", ".join(f"k{v}" for v in values),
         count=count,
-        names=f"not named or len(named) != {len(names)}" if names else "named",
-        given=", ".join(["first", *by_place]),
-        found="; ".join(f"{v} = named[{n!r}]" for v, n in zip(by_name, names, strict=True)) or "pass",
-        differ=" or ".join(
-            f"id({v}) != k{v}" if is_plain else f"{v} is not k{v}" for v, is_plain in zip(values, plain, strict=True)
-        ),
-        passed=", ".join(["local", *by_place, *(f"{n}={v}" for v, n in zip(by_name, names, strict=True))]),
+        amiss=f"not named or len(named) != {len(names)}" if names else "named",
+        by_place=", ".join(values[: count - 1]),
+        by_name="; ".join(f"{v} = named[{n!r}]" for v, n in named) or "pass",
+        differ=" or ".join(tests[how].format(v) for v, how in zip(values, looks, strict=True) if how) or "False",
+        passed=", ".join(["local", *values[: count - 1], *(f"{n}={v}" for v, n in named)]),
     )
     space = {"make_wrapper": make_wrapper, "ShardTensor": operands.ShardTensor, "strided": torch.strided}
     exec(text, space)
@@ -251,4 +234,5 @@ def _caller(plain: tuple[bool, ...], count: int, names: tuple[str, ...]) -> Call
 
 def forget(func: Any) -> None:
     """Know no call of a function by its arguments."""
-    KNOWN.pop(func, None)
+    for key in [key for key in KNOWN if key[0] is func]:
+        del KNOWN[key], _HELD[key]
