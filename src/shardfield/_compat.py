@@ -406,6 +406,18 @@ def without_data() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def out_of_memo(tensor: Any) -> None:
+    """Have the mode that made a tensor without data keep no weak reference to it: it could not be swapped.
+
+    torch 2.15: the first result of a kind is kept so. 2.11-2.15 have the table; nothing public empties it.
+    """
+    mode = getattr(tensor, "fake_mode", None)
+    if mode is not None:
+        memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, value in memo.items() if value is tensor]:
+            del memo[key]
+
+
 # torch 2.11-2.15: what a call raises when its result hangs on numbers that tensors without data do not have.
 def data_wanted() -> tuple[type[Exception], ...]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

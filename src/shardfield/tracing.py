@@ -58,6 +58,12 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.__class__ is Tensor or (writer is not None and beneath(tensor) is not tensor)
 
 
+def let_go(tensor: Tensor) -> None:
+    """Have torch itself know nothing of a tensor without data that is to become another."""
+    if hollow:
+        _compat.out_of_memo(tensor)
+
+
 def unknown() -> bool:
     """Whether tensors hold no numbers that could be looked at now."""
     return hollow or writer is not None

@@ -95,9 +95,9 @@ def radius_search(
         width = job.highest(squares.isfinite().sum(1))
         squares, index = squares[:, :width], index[:, :width]
     elif max_neighbors > job.n:
-        pad = (0, max_neighbors - job.n)
-        squares = torch.nn.functional.pad(squares, pad, value=torch.inf)
-        index = torch.nn.functional.pad(index, pad, value=NOBODY)
+        more = (len(squares), max_neighbors - job.n)
+        squares = torch.cat([squares, squares.new_full(more, torch.inf)], 1)
+        index = torch.cat([index, index.new_full(more, NOBODY)], 1)
     return job.results(squares, index)
 
 

@@ -63,6 +63,7 @@ def _held(target: Tensor) -> bool:
     if target.__class__ is ShardTensor:
         users = sys.getrefcount(target.__dict__["_local_tensor"])  # of its own: the dict, and this call
         return users > 2 or bool(target._copied_view) or _held(target._local_tensor)
+    tracing.let_go(target)
     leaf = target.is_leaf and target.requires_grad
     return not tracing.is_plain(target) or leaf or target._is_view() or not is_alone(target)
 

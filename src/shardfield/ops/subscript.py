@@ -197,6 +197,7 @@ def _into_plain(func, types, args):
             layout = _cut_alike(x.shape, parsed, value, mesh)
             made = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
             _assign(made, parsed, value)
+        tracing.let_go(x)
         try:
             torch.utils.swap_tensors(x, made)
             return
