@@ -462,7 +462,7 @@ def refused():
     loss = classes(scores, torch.tensor([0, 1, 2, 3]))  # and goes on
     given = scores._local_tensor
     (once,) = torch.autograd.grad(loss._local_tensor, given, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward|not have been used in the graph"):
+    with pytest.raises(RuntimeError, match="double backward|not have been used in the graph|does not have a grad_fn"):
         torch.autograd.grad(once.sum(), given)
 
 
