@@ -5,8 +5,9 @@
 Predicted: the computation of a rank, measured in processes that send nothing, as many at a time as there are ranks,
 which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take on as
 many ranks with few and with many bytes. gloo's messages are carried by the same cores, so nothing is taken to hide. The
-shortest of several rounds is compared: what else runs on a machine only ever adds. On a busy machine ranks wait for
-each other's turns; then --cpu tells more: processor seconds of a rank, predicted from processor seconds.
+shortest of several rounds is compared, each as long as its slowest rank takes: what else runs on a machine only ever
+adds. On a busy machine ranks wait for each other's turns; then --cpu tells more: processor seconds of a rank, predicted
+from processor seconds.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def real(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], flo
     return shortest(Step(subject(name), mesh).take, rounds, clock)
 
 
-def silent(name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Callable[[], float]) -> float:
-    """In a process of its own: seconds of a rank's step that sends nothing."""
+def silent(name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Callable[[], float]) -> list[float]:
+    """In a process of its own: seconds of a rank's step that sends nothing, round by round."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     return measure(subject(name), shape, rank, rounds, clock)
@@ -154,7 +155,7 @@ def main() -> None:
                 for _ in range(given.turns):  # in turns, so that a busy machine slows both
                     taken.append(run_on_ranks(real, ranks, name, shape, given.rounds, clock, timeout=600)[0])
                     told = [pool.submit(silent, name, shape, r, given.rounds, clock) for r in range(ranks)]
-                    alone.append(max(t.result() for t in told))
+                    alone += map(max, zip(*(t.result() for t in told), strict=True))  # the slowest rank ends a round
                 cost = predict(count(subject(name), shape, rank), DEVICES["h200"], network, min(alone))
                 row = {
                     "model": name,

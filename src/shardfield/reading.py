@@ -195,13 +195,14 @@ def make(func, layout, fixed):
             return None
         if {differ}:
             return None
-        local = first.__dict__.get("_local_tensor")
+        state = first.__dict__
+        local = state.get("_local_tensor")
         if local is None:
             return None
         out = func({passed})
         if out.shape != shape:  # a parameter may have got another
             return None
-        dtype, device = out.dtype, out.device
+        dtype, device = out.dtype, state["_device"]
         made = make_wrapper(ShardTensor, shape, None, None, None, dtype, strided, device)
         made.__dict__ = {{"_local_tensor": out, "_layout": layout, "_dtype": dtype, "_device": device}}
         return made

@@ -99,7 +99,7 @@ class Planner:
         costs: list[Cost] = []
         for rank in ranks:
             seen = count(self.subject, mesh, rank)
-            computes = measure(self.subject, mesh, rank) if self.measured else None
+            computes = min(measure(self.subject, mesh, rank)) if self.measured else None
             seens.append(seen)
             costs.append(predict(seen, self.device, self.network, computes))
         busiest = max(seens, key=lambda s: s.bytes)
