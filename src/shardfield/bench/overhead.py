@@ -66,7 +66,7 @@ class Settings:
     channels: int = 8
 
     quick: ClassVar[dict[str, Any]] = {"rounds": 5, "sizes": (32,)}
-    cuda: ClassVar[dict[str, Any]] = {"sizes": (64, 512), "channels": 32}
+    cuda: ClassVar[dict[str, Any]] = {"rounds": 60, "sizes": (64, 512), "channels": 32}
 
 
 class Operands:

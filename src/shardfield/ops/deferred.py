@@ -135,14 +135,19 @@ def inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str 
     return _later(found, x._dtype, x) if isinstance(found, Given) else found
 
 
-def _arrived(self: ShardTensor, name: str) -> Any:
-    """The local tensor of a spectrum, when something wants it. Python calls this for attributes it does not find."""
-    if name != "_local_tensor" or "_deferred" not in self.__dict__:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-    local = self.__dict__["_deferred"].whole()._local_tensor
-    self._local_tensor = local
-    del self.__dict__["_deferred"]
-    return local
+class _Arrival:
+    """The local tensor of a spectrum, when something wants it: Python asks the class where the tensor has none itself.
+
+    (A `__getattr__` would do, and every attribute of every ShardTensor would take longer.)
+    """
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        if tensor is None or "_deferred" not in tensor.__dict__:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
+        local = tensor.__dict__["_deferred"].whole()._local_tensor
+        tensor._local_tensor = local
+        del tensor.__dict__["_deferred"]
+        return local
 
 
 def _unless_waiting(plain: property, answer: Callable[[Any], Any]) -> property:
@@ -155,7 +160,7 @@ def _unless_waiting(plain: property, answer: Callable[[Any], Any]) -> property:
     return property(get, plain.fset, plain.fdel, plain.__doc__)
 
 
-ShardTensor.__getattr__ = _arrived  # type: ignore[attr-defined]
+ShardTensor._local_tensor = _Arrival()  # type: ignore[assignment]
 for _name, _answer in {
     "requires_grad": lambda s: s.requires_grad,
     "is_leaf": lambda s: not s.requires_grad,
