@@ -2,8 +2,11 @@
 
 Ops on 8 x 8 numbers, ten (linear, relu), and the training step (forward and backward) of a small CNN, a UNet and a ViT.
 On a CPU, time is that of the thread on its core, which other programs do not lengthen; on a device, that between
-two events on its stream. DTensor's numbers for ops that look at neighbours are the cost of its calls: on more than one
-rank its answers would be wrong. In models it is given a field that is cut along the batch, which it can.
+two events on its stream. Plain torch and shardfield take turns; peers take theirs with both afterwards. For what a call
+of DTensor's leaves behind (a convolution of its takes half a millisecond on a GPU's host) is felt in the calls that
+follow, and no user's program makes such calls in between. Its numbers for ops that look at neighbours are the cost of
+its calls: on more than one rank its answers would be wrong. In models it is given a field that is cut along the batch,
+which it can.
 """
 
 from __future__ import annotations
@@ -138,11 +141,20 @@ def able(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], An
     return good, bad
 
 
-def ops(device: str, rounds: int) -> tuple[dict[str, Times], list[tuple[str, str, str]]]:
+Found = dict[str, tuple[Times, Times]]  # by case: plain torch and ours by themselves; all by turns, if there are peers
+Skipped = list[tuple[str, str, str]]
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable], float]) -> tuple[Times, Times]:
+    alone = turns({name: calls[name] for name in (PLAIN, OURS)}, rounds, clock)
+    return alone, turns(calls, rounds, clock) if len(calls) > 2 else {}
+
+
+def ops(device: str, rounds: int) -> tuple[Found, Skipped]:
     """On the rank: seconds a call by op and system, and what could not be called."""
     there, missing = systems(device)
     skipped = [(name, why, "") for name, why in missing.items()]
-    found: dict[str, Times] = {}
+    found: Found = {}
     cases: list[tuple[str, Callable[[Any], Any], int]] = [(n, f, 20) for n, f in (OPS | FIELDS).items()]
     cases += [
         ("ten (linear, relu), forward", partial(deep, backward=False), 5),
@@ -152,11 +164,11 @@ def ops(device: str, rounds: int) -> tuple[dict[str, Times], list[tuple[str, str
     for case, fn, repeats in cases:
         calls, bad = able({name: partial(fn, operands) for name, operands in there.items()})
         skipped += [(name, why, case) for name, why in bad.items()]
-        found[case] = turns(calls, rounds, partial(busy, device=device, repeats=repeats))
+        found[case] = timed(calls, rounds, partial(busy, device=device, repeats=repeats))
     return found, skipped
 
 
-def steps(device: str, size: int, channels: int, rounds: int) -> tuple[dict[str, Times], list[tuple[str, str, str]]]:
+def steps(device: str, size: int, channels: int, rounds: int) -> tuple[Found, Skipped]:
     """On the rank: seconds of a training step by model and system."""
     mesh = domain(device)
     made: dict[str, tuple[nn.Module, int]] = {
@@ -164,8 +176,8 @@ def steps(device: str, size: int, channels: int, rounds: int) -> tuple[dict[str,
         "UNet": (models.unet(channels), 3),
         "ViT": (models.vit(size), 1),
     }
-    found: dict[str, Times] = {}
-    skipped: list[tuple[str, str, str]] = []
+    found: Found = {}
+    skipped: Skipped = []
     for name, (model, inputs) in made.items():
         case = f"{name} step, {size} x {size}"
         model = model.to(device)
@@ -178,8 +190,14 @@ def steps(device: str, size: int, channels: int, rounds: int) -> tuple[dict[str,
         calls[DTENSOR] = partial(step, theirs, DTensor.from_local(field, mesh, [Shard(0)]))
         calls, bad = able({name: calls[name] for name in (PLAIN, DTENSOR, OURS)})
         skipped += [(system, why, case) for system, why in bad.items()]
-        found[case] = turns(calls, rounds, partial(busy, device=device, repeats=1))
+        found[case] = timed(calls, rounds, partial(busy, device=device, repeats=1))
     return found, skipped
+
+
+def shown(table: Table, case: str, times: tuple[Times, Times], unit: str, bars: dict[str, float]) -> None:
+    alone, beside = times
+    table.times(case, alone, PLAIN, unit, bars)
+    table.times(case, beside, PLAIN, unit, but=alone)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
@@ -191,12 +209,13 @@ def run(settings: Settings, device: str, table: Table) -> None:
             bars = {OURS: 1.5} if case in POINTWISE else {OURS: 1.3} if case.startswith("conv") else {}
         elif case == DEEP:
             bars = {OURS: 1.5}
-        table.times(case, times, PLAIN, "us", bars)
-    both = [times for case, times in found.items() if case in OPS and DTENSOR in times]
+        shown(table, case, times, "us", bars)
+    peers = {case: beside for case, (_, beside) in found.items() if DTENSOR in beside}
+    both = [times for case, times in peers.items() if case in OPS]
     logs = zip(*([math.log(r) for r in ratios(times, OURS, DTENSOR)] for times in both), strict=True)
     means = [math.exp(sum(row) / len(row)) for row in logs]
     table.ratio(f"{len(both)} common ops, geometric mean", OURS, means, DTENSOR, 0.5)
-    pointwise = {case: ratios(found[case], OURS, DTENSOR) for case in POINTWISE if DTENSOR in found[case]}
+    pointwise = {case: ratios(peers[case], OURS, DTENSOR) for case in POINTWISE if case in peers}
     worst = max(pointwise, key=lambda case: sorted(pointwise[case])[len(pointwise[case]) // 2])
     table.ratio(f"the slowest pointwise op ({worst})", OURS, pointwise[worst], DTENSOR, 1.0)
     for size in settings.sizes:
@@ -204,6 +223,6 @@ def run(settings: Settings, device: str, table: Table) -> None:
         skipped += more
         for case, times in found.items():
             bars = {OURS: 1.05 if size >= 512 else 1.5} if on_device and case.startswith("UNet") else {}
-            table.times(case, times, PLAIN, "ms", bars)
+            shown(table, case, times, "ms", bars)
     for candidate, why, case in skipped:
         table.skip(candidate, why, case)

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,12 @@ class Table:
         against: str | None = None,
         unit: str = "ms",
         bars: Mapping[str, float] | None = None,
+        but: Container[str] = (),
     ) -> None:
-        """A row for each candidate, from what its rounds took (seconds, bytes); ratios are taken round by round."""
+        """A row for each candidate (but some), from what its rounds took (seconds, bytes); ratios are of one round."""
         for name, values in times.items():
+            if name in but:
+                continue
             over = None if against is None or name == against else spread(ratios(times, name, against))
             median, low, high = map(_digits, spread([v * SCALE[unit] for v in values]))
             bar = (bars or {}).get(name)
