@@ -254,11 +254,18 @@ def test_one_group_for_several_axes():
 
 def group_of_another_mesh(dm):
     other = dist.device_mesh.DeviceMesh("cpu", torch.tensor([[0], [1]]))
+    found = None
     if dm.rank < 2:
-        return ranks_of(dm.get_mesh_group(other))
-    with pytest.raises(WorldError, match=rf"rank {dm.rank} .* over the ranks \[0, 1\]"):
-        dm.get_mesh_group(other)
-    return None
+        found = ranks_of(dm.get_mesh_group(other))
+    else:
+        with pytest.raises(WorldError, match=rf"rank {dm.rank} .* over the ranks \[0, 1\]"):
+            dm.get_mesh_group(other)
+    # all ranks still know the groups that are made later by the same names
+    across = dist.new_group([1, 2])
+    names = [None] * 4
+    dist.all_gather_object(names, across.group_name if dm.rank in (1, 2) else None)
+    assert names[1] == names[2]
+    return found
 
 
 def test_the_group_of_a_mesh_made_elsewhere():

@@ -114,6 +114,21 @@ def process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+@contextmanager
+def uncounted_group() -> Iterator[None]:
+    """Around `new_group(..., use_local_synchronization=True)`, which only the members of the group call.
+
+    torch 2.15 counts such a group, on its members, and names later groups by the count: ranks would no longer agree on
+    names, and groups would meet others. The group itself is named by its ranks and the count, which is given here.
+    """
+    world = torch.distributed.distributed_c10d._world
+    before, world.group_count = world.group_count, -1
+    try:
+        yield
+    finally:
+        world.group_count = before
+
+
 def world_store() -> Any:
     """The store by which the ranks of the world found each other; None where there is none, or a fake one.
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._compat import set_group_timeout
+from .._compat import set_group_timeout, uncounted_group
 from ..errors import WorldError
 from . import launch as launching
 from . import world as worlds
@@ -205,14 +206,13 @@ class DistributedManager:
         siblings = self._siblings(mesh)
         key = tuple(map(tuple, siblings or [ranks]))
         if key not in self._mesh_groups:
-            # torch names groups by counting them, so with siblings every rank makes them all, in the same order.
-            made = {
-                members: dist.new_group(
-                    list(members), timeout=self._world.timeout, use_local_synchronization=not siblings
-                )
-                for members in key
-            }
-            group = next(group for members, group in made.items() if self.rank in members)
+            made = functools.partial(dist.new_group, timeout=self._world.timeout)
+            if siblings:  # torch names groups by counting them: every rank makes them all, in the same order
+                groups = {members: made(list(members)) for members in key}
+                group = next(group for members, group in groups.items() if self.rank in members)
+            else:
+                with uncounted_group():
+                    group = made(ranks, use_local_synchronization=True)
             worlds.joined(group)
             self._mesh_groups[key] = group
         return self._mesh_groups[key]
