@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train test sweep bench performance lint format types pytest docs test-launchers test-models setup clean
+.PHONY: train test sweep bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -42,6 +42,16 @@ pytest: setup
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
+
+# The tests on another release of torch, `make test-torch TORCH=2.15.0`: its default build in an environment of its own,
+# beside which the packages of the usual one lie. (torch-harmonics is built for one release: tests/test_sphere.py may fail.)
+test-torch: setup
+	$(BIN)/python -m venv $(VENV)/torch-$(TORCH)
+	$(VENV)/torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> $$($(VENV)/torch-$(TORCH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth
+	PYTHONPATH=src SHARDFIELD_PRELOAD="neuralop torch_geometric.nn" $(VENV)/torch-$(TORCH)/bin/python -m pytest \
+		--numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 # Other people's models, unmodified; writes docs/models.md.
 test-models: $(VENV)/.zoo
