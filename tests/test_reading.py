@@ -119,6 +119,15 @@ def other_ways():
         dispatch.TABLE[F.conv2d] = before
     with pytest.raises(RuntimeError):
         conv(alone((2, 2, 8, 6))[1])
+    before = len(KNOWN)
+    for _ in range(2):  # a weight that is computed, a parameter beside it; then a bias that is added
+        same(F.conv2d(x, conv.weight * 2, conv.bias), F.conv2d(full, conv.weight * 2, conv.bias))
+    assert len(KNOWN) == before
+    shift = nn.Parameter(torch.randn(6, dtype=torch.float64))
+    for _ in range(3):
+        same(x + shift, full + shift)
+        same(x - shift, full - shift)
+    assert len(KNOWN) == before + 2
     norm = nn.BatchNorm2d(3, momentum=None).double()  # a new number every time
     for _ in range(BOUND + 5):
         norm(x)

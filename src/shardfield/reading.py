@@ -163,7 +163,7 @@ def weight_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 def recall(func: Any, args: tuple, kwargs: dict[str, Any], layout: Layout) -> None:
     """Know a call of a ShardTensor and plain arguments, one a parameter, again by these, while they are there."""
     weight = weight_of(args, kwargs)
-    if weight.__class__ not in PLAIN:
+    if weight is None or weight.__class__ not in PLAIN or weight.grad_fn is not None:  # what is computed is always new
         return
     key = (func, args[0]._layout, id(weight))
     if len(KNOWN) >= BOUND:
@@ -195,14 +195,13 @@ def make(func, layout, fixed):
             return None
         if {differ}:
             return None
-        state = first.__dict__
-        local = state.get("_local_tensor")
+        local = first.__dict__.get("_local_tensor")
         if local is None:
             return None
         out = func({passed})
         if out.shape != shape:  # a parameter may have got another
             return None
-        dtype, device = out.dtype, state["_device"]
+        dtype, device = out.dtype, out.device
         made = make_wrapper(ShardTensor, shape, None, None, None, dtype, strided, device)
         made.__dict__ = {{"_local_tensor": out, "_layout": layout, "_dtype": dtype, "_device": device}}
         return made
