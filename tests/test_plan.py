@@ -66,8 +66,8 @@ def really(cases):
     return told
 
 
-# FSDP2 of torch 2.11 keeps some gathered parameters of a ViT when they have no data: up to a sixth too much.
-CLOSE = 0.01 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 0.17
+# On torch 2.11 a ViT under FSDP2 is said to take more memory than it does; all else is exact there too.
+GENEROUS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_simulated_step_sends_what_real_ranks_send(ranks):
             assert seen.kinds == kinds, (name, mesh, rank)
             assert seen.modules == modules, (name, mesh, rank)
             assert seen.flops == flops > 0
-            assert seen.peak == pytest.approx(peak, rel=CLOSE)
+            assert seen.peak == pytest.approx(peak, rel=0.01) or (GENEROUS and name == "vit" and seen.peak > peak)
             assert seen.messages == sum(m for m, _ in kinds.values()) > 0
 
 

@@ -43,7 +43,7 @@ class Backend:
 def _ask_when_run(graph: GraphModule) -> None:
     """A kernel's results may lie otherwise than its trace says (Fourier transforms of torch 2.11 do).
 
-    So what is a view in the trace copies where it can be none; Inductor sees to that itself.
+    So what is a view in the trace copies where it can be none. Inductor looks at what comes, and raises.
     """
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.view.default:
