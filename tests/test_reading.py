@@ -94,6 +94,41 @@ def changed_under_way():
     assert F.conv2d(half, narrow).dtype == torch.float32
 
 
+CONVOLUTIONS = [
+    (F.conv2d, (), {"padding": 1}),
+    (F.conv2d, (), {"stride": (2, 2), "padding": (1, 0)}),
+    (F.conv2d, (), {"groups": 1, "dilation": 2}),
+    (F.conv2d, (), {"padding": "same"}),
+    (F.conv2d, ("bias",), {"padding": (1, 1), "dilation": (1, 1)}),
+    (F.conv2d, (None, (1, 1), (0, 0), (1, 1), 1), {}),
+    (F.conv2d, ("bias", (2, 1), (1, 1), (1, 1), 1), {}),
+    (F.conv2d, ("bias", 1, "valid"), {}),
+    (F.conv_transpose2d, (), {"output_padding": 1, "stride": (2, 2)}),
+    (F.conv_transpose2d, ("bias", (2, 2), (1, 1), (1, 1), 1, (2, 2)), {}),
+    (F.conv_transpose2d, (), {"dilation": (2, 2)}),
+]
+
+
+def spelled():
+    full, x = alone()
+    weight = nn.Parameter(torch.randn(3, 3, 3, 3, dtype=torch.float64))
+    bias = nn.Parameter(torch.randn(3, dtype=torch.float64))
+    for func, args, kwargs in CONVOLUTIONS:
+        args = [bias if a == "bias" else a for a in args]
+        for _ in range(3):
+            same(func(x, weight, *args, **kwargs), func(full, weight, *args, **kwargs))
+    step = [1, 1]
+    for padding in (0, 1, 2):  # a list may change
+        step[:] = [padding + 1] * 2
+        for _ in range(3):
+            same(F.conv2d(x, weight, None, step, padding), F.conv2d(full, weight, None, step, padding))
+    assert x.type() == full.type()
+
+
+def test_convolutions_however_they_are_called():
+    run_on_ranks(spelled, 1)
+
+
 def test_what_changes_is_seen():
     run_on_ranks(changed_under_way, 1)
 

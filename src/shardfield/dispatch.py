@@ -31,6 +31,7 @@ BELOW: dict[Any, Callable] = {}  # users' handlers for aten operators
 _RESOLVED: dict[Any, Handler] = {}  # what a function without an entry was found to be
 RULES: dict[Any, Callable] = {}  # function -> the planner or handler written for it; the contents of ops/
 
+elementwise: Handler | None = None  # handles functions that give one element for one; ops/pointwise.py sets it
 bridging = 0  # inside a user's autograd.Function that was given ShardTensors
 ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
@@ -108,15 +109,17 @@ def register_named(name: str, function_handler: Handler) -> None:
 @left_alone
 def call(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
-    if args and report.active is None:
+    if args and report.active is None and args[0].__class__ is cls:
         # weight_of(args, kwargs), here so that it costs no call
         weight = args[1] if len(args) > 1 and args[1].__class__ in PLAIN else kwargs.get("weight") if kwargs else None
-        if weight is not None and args[0].__class__ is operands.ShardTensor:
+        if weight is not None:
             ask = KNOWN.get((func, args[0]._layout, id(weight)))
             if ask is not None:
                 out = ask(args, kwargs)
                 if out is not None:
                     return out
+        elif len(args) == 1 and not kwargs and TABLE.get(func) is elementwise and not args[0]._layout.partial:
+            return operands.wrap(func(args[0]._local_tensor), args[0]._layout)  # as the handler would, a call less
     found = TABLE.get(func)
     if found is None:
         found = _RESOLVED.get(func)

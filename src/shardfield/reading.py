@@ -177,7 +177,8 @@ def recall(func: Any, args: tuple, kwargs: dict[str, Any], layout: Layout) -> No
     rest = (*args[1:], *kwargs.values())
     looks = tuple("" if v is weight else "id" if v.__class__ in PLAIN else "is" for v in rest)
     fixed = [{"": None, "id": id(v), "is": v}[look] for v, look in zip(rest, looks, strict=True)]
-    KNOWN[key] = _caller(looks, len(args), tuple(kwargs))(func, layout, fixed)
+    passed = _spelled(func, [*[("", v) for v in args[1:]], *kwargs.items()])
+    KNOWN[key] = _caller(looks, len(args), tuple(kwargs), passed)(func, layout, fixed)
     _HELD[key] = [weakref.ref(v, end) for v in rest if v.__class__ in PLAIN]
 
 
@@ -198,7 +199,7 @@ def make(func, layout, fixed):
         local = first.__dict__.get("_local_tensor")
         if local is None:
             return None
-        out = func({passed})
+        out = func(local, {passed})
         if out.shape != shape:  # a parameter may have got another
             return None
         dtype, device = out.dtype, out.device
@@ -210,10 +211,11 @@ def make(func, layout, fixed):
 
 
 @functools.cache
-def _caller(looks: tuple[str, ...], count: int, names: tuple[str, ...]) -> Callable[..., Callable]:
+def _caller(looks: tuple[str, ...], count: int, names: tuple[str, ...], passed: str) -> Callable[..., Callable]:
     """What makes calls for `KNOWN`, of `count` arguments and some by name, given how to look at all but the first.
 
-    They wrap the result themselves, as `operands.wrap` does: every step less shows.
+    `passed` is what the function is given behind its first argument. The calls wrap the result themselves, as
+    `operands.wrap` does: every step less shows.
     """
     values = [f"v{i}" for i in range(len(looks))]
     named = list(zip(values[count - 1 :], names, strict=True))
@@ -225,11 +227,40 @@ def _caller(looks: tuple[str, ...], count: int, names: tuple[str, ...]) -> Calla
         by_place=", ".join(values[: count - 1]),
         by_name="; ".join(f"{v} = named[{n!r}]" for v, n in named) or "pass",
         differ=" or ".join(tests[how].format(v) for v, how in zip(values, looks, strict=True) if how) or "False",
-        passed=", ".join(["local", *values[: count - 1], *(f"{n}={v}" for v, n in named)]),
+        passed=passed,
     )
     space = {"make_wrapper": make_wrapper, "ShardTensor": operands.ShardTensor, "strided": torch.strided}
     exec(text, space)
     return space["make"]
+
+
+# What torch's convolutions take behind the field, in order, and the defaults.
+_CONVOLUTION = {"weight": "", "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_TRANSPOSED = {"weight": "", "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+SIGNATURES: dict[Any, dict[str, Any]] = {f: _CONVOLUTION for f in (torch.conv1d, torch.conv2d, torch.conv3d)} | {
+    f: _TRANSPOSED for f in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+}
+
+
+def _spelled(func: Any, given: list[tuple[str, Any]]) -> str:
+    """The arguments behind the first, as text of a call; `v0` is the first of those given, with their names or "".
+
+    Those of a convolution are spelled as torch reads them fastest: by place, (1, 1) as 1, and without defaults at the
+    end. That saves a third of what the wrapper costs: a module gives seven arguments.
+    """
+    order = SIGNATURES.get(func)
+    if order is None:
+        return ", ".join(f"{name}=v{i}" if name else f"v{i}" for i, (name, _) in enumerate(given))
+    texts = {name: repr(default) for name, default in order.items()}
+    needed = 0
+    for i, (place, (name, value)) in enumerate(zip(order, given, strict=False)):
+        if value.__class__ is tuple and len(set(value)) == 1 and value[0].__class__ is int:
+            value = value[0]
+        simple = value is None or value.__class__ is int
+        texts[name or place] = repr(value) if simple else f"v{i}"
+        if not simple or value != order[name or place]:
+            needed = max(needed, 1 + list(order).index(name or place))
+    return ", ".join(list(texts.values())[:needed])
 
 
 def forget(func: Any) -> None:

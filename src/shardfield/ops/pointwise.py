@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import dispatch
 from ..dispatch import admit, composed, handler, map_tensors, mesh_of, replicated, write_out
 from ..layout import Layout
 from ..reading import recall
@@ -20,7 +21,7 @@ from .align import Alignment, align, align_to
 
 UNARY = """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
-conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp i0 isfinite isinf isnan
+conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan
 isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num polygamma rad2deg
 reciprocal relu relu6 round rsqrt selu celu elu gelu leaky_relu hardshrink hardsigmoid hardswish hardtanh
 logsigmoid mish sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
@@ -31,7 +32,7 @@ special_logit special_modified_bessel_i0 special_modified_bessel_i1 special_modi
 special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi
 special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
 special_spherical_bessel_j0 clamp clamp_max clamp_min clip
-float double half bfloat16 int long short char byte bool cfloat cdouble chalf type
+float double half bfloat16 int long short char byte bool cfloat cdouble chalf
 """.split()
 
 BINARY = """
@@ -84,9 +85,7 @@ def pointwise(func, types, args, kwargs):
     first = args[0] if args and not kwargs else None
     if first.__class__ is ShardTensor and not first._layout.partial:  # the way most calls go
         layout, count, out = first._layout, len(args), None
-        if count == 1:
-            out = func(first._local_tensor)
-        elif count == 2:
+        if count == 2:
             second = args[1]
             if second.__class__ is ShardTensor:
                 if second._layout is layout:
@@ -250,7 +249,7 @@ def wrapped(out: Any, layout: Layout) -> Any:
     return wrap(out, layout) if out.__class__ is Tensor else map_tensors(out, lambda t: wrap(t, layout))
 
 
-CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf type".split())
+CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf".split())
 PLAIN = ["neg", "negative", "positive", "clone", "detach", "contiguous", "conj", "resolve_conj", "resolve_neg", "alias"]
 
 for _name in [*UNARY, *BINARY, *TERNARY, *PLAIN]:
@@ -260,6 +259,13 @@ for _name in [*UNARY, *BINARY, *TERNARY, *PLAIN]:
 handler("copy_", "fill_", "zero_")(in_place)
 handler("fill")(pointwise)
 handler(torch.where)(pointwise)
+dispatch.elementwise = pointwise
+
+
+@handler("frexp", "type")
+def two_or_a_name(func, types, args, kwargs):
+    """Those of one element at a time that give two tensors, or none."""
+    return pointwise(func, types, args, kwargs)
 
 
 @composed("prelu")
