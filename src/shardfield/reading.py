@@ -3,13 +3,12 @@
 Most of what a call costs is looking at its arguments one by one, so it is not done by a loop: for every list of kinds
 of arguments that is met (a ShardTensor, a parameter, two tuples, a number) a reader is written once, as a Python
 function that takes just these apart. On one rank, calls with parameters (so of a module, which gives the same objects
-every time) are known by which objects they are.
+every time) are known by their weight.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,9 +149,9 @@ def _listed(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
 
 
 # The function, the layout of the first argument and who the weight is (`weight_of`) -> the call: given all arguments,
-# it returns the result, or None where any but the first is another than it was.
+# it returns the result, or None where any but the first is of another kind, or another value, than it was. The weight
+# is only asked for by its address: no weak reference is taken, for torch does not swap tensors that have one.
 KNOWN: dict[tuple, Callable[[tuple, dict | None], Any]] = {}
-_HELD: dict[tuple, list[weakref.ref]] = {}  # what tells of the end of tensors that calls are known by
 
 
 def weight_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -161,25 +160,18 @@ def weight_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def recall(func: Any, args: tuple, kwargs: dict[str, Any], layout: Layout) -> None:
-    """Know a call of a ShardTensor and plain arguments, one a parameter, again by these, while they are there."""
+    """Know a call of a ShardTensor and plain arguments, one a parameter, again by these."""
     weight = weight_of(args, kwargs)
     if weight is None or weight.__class__ not in PLAIN or weight.grad_fn is not None:  # what is computed is always new
         return
     key = (func, args[0]._layout, id(weight))
     if len(KNOWN) >= BOUND:
         KNOWN.clear()
-        _HELD.clear()
-
-    def end(_: Any) -> None:
-        KNOWN.pop(key, None)
-        _HELD.pop(key, None)
-
     rest = (*args[1:], *kwargs.values())
-    looks = tuple("" if v is weight else "id" if v.__class__ in PLAIN else "is" for v in rest)
-    fixed = [{"": None, "id": id(v), "is": v}[look] for v, look in zip(rest, looks, strict=True)]
+    looks = tuple("kind" if v.__class__ in PLAIN else "is" for v in rest)
+    fixed = [None if look == "kind" else v for v, look in zip(rest, looks, strict=True)]
     passed = _spelled(func, [*[("", v) for v in args[1:]], *kwargs.items()])
     KNOWN[key] = _caller(looks, len(args), tuple(kwargs), passed)(func, layout, fixed)
-    _HELD[key] = [weakref.ref(v, end) for v in rest if v.__class__ in PLAIN]
 
 
 CALLER = """
@@ -200,7 +192,7 @@ def make(func, layout, fixed):
         if local is None:
             return None
         out = func(local, {passed})
-        if out.shape != shape:  # a parameter may have got another
+        if out.shape != shape:  # a parameter may have got another, or there is a new one at its address
             return None
         dtype, device = out.dtype, out.device
         made = make_wrapper(ShardTensor, shape, None, None, None, dtype, strided, device)
@@ -219,17 +211,17 @@ def _caller(looks: tuple[str, ...], count: int, names: tuple[str, ...], passed: 
     """
     values = [f"v{i}" for i in range(len(looks))]
     named = list(zip(values[count - 1 :], names, strict=True))
-    tests = {"id": "id({0}) != k{0}", "is": "{0} is not k{0}"}
+    tests = {"kind": "{0}.__class__ not in PLAIN", "is": "{0} is not k{0}"}
     text = CALLER.format(
         fixed=", ".join(f"k{v}" for v in values),
         count=count,
         amiss=f"not named or len(named) != {len(names)}" if names else "named",
         by_place=", ".join(values[: count - 1]),
         by_name="; ".join(f"{v} = named[{n!r}]" for v, n in named) or "pass",
-        differ=" or ".join(tests[how].format(v) for v, how in zip(values, looks, strict=True) if how) or "False",
+        differ=" or ".join(tests[how].format(v) for v, how in zip(values, looks, strict=True)),
         passed=passed,
     )
-    space = {"make_wrapper": make_wrapper, "ShardTensor": operands.ShardTensor, "strided": torch.strided}
+    space = dict(make_wrapper=make_wrapper, ShardTensor=operands.ShardTensor, strided=torch.strided, PLAIN=PLAIN)
     exec(text, space)
     return space["make"]
 
@@ -266,4 +258,4 @@ def _spelled(func: Any, given: list[tuple[str, Any]]) -> str:
 def forget(func: Any) -> None:
     """Know no call of a function by its arguments."""
     for key in [key for key in KNOWN if key[0] is func]:
-        del KNOWN[key], _HELD[key]
+        del KNOWN[key]
