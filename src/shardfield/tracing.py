@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from . import _compat
-from ._compat import beneath, has_no_data, without_modes
+from ._compat import beneath, without_modes
+from ._compat.hollow import has_no_data, out_of_memo
 
 # What writes messages down while a program is traced; None while programs run.
 writer: Any = None
@@ -61,7 +62,7 @@ def is_plain(tensor: Tensor) -> bool:
 def let_go(tensor: Tensor) -> None:
     """Have torch itself know nothing of a tensor without data that is to become another."""
     if hollow:
-        _compat.out_of_memo(tensor)
+        out_of_memo(tensor)
 
 
 def unknown() -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .._compat import all_gather_flat, backend_class
+from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
 
 Addressed = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from .._compat import boxed_graph, inductor_compile, inductor_decompositions
+from .._compat.programs import boxed_graph, inductor_compile, inductor_decompositions
 from .messages import LAND
 
 NAMES = ("inductor", "aot_eager")

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._compat import merged_graph, min_cut_partition
+from .._compat.programs import merged_graph, min_cut_partition
 from . import passes
 from .backends import Backend
 from .calls import Calls

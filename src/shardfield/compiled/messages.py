@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .._compat import has_side_effect, process_group
+from .._compat.programs import has_side_effect
+from .._compat.world import process_group
 from ..comm import wire
 from . import calls as calling
 from .watch import is_zeros

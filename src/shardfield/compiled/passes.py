@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from .._compat import mutates
+from .._compat.programs import mutates
 from .messages import LAND, OPS, STARTS
 
 ALL_REDUCE = OPS.start_all_reduce.default

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tracing
-from .._compat import aot_traced, asks_for_values, autocast_state, is_written, memory_of
+from .._compat import autocast_state, memory_of
+from .._compat.programs import aot_traced, asks_for_values, is_written
 from ..aliasing import LENT
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout

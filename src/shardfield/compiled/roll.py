@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .._compat import world_store
+from .._compat.world import world_store
 from ..comm import carrier
 from ..comm.agree import device_of
 from ..errors import ShardingError

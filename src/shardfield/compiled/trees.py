@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import tree_flatten, tree_unflatten
+from .._compat.programs import tree_flatten, tree_unflatten
 
 DEEP = 4  # objects inside each other in which tensors are looked for
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._compat import set_group_timeout, uncounted_group
+from .._compat.world import set_group_timeout, uncounted_group
 from ..errors import WorldError
 from . import launch as launching
 from . import world as worlds

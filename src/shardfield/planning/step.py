@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._compat import data_wanted
+from .._compat.hollow import data_wanted
 from ..errors import ShardfieldError
 from ..layout import Factor, Layout, balanced
 from ..tensor import ShardTensor, wrap

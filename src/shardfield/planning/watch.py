@@ -18,7 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from .. import report
-from .._compat import DispatchMode, flops_of, group_in
+from .._compat import DispatchMode
+from .._compat.hollow import flops_of
+from .._compat.world import group_in
 from ..comm import carrier, wire
 from .memory import Memory
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from .. import execute, layout, tracing
-from .._compat import few_chunks, forget_meshes, start_fake_world
-from .._compat import without_data as _without_data
+from .._compat.hollow import few_chunks, start_fake_world
+from .._compat.hollow import without_data as _without_data
+from .._compat.world import forget_meshes
 from ..comm import carrier
 from ..errors import ShardfieldError
 from ..ops import asked, homes, pointwise

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from .. import tracing
-from .._compat import flatten_mesh
+from .._compat.world import flatten_mesh
 from ..comm.defer import average_later
 from ..scatter import sync_module_over_mesh
 from .buckets import Buckets

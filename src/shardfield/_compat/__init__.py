@@ -1,0 +1,267 @@
+"""Every private torch name we touch: which versions have it, why we need it, when it can go.
+
+Here those of tensors and calls; `world` has those of groups and meshes, `hollow` those of tensors without data and
+worlds without ranks, `programs` those of traces and compilers. Nothing else in the package may name a private torch
+attribute (a test holds this).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# torch 2.11-2.15: `Function.apply` as torch has it (a classmethod in 2.13, a C method descriptor in 2.15), before
+# `bridge` replaces it. Reached through the class's __dict__ because an attribute access would bind it.
+function_apply = torch.autograd.Function.__dict__["apply"]
+
+# torch 2.11-2.15: the only way to make a tensor subclass that has a shape but no storage of its own.
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+# torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+# torch 2.11-2.15: how many modes want to see torch functions first, and whether subclasses see them at all.
+override_modes = torch._C._len_torch_function_stack
+overrides_on = torch._C._is_torch_function_enabled
+
+# torch 2.11-2.15: a context that sees every call below autograd, collectives too; documented, under no public name.
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+
+# torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
+same_memory = torch._C._is_alias_of
+
+
+def beneath(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a tensor shows while AOTAutograd traces; else the tensor itself.
+
+    torch 2.11-2.15: `FunctionalTensor` wraps each view anew; what it wraps shares memory as views do. No public name.
+    """
+    return getattr(tensor, "elem", tensor)
+
+
+def within_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.vmap, grad and the like have wrapped, or itself. torch 2.11-2.15; no public name."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no data, while something is traced. torch 2.11-2.15; no public name."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory share. torch 2.11-2.15: a storage has no public name of its own."""
+    return beneath(tensor).untyped_storage()._cdata
+
+
+def hooks_on_saving() -> bool:
+    """Whether someone else has a say in what backward keeps, or forbids that anyone has.
+
+    torch 2.11-2.15: what `torch.autograd.graph.saved_tensors_hooks` looks at, and no public name tells.
+    """
+    state = torch._C._autograd
+    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name.
+
+    The Python dispatcher, which a trace switches on, is off in it too: it holds Python's lock during every C++ call. A
+    message would then wait in gloo for a lock of a thread that frees the message before it, which waits for Python's.
+    """
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def left_alone(function: F) -> F:
+    """Have torch.compile look neither into a function nor into what it calls, at no cost to any other call of it.
+
+    torch 2.11-2.15: what `torch.compiler.disable` does by a wrapper, which costs every call and imports the compiler.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "shardfield.compile traces what is done with ShardTensors"
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def open_body(func: Any) -> Any:
+    """A Python function of torch without its own `__torch_function__` check, so that the calls inside it dispatch.
+
+    torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None where there is no such check.
+    """
+    if not isinstance(func, types.FunctionType) or not any(
+        n.startswith("has_torch_function") for n in func.__code__.co_names
+    ):
+        return None
+    scope = dict(func.__globals__)
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        scope[name] = _never
+    opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+# torch 2.11-2.15: the C functions behind torch.* and torch.nn.functional.*, which Python wrappers call by these names.
+NAMESPACES = (
+    torch._C._VariableFunctions,
+    torch._C._nn,
+    torch._C._special,
+    torch._C._linalg,
+    torch._C._fft,
+    torch.Tensor,
+)
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory: some backward formulas (of sgn, say) give "efficient zeros" that have none to send.
+
+    torch 2.11-2.15; no public name tells them.
+    """
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
+
+
+def replace_function_apply(apply: Any) -> None:
+    """Make `autograd.Function.apply` call `apply(function_class, *args)`.
+
+    torch 2.11-2.15 record a Function on the tensors it is given below every override; there is no hook to see
+    ShardTensors go in. Can go when Function.apply honours `__torch_function__`.
+    """
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+# torch 2.11-2.15: the identity that modules with full backward hooks put around what they compute. No public name.
+module_hook_function = torch.nn.modules._functions.BackwardHookFunction
+
+
+def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any, Callable], Callable]) -> None:
+    """Have hooks that are registered on a Function's nodes be what `change(node, hook)` makes of them.
+
+    torch 2.11-2.15: the class of the nodes has no public name.
+    """
+    nodes: Any = function._backward_cls  # type: ignore[attr-defined]
+    nodes.register_hook = lambda self, hook: super(nodes, self).register_hook(change(self, hook))
+
+
+def check_old_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+    """Call `check(module, inputs, result)` when a module with hooks of `register_backward_hook` was called.
+
+    torch 2.11-2.15: it hooks the node behind the result, whatever that is, and then looks whether to warn. No public
+    name; can go when `register_backward_hook` goes.
+    """
+    warn = torch.nn.Module._maybe_warn_non_full_backward_hook
+
+    def checked(self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
+        check(self, inputs, result)
+        warn(self, inputs, result, grad_fn)
+
+    torch.nn.Module._maybe_warn_non_full_backward_hook = checked  # type: ignore[method-assign]
+
+
+def tensor_getter(name: str, method: str = "__get__") -> Any:
+    """The function object under which `__torch_function__` sees an attribute of Tensor being read (or set).
+
+    torch 2.11-2.15: attributes are C descriptors of TensorBase; newer versions have some that older ones lack (None).
+    """
+    found = torch._C.TensorBase.__dict__.get(name)
+    return None if found is None else getattr(found, method, None)
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether something else (a view, a detached tensor, an array) uses the memory of a plain tensor.
+
+    torch 2.11-2.15: there is no public count of a storage's users. A tensor of its own sets the measure.
+    """
+    return _storage_users(tensor) > _storage_users(torch.empty(1))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but its Python name knows a plain tensor or its memory, so that it can be swapped for another.
+
+    torch 2.11-2.15: `torch.utils.swap_tensors` refuses what C++ code holds, or a weak reference.
+    """
+    return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(memory_of(tensor))
+
+
+def root_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The tensor that a plain tensor is a view of (or itself) and how often its memory was written; None if nobody
+    counts, as in inference mode.
+
+    torch 2.11-2.15: the base of a view and the count of writes, by which autograd tells what was written since.
+    """
+    if tensor.is_inference():
+        return None
+    return (tensor if tensor._base is None else tensor._base), tensor._version
+
+
+# torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.
+autocast_on = torch._C._is_any_autocast_enabled
+
+
+def autocast_state() -> tuple:
+    """What autocast makes of dtypes now, for keys of what depends on it; () when it is off."""
+    if not autocast_on():
+        return ()
+    kinds = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)
+    return tuple(torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds)
+
+
+def caller_argument(func: Any, name: str) -> Any:
+    """An argument that `func` was just called with and that it did not hand on to `__torch_function__`.
+
+    torch 2.11-2.15: F.l1_loss leaves out its `weight`. Read off its frame, some calls up; who looks at calls on their
+    way, as a trace does, calls it again, without. Can go with the bug.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is func.__code__ and frame.f_locals.get(name) is not None:
+            return frame.f_locals[name]
+        frame = frame.f_back
+    return None
+
+
+# torch 2.11-2.15: the attention kernels under F.scaled_dot_product_attention, which alone tell the log-sum-exp of each
+# row, and their backward, which takes one. They go when a public function returns it (flex_attention compiles first).
+_aten = torch.ops.aten
+
+flash_cpu, flash_cpu_backward = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+flash_cuda, flash_cuda_backward = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_backward.default,
+)
+
+efficient_cuda, efficient_cuda_backward = (
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)
+
+# torch 2.11-2.15: nn.TransformerEncoder asks it, before its fast path, whether a padding mask could make ragged rows.
+left_aligned = torch._nested_tensor_from_mask_left_aligned

@@ -1,0 +1,99 @@
+"""Private names of torch.distributed: groups, stores, meshes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+from . import without_modes
+
+# torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Until 2.13 is the oldest.
+all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name, by which traced programs know it. torch 2.11-2.15; no public name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+@contextmanager
+def uncounted_group() -> Iterator[None]:
+    """Around `new_group(..., use_local_synchronization=True)`, which only the members of the group call.
+
+    torch 2.15 counts such a group, on its members, and names later groups by the count: ranks would no longer agree on
+    names, and groups would meet others. The group itself is named by its ranks and the count, which is given here.
+    """
+    world = torch.distributed.distributed_c10d._world
+    before, world.group_count = world.group_count, -1
+    try:
+        yield
+    finally:
+        world.group_count = before
+
+
+def world_store() -> Any:
+    """The store by which the ranks of the world found each other; None where there is none, or a fake one.
+
+    torch 2.11-2.15: a store that was made by `init_process_group` has no public name.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return None if type(store).__name__ == "FakeStore" else store
+
+
+def backend_class(group: Any, device: torch.device) -> type:
+    """The kind of backend that serves a device in a group. torch 2.11-2.15; no public name."""
+    return type(group._get_backend(device))
+
+
+# torch 2.11-2.15: the groups that a DeviceMesh makes have torch's time-outs, and init_device_mesh takes no other.
+set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
+
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """All axes of a mesh as one, named `name`. torch 2.11-2.15: no public name; it is made once a mesh.
+
+    It looks this rank up in a tensor, which must have data even where a step is counted on tensors that have none.
+    """
+    with without_modes():
+        return mesh._flatten(name)
+
+
+def group_in(args: Any) -> Any:
+    """The process group among the arguments of an operator of torch.distributed.
+
+    torch 2.11-2.15: operators get groups boxed, or by name where they are traceable; no public name unboxes them.
+    """
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return torch.distributed.ProcessGroup.unbox(value)
+            except RuntimeError:  # a box of something else
+                continue
+    return process_group(args[-1])
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's tables, whose entries hold the groups of a mesh and are found by any mesh that equals it.
+
+    torch 2.11-2.15: no public way; a second world in one process would send through the groups of the first.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    for name in ("propagate_op_sharding", "_propagate_tensor_meta"):
+        table = getattr(propagator, name, None)
+        if table is not None and hasattr(table, "cache_clear"):
+            table.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear") and not isinstance(value, type):
+                    value.cache_clear()
