@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/plan.py [--json FILE] [--rounds 7]
 
 Predicted: the computation of a rank, measured in processes that send nothing, as many at a time as there are ranks,
-which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take on as
-many ranks with few and with many bytes. gloo's messages are carried by the same cores, so nothing is taken to hide. The
-shortest of several rounds is compared, each as long as its slowest rank takes: what else runs on a machine only ever
-adds. On a busy machine ranks wait for each other's turns; then --cpu tells more: processor seconds of a rank, predicted
-from processor seconds.
+which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take among
+as many ranks, and among pairs of them at once, with few and with many bytes. gloo's messages are carried by the same
+cores, so nothing is taken to hide. The shortest of several rounds is compared, each as long as its slowest rank takes:
+what else runs on a machine only ever adds. On a busy machine ranks wait for each other's turns; then --cpu tells more:
+processor seconds of a rank, predicted from processor seconds.
 """
 
 from __future__ import annotations
@@ -64,17 +64,30 @@ def shortest(call: Callable[[], Any], rounds: int, clock: Callable[[], float]) -
     return min(times)
 
 
-def links(rounds: int, clock: Callable[[], float]) -> dict[str, tuple[float, float]]:
-    """On a rank: (latency, bandwidth) of a call of each kind, as the bytes that a rank sends for it are counted.
+Told = dict[str, dict[int, tuple[float, float]]]  # kind of call, how many take part: (latency, bandwidth)
 
-    Between two convolutions, and less what these take by themselves: a rank that has waited finds its caches cold.
+
+def links(rounds: int, clock: Callable[[], float]) -> Told:
+    """On a rank: what a call of each kind takes among all ranks and among pairs, as the bytes it sends are counted.
+
+    An exchange goes by how many peers it has. Between two convolutions, and less what these take by themselves: a rank that has waited finds its caches cold.
     """
     warnings.simplefilter("ignore")
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    assert group is not None
+    ranks = dist.get_world_size()
+    pairs = [dist.new_group([a, a + 1]) for a in range(0, ranks, 2)]
+    found = taken(pairs[dist.get_rank() // 2], rounds, clock)
+    if ranks > 2:
+        assert dist.group.WORLD is not None
+        for kind, told in taken(dist.group.WORLD, rounds, clock).items():
+            found[kind] |= told
+    return found
+
+
+def taken(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> Told:
+    size, rank = group.size(), group.rank()
+    near = {(rank + 1) % size, (rank - 1) % size}
 
     def neighbours(n: int) -> tuple[Callable[[], Any], float]:
-        near = {(rank + 1) % size, (rank - 1) % size}
         sends = [torch.zeros(n if c in near else 0) for c in range(size)]
         return lambda: wire.exchange(sends, [t.shape for t in sends], group), 4 * n * len(near)
 
@@ -88,7 +101,7 @@ def links(rounds: int, clock: Callable[[], float]) -> dict[str, tuple[float, flo
 
     def reduce_scatter(n: int) -> tuple[Callable[[], Any], float]:
         x, out = torch.zeros(n // size * size), torch.zeros(n // size)
-        return lambda: dist.reduce_scatter_tensor(out, x), 4 * (n // size) * (size - 1)
+        return lambda: dist.reduce_scatter_tensor(out, x, group=group), 4 * (n // size) * (size - 1)
 
     field, weight = torch.randn(1, 16, 64, 128), torch.randn(16, 16, 3, 3)
 
@@ -101,14 +114,15 @@ def links(rounds: int, clock: Callable[[], float]) -> dict[str, tuple[float, flo
 
         return run
 
-    found = {}
+    found: Told = {}
     kinds = {"exchange": neighbours, "all_reduce": all_reduce, "all_gather": all_gather}
     kinds["reduce_scatter"] = reduce_scatter
     base = shortest(between(None), 4 * rounds, clock)
     for kind, make in kinds.items():
         (few, low), (many, high) = make(FEW), make(MANY)
         quick, slow = shortest(between(few), 4 * rounds, clock), shortest(between(many), rounds, clock)
-        found[kind] = (max(quick - base, 1e-6), (high - low) / max(slow - quick, 1e-9))
+        told = max(quick - base, 1e-6), (high - low) / max(slow - quick, 1e-9)
+        found[kind] = {len(near) if kind == "exchange" else size: told}
     return found
 
 
@@ -144,10 +158,9 @@ def main() -> None:
     rows = []
     print(f"{'model':<11} {'mesh':<10} {'computes':>10} {'messages':>9} {'predicted':>10} {'measured':>10}  ratio")
     for ranks, shapes in MESHES.items():
-        calls = {
-            kind: Link(*told) for kind, told in run_on_ranks(links, ranks, given.rounds, clock, timeout=600)[0].items()
-        }
-        network = Network(calls["exchange"], calls=calls, beside=False)
+        found = run_on_ranks(links, ranks, given.rounds, clock, timeout=600)[0]
+        calls = {kind: {n: Link(*link) for n, link in by_count.items()} for kind, by_count in found.items()}
+        network = Network(calls["exchange"][1], calls=calls, beside=False)
         for name in given.models:
             for shape in shapes:
                 rank = lookouts(shape)[0]

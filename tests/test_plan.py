@@ -227,7 +227,10 @@ def test_messages_within_a_node_are_cheaper():
     assert network.seconds(near, 0) == 4 * 0.25 + 1 and network.seconds(far, 0) == 4 * 1.0 + 10
     both = Send(0, "exchange", 150, ((1, 100), (5, 50)), False)
     assert network.seconds(both, 0) == 0.25 + 1 + 1.0 + 5
-    assert Network(Link(1.0, 10.0), calls={"exchange": Link(2.0, 50.0)}).seconds(both, 0) == 5.0
+    told = {"exchange": {1: Link(9.0, 50.0), 2: Link(2.0, 50.0), 8: Link(7.0, 50.0)}}
+    assert Network(Link(1.0, 10.0), calls=told).seconds(both, 0) == 5.0
+    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=both.to[:1]), 0) == 12.0
+    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=3 * both.to), 0) == 10.0  # the nearest
 
 
 def test_meshes():

@@ -65,20 +65,23 @@ class Link:
 class Network:
     """The links between ranks: one kind between nodes, another within a node of `node` neighbouring ranks.
 
-    calls: whole calls of a kind as they were measured, in place of what follows from links. beside: messages travel
-    while the device computes.
+    calls: whole calls of a kind as they were measured, by how many ranks take part (of an exchange: by how many peers
+    there are), in place of what follows from links; the nearest number counts. beside: messages travel while the device
+    computes.
     """
 
     between: Link
     within: Link | None = None
     node: int = 8
-    calls: Mapping[str, Link] = field(default_factory=dict)
+    calls: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
     beside: bool = True
 
     def seconds(self, send: Send, rank: int) -> float:
         """How long a rank's messages of one call take."""
         if send.kind in self.calls:
-            return self.calls[send.kind].seconds(send.bytes) if send.to else 0.0
+            told = self.calls[send.kind]
+            nearest = min(told, key=lambda count: abs(count - len(send.to)))
+            return told[nearest].seconds(send.bytes) if send.to else 0.0
         if send.kind in ("exchange", "deliver"):  # one after the other
             return sum(self._link(rank, peer).seconds(nbytes) for peer, nbytes in send.to)
         ranks = [peer for peer, _ in send.to]
