@@ -70,7 +70,8 @@ Told = dict[str, dict[int, tuple[float, float]]]  # kind of call, how many take 
 def links(rounds: int, clock: Callable[[], float]) -> Told:
     """On a rank: what a call of each kind takes among all ranks and among pairs, as the bytes it sends are counted.
 
-    An exchange goes by how many peers it has. Between two convolutions, and less what these take by themselves: a rank that has waited finds its caches cold.
+    An exchange goes by how many peers it has. Calls are made between two convolutions, and what these take by
+    themselves is taken off: a rank that has waited finds its caches cold.
     """
     warnings.simplefilter("ignore")
     ranks = dist.get_world_size()
