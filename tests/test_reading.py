@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardTensor, dispatch, explain
-from shardfield.reading import BOUND, KNOWN
+from shardfield import ShardTensor, dispatch, explain, reading
+from shardfield.reading import KNOWN
 from shardfield.testing import run_on_ranks
 from test_convolution import field
 
@@ -185,10 +185,28 @@ def other_ways():
         same(x - shift, full - shift)
     assert len(KNOWN) == before + 2
     norm = nn.BatchNorm2d(3, momentum=None).double()  # a new number every time
-    for _ in range(BOUND + 5):
+    for _ in range(20):
         norm(x)
-    assert known(F.batch_norm) <= BOUND
+    assert known(F.batch_norm) == 1
 
 
 def test_other_ways_of_calling_a_layer():
     run_on_ranks(other_ways, 1)
+
+
+def bounded():
+    full, x = alone()
+    KNOWN.clear()
+    before, reading.BOUND = reading.BOUND, 8
+    try:
+        kept = [nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(20)]
+        for weight in kept:
+            same(x + weight, full + weight)
+            assert len(KNOWN) <= 8
+        assert KNOWN
+    finally:
+        reading.BOUND = before
+
+
+def test_few_calls_are_known_at_a_time():
+    run_on_ranks(bounded, 1)
