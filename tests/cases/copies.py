@@ -1,6 +1,7 @@
 """Views' relatives, and writes through views."""
 
 import torch
+import torch.nn.functional as F
 
 from harness import T, case
 
@@ -46,6 +47,11 @@ CASES = [
     written("chunk with a gradient", lambda x: x.chunk(2)[1], T(5, 3)),
     written("real", lambda x: torch.view_as_complex(x.view(3, 4, 2)).real, T(3, 8), how={"refused": True}),
     written("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x)), T(3, 4, 2, cut=(0, 1))),
+    # dropout that drops nothing is the tensor itself
+    written("dropout, not in training", lambda x: F.dropout(x, 0.3, False), T(4, 6)),
+    written("dropout of none", lambda x: F.dropout(x, 0.0), T(4, 6)),
+    written("dropout2d, not in training", lambda x: F.dropout2d(x, 0.3, False), T(2, 3, 4, 2)),
+    written("alpha_dropout, not in training", lambda x: F.alpha_dropout(x, 0.3), T(4, 6)),
     # torch copies here, or raises; a piece of one row or of none could be viewed all the same
     written("reshape that copies", lambda x: x.t().reshape(24), T(4, 6), how=ALIKE),
     written("view of a transpose", lambda x: x.t().view(24), T(4, 6), how=ALIKE),

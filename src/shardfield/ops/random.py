@@ -245,7 +245,7 @@ def _drop(name, input, p=0.5, train=True, inplace=False, *, training=None):
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
     in_place = inplace or name.endswith("_")
     if not train or p == 0:
-        return input if in_place else input * 1
+        return input  # torch's own too is the tensor itself: who writes into one writes into the other
     source = input._whole_value()
     factor = 0.0 if p == 1 else 1 / (1 - p)
     noise = _mask(source, p, name.startswith("feature")).to(source.dtype) * factor
@@ -263,7 +263,7 @@ def _alpha_drop(name, input, p=0.5, train=False, inplace=False, *, training=None
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
     in_place = inplace or name.endswith("_")
     if not train or p == 0:
-        return input if in_place else input * 1
+        return input
     if p == 1:
         return input.mul_(0) if in_place else input * 0
     alpha = 1.7580993408473766
