@@ -209,7 +209,13 @@ def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False
             ready, found = None, ()
         if ready is None:
             alone = torchs and mesh.size() == 1
-            ready = _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
+            try:
+                ready = _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
+            except (TypeError, RuntimeError) as error:
+                numbers = None if isinstance(error, ShardingError) else _as_numbers(args, kwargs)
+                if numbers is None:
+                    raise
+                return run(func, types, *numbers)
             if ready is None:
                 return gathered(func, types, args, kwargs)
             if found:
@@ -279,6 +285,25 @@ def _plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, al
         return None
     names = dict(bound.arguments)
     return Ready(plan, names, tensors, alone)
+
+
+def _as_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """The call with numbers for its tensors of no dims, the first argument aside; None if there are no such tensors.
+
+    Where torch wants a number it reads a tensor of no dims as one: `x.reshape(n, -1)` with an `n` that was computed. A
+    rule that finds an operand in such a place cannot go on.
+    """
+    found = []
+
+    def read(value: Any) -> Any:
+        if value.ndim or value.requires_grad or value.dtype is torch.bool:
+            return value
+        found.append(value)
+        return value.item()
+
+    named = {k: v if k in ("input", "tensors") else operands.map_tensors(v, read) for k, v in kwargs.items()}
+    given = (*args[:1], *operands.map_tensors(args[1:], read))
+    return (given, named) if found else None
 
 
 def _into_out(run, func, types, args, kwargs):

@@ -87,6 +87,12 @@ CASES = [
     case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, how=FEW),
     case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1, how=FEW),
     case(F.conv2d, spatial(1, 2, 7, 6), T(2, 2, 3, 3), None, np.int64(2), [np.int64(1), 1], np.int64(1), how=FEW),
+    case(
+        lambda x, w: F.conv2d(x, w, None, torch.tensor(2), (torch.tensor(1), 0)),
+        spatial(1, 2, 7, 6),
+        T(2, 2, 3, 3),
+        how=FEW | {"name": "conv2d, stride and padding computed"},
+    ),
     # ---- autocast, which lets a half field meet the parameters
     *(
         case(

@@ -35,6 +35,7 @@ CASES = [
     case(torch.roll, T(5, 6), (-1, 8), (0, 1), how=FEW),
     case(torch.roll, T(5, 6), (1, 3), (1, 1), how=FEW),
     case(torch.roll, T(5, 6), np.int64(2), np.int64(1), how=FEW),
+    case(lambda x: x.roll(torch.tensor(2), 1), T(5, 6), how=FEW | {"name": "roll, shift computed"}),
     case(torch.roll, T(3, 4), 5, how=FEW),
     case(torch.roll, T(5, 6), (1, 2), 0, how=FEW),
     case(torch.roll, T(0, 6), 1, 0, how=FEW),

@@ -34,6 +34,11 @@ CASES = [
     case(torch.reshape, T(4, 6), (-1, 5), how=FEW),
     case(torch.Tensor.view, T(4, 6), (-1, -1), how=FEW),
     case(torch.Tensor.view, T(0, 3), (0, -1), how=FEW),
+    # torch reads a tensor of no dims as a number
+    named("reshape, size computed", lambda x: x.reshape(torch.tensor(2), -1), T(4, 6)),
+    named("view, sizes computed", lambda x: x.view(*torch.tensor([2, 12])), T(4, 6)),
+    named("expand, size computed", lambda x: x.expand(torch.tensor(3), -1, 5), T(4, 1)),
+    named("transpose, dim computed", lambda x: x.transpose(torch.tensor(0), 1), T(4, 6)),
     case(torch.Tensor.view_as, T(4, 6), T(8, 3), how=FEW),
     case(torch.Tensor.reshape_as, T(4, 6), T(24), how=FREE),
     case(torch.flatten, T(2, 3, 4), how=FREE),
