@@ -44,6 +44,7 @@ from . import scan as scan
 from . import scatter as scatter
 from . import search as search
 from . import softmax as softmax
+from . import sparse as sparse
 from . import spectral as spectral
 from . import split as split
 from . import subscript as subscript
