@@ -25,7 +25,7 @@ LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 def is_sparse(value: Any) -> bool:
     """Whether it is a sparse tensor: a plain one, or one that was made of a ShardTensor, which is whole too."""
     if value.__class__ is ShardTensor:
-        value = value._local_tensor
+        value = value.__dict__.get("_local_tensor")  # what waits for its data is not sparse, and may go on waiting
     return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
@@ -68,7 +68,10 @@ def watched(found: Callable, body: Callable) -> Callable:
     """The handler `found` of a product, which leaves to `body` what has a sparse operand."""
 
     def run(func, types, args, kwargs):
-        if not any(map(is_sparse, args)):
+        for value in args:
+            if is_sparse(value):
+                break
+        else:
             return found(func, types, args, kwargs)
         out = body(*args, **kwargs)
         if out is NotImplemented:
