@@ -55,6 +55,15 @@ def written(fn):
     return named("relu_ of a norm", lambda x, w: F.relu(fn(x, w), inplace=True))
 
 
+def by_places(fn, *args):
+    """A norm whose gradient lies with its channels last, while its input does not, also in pieces of one sample."""
+
+    def call(x, *parameters):
+        return x.flatten(2) @ fn(x, *args, *parameters).flatten(2).transpose(1, 2)
+
+    return named(f"{fn.__name__} by places", call)
+
+
 CASES = [
     # along the last dims
     case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
@@ -119,6 +128,9 @@ CASES = [
         T(4),
         how={"name": "batch of merged places"},
     ),
+    case(by_places(F.batch_norm, None, None, None, None, True), T(2, 4, 3, 2, cut=(0,)), how=FEW),
+    case(by_places(F.batch_norm), T(2, 4, 3, 2, cut=(0,)), *BUFFERS, T(4), T(4), how=FEW),
+    case(by_places(F.instance_norm), T(2, 4, 3, 2, cut=(0,)), how=FEW),
     case(half(F.batch_norm, None, None, None, None, True), T(5, 4, 3), how=FEW | {"tolerance": 4e-2}),
     case(F.instance_norm, T(3, 4, 5), weight=T(4), bias=T(4)),
     case(F.instance_norm, T(2, 4, 3, 2)),

@@ -77,3 +77,29 @@ def bare(input: Tensor, parameters: Sequence[Tensor | None], result: torch.dtype
         if parameter is not None:
             out = out + 0 * parameter.sum().to(result)
     return out
+
+
+def order(input: Tensor) -> torch.memory_format | None:
+    """The memory format that torch's kernels on a CPU take `input` for; None where it has none of them."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim)
+    if input.is_contiguous():
+        return torch.contiguous_format
+    return last if last is not None and input.is_contiguous(memory_format=last) else None
+
+
+def alike(grad: Tensor, input: Tensor) -> Tensor:
+    """`grad` in the order in which `input` lies in memory, for torch's backward of batch_norm.
+
+    On a CPU that reads both in one order where dims of one element leave it open which it is, and is wrong if they
+    lie differently. Pieces have such dims where the whole has none.
+    """
+    found = order(input)
+    return grad if found is None else grad.contiguous(memory_format=found)
+
+
+def heeded(value: Tensor, input: Tensor) -> Tensor:
+    """What torch's own batch_norm made of `input`: its gradient will come as `alike` brings it."""
+    found = order(input) if value.requires_grad and 1 in input.shape else None
+    if found is not None:
+        value.register_hook(lambda grad: grad.contiguous(memory_format=found))
+    return value

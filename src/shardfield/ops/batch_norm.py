@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..plan import Operand, Plan, groups
 from ..redistribute import redistribute
 from .across import cutting, probe_shapes
-from .affine import Affine, bare, planned, tried
+from .affine import Affine, bare, heeded, planned, tried
 from .shared_stats import Batch, Instances
 from .standardise import Standardise
 
@@ -98,8 +98,10 @@ def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, t
 def _batch(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, fn=torch.batch_norm):
     native = fn is not torch.batch_norm
 
-    def call(*tensors):
-        return fn(*tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
+    def call(input, *tensors):
+        out = fn(input, *tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
+        heeded(out[0] if native else out, input)
+        return out
 
     if input.ndim < 2:  # torch takes a vector of nothing
         return None
@@ -182,8 +184,11 @@ def _instance(input: Operand, weight, bias, running_mean, running_var, use_input
     if not use_input_stats:  # then samples have nothing of their own
         return _batch(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
-    def call(*tensors):
-        return torch.instance_norm(*tensors, True, momentum, eps, torch.backends.cudnn.enabled)
+    def call(input, *tensors):
+        # torch looks at it as one sample, in the order that it has then
+        input = input.contiguous()
+        out = torch.instance_norm(input, *tensors, True, momentum, eps, torch.backends.cudnn.enabled)
+        return heeded(out, input)
 
     result = tried(call, input, weight, bias, running_mean, running_var)[0].dtype
     if not input.numel():

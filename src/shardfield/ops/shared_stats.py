@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from ..layout import Factor, Layout, Span, starts
 from .across import cutting
+from .affine import alike
 
 
 class Scheme:
@@ -104,7 +105,8 @@ class Scheme:
         if seen[0] is None or seen[1] is None or grad.device.type != "cpu":
             level = self.inside(grad)
             return level, (self.inside(grad * off) - shift * level) * rstd
-        given = (*seen, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
+        grad, off = alike(*seen), seen[1]
+        given = (grad, off, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
         _, slope, level = torch.ops.aten.native_batch_norm_backward(*given)
         return level.view(rstd.shape), slope.view(rstd.shape)
 
