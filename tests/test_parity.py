@@ -49,6 +49,17 @@ class Complex(nn.Module):
         return {"field": torch.fft.ifftn(spectrum, dim=(-2, -1)), "sizes": [x.abs().amax((-2, -1))]}
 
 
+class Gathers(nn.Module):
+    """Calls what has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return x @ torch.linalg.lu_factor(self.mix(x)).LU
+
+
 def with_tensors():
     return Complex(), (torch.randn(2, 3, 6, 5), torch.randn(3, 1, 1))
 
@@ -67,6 +78,11 @@ def test_tensors_of_its_own_and_several_outputs():
     assert found, found
     assert [line.name for line in found.lines if line.kind == "parameter after"] == ["weight"]
     assert [line.name for line in found.lines if line.kind == "output"] == ["0", "1"]
+
+
+def test_a_model_that_gathers():
+    found = check(Gathers, (1, 1, 6, 6), (2,))
+    assert found and found.gathers == ["linalg_lu_factor"], found
 
 
 def test_a_model_that_does_not(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from .layout import Layout
 from .names import title
 from .operands import map_tensors, mesh_of, replicated
 
+CALLERS = ("shardfield.models.", "shardfield.train.")  # of ours, those who call as users do
 warned: set[str] = set()  # the functions that were warned about
 
 
@@ -41,7 +43,7 @@ def gathered(func, types, args, kwargs):
             warnings.warn(
                 f"shardfield: no rule for {name} on {cut[0]._layout}: {nbytes} bytes are gathered on every rank. "
                 f"Add one with @shardfield.rule or ShardTensor.register_function_handler.",
-                stacklevel=3,
+                stacklevel=_caller(),
             )
 
     def whole(value):
@@ -55,6 +57,17 @@ def gathered(func, types, args, kwargs):
         return written._write(operands.wrap(copy, Layout.replicate(mesh, copy.shape)))
     out = func(*plain_args, **plain_kwargs)
     return map_tensors(out, lambda t: operands.wrap(t, Layout.replicate(mesh, t.shape)))
+
+
+def _caller() -> int:
+    """How far up the line is that made the call: torch's and our own lie between, and how many of them varies."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "shardfield.")) or name.startswith(CALLERS):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _written(func, args, kwargs):
