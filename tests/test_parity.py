@@ -49,6 +49,18 @@ class Complex(nn.Module):
         return {"field": torch.fft.ifftn(spectrum, dim=(-2, -1)), "sizes": [x.abs().amax((-2, -1))]}
 
 
+class Bound(nn.Module):
+    """Keeps a function that calls its own submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(1, 1, 3, padding=1)
+        self.run = lambda x: self.mix(x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
 class Gathers(nn.Module):
     """Calls what has no rule."""
 
@@ -78,6 +90,11 @@ def test_tensors_of_its_own_and_several_outputs():
     assert found, found
     assert [line.name for line in found.lines if line.kind == "parameter after"] == ["weight"]
     assert [line.name for line in found.lines if line.kind == "output"] == ["0", "1"]
+
+
+def test_a_model_that_cannot_be_copied():
+    found = check(Bound, (1, 1, 6, 6), (2,))
+    assert found and {"mix.weight", "mix.bias"} <= {line.name for line in found.lines}, found
 
 
 def test_a_model_that_gathers():

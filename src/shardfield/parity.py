@@ -146,18 +146,21 @@ def _compare(
 ) -> Parity:
     """On a rank: both runs, and what differs."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES[: len(mesh_shape)])
-    torch.manual_seed(seed)
-    made = load(name)()
-    model, tensors = made if isinstance(made, tuple) else (made, None)
+    (model, tensors), (other, _) = _made(name, seed), _made(name, seed)
+    if other is model:
+        other = copy.deepcopy(model)
     if tensors is None:
         if shape is None:
             raise ShardfieldError(f"check: {name} gives a model and no tensors for it: say the shape of its input")
         tensors = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
-    model = model._apply(_wide).train()
-    for part in model.modules():
-        if isinstance(part, DROPOUT):
-            part.eval()
-    other = copy.deepcopy(model)
+    for one in (model, other):
+        for part in one._apply(_wide).train().modules():
+            if isinstance(part, DROPOUT):
+                part.eval()
+    with torch.no_grad():  # numbers that the factory did not draw from torch
+        for here, there in zip(_numbers(model), _numbers(other), strict=True):
+            if not torch.equal(here, there):
+                there.copy_(here)
     whole = [_wide(t) if isinstance(t, Tensor) else t for t in tensors]
     cut = _cut(whole[0], mesh, dims, even)
     rest = [wrap(t.clone(), Layout.replicate(mesh, t.shape)) if isinstance(t, Tensor) else t for t in whole[1:]]
@@ -180,6 +183,18 @@ def _compare(
     for (kind, which, wanted), (_, _, value) in zip(expected, got, strict=True):
         found.lines.append(Line(kind, which, _difference(value, wanted, NOISE * largest[kind])))
     return found
+
+
+def _made(name: str, seed: int) -> tuple[nn.Module, Any]:
+    """The model and its tensors, if it comes with some. It is made twice, not copied: a copy of a model that has put
+    one of its own methods away would call the original's submodules."""
+    torch.manual_seed(seed)
+    made = load(name)()
+    return made if isinstance(made, tuple) else (made, None)
+
+
+def _numbers(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _wide(tensor: Tensor) -> Tensor:
