@@ -99,6 +99,17 @@ def chain(x, y):
     return z
 
 
+def activations(x):
+    """What layers that save memory call: their results are also what they were given."""
+    changed = [x * 1, x * 2, x * 3, x * 4, x * 5, x * 6]
+    F.elu_(changed[0])
+    F.leaky_relu_(changed[1], 0.1)
+    F.hardtanh_(changed[2], -0.5, 0.5)
+    torch.celu_(changed[3])
+    torch.selu_(changed[4])
+    return [*changed, torch.threshold_(changed[5], 0.2, 0.3)]
+
+
 def into_out(x, y):
     out = torch.zeros_like(x)
     torch.add(x, y, out=out)
@@ -155,6 +166,7 @@ CASES += [
     case(F.glu, T(4, 6), how=named("glu")),
     case(chain, T(5, 6), T(5, 6), how={"layouts": 20}),
     case(chain, T(5, 6), T(6), how={"layouts": 20}),
+    case(activations, T(5, 6), how=named("in-place functions that are no methods", free=True, partial=False)),
     case(into_out, T(5, 6), T(5, 6), how=named("out=", grad=False)),
     case(by_operators, T(5, 6), T(5, 6, fill="positive"), how={"layouts": 20}),
     case(through_complex, T(5, 6), T(5, 6)),
