@@ -150,6 +150,22 @@ def replace_function_apply(apply: Any) -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
+def replace_script_call(call: Any) -> Any:
+    """Make scripted functions call `call(function, *args, **kwargs)`; what they called before.
+
+    torch 2.11-2.15 run a `torch.jit.ScriptFunction` (of `script` and of `trace`) in C++ below every override, unlike a
+    ScriptModule. Can go when it honours `__torch_function__`.
+    """
+    before = torch.jit.ScriptFunction.__call__
+    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
+    return before
+
+
+def scripted(function: Any) -> Any:
+    """The Python function that a scripted one was made of, or None: torch 2.11-2.15 keep it for torch.compile."""
+    return getattr(function, "_torchdynamo_inline", None)
+
+
 # torch 2.11-2.15: the identity that modules with full backward hooks put around what they compute. No public name.
 module_hook_function = torch.nn.modules._functions.BackwardHookFunction
 

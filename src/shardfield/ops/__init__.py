@@ -42,6 +42,7 @@ from . import rearrange as rearrange
 from . import reduce as reduce
 from . import scan as scan
 from . import scatter as scatter
+from . import script as script
 from . import search as search
 from . import softmax as softmax
 from . import sparse as sparse
