@@ -39,6 +39,7 @@ from . import put as put
 from . import quantile as quantile
 from . import random as random
 from . import rearrange as rearrange
+from . import recurrent as recurrent
 from . import reduce as reduce
 from . import scan as scan
 from . import scatter as scatter
