@@ -104,6 +104,20 @@ class DiffusersUNet(nn.Module):
         return self.unet(x, 3).sample
 
 
+def monai_swinunetr():
+    from monai.networks.nets import SwinUNETR
+
+    sizes = {"depths": (2, 2, 1, 1), "num_heads": (2, 2, 2, 2), "window_size": 4, "feature_size": 12}
+    return SwinUNETR(in_channels=1, out_channels=2, spatial_dims=2, **sizes)
+
+
+def monai_dynunet():
+    from monai.networks.nets import DynUNet
+
+    sizes = {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [4, 8, 8]}
+    return DynUNet(3, 1, 2, **sizes, deep_supervision=True, res_block=True, norm_name="batch", dropout=0.1)
+
+
 def torch_encoder():
     return nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=True)
 
@@ -256,6 +270,8 @@ MODELS: dict[str, Entry] = {
     "transformers_segformer": Entry("transformers SegFormer", FIELD),
     "transformers_swin": Entry("transformers Swin", SQUARE),
     "DiffusersUNet": Entry("diffusers UNet2D", FIELD),
+    "monai_swinunetr": Entry("MONAI SwinUNETR", (1, 1, 32, 64)),
+    "monai_dynunet": Entry("MONAI DynUNet, 3-D", (1, 1, 12, 16, 20)),
     "torch_encoder": Entry("torch TransformerEncoderLayer", (2, 21, 16), (1,), None),
     "UNet3D": Entry("3-D UNet", (1, 2, 9, 12, 10)),
     "Transolver": Entry("Transolver attention", (2, 37, 4), (1,), None),
