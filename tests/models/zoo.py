@@ -81,6 +81,19 @@ def transformers_swin():
     return SwinModel(SwinConfig(image_size=32, patch_size=2, drop_path_rate=0.0, **sizes))
 
 
+def transformers_zoedepth():
+    """BEiT with relative positions, a decoder at four scales, and a head of which a part is scripted."""
+    from transformers import BeitConfig, ZoeDepthConfig, ZoeDepthForDepthEstimation
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"out_features": [f"stage{i}" for i in range(1, 5)], "out_indices": None, "reshape_hidden_states": False}
+    beit = BeitConfig(image_size=32, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0, **sizes)
+    head = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "bottleneck_features": 8, "bin_embedding_dim": 8}
+    head |= {"num_attractors": [4, 2, 2, 1], "num_relative_features": 8}
+    bins = [{"n_bins": 8, "min_depth": 0.001, "max_depth": 10.0}]
+    return ZoeDepthForDepthEstimation(ZoeDepthConfig(backbone_config=beit, bin_configurations=bins, **head))
+
+
 class DiffusersUNet(nn.Module):
     """diffusers' UNet at one time step."""
 
@@ -193,6 +206,16 @@ def pyg_gat():
     return TwoLayers("GATConv"), ring_of(23, 5)
 
 
+def pyg_attentive_fp():
+    """Attention over edges and graphs, gated recurrent units on nodes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch_geometric.nn import AttentiveFP
+    nodes, edges = ring_of(23, 5)
+    of_edges = torch.rand(edges.shape[1], 3, generator=torch.Generator().manual_seed(1))
+    return AttentiveFP(5, 8, 3, 3, 2, 2), (nodes, edges, of_edges, torch.arange(23) // 9)
+
+
 class MeshGraphNet(nn.Module):
     """Edges learn from their ends and nodes from their edges, with residuals."""
 
@@ -269,6 +292,7 @@ MODELS: dict[str, Entry] = {
     "transformers_vit": Entry("transformers ViT", SQUARE),
     "transformers_segformer": Entry("transformers SegFormer", FIELD),
     "transformers_swin": Entry("transformers Swin", SQUARE),
+    "transformers_zoedepth": Entry("transformers ZoeDepth", SQUARE),
     "DiffusersUNet": Entry("diffusers UNet2D", FIELD),
     "monai_swinunetr": Entry("MONAI SwinUNETR", (1, 1, 32, 64)),
     "monai_dynunet": Entry("MONAI DynUNet, 3-D", (1, 1, 12, 16, 20)),
@@ -278,6 +302,7 @@ MODELS: dict[str, Entry] = {
     "pyg_gcn": Entry("torch_geometric GCN", None, (0,), None),
     "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None),
     "pyg_gat": Entry("torch_geometric GAT", None, (0,), None),
+    "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None),
     "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
     "neuralop_fno_1d": Entry("neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED),
     "neuralop_fno_2d": Entry("neuraloperator FNO 2-D", (1, 2, 16, 20), tolerance=ROUNDED),
