@@ -59,6 +59,11 @@ def timm_swinv2():
     return timm("SwinTransformerV2")(img_size=32, **SWIN)
 
 
+def timm_sequencer():
+    sizes = {"layers": (1, 1), "patch_sizes": (4, 2), "embed_dims": (16, 16), "hidden_sizes": (4, 4)}
+    return timm("sequencer").Sequencer2d(num_classes=5, mlp_ratios=(2, 2), **sizes)
+
+
 def transformers_vit():
     from transformers import ViTConfig, ViTModel
 
@@ -289,6 +294,7 @@ MODELS: dict[str, Entry] = {
     "timm_vit": Entry("timm ViT, dynamic size", FIELD),
     "timm_swin": Entry("timm Swin", SQUARE),
     "timm_swinv2": Entry("timm SwinV2", SQUARE),
+    "timm_sequencer": Entry("timm Sequencer", FIELD),
     "transformers_vit": Entry("transformers ViT", SQUARE),
     "transformers_segformer": Entry("transformers SegFormer", FIELD),
     "transformers_swin": Entry("transformers Swin", SQUARE),
