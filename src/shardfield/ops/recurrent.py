@@ -55,7 +55,8 @@ def recurrent(input: Operand, hx, params, has_biases, num_layers, dropout, train
     out = laid([*input.shape[:2], features], batch)
 
     def local(input, hx, params):
-        given = [hx] if isinstance(hx, Tensor) else list(hx)
+        # a part of the states need not lie in one piece, and cuDNN wants it to
+        given = [h.contiguous() for h in ([hx] if isinstance(hx, Tensor) else hx)]
         empty = not input.shape[batch]
         if empty:
             input, given = padded(input, batch), [padded(h, 1) for h in given]
