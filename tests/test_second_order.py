@@ -102,3 +102,35 @@ def pde(mesh_shape, placements, lengths):
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), COORDINATES, ids=str)
 def test_pde_loss(mesh, placements, lengths):
     run_on_ranks(pde, math.prod(mesh), mesh, placements, lengths)
+
+
+def in_one_thread():
+    """What is recorded in a backward is counted with what was recorded before it: where one thread records both."""
+    layout = Layout.of(mesh_of((1,)), (Shard(0),), (4,), None)
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch._C._is_multithreading_enabled())
+            return grad
+
+    for make in (lambda: torch.ones(4), lambda: ShardTensor(torch.ones(4), layout)):
+        x = make().requires_grad_()
+        y = Look.apply(x * 1).square().sum()
+        for call in (
+            lambda **how: torch.autograd.grad(y, x, retain_graph=True, **how),  # noqa: B023
+            lambda **how: torch.autograd.backward(y, inputs=[x], retain_graph=True, **how),  # noqa: B023
+        ):
+            call(create_graph=True)
+            call()
+        assert torch._C._is_multithreading_enabled()
+    assert seen == [False, True] * 4
+
+
+def test_a_backward_that_records_stays_in_its_thread():
+    run_on_ranks(in_one_thread, 1)

@@ -150,6 +150,25 @@ def replace_function_apply(apply: Any) -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
+def order_second_backward() -> None:
+    """Have a backward that makes a graph (`create_graph=True`) run in the thread that asked for it.
+
+    torch 2.11-2.15 run what is ready in the order in which it was recorded, and count that for each thread: what a
+    device's own thread records in a first backward would stand anywhere among what was recorded in forward, and on each
+    rank elsewhere. A second backward would then send its messages in other orders on other ranks. All entry points
+    (`backward`, `grad`, of ShardTensors or of a plain loss) meet in this function, which has no public name.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def ordered(outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if not create_graph:
+            return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = ordered  # type: ignore[assignment]
+
+
 def replace_script_call(call: Any) -> Any:
     """Make scripted functions call `call(function, *args, **kwargs)`; what they called before.
 

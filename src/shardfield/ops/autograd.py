@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from .._compat import function_apply, module_hook_function, replace_function_apply
+from .._compat import function_apply, module_hook_function, order_second_backward, replace_function_apply
 from ..comm import moves
 from ..dispatch import admit, handler, map_tensors, replicated, run_backward, seeded
 from ..plan import groups
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
 from .hooks import pass_through
+
+order_second_backward()
 
 
 @handler(torch.autograd.backward)
