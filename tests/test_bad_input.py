@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -216,3 +217,34 @@ def test_sparse_gradients():
     first, second = run_on_ranks(sparse_gradients, 2, timeout=30)
     assert first == second
     assert "sparse=False" in first
+
+
+# ---------------------------------------------------------------------- tensors of no dims
+
+NO_DIMS: dict[str, Callable] = {
+    "matmul": lambda x: torch.matmul(x, torch.tensor(2.0)),
+    "mm": lambda x: torch.mm(x, torch.tensor(2)),
+    "linear": lambda x: F.linear(x, torch.tensor(2.0)),
+    "gather": lambda x: x.gather(0, torch.tensor(2)),
+    "scatter": lambda x: x.scatter(0, torch.tensor(2), torch.tensor(1.0)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, torch.tensor(2.0)),
+    "layer_norm": lambda x: F.layer_norm(x, (3,), torch.tensor(2.0)),
+    "addmm": lambda x: torch.addmm(x, x, torch.tensor(2.0)),
+    "reshape": lambda x: x.reshape(torch.tensor(5), -1),
+    "sum": lambda x: x.sum(torch.tensor(7)),
+    "roll": lambda x: x.roll(torch.tensor(1.5), 0),
+}
+
+
+def no_dims(name: str) -> None:
+    with pytest.raises((RuntimeError, IndexError, TypeError)) as wanted:
+        NO_DIMS[name](torch.ones(6, 3, dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told(lambda: NO_DIMS[name](field()), type(wanted.value))
+
+
+@pytest.mark.parametrize("name", NO_DIMS)
+def test_tensors_of_no_dims_where_they_do_not_fit(name):
+    """One may be read as a number, where torch wants one; elsewhere it is what torch says of it."""
+    run_on_ranks(no_dims, 2, name)

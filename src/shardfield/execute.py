@@ -215,7 +215,12 @@ def planned(planner: Callable, partial: bool, merged: bool, torchs: bool = False
                 numbers = None if isinstance(error, ShardingError) else _as_numbers(args, kwargs)
                 if numbers is None:
                     raise
-                return run(func, types, *numbers)
+                try:
+                    return run(func, types, *numbers)
+                except (TypeError, AttributeError):  # a tensor is wanted there, and what was said of it holds
+                    if isinstance(error, RuntimeError):
+                        raise error from None
+                    raise
             if ready is None:
                 return gathered(func, types, args, kwargs)
             if found:
