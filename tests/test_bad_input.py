@@ -225,6 +225,7 @@ NO_DIMS: dict[str, Callable] = {
     "matmul": lambda x: torch.matmul(x, torch.tensor(2.0)),
     "mm": lambda x: torch.mm(x, torch.tensor(2)),
     "linear": lambda x: F.linear(x, torch.tensor(2.0)),
+    "conv1d": lambda x: F.conv1d(x, torch.tensor(2.0)),
     "gather": lambda x: x.gather(0, torch.tensor(2)),
     "scatter": lambda x: x.scatter(0, torch.tensor(2), torch.tensor(1.0)),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, torch.tensor(2.0)),
