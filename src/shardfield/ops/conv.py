@@ -111,7 +111,9 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
 
 def judge(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *how: Any) -> None:
     """torch's own errors; a rank with an empty piece would not see them otherwise."""
-    if not isinstance(how[1], str) and min(each(how[1], weight.ndim - 2), default=0) < 0:
+    if weight.ndim < 3:
+        raise RuntimeError(f"{fn.__name__}: weight should have at least three dimensions")
+    if not isinstance(how[1], str) and min(each(how[1], weight.ndim - 2)) < 0:
         raise RuntimeError(f"{fn.__name__}: negative padding is not supported")
     out = probe_shapes(fn, input, weight, bias, *how).shape
     if min(out[2 - weight.ndim :]) < 1:  # before 2.13, torch finds it in the kernel only
