@@ -44,7 +44,7 @@ test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
 
 # The tests on another release of torch, `make test-torch TORCH=2.15.0`: its default build in an environment of its own,
-# beside which the packages of the usual one lie. (torch-harmonics is built for one release: tests/test_sphere.py may fail.)
+# beside which the packages of the usual one lie. (torch-harmonics is built for one release: tests/ops/spectral/test_torch_harmonics.py may fail.)
 test-torch: setup
 	$(BIN)/python -m venv $(VENV)/torch-$(TORCH)
 	$(VENV)/torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check torch==$(TORCH)
@@ -56,14 +56,14 @@ test-torch: setup
 # Other people's models, unmodified; writes docs/models.md.
 test-models: $(VENV)/.zoo
 	rm -f .models.jsonl
-	SHARDFIELD_MODELS=.models.jsonl $(BIN)/python -m pytest tests/models
-	$(BIN)/python tests/models/page.py .models.jsonl docs/models.md
+	SHARDFIELD_MODELS=.models.jsonl $(BIN)/python -m pytest tests/zoo
+	$(BIN)/python -m tests.zoo.page .models.jsonl docs/models.md
 
 # Every layout of the case table, and PyTorch's whole operator database: takes a while, writes docs/op-coverage.md, and
 # fails where its numbers fall.
 sweep: setup
-	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/test_ops.py tests/test_compile.py
-	$(BIN)/python tests/sweep.py --page docs/op-coverage.md
+	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/ops/test_case_tables.py tests/compiler/test_compile.py
+	$(BIN)/python -m tests.ops.opinfo_sweep --page docs/op-coverage.md
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.
 bench: setup

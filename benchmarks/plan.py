@@ -1,6 +1,6 @@
 """Does a plan's step time hold on real ranks? Predicted and measured, for gloo ranks on this machine.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan.py [--json FILE] [--rounds 7]
+    OMP_NUM_THREADS=1 python benchmarks/dispatch/plan.py [--json FILE] [--rounds 7]
 
 Predicted: the computation of a rank, measured in processes that send nothing, as many at a time as there are ranks,
 which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take among
@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfield.comm import wire
+from shardfield.comm import collectives
 from shardfield.planning import DEVICES, Link, Network, Subject, count, predict
-from shardfield.planning.command import PLANNED
-from shardfield.planning.step import Step, lookouts, measure
-from shardfield.planning.world import forget
+from shardfield.planning.cli import PLANNABLE
+from shardfield.planning.fake_world import clear_caches
+from shardfield.planning.simulate import Step, representative_ranks, time_step
 from shardfield.testing import run_on_ranks
-from shardfield.train.config import DOMAIN
+from shardfield.train.config import DOMAIN_AXES
 
 SIZES: dict[str, dict[str, Any]] = {
     "unet": {"resolution": 128, "width": 16, "levels": 3, "batch_size": 4},
@@ -45,7 +45,7 @@ FEW, MANY = 64, 1 << 20  # numbers in a message
 
 
 def subject(name: str) -> Subject:
-    kind, outline = PLANNED[name]
+    kind, outline = PLANNABLE[name]
     config = kind(**SIZES[name])
     return Subject(name, lambda: outline(config), config.batch_size)
 
@@ -90,15 +90,15 @@ def taken(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> 
 
     def neighbours(n: int) -> tuple[Callable[[], Any], float]:
         sends = [torch.zeros(n if c in near else 0) for c in range(size)]
-        return lambda: wire.exchange(sends, [t.shape for t in sends], group), 4 * n * len(near)
+        return lambda: collectives.exchange(sends, [t.shape for t in sends], group), 4 * n * len(near)
 
     def all_reduce(n: int) -> tuple[Callable[[], Any], float]:
         x = torch.zeros(n)
-        return lambda: wire.all_reduce(x, group), 8 * n * (size - 1) / size
+        return lambda: collectives.all_reduce(x, group), 8 * n * (size - 1) / size
 
     def all_gather(n: int) -> tuple[Callable[[], Any], float]:
         x = torch.zeros(n // size)
-        return lambda: wire.all_gather(x, [x.shape] * size, group), 4 * (n // size) * (size - 1)
+        return lambda: collectives.all_gather(x, [x.shape] * size, group), 4 * (n // size) * (size - 1)
 
     def reduce_scatter(n: int) -> tuple[Callable[[], Any], float]:
         x, out = torch.zeros(n // size * size), torch.zeros(n // size)
@@ -130,9 +130,9 @@ def taken(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> 
 def real(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], float]) -> float:
     """On a rank: seconds of a step."""
     warnings.simplefilter("ignore")
-    forget()
+    clear_caches()
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", *DOMAIN[: len(shape) - 1]))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
     return shortest(Step(subject(name), mesh).take, rounds, clock)
 
 
@@ -140,7 +140,7 @@ def silent(name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Cal
     """In a process of its own: seconds of a rank's step that sends nothing, round by round."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    return measure(subject(name), shape, rank, rounds, clock)
+    return time_step(subject(name), shape, rank, rounds, clock)
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
         network = Network(calls["exchange"][1], calls=calls, beside=False)
         for name in given.models:
             for shape in shapes:
-                rank = lookouts(shape)[0]
+                rank = representative_ranks(shape)[0]
                 taken, alone = [], []
                 for _ in range(given.turns):  # in turns, so that a busy machine slows both
                     taken.append(run_on_ranks(real, ranks, name, shape, given.rounds, clock, timeout=600)[0])

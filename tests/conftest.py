@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from forks import Forks
+from tests.forks import ForkServer
 
 # Ranks and tests share few cores; more threads than one per process only get in each other's way.
 torch.set_num_threads(1)
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def forks():
     """A process that runs programs, on ranks too, without paying for their imports."""
-    forks = Forks()
+    forks = ForkServer()
     yield forks
     forks.close()

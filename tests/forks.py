@@ -16,17 +16,22 @@ import sys
 import time
 from pathlib import Path
 
-from launch import clean_env
+from tests.launch import ROOT, clean_env
 
-GRACE = 5.0  # what the other ranks get once one has failed
+GRACE_SECONDS = 5.0  # what the other ranks get once one has failed
 
 
-class Forks:
+class ForkServer:
     """The process that forks. Programs print into files; `run` gives back what each rank printed."""
 
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_env(), text=True
+            [sys.executable, "-m", "tests.forks"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=clean_env(),
+            text=True,
         )
 
     def run(self, program: Path, cwd: Path, ranks: int | None = None, *args: str, timeout: float = 120) -> list[str]:
@@ -52,7 +57,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def become(job: dict, rank: int, port: int) -> None:
+def become_rank(job: dict, rank: int, port: int) -> None:
     """In a forked process: be the rank that a launcher would have started."""
     os.setsid()  # so that it is ended together with whatever it starts
     os.chdir(job["cwd"])
@@ -67,7 +72,7 @@ def become(job: dict, rank: int, port: int) -> None:
     sys.path[0] = str(Path(sys.argv[0]).parent)
 
 
-def wait(pids: list[int], timeout: float) -> list[int | None]:
+def wait_for_exit(pids: list[int], timeout: float) -> list[int | None]:
     """The exit codes; None for a process that had to be ended."""
     codes: dict[int, int | None] = {}
     end = time.monotonic() + timeout
@@ -77,7 +82,7 @@ def wait(pids: list[int], timeout: float) -> list[int | None]:
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 if codes[pid]:
-                    end = min(end, time.monotonic() + GRACE)
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
             elif time.monotonic() > end:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -103,10 +108,10 @@ def main() -> str | None:
         for rank in range(len(job["names"])):
             pid = os.fork()
             if not pid:
-                become(job, rank, port)
+                become_rank(job, rank, port)
                 return sys.argv[0]
             pids.append(pid)
-        print(json.dumps(["not done" if c is None else c for c in wait(pids, job["timeout"])]), flush=True)
+        print(json.dumps(["not done" if c is None else c for c in wait_for_exit(pids, job["timeout"])]), flush=True)
     return None
 
 

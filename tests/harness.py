@@ -24,12 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, strict
-from shardfield.comm import wire
-from shardfield.dispatch import run_backward
+from shardfield.comm import collectives
+from shardfield.dispatch.registry import run_backward
 from shardfield.layout import Layout
 from shardfield.redistribute import redistribute
 
-# Where the rows run: `SHARDFIELD_DEVICE=cuda pytest tests/test_ops.py` takes the table to a GPU, which all ranks share.
+# Where the rows run: `SHARDFIELD_DEVICE=cuda pytest tests/ops/test_case_tables.py` takes the table to a GPU, which all
+# ranks share.
 DEVICE = os.environ.get("SHARDFIELD_DEVICE", "cpu")
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)] if DEVICE == "cpu" else [(1,), (1, 1), (2,), (4,), (2, 2)]
 
@@ -97,7 +98,7 @@ class Case:
 
     def __post_init__(self):
         shapes = ",".join("x".join(map(str, t.shape)) or "0d" for t in _leaves(self.args) if isinstance(t, T))
-        rest = ",".join(f"{a}" for a in self.args if not isinstance(a, T) and not _leaves_t(a))
+        rest = ",".join(f"{a}" for a in self.args if not isinstance(a, T) and not _contains_tensor_arg(a))
         more = ",".join(f"{k}={'T' if isinstance(v, T) else v}" for k, v in self.kwargs.items())
         base = self.name or getattr(self.fn, "__name__", str(self.fn))
         self.name = " ".join(p for p in (base, shapes, rest, more) if p)
@@ -108,7 +109,7 @@ def case(fn: Callable, *args: Any, how: dict | None = None, **kwargs: Any) -> Ca
     return Case(fn, args, kwargs, **(how or {}))
 
 
-def twice(fn: Callable) -> Callable:
+def double_backward(fn: Callable) -> Callable:
     """A gradient that is differentiated again: every rank must meet the same moves, with empty pieces too."""
 
     def run(*tensors: Any) -> Any:
@@ -123,17 +124,17 @@ def _leaves(value: Any) -> list:
     return [value]
 
 
-def _leaves_t(value: Any) -> bool:
+def _contains_tensor_arg(value: Any) -> bool:
     return any(isinstance(v, T) for v in _leaves(value))
 
 
-def _swap(value: Any, take: Callable[[T], Any], device: str) -> Any:
+def _substitute(value: Any, make: Callable[[T], Any], device: str) -> Any:
     if isinstance(value, T):
-        return take(value)
+        return make(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_swap(v, take, device) for v in value)
+        return type(value)(_substitute(v, make, device) for v in value)
     if isinstance(value, dict):
-        return {k: _swap(v, take, device) for k, v in value.items()}
+        return {k: _substitute(v, make, device) for k, v in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -141,7 +142,7 @@ def _swap(value: Any, take: Callable[[T], Any], device: str) -> Any:
 
 
 @lru_cache
-def mesh_of(shape: tuple[int, ...]):
+def world_mesh(shape: tuple[int, ...]):
     """A mesh over all ranks of the world. One rank alone uses its device's own backend; several on one GPU cannot."""
     names = ("h", "w", "d")[: len(shape)]
     if DEVICE != "cpu":
@@ -153,7 +154,7 @@ def mesh_of(shape: tuple[int, ...]):
     return DeviceMesh.from_group(given, DEVICE, torch.zeros(shape, dtype=torch.int), mesh_dim_names=names)
 
 
-def draw_cut(size: int, parts: int, rng: random.Random) -> list[int]:
+def draw_shard_sizes(size: int, parts: int, rng: random.Random) -> list[int]:
     """Lengths: chunked, random, or with empty pieces."""
     kind = rng.randrange(4)
     if kind == 0:
@@ -178,11 +179,15 @@ def draw_layout(mesh, t: T, rng: random.Random, partial: bool) -> Layout:
         else:
             placements.append(Replicate())
     chunked = Layout.of(mesh, placements, t.shape)
-    lengths = {d: draw_cut(t.shape[d], len(chunked.lengths(d)), rng) for d in range(len(t.shape)) if chunked.axes_of(d)}
+    lengths = {
+        d: draw_shard_sizes(t.shape[d], len(chunked.shard_sizes(d)), rng)
+        for d in range(len(t.shape))
+        if chunked.axes_of(d)
+    }
     return Layout.of(mesh, placements, t.shape, lengths)
 
 
-def shard(full: torch.Tensor, layout: Layout) -> torch.Tensor:
+def local_shard(full: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's piece of a whole tensor; a Partial is spread unevenly over its axes."""
     whole = layout.with_partial(())
     local = redistribute(full, Layout.replicate(layout.mesh, full.shape), whole).clone()
@@ -196,27 +201,27 @@ def shard(full: torch.Tensor, layout: Layout) -> torch.Tensor:
 # ---------------------------------------------------------------------- one case
 
 
-def check(
+def check_case(
     case: Case,
     mesh_shape: tuple[int, ...],
     seed: int = 0,
-    through: Callable | None = None,
-    numbers: Sequence[int] | None = None,
+    transform: Callable | None = None,
+    layout_indices: Sequence[int] | None = None,
 ) -> list[str]:
     """Run a case on this rank (every rank of the world calls this); the complaints.
 
     `through` makes of the case's function on tensors the one that is called on ShardTensors. `numbers`: of the layouts
     that are drawn, instead of all that the case asks for; even ones may cut several operands, odd ones cut one alone.
     """
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
     complaints: list[str] = []
-    for number in range(case.layouts) if numbers is None else numbers:
+    for number in range(case.layouts) if layout_indices is None else layout_indices:
         rng = random.Random(f"{case.name}|{mesh_shape}|{number}|{seed}")
-        complaints += _check_once(case, mesh, rng, number, through)
+        complaints += _check_once(case, mesh, rng, number, transform)
     return complaints
 
 
-def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Callable | None = None) -> list[str]:
+def _check_once(case: Case, mesh, rng: random.Random, number: int, transform: Callable | None = None) -> list[str]:
     generator = torch.Generator().manual_seed(1234)
     tensors = [t for t in _leaves((case.args, list(case.kwargs.values()))) if isinstance(t, T)]
     values = [t.make(generator).to(DEVICE) for t in tensors]
@@ -235,7 +240,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
     ref_in = [v.clone().requires_grad_(wants_grad(t, v)) for t, v in zip(tensors, values, strict=True)]
     got_in: list[Any] = []
     for t, v, layout in zip(tensors, values, layouts, strict=True):
-        local = v.clone() if layout is None else shard(v, layout)
+        local = v.clone() if layout is None else local_shard(v, layout)
         local.requires_grad_(wants_grad(t, v))
         got_in.append(local if layout is None else ShardTensor(local, layout))
     ref_error = got_error = None
@@ -258,13 +263,13 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
             beside = None
     failed: list[str] = []
     sent = [0, 0]
-    wire.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
+    collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
     try:
-        with gathers_quietly() if case.gather else strict(), warnings.catch_warnings():
+        with ignore_gather_warnings() if case.gather else strict(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", ".*Triggered internally"
             )  # what torch's own kernels say, on one device too
-            got = _call(case, got_in) if through is None else through(partial(_call, case))(got_in)
+            got = _call(case, got_in) if transform is None else transform(partial(_call, case))(got_in)
     except ShardingError as error:
         got_error, got = error, None
         if not case.refused and ref_error is None:
@@ -274,13 +279,13 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
         if ref_error is None:
             failed = [f"{label}: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"]
     finally:
-        wire.meter = None
-    if anyone(got_error is not None) and got_error is None:
+        collectives.meter = None
+    if any_rank(got_error is not None) and got_error is None:
         return [f"{label}: another rank raised, this one did not"]
     if failed:
         return failed
     if ref_error is not None:
-        if through is not None and isinstance(ref_error, NotImplementedError):
+        if transform is not None and isinstance(ref_error, NotImplementedError):
             return []  # other kernels may do what one device's cannot
         if DEVICE == "cpu" or got_error is not None:
             return [] if got_error is not None else [f"{label}: one device raises {ref_error!r}, this did not"]
@@ -293,7 +298,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, through: Call
 
 
 @contextlib.contextmanager
-def gathers_quietly():
+def ignore_gather_warnings():
     """A case that may gather is not failed by the warning that it does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "shardfield: no rule")
@@ -302,27 +307,27 @@ def gathers_quietly():
 
 def _call(case: Case, tensors: Sequence[Any], device: str = DEVICE) -> Any:
     left = iter(tensors)
-    args = _swap(case.args, lambda _: next(left), device)
-    kwargs = _swap(case.kwargs, lambda _: next(left), device)
+    args = _substitute(case.args, lambda _: next(left), device)
+    kwargs = _substitute(case.kwargs, lambda _: next(left), device)
     return case.fn(*args, **kwargs)
 
 
-def _flat(out: Any) -> list[Any]:
-    return [x for o in out for x in _flat(o)] if isinstance(out, (list, tuple)) else [out]
+def _flatten(out: Any) -> list[Any]:
+    return [x for o in out for x in _flatten(o)] if isinstance(out, (list, tuple)) else [out]
 
 
-def whole(value: Any) -> Any:
+def to_full_tensor(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, ShardTensor) else value
 
 
-def anyone(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether any rank says so. A rank that stops alone would leave the others waiting in their next message."""
     said = torch.tensor(int(flag))
     dist.all_reduce(said, dist.ReduceOp.MAX)
     return bool(said)
 
 
-def differs(got: Any, ref: Any, tolerance: float) -> str | None:
+def describe_mismatch(got: Any, ref: Any, tolerance: float) -> str | None:
     """Why two whole values are not the same, or None."""
     if not isinstance(ref, torch.Tensor):
         return None if got == ref or (got != got and ref != ref) else f"{got!r} is not {ref!r}"
@@ -340,17 +345,21 @@ def differs(got: Any, ref: Any, tolerance: float) -> str | None:
     return f"values differ by {by:.3g}: {got.flatten()[:6].tolist()} vs {ref.flatten()[:6].tolist()}"
 
 
-def _compare(case: Case, label: str, ref_in, got_in, ref, got, beside=None) -> list[str]:
+def _compare(case: Case, label: str, ref_in, got_in, ref, got, cpu_reference=None) -> list[str]:
     """`beside`: inputs and results on a CPU, where `ref` is on a device: where torch itself is of two minds, either."""
-    refs, gots = _flat(ref), _flat(got)
-    others = [None] * len(refs) if beside is None else _flat(beside[1])
-    pick = iter([None] * len(ref_in) if beside is None else beside[0])
+    refs, gots = _flatten(ref), _flatten(got)
+    others = [None] * len(refs) if cpu_reference is None else _flatten(cpu_reference[1])
+    pick = iter([None] * len(ref_in) if cpu_reference is None else cpu_reference[0])
 
     def differ(got: Any, ref: Any, other: Any) -> str | None:
-        why = differs(got, ref, case.tolerance)
+        why = describe_mismatch(got, ref, case.tolerance)
         if why is None or other is None:
             return why
-        return why if differs(got.cpu() if isinstance(got, torch.Tensor) else got, other, case.tolerance) else None
+        return (
+            why
+            if describe_mismatch(got.cpu() if isinstance(got, torch.Tensor) else got, other, case.tolerance)
+            else None
+        )
 
     if len(refs) != len(gots):
         return [f"{label}: {len(gots)} results, should be {len(refs)}"]
@@ -360,9 +369,9 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got, beside=None) -> l
             out.append(
                 f"{label}: result {i} holds {tuple(g._local_tensor.shape)}, its layout says {g._layout.local_shape}"
             )
-        if anyone(bool(out)):
+        if any_rank(bool(out)):
             return out
-        value = whole(g)
+        value = to_full_tensor(g)
         if isinstance(value, torch.Tensor) and isinstance(r, torch.Tensor):
             value = value.to(r.device)
         why = differ(value, r, others[i])
@@ -371,7 +380,7 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got, beside=None) -> l
         if isinstance(r, torch.Tensor) and isinstance(g, torch.Tensor) and r.requires_grad != g.requires_grad:
             out.append(f"{label}: result {i}: requires_grad is {g.requires_grad}, should be {r.requires_grad}")
     pairs = [(r, g) for r, g in zip(refs, gots, strict=True) if isinstance(r, torch.Tensor) and r.requires_grad]
-    if anyone(bool(out)) or not pairs:
+    if any_rank(bool(out)) or not pairs:
         return out
     generator = torch.Generator().manual_seed(99)
     seeds = [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r, _ in pairs]
@@ -383,20 +392,20 @@ def _compare(case: Case, label: str, ref_in, got_in, ref, got, beside=None) -> l
     try:
         torch.autograd.backward([r for r, _ in pairs], [s.to(r.device) for s, (r, _) in zip(seeds, pairs, strict=True)])
     except RuntimeError:  # the device's own kernel has no gradient of this
-        if beside is None:
+        if cpu_reference is None:
             raise
         return out
     run_backward([g for _, g in pairs], [s.to(DEVICE) for s in seeds], None, False, None)
     for i, (r, g) in enumerate(zip(ref_in, got_in, strict=True)):
         other = next(pick)
         if r.grad is None:
-            if g.grad is not None and whole(g.grad).abs().max() > 0:
+            if g.grad is not None and to_full_tensor(g.grad).abs().max() > 0:
                 out.append(f"{label}: input {i} got a gradient, should have none")
             continue
         if g.grad is None:
             out.append(f"{label}: input {i} got no gradient")
             continue
-        why = differ(whole(g.grad).to(r.device), r.grad, None if other is None else other.grad)
+        why = differ(to_full_tensor(g.grad).to(r.device), r.grad, None if other is None else other.grad)
         if why:
             out.append(f"{label}: gradient of input {i}: {why}")
     return out

@@ -10,12 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 # What a launcher sets for its processes. The tests may themselves run under one.
-LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|SHARDFIELD_)")
+LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|SHARDFIELD_)"
+)
 
 
 def clean_env() -> dict[str, str]:
     """This environment without a launcher's variables, with this Python's programs first and one thread per rank."""
-    env = {k: v for k, v in os.environ.items() if not LAUNCHER.match(k)}
+    env = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.match(k)}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     return env | {"OMP_NUM_THREADS": "1"}
 

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def total(value: Tensor) -> float:
+def sum_over_ranks(value: Tensor) -> float:
     """The sum over ranks of the real part of a number."""
     value = (value.real if value.is_complex() else value).detach().double().clone()
     dist.all_reduce(value)
     return float(value)
 
 
-def pairing(a: Tensor, b: Tensor, replicated: bool = False) -> float:
+def inner_product(a: Tensor, b: Tensor, replicated: bool = False) -> float:
     """Re <a, b> summed over ranks; a replicated pair counts once."""
-    return total((a.conj() * b).sum()) / (dist.get_world_size() if replicated else 1)
+    return sum_over_ranks((a.conj() * b).sum()) / (dist.get_world_size() if replicated else 1)
 
 
-def random_like(tensor: Tensor, seed: int, same: bool = False) -> Tensor:
+def random_like(tensor: Tensor, seed: int, same_on_all_ranks: bool = False) -> Tensor:
     """Random numbers of a tensor's shape and dtype, the same on all ranks or different on each."""
-    generator = torch.Generator().manual_seed(1000 * seed + (0 if same else 1 + dist.get_rank()))
+    generator = torch.Generator().manual_seed(1000 * seed + (0 if same_on_all_ranks else 1 + dist.get_rank()))
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
@@ -47,7 +47,7 @@ def assert_gradients(
     rank, world = dist.get_rank(), dist.get_world_size()
     x = x.detach().clone().requires_grad_()
     y = fn(x)
-    v = random_like(y, seed + 7, same=replicated_output)
+    v = random_like(y, seed + 7, same_on_all_ranks=replicated_output)
     (grad,) = torch.autograd.grad(y, x, v)
     assert grad.shape == x.shape and grad.dtype == x.dtype
     step = 1.0 if linear else 1e-6  # a linear function has no truncation error, so a large step has no rounding error
@@ -63,10 +63,10 @@ def assert_gradients(
                     probe = x.detach().clone()
                     if replicated_input or rank == moved:
                         probe.view(-1)[i] += sign * step * unit
-                    values.append(pairing(v, fn(probe).detach(), replicated_output))
+                    values.append(inner_product(v, fn(probe).detach(), replicated_output))
                 numeric = (values[0] - values[1]) / (2 * step)
                 here = grad.reshape(-1)[i] if replicated_input or rank == moved else grad.new_zeros(())
-                analytic = total(here * complex(unit).conjugate()) / (world if replicated_input else 1)
+                analytic = sum_over_ranks(here * complex(unit).conjugate()) / (world if replicated_input else 1)
                 tolerance = 1e-9 if linear else 1e-6
                 assert abs(numeric - analytic) <= tolerance * max(1.0, abs(numeric)), (
                     f"element {i} of rank {moved}, direction {unit}: differences give {numeric}, backward {analytic}"
@@ -80,7 +80,7 @@ def assert_gradients(
 def assert_second_order(fn: Callable[[Tensor], Tensor], x: Tensor, **how: bool) -> None:
     """The backward of `fn` has itself the right backward."""
     x = x.detach().clone().requires_grad_()
-    v = random_like(fn(x), 3, same=how.get("replicated_output", False))
+    v = random_like(fn(x), 3, same_on_all_ranks=how.get("replicated_output", False))
 
     def gradient(x: Tensor) -> Tensor:
         with torch.enable_grad():

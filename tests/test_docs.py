@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT, run
+from tests.launch import ROOT, run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLAIN = {"text", "toml", "yaml", "ini", "make", "mermaid"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT, torchrun
+from tests.launch import ROOT, torchrun
 
 EXAMPLES = ROOT / "examples"
 

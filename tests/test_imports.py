@@ -13,28 +13,31 @@ SRC = Path(__file__).parents[1] / "src"
 # From the bottom up. A module may import its own row's package and every row above it in this list, nothing further
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
-    {"_compat"},
-    {"errors", "tracing", "fused"},
+    {"_compat", "_moved"},
+    {"errors", "trace_state", "triton_kernels"},
     {"testing"},
-    {"layout", "distributed", "names"},
-    {"comm", "report"},
+    {"layout", "distributed", "dispatch.torch_aliases", "dispatch.__init__", "debug.__init__"},
+    {"comm", "debug.explain"},
     # The documented names over comm/. The package's __init__ lists them, so it stands above comm/ too.
-    {"distributed." + x for x in ("__init__", "pieces", "utils", "autograd", "mappings", "fft", "fused", "shared")},
-    {"plan", "spec"},
-    {"redistribute", "aliasing"},
-    {"operands"},
-    {"gather", "lockstep", "reading"},
-    {"execute"},
-    {"dispatch"},
+    {
+        "distributed." + x
+        for x in ("__init__", "vcollective_args", "utils", "autograd", "mappings", "fft", "coalesced", "shared_params")
+    },
+    {"dispatch.plan", "spec"},
+    {"redistribute", "dispatch.write_tracking"},
+    {"dispatch.arguments"},
+    {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},
+    {"dispatch.executor"},
+    {"dispatch.registry"},
     {"tensor"},
-    {"ops", "scatter"},
+    {"ops", "distribute"},
     # Building blocks for users' own ops, and older paths of the same things.
-    {"shard_utils", "neighbours"},
+    {"shard_utils", "neighbors"},
     {"distributed.shard_tensor", "distributed.shard_utils"},
-    {"compiled"},
+    {"compiler"},
     {"models", "data"},
     {"train"},
-    {"parity"},
+    {"debug.parity"},
     {"planning"},
     {"bench"},
     {"cli"},
@@ -42,7 +45,7 @@ LAYERS = [
     {""},  # shardfield/__init__: the public surface
 ]
 # Neighbours in one row that may use each other.
-BESIDE = {("comm", "report"), ("report", "comm")}
+BESIDE = {("comm", "debug.explain"), ("debug.explain", "comm")}
 
 MODULES = {
     ".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): p

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from harness import anyone, mesh_of, shard
 from shardfield import ShardingError, ShardTensor
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
+from tests.harness import any_rank, local_shard, world_mesh
 
 ALIKE = settings(
     derandomize=True,  # the same examples on every rank
@@ -33,7 +33,7 @@ def layouts(draw, mesh, shape):
     lengths = {}
     for dim, size in enumerate(shape):
         if chunked.axes_of(dim):
-            parts = len(chunked.lengths(dim))
+            parts = len(chunked.shard_sizes(dim))
             marks = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
             lengths[dim] = [b - a for a, b in zip([0, *marks], [*marks, size], strict=True)]
     return Layout.of(mesh, placements, shape, lengths)
@@ -44,7 +44,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 def tensor(shape, layout):
     full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + 1
-    return full, ShardTensor(shard(full, layout).requires_grad_(), layout)
+    return full, ShardTensor(local_shard(full, layout).requires_grad_(), layout)
 
 
 def check_gradient(full, x, y, fn):
@@ -60,7 +60,7 @@ def check_gradient(full, x, y, fn):
 
 
 def redistributes(mesh_shape):
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
 
     @ALIKE
     @given(st.data())
@@ -68,7 +68,7 @@ def redistributes(mesh_shape):
         shape = data.draw(shapes)
         source, target = data.draw(layouts(mesh, shape)), data.draw(layouts(mesh, shape))
         full, x = tensor(shape, source)
-        y = x._placed(target)
+        y = x._redistribute_to(target)
         assert y._layout is target
         check_gradient(full, x, y, lambda t: t * 1)
 
@@ -76,7 +76,7 @@ def redistributes(mesh_shape):
 
 
 def reshapes(mesh_shape):
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
 
     @ALIKE
     @given(st.data())
@@ -99,7 +99,7 @@ def reshapes(mesh_shape):
 
 
 def slices(mesh_shape):
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
 
     @ALIKE
     @given(st.data())
@@ -122,7 +122,7 @@ def slices(mesh_shape):
 
 
 def joins(mesh_shape):
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
 
     @ALIKE
     @given(st.data())
@@ -177,7 +177,7 @@ def some_view(data, x):
 
 def writes(mesh_shape):
     """A write through a chain of views reaches what it reaches on one device, or is refused on all ranks."""
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
 
     @ALIKE
     @given(st.data())
@@ -185,7 +185,7 @@ def writes(mesh_shape):
         shape = data.draw(shapes)
         full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + 1
         layout = data.draw(layouts(mesh, shape))
-        x = ShardTensor(shard(full, layout), layout)
+        x = ShardTensor(local_shard(full, layout), layout)
         part, piece = full, x
         for _ in range(data.draw(st.integers(1, 4))):
             view = some_view(data, part)
@@ -195,7 +195,7 @@ def writes(mesh_shape):
             piece.mul_(3)
         except ShardingError:
             refused = True
-        assert anyone(refused) == refused
+        assert any_rank(refused) == refused
         if not refused:
             part.mul_(3)
             torch.testing.assert_close(piece.full_tensor(), part)

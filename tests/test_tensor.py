@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfield
-from harness import mesh_of
 from shardfield import ShardingError, ShardTensor, scatter_tensor, sync_module_over_mesh
-from shardfield.comm import wire
+from shardfield.comm import collectives
 from shardfield.testing import run_on_ranks
+from tests.harness import world_mesh
 
 
 def field(*shape: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def field(*shape: int) -> torch.Tensor:
 
 
 def scattered(mesh, placements, shape, source):
-    mesh = mesh_of(mesh)
+    mesh = world_mesh(mesh)
     x = scatter_tensor(
         field(*shape) if dist.get_rank() == source else None, source, mesh, placements, requires_grad=True
     )
@@ -49,13 +49,13 @@ def test_scatter(mesh, placements, shape, locals_, source):
 
 def scatter_memory():
     """Peak memory on a rank that is not the source is its piece."""
-    mesh = mesh_of((4,))
+    mesh = world_mesh((4,))
     whole = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
     sent = []
-    wire.meter = lambda kind, messages, nbytes: sent.append(nbytes)
+    collectives.meter = lambda kind, messages, nbytes: sent.append(nbytes)
     before = _rss()
     x = scatter_tensor(whole, 0, mesh, [Shard(0)])
-    wire.meter = None
+    collectives.meter = None
     assert x._local_tensor.untyped_storage().nbytes() == 4_000_000
     if dist.get_rank():
         assert sum(sent) < 1000
@@ -74,7 +74,7 @@ def test_scatter_memory():
 
 
 def bad_scatter(what):
-    mesh = mesh_of((2,))
+    mesh = world_mesh((2,))
     mine = dist.get_rank() == 0
     calls = {
         "no tensor": lambda: scatter_tensor(None, 0, mesh, [Shard(0)]),
@@ -97,7 +97,7 @@ def test_bad_scatter(what):
 
 
 def from_locals(mesh_shape, placements, shapes, sharding_shapes="infer"):
-    mesh = mesh_of(mesh_shape)
+    mesh = world_mesh(mesh_shape)
     local = torch.full(shapes[dist.get_rank()], float(dist.get_rank()))
     x = ShardTensor.from_local(local, mesh, placements, sharding_shapes)
     return tuple(x.shape), [[tuple(s) for s in row] for row in x._spec.sharding_shapes()], x.offsets()
@@ -118,7 +118,7 @@ def test_from_local():
 
 def misfit(shapes, placements):
     with pytest.raises(ShardingError) as error:
-        ShardTensor.from_local(torch.zeros(shapes[dist.get_rank()]), mesh_of((len(shapes),)), placements)
+        ShardTensor.from_local(torch.zeros(shapes[dist.get_rank()]), world_mesh((len(shapes),)), placements)
     return str(error.value)
 
 
@@ -130,16 +130,16 @@ def test_pieces_that_do_not_fit(shapes):
 
 
 def as_object():
-    mesh = mesh_of((2,))
+    mesh = world_mesh((2,))
     full = field(5, 3)
     x = scatter_tensor(full, 0, mesh, [Shard(0)], requires_grad=True)
     sent = []
-    wire.meter = lambda *a: sent.append(a)
+    collectives.meter = lambda *a: sent.append(a)
     assert "Shard(0) as 3+2 over 'h'" in repr(x) and len(x) == 5 and x.dim() == 2 and x.size(1) == 3 and x.numel() == 15
     assert x.stride() == full.stride() and x.size() == full.shape and x.ndim == 2 and x.dtype == full.dtype
     assert x.device.type == "cpu" and x.is_floating_point() and not x.is_complex() and x.element_size() == 8
     assert not sent
-    wire.meter = None
+    collectives.meter = None
     loss = (x * x).sum()
     ref = (full * full).sum()
     assert loss.item() == ref.item() == float(loss) and f"{loss:.2f}" == f"{ref:.2f}" and str(ref.item()) in str(loss)
@@ -164,7 +164,7 @@ def test_object():
 
 
 def dtensors():
-    mesh = mesh_of((2,))
+    mesh = world_mesh((2,))
     full = field(5, 3)
     d = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
     x = ShardTensor.from_dtensor(d)
@@ -184,7 +184,7 @@ def test_dtensor():
 
 
 def redistributed():
-    mesh = mesh_of((2,))
+    mesh = world_mesh((2,))
     full = field(5, 4)
     x = scatter_tensor(full, 0, mesh, [Shard(0)])
     for placed in ([Shard(1)], [Replicate()], [Partial()], [Shard(0)]):
@@ -192,7 +192,7 @@ def redistributed():
         assert y.placements == tuple(placed) and torch.equal(y.full_tensor(), full)
     y = x.redistribute(placements=[Shard(0)], sharding_shapes={0: [0, 5]})
     assert y._spec.sharding_shapes()[0][0] == (0, 4) and torch.equal(y.full_tensor(), full)
-    assert x.redistribute(sharding_shapes="balanced")._layout.lengths(0) == (3, 2)
+    assert x.redistribute(sharding_shapes="balanced")._layout.shard_sizes(0) == (3, 2)
     z = y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)])
     z.add_(1)
     assert torch.equal(y.full_tensor(), full)
@@ -202,7 +202,7 @@ def redistributed():
     with pytest.raises(ShardingError):
         x.redistribute(placements=[Shard(2)])
     with pytest.raises(ShardingError, match="meshes"):
-        x + scatter_tensor(full, 0, mesh_of((1, 2)), [Replicate(), Shard(0)])
+        x + scatter_tensor(full, 0, world_mesh((1, 2)), [Replicate(), Shard(0)])
 
 
 def test_redistribute():
@@ -210,7 +210,7 @@ def test_redistribute():
 
 
 def synced(mesh, source):
-    mesh = mesh_of(mesh)
+    mesh = world_mesh(mesh)
     torch.manual_seed(dist.get_rank())
     module = torch.nn.BatchNorm1d(4)
     with torch.no_grad():

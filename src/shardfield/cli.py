@@ -37,28 +37,28 @@ def main(argv: list[str] | None = None) -> int:
         "info": info,
     }
     if not words or words[0] in ("-h", "--help"):
-        _say(USAGE)
+        _print_rank0(USAGE)
         return 0 if words else 2
     if words[0] not in commands:
-        from .train.config import nearest
+        from .train.config import suggest_name
 
-        return _refuse(f"unknown command {words[0]!r}{nearest(words[0], commands)}")
+        return _fail(f"unknown command {words[0]!r}{suggest_name(words[0], commands)}")
     return commands[words[0]](words[1:])
 
 
 def train(words: list[str]) -> int:
-    from .train.config import UsageError, from_file, nearest
+    from .train.config import UsageError, from_file, suggest_name
     from .train.loop import Preempted
     from .train.nonfinite import NonFinite
-    from .train.recipes import DEFAULT, RECIPES
+    from .train.recipes import DEFAULT_RECIPE, RECIPES
 
-    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
+    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT_RECIPE
     if name not in RECIPES:
-        return _refuse(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
+        return _fail(f"unknown recipe {name!r}{suggest_name(name, RECIPES)}")
     try:
         import tyro
     except ImportError as error:
-        return _refuse(f"training needs more packages ({error}): pip install 'shardfield[recipes]'")
+        return _fail(f"training needs more packages ({error}): pip install 'shardfield[recipes]'")
     kind, recipe = RECIPES[name]
     try:
         default = kind()
@@ -75,20 +75,20 @@ def train(words: list[str]) -> int:
     except SystemExit as end:  # tyro has said what is wrong, or shown the help
         return int(end.code or 0)
     except Preempted as end:
-        _say(str(end))
+        _print_rank0(str(end))
         return 0
     except NonFinite as error:
-        return _refuse(str(error), 1)
+        return _fail(str(error), 1)
     except (ShardfieldError, OSError) as error:
-        return _refuse(str(error))
+        return _fail(str(error))
 
 
 def _run(recipe, config) -> int:
     from .distributed import DistributedManager
     from .train.config import UsageError
     from .train.log import Log
-    from .train.loop import Trainer, writable
-    from .train.picture import draw_curve
+    from .train.loop import Trainer, check_writable
+    from .train.plots import plot_curves
 
     begun = time.monotonic()
     DistributedManager.initialize()
@@ -97,12 +97,12 @@ def _run(recipe, config) -> int:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = config.mesh(manager.device.type)
-        writable(config.out)
+        check_writable(config.out)
         log = Log(config.out, manager.rank == 0, config.log_every)
         if manager.rank == 0:
             (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
         shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
-        log.say(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
+        log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
         try:
             task = recipe(config, mesh, log)
         except ValueError as error:  # what the data or the model say of the values they were given
@@ -112,27 +112,27 @@ def _run(recipe, config) -> int:
         if config.picture:
             trainer.draw()
             if manager.rank == 0:
-                draw_curve(config.out)
+                plot_curves(config.out)
         told = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
-        log.say(f"done in {time.monotonic() - begun:.0f} s: {told}; see {config.out}")
+        log.print_line(f"done in {time.monotonic() - begun:.0f} s: {told}; see {config.out}")
         return 0
     finally:
         DistributedManager.cleanup()
 
 
 def check(words: list[str]) -> int:
-    from .parity import command
+    from .debug.parity import command
 
     try:
         return command(words)
     except SystemExit as end:  # argparse has said what is wrong, or shown the help
         return int(end.code or 0)
     except ShardfieldError as error:
-        return _refuse(str(error))
+        return _fail(str(error))
 
 
 def plan(words: list[str]) -> int:
-    from .planning.command import command
+    from .planning.cli import command
 
     if _rank() != 0:  # one process answers for all
         return 0
@@ -141,7 +141,7 @@ def plan(words: list[str]) -> int:
     except SystemExit as end:  # argparse or tyro has said what is wrong, or shown the help
         return int(end.code or 0)
     except ShardfieldError as error:
-        return _refuse(str(error))
+        return _fail(str(error))
 
 
 def bench(words: list[str]) -> int:
@@ -152,7 +152,7 @@ def bench(words: list[str]) -> int:
     except SystemExit as end:  # argparse has said what is wrong, or shown the help
         return int(end.code or 0)
     except (ShardfieldError, OSError) as error:
-        return _refuse(str(error))
+        return _fail(str(error))
 
 
 def info(words: list[str]) -> int:
@@ -164,7 +164,7 @@ def info(words: list[str]) -> int:
         ours = "(not installed)"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
-    _say(
+    _print_rank0(
         f"shardfield {ours}, torch {torch.__version__}, Python {platform.python_version()}\n"
         f"{os.cpu_count()} cores, {count} x {accelerator.type if accelerator else 'no accelerator'}"
     )
@@ -181,12 +181,12 @@ def _rank() -> int:
         return 0
 
 
-def _say(text: str) -> None:
+def _print_rank0(text: str) -> None:
     if _rank() == 0:
         print(text, flush=True)
 
 
-def _refuse(text: str, code: int = 2) -> int:
+def _fail(text: str, code: int = 2) -> int:
     if _rank() == 0:
         print(f"shardfield: {text}", file=sys.stderr, flush=True)
     return code

@@ -20,17 +20,17 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from .errors import ShardingError
 
 
-class Factor(NamedTuple):
+class DimSharding(NamedTuple):
     """One index of a tensor dim: its global size and, if it is cut, by which mesh axes and where.
 
-    `lengths` holds one length per coordinate over `axes`, row-major (two axes on one dim nest: the first axis
+    `shard_sizes` holds one length per coordinate over `axes`, row-major (two axes on one dim nest: the first axis
     cuts, the second cuts the pieces). A dim that is the merge of several others, as (H, W) -> (HW,), keeps one
     factor for each of them, so that a cut inside it stays where it is.
     """
 
     size: int
     axes: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
+    shard_sizes: tuple[int, ...] = ()
 
 
 class Span(NamedTuple):
@@ -60,9 +60,9 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
     return tuple(base + (i < extra) for i in range(parts))
 
 
-def starts(lengths: Sequence[int]) -> tuple[int, ...]:
+def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
     """Where each piece begins."""
-    return tuple(accumulate(lengths, initial=0))[:-1]
+    return tuple(accumulate(shard_sizes, initial=0))[:-1]
 
 
 _INTERNED: dict[tuple, Layout] = {}
@@ -74,15 +74,17 @@ class Layout:
 
     mesh: DeviceMesh
     shape: torch.Size
-    dims: tuple[tuple[Factor, ...], ...]
+    dims: tuple[tuple[DimSharding, ...], ...]
     partial: tuple[tuple[int, str], ...]
 
     # ------------------------------------------------------------------ making one
 
     @staticmethod
-    def make(mesh: DeviceMesh, dims: Iterable[Iterable[Factor]], partial: Iterable[tuple[int, str]] = ()) -> Layout:
+    def make(
+        mesh: DeviceMesh, dims: Iterable[Iterable[DimSharding]], partial: Iterable[tuple[int, str]] = ()
+    ) -> Layout:
         """The one layout with these cuts (equal arguments give the same object)."""
-        key = (mesh, tuple(canonical(d) for d in dims), tuple(sorted(partial)))
+        key = (mesh, tuple(canonicalize(d) for d in dims), tuple(sorted(partial)))
         found = _INTERNED.get(key)
         if found is None:
             found = object.__new__(Layout)
@@ -98,7 +100,7 @@ class Layout:
         key = (id(mesh), tuple(shape))  # the layout found keeps its mesh alive; a mesh that equals it has its own entry
         found = _REPLICATED.get(key)
         if found is None or found[0] is not mesh:
-            found = _REPLICATED[key] = (mesh, Layout.make(mesh, [(Factor(int(n)),) for n in shape]))
+            found = _REPLICATED[key] = (mesh, Layout.make(mesh, [(DimSharding(int(n)),) for n in shape]))
         return found[1]
 
     @staticmethod
@@ -106,9 +108,10 @@ class Layout:
         mesh: DeviceMesh,
         placements: Sequence[Placement],
         shape: Sequence[int],
-        lengths: Mapping[int, Sequence[int]] | None = None,
+        shard_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> Layout:
-        """A layout from DTensor-style placements; `lengths` gives the cut of a tensor dim, else it is torch.chunk's."""
+        """A layout from DTensor-style placements; `shard_sizes` gives the cut of a tensor dim, else it is
+        torch.chunk's."""
         shape = tuple(int(n) for n in shape)
         if len(placements) != mesh.ndim:
             raise ShardingError(f"{len(placements)} placements for a mesh of {mesh.ndim} axes: one each is needed")
@@ -127,13 +130,13 @@ class Layout:
         dims = []
         for dim, size in enumerate(shape):
             if dim not in axes:
-                dims.append((Factor(size),))
+                dims.append((DimSharding(size),))
                 continue
-            if lengths is not None and dim in lengths:
-                cut = tuple(int(n) for n in lengths[dim])
+            if shard_sizes is not None and dim in shard_sizes:
+                cut = tuple(int(n) for n in shard_sizes[dim])
             else:
                 cut = nested_chunk(size, [mesh.size(a) for a in axes[dim]])
-            dims.append((Factor(size, tuple(axes[dim]), cut),))
+            dims.append((DimSharding(size, tuple(axes[dim]), cut),))
         return Layout.make(mesh, dims, partial)
 
     def _check(self) -> None:
@@ -170,11 +173,11 @@ class Layout:
 
     def local_shape_at(self, coords: Sequence[int]) -> torch.Size:
         """The shape the rank at `coords` holds."""
-        return torch.Size(math.prod(self.factor_length(f, coords) for f in d) for d in self.dims)
+        return torch.Size(math.prod(self.local_size_of(f, coords) for f in d) for d in self.dims)
 
-    def factor_length(self, factor: Factor, coords: Sequence[int] | None = None) -> int:
+    def local_size_of(self, factor: DimSharding, coords: Sequence[int] | None = None) -> int:
         """How much of one factor the rank at `coords` holds."""
-        return factor.lengths[self.index(factor.axes, coords)] if factor.axes else factor.size
+        return factor.shard_sizes[self.index(factor.axes, coords)] if factor.axes else factor.size
 
     def index(self, axes: Sequence[int], coords: Sequence[int] | None = None) -> int:
         """Row-major position of `coords` over `axes`."""
@@ -190,8 +193,8 @@ class Layout:
         if not factor.axes:
             return Span(0, factor.size)
         i = self.index(factor.axes, coords)
-        start = sum(factor.lengths[:i])
-        return Span(start, start + factor.lengths[i])
+        start = sum(factor.shard_sizes[:i])
+        return Span(start, start + factor.shard_sizes[i])
 
     # ------------------------------------------------------------------ questions
 
@@ -228,14 +231,14 @@ class Layout:
     @cached_property
     def is_replicated(self) -> bool:
         """True if every rank holds the whole value (axes of size 1 do not count)."""
-        return not self.wide(self.shard_axes) and not self.wide(self.partial_axes)
+        return not self.nontrivial_axes(self.shard_axes) and not self.nontrivial_axes(self.partial_axes)
 
     @cached_property
     def is_simple(self) -> bool:
         """True if no dim is the merge of several cut ones."""
         return all(len(d) == 1 for d in self.dims)
 
-    def wide(self, axes: Iterable[int]) -> tuple[int, ...]:
+    def nontrivial_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Those of `axes` that have more than one rank."""
         return tuple(a for a in axes if self.mesh.size(a) > 1)
 
@@ -243,23 +246,23 @@ class Layout:
         """The mesh axes that cut a dim, outermost first."""
         return tuple(a for f in self.dims[dim] for a in f.axes)
 
-    def is_cut(self, dim: int) -> bool:
+    def is_sharded(self, dim: int) -> bool:
         """True if a dim lies on more than one rank."""
-        return bool(self.wide(self.axes_of(dim)))
+        return bool(self.nontrivial_axes(self.axes_of(dim)))
 
     @cached_property
-    def cut_dims(self) -> tuple[int, ...]:
+    def sharded_dims(self) -> tuple[int, ...]:
         """The dims that lie on more than one rank."""
-        return tuple(d for d in range(self.ndim) if self.is_cut(d))
+        return tuple(d for d in range(self.ndim) if self.is_sharded(d))
 
-    def lengths(self, dim: int) -> tuple[int, ...]:
+    def shard_sizes(self, dim: int) -> tuple[int, ...]:
         """The length of every piece of a simple dim."""
         (factor,) = self.dims[dim]
-        return factor.lengths or (factor.size,)
+        return factor.shard_sizes or (factor.size,)
 
     # ------------------------------------------------------------------ transforms
 
-    def with_dims(self, dims: Iterable[Iterable[Factor]]) -> Layout:
+    def with_dims(self, dims: Iterable[Iterable[DimSharding]]) -> Layout:
         """The same mesh and partial axes, other dims."""
         return Layout.make(self.mesh, dims, self.partial)
 
@@ -267,18 +270,18 @@ class Layout:
         """The same dims, partial over exactly `axes`."""
         return Layout.make(self.mesh, self.dims, [(a, op) for a in axes])
 
-    def with_dim(self, dim: int, *factors: Factor) -> Layout:
+    def with_dim(self, dim: int, *factors: DimSharding) -> Layout:
         """One dim replaced."""
         dims = list(self.dims)
         dims[dim] = factors
         return self.with_dims(dims)
 
-    def uncut(self, dims: Iterable[int]) -> Layout:
+    def unshard(self, dims: Iterable[int]) -> Layout:
         """The same layout with `dims` whole on every rank."""
         chosen = {d % self.ndim for d in dims}
-        return self.with_dims([(Factor(self.shape[d]),) if d in chosen else f for d, f in enumerate(self.dims)])
+        return self.with_dims([(DimSharding(self.shape[d]),) if d in chosen else f for d, f in enumerate(self.dims)])
 
-    def without(self, dims: Iterable[int]) -> Layout:
+    def drop_dims(self, dims: Iterable[int]) -> Layout:
         """The layout of the tensor after `dims` are dropped."""
         chosen = {d % self.ndim for d in dims}
         return self.with_dims([f for d, f in enumerate(self.dims) if d not in chosen])
@@ -290,7 +293,7 @@ class Layout:
     def insert(self, dim: int, size: int = 1) -> Layout:
         """The layout after a new whole dim is put before `dim`."""
         dims = list(self.dims)
-        dims.insert(dim, (Factor(size),))
+        dims.insert(dim, (DimSharding(size),))
         return self.with_dims(dims)
 
     def unmerged(self) -> Layout:
@@ -314,7 +317,7 @@ class Layout:
     def _start(self, dim: int) -> int:
         flat = 0
         for f in self.dims[dim]:
-            start = sum(f.lengths[: self.index(f.axes)]) if f.axes else 0
+            start = sum(f.shard_sizes[: self.index(f.axes)]) if f.axes else 0
             flat = flat * f.size + start
         return flat
 
@@ -335,48 +338,50 @@ class Layout:
                 if f.axes:
                     over = ",".join(names[a] for a in f.axes)
                     inner = "" if len(factors) == 1 else f" (of {'x'.join(str(g.size) for g in factors)})"
-                    parts.append(f"Shard({dim}) as {'+'.join(map(str, f.lengths))}{inner} over {over!r}")
+                    parts.append(f"Shard({dim}) as {'+'.join(map(str, f.shard_sizes))}{inner} over {over!r}")
         parts += [f"Partial({op}) over {names[a]!r}" for a, op in self.partial]
         return f"{tuple(self.shape)} {'; '.join(parts) or 'Replicate'}"
 
 
-def pieces(factor: Factor) -> tuple[int, ...]:
+def shard_sizes_of(factor: DimSharding) -> tuple[int, ...]:
     """The lengths of a factor's pieces; an uncut one is a single piece."""
-    return factor.lengths if factor.axes else (factor.size,)
+    return factor.shard_sizes if factor.axes else (factor.size,)
 
 
-def canonical(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
     """The shortest list of factors for a dim: a factor is taken into the one before it where that keeps pieces whole.
 
     (A cut, B) is (AB cut): a cut of A with B whole behind it is a contiguous cut of AB. So it is where one rank holds
     all of B, though B is cut (as a dim of size 1 is), and where A has one index only.
     """
-    found: list[Factor] = []
+    found: list[DimSharding] = []
     for factor in factors:
-        while found and (found[-1].size < 2 or sum(n > 0 for n in pieces(factor)) < 2):
+        while found and (found[-1].size < 2 or sum(n > 0 for n in shard_sizes_of(factor)) < 2):
             last = found.pop()
             axes = last.axes + factor.axes
-            cut = tuple(m * n for m in pieces(last) for n in pieces(factor)) if axes else ()
-            factor = Factor(last.size * factor.size, axes, cut)
+            cut = tuple(m * n for m in shard_sizes_of(last) for n in shard_sizes_of(factor)) if axes else ()
+            factor = DimSharding(last.size * factor.size, axes, cut)
         found.append(factor)
-    return tuple(found) or (Factor(1),)
+    return tuple(found) or (DimSharding(1),)
 
 
-def regroup(factors: Iterable[Factor], sizes: Sequence[int], snap: bool = False) -> list[tuple[Factor, ...]] | None:
+def regroup(
+    factors: Iterable[DimSharding], sizes: Sequence[int], snap: bool = False
+) -> list[tuple[DimSharding, ...]] | None:
     """The same cuts seen as dims of other sizes (of the same product), or None where a cut falls inside a new dim.
 
     This is what a view does to a layout: an uncut factor may be split anywhere, a cut one only where every
     piece is a whole number of the inner part. With `snap`, cuts that are not so are moved to the nearest such place.
 
-    >>> regroup([Factor(6, (0,), (2, 4))], [3, 2])
-    [(Factor(size=3, axes=(0,), lengths=(1, 2)),), (Factor(size=2, axes=(), lengths=()),)]
+    >>> regroup([DimSharding(6, (0,), (2, 4))], [3, 2])
+    [(DimSharding(size=3, axes=(0,), shard_sizes=(1, 2)),), (DimSharding(size=2, axes=(), shard_sizes=()),)]
     """
-    rest = list(canonical(factors))
+    rest = list(canonicalize(factors))
     found = []
     if 0 in sizes:
         return None
     for size in sizes:
-        taken: list[Factor] = []
+        taken: list[DimSharding] = []
         need = size
         while need > 1 or (rest and rest[0].size == 1 and rest[0].axes):
             if not rest:
@@ -387,13 +392,15 @@ def regroup(factors: Iterable[Factor], sizes: Sequence[int], snap: bool = False)
                 taken.append(factor)
                 continue
             inner, over = divmod(factor.size, need)
-            if over or (not snap and any(n % inner for n in factor.lengths)):
+            if over or (not snap and any(n % inner for n in factor.shard_sizes)):
                 return None
-            marks = [(start + inner // 2) // inner for start in (*starts(factor.lengths), factor.size)]
-            taken.append(Factor(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ()))
-            rest.insert(0, Factor(inner))
+            marks = [(start + inner // 2) // inner for start in (*starts(factor.shard_sizes), factor.size)]
+            taken.append(
+                DimSharding(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ())
+            )
+            rest.insert(0, DimSharding(inner))
             need = 1
-        found.append(canonical(taken))
+        found.append(canonicalize(taken))
     return None if any(f.axes for f in rest) else found
 
 
@@ -404,6 +411,6 @@ def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))
 
 
-def outer_lengths(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
+def outer_shard_sizes(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
     """Lengths over all but the innermost axis, which has `inner` coordinates."""
     return tuple(sum(lengths[i : i + inner]) for i in range(0, len(lengths), inner))

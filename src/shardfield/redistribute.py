@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import tracing
-from .comm import moves
-from .comm.route import recut_route, swap_route, tile_route
+from . import trace_state
+from .comm import autograd_collectives
+from .comm.route import reshard_route, swap_route, tile_route
 from .errors import ShardingError
-from .layout import Factor, Layout, Span, nested_chunk, outer_lengths, pieces, regroup, starts
+from .layout import DimSharding, Layout, Span, nested_chunk, outer_shard_sizes, regroup, shard_sizes_of, starts
 
 
 class Step(NamedTuple):
@@ -36,8 +36,8 @@ def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """
     if source is target:
         return local
-    if tracing.is_real(local):  # part of a program that is being traced, and not of what it computes
-        with tracing.concrete():
+    if trace_state.is_concrete(local):  # part of a program that is being traced, and not of what it computes
+        with trace_state.concrete():
             return redistribute(local, source, target)
     for step in steps(source, target):
         local = step.run(local)
@@ -52,21 +52,21 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source.mesh != target.mesh:
         raise ShardingError(f"moving between meshes is not supported: {source.mesh} to {target.mesh}")
     if source.is_simple and target.is_simple:
-        return tuple(_simple(source, target))
-    clash = [d for d in range(source.ndim) if _finest(source.dims[d], target.dims[d]) is None]
+        return tuple(_unmerged_steps(source, target))
+    clash = [d for d in range(source.ndim) if _common_sizes(source.dims[d], target.dims[d]) is None]
     if not clash:
-        return tuple(_merged(source, target))
+        return tuple(_merged_steps(source, target))
     for dim in clash:
         step = _retile(source, target, dim)
         if step is not None:
             return (step, *steps(step.after, target))
-    middle = simplified(source, clash)
+    middle = unmerge_dims(source, clash)
     if middle is source:
-        middle = simplified(target, clash)
+        middle = unmerge_dims(target, clash)
     return steps(source, middle) + steps(middle, target)
 
 
-def _finest(a: tuple[Factor, ...], b: tuple[Factor, ...]) -> list[int] | None:
+def _common_sizes(a: tuple[DimSharding, ...], b: tuple[DimSharding, ...]) -> list[int] | None:
     """Sizes of factors in which both cuts of one dim can be written, if there are any."""
     if len(a) == len(b) == 1:
         return [a[0].size]
@@ -82,16 +82,16 @@ def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
     """The index ranges of a dim that each coord of its one wide axis holds; None if many or cut by others."""
     *outer, last = layout.dims[dim]
     rows = outer[0].size if outer else 1
-    if len(outer) > 1 or (outer and outer[0].axes) or layout.wide(last.axes) != (axis,) or rows > 64:
+    if len(outer) > 1 or (outer and outer[0].axes) or layout.nontrivial_axes(last.axes) != (axis,) or rows > 64:
         return None
-    cuts = zip(starts(last.lengths), last.lengths, strict=True)
+    cuts = zip(starts(last.shard_sizes), last.shard_sizes, strict=True)
     return [[Span(r * last.size + s, r * last.size + s + n) for r in range(rows)] for s, n in cuts]
 
 
 def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
     """A dim whose tiles change on the one axis that cuts it: each index goes straight to its new place."""
     axes = source.axes_of(dim)
-    wide = source.wide(axes)
+    wide = source.nontrivial_axes(axes)
     if len(wide) != 1 or set(axes) != set(target.axes_of(dim)):
         return None
     have, want = _tiles(source, dim, wide[0]), _tiles(target, dim, wide[0])
@@ -99,12 +99,14 @@ def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
         return None
     route = tile_route(dim, have, want, source.coords[wide[0]])
     group = source.mesh.get_group(wide[0])
-    return Step("retile", lambda t: moves.travel(t, route, group), source.with_dim(dim, *target.dims[dim]))
+    return Step(
+        "retile", lambda t: autograd_collectives.exchange(t, route, group), source.with_dim(dim, *target.dims[dim])
+    )
 
 
-def _merged(source: Layout, target: Layout) -> Iterator[Step]:
+def _merged_steps(source: Layout, target: Layout) -> Iterator[Step]:
     """Steps between layouts with merged dims: seen as one dim per factor, they are simple."""
-    sizes = [_finest(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
+    sizes = [_common_sizes(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
 
     def spread(layout: Layout) -> Layout:
         return layout.with_dims(
@@ -113,11 +115,11 @@ def _merged(source: Layout, target: Layout) -> Iterator[Step]:
 
     first, last = spread(source), spread(target)
     yield Step("view", lambda t: t.reshape(first.local_shape), first)
-    yield from _simple(first, last)
+    yield from _unmerged_steps(first, last)
     yield Step("view", lambda t: t.reshape(target.local_shape), target)
 
 
-def _simple(now: Layout, target: Layout) -> Iterator[Step]:
+def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
     mesh, coords = now.mesh, now.coords
 
     def group(axis: int):
@@ -137,49 +139,51 @@ def _simple(now: Layout, target: Layout) -> Iterator[Step]:
         rest = [p for p in now.partial if p[0] not in axes]
         dim = next((d for d in range(now.ndim) if target.axes_of(d) == (axis,) and not now.axes_of(d)), None)
         if op == "sum" and dim is not None:
-            cut = target.lengths(dim)
+            cut = target.shard_sizes(dim)
             dims = list(now.dims)
             dims[dim] = target.dims[dim]
             after = Layout.make(mesh, dims, rest)
             yield from step(
-                "reduce_scatter", partial(moves.reduce_scatter, dim=dim, lengths=cut, group=group(axis)), after
+                "reduce_scatter",
+                partial(autograd_collectives.reduce_scatter, dim=dim, shard_sizes=cut, group=group(axis)),
+                after,
             )
         else:
             after = Layout.make(mesh, now.dims, rest)
             over = tuple(group(a) for a in axes)
-            yield from step(f"reduce {op}", partial(moves.reduce_by, op=op, groups=over), after)
+            yield from step(f"reduce {op}", partial(autograd_collectives.reduce_with, op=op, groups=over), after)
 
     while now.dims != target.dims:
-        name, axis, run, after = _next(now, target, group, coords)
-        yield from step(name, run if mesh.size(axis) > 1 else _same, after)
+        name, axis, run, after = _next_step(now, target, group, coords)
+        yield from step(name, run if mesh.size(axis) > 1 else _identity, after)
 
     for axis, op in target.partial:
         if axis not in now.partial_axes:
             if op != "sum":
                 raise ShardingError(f"a value cannot be turned into Partial({op})")
             after = Layout.make(mesh, now.dims, [*now.partial, (axis, op)])
-            yield from step("to_partial", partial(moves.to_partial, groups=(group(axis),)), after)
+            yield from step("to_partial", partial(autograd_collectives.to_partial, groups=(group(axis),)), after)
 
 
-def _prefix(factor: Factor, depth: int, now: Layout) -> Factor:
+def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
     """A nested cut seen from its first `depth` axes alone."""
-    lengths = factor.lengths
+    lengths = factor.shard_sizes
     for axis in reversed(factor.axes[depth:]):
-        lengths = outer_lengths(lengths, now.mesh.size(axis))
-    return Factor(factor.size, factor.axes[:depth], lengths if depth else ())
+        lengths = outer_shard_sizes(lengths, now.mesh.size(axis))
+    return DimSharding(factor.size, factor.axes[:depth], lengths if depth else ())
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     """A move along an axis of one rank."""
     return tensor
 
 
-def stays(source: Layout, target: Layout) -> bool:
+def is_local(source: Layout, target: Layout) -> bool:
     """True if nothing moves from `source` to `target`: the local tensor stays as it is."""
-    return source is target or all(s.run is _same or s.name == "view" for s in steps(source, target))
+    return source is target or all(s.run is _identity or s.name == "view" for s in steps(source, target))
 
 
-def _next(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
+def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
     """The next move on the cuts and its axis; the cheapest kind that applies."""
     have = [f for (f,) in now.dims]
     want = [f for (f,) in target.dims]
@@ -190,14 +194,19 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callabl
         cut = _prefix(want[dim], depth, now)
         size = now.mesh.size(cut.axes[-1])
         at = now.index(cut.axes[:-1]) * size
-        return cut.lengths[at : at + size]
+        return cut.shard_sizes[at : at + size]
 
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # a free cut: each rank keeps its part
         depth = len(h.axes) + 1
         if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
             axis, cut = w.axes[depth - 1], innermost(dim, depth)
             after = now.with_dim(dim, _prefix(w, depth, now))
-            return "split", axis, partial(moves.split, dim=dim, lengths=cut, group=group(axis)), after
+            return (
+                "split",
+                axis,
+                partial(autograd_collectives.split, dim=dim, shard_sizes=cut, group=group(axis)),
+                after,
+            )
 
     for source, h in enumerate(have):  # an axis that cuts one dim here and another there
         if not h.axes or h.axes[-1] in want[source].axes:
@@ -208,28 +217,38 @@ def _next(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callabl
             if dim != source and w.axes[:depth][-1:] == (axis,) and _prefix(w, depth - 1, now) == have[dim]:
                 size = now.mesh.size(axis)
                 at = now.index(h.axes[:-1]) * size
-                route = swap_route(source, h.lengths[at : at + size], dim, innermost(dim, depth), coords[axis])
+                route = swap_route(source, h.shard_sizes[at : at + size], dim, innermost(dim, depth), coords[axis])
                 after = now.with_dim(source, _prefix(h, len(h.axes) - 1, now)).with_dim(dim, _prefix(w, depth, now))
-                return "swap", axis, partial(moves.travel, route=route, group=group(axis)), after
+                return "swap", axis, partial(autograd_collectives.exchange, route=route, group=group(axis)), after
 
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # the same axis, cut elsewhere
         if len(h.axes) == 1 and w.axes[:1] == h.axes and _prefix(w, 1, now) != h:
             axis = h.axes[0]
             goal = _prefix(w, 1, now)
-            route = recut_route(dim, h.lengths, goal.lengths, coords[axis])
-            return "recut", axis, partial(moves.travel, route=route, group=group(axis)), now.with_dim(dim, goal)
+            route = reshard_route(dim, h.shard_sizes, goal.shard_sizes, coords[axis])
+            return (
+                "recut",
+                axis,
+                partial(autograd_collectives.exchange, route=route, group=group(axis)),
+                now.with_dim(dim, goal),
+            )
 
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):
         if h.axes and h != _prefix(w, len(h.axes), now):
             axis, size = h.axes[-1], now.mesh.size(h.axes[-1])
             at = now.index(h.axes[:-1]) * size
-            cut = h.lengths[at : at + size]
+            cut = h.shard_sizes[at : at + size]
             after = now.with_dim(dim, _prefix(h, len(h.axes) - 1, now))
-            return "gather", axis, partial(moves.gather, dim=dim, lengths=cut, group=group(axis)), after
+            return (
+                "gather",
+                axis,
+                partial(autograd_collectives.gather, dim=dim, shard_sizes=cut, group=group(axis)),
+                after,
+            )
     raise AssertionError(f"no step from {now} to {target}")
 
 
-def simplified(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
+def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
     """A layout without merged dims (or without those of `dims`) that is a swap away: every cut of a merged dim moves
     to its first factor."""
     chosen = range(layout.ndim) if dims is None else set(dims)
@@ -238,14 +257,14 @@ def simplified(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
         if len(factors) > 1 and dim in chosen:
             first, inner = factors[0], math.prod(f.size for f in factors[1:])
             parts = [layout.mesh.size(a) for f in factors[1:] for a in f.axes]
-            cut = [n * inner for piece in pieces(first) for n in nested_chunk(piece, parts)]
+            cut = [n * inner for piece in shard_sizes_of(first) for n in nested_chunk(piece, parts)]
             axes = tuple(a for f in factors for a in f.axes)
-            factors = (Factor(first.size * inner, axes, tuple(cut)),)
+            factors = (DimSharding(first.size * inner, axes, tuple(cut)),)
         found.append(factors)
     return layout.with_dims(found)
 
 
-def cut_out(full: Tensor, layout: Layout, coords: Sequence[int]) -> Tensor:
+def slice_shard(full: Tensor, layout: Layout, coords: Sequence[int]) -> Tensor:
     """The piece of a whole tensor that the rank at `coords` holds under a simple layout: a view."""
     for dim in range(layout.ndim):
         start, stop = layout.span(dim, coords)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from .comm import wire
+from .comm import collectives
 from .errors import ShardingError
 from .layout import Layout, balanced
 
@@ -75,7 +75,7 @@ def infer_layout(
     table = [row]
     for axis in reversed(range(mesh.ndim)):  # rows end up in row-major order of coords
         flat = [n for r in table for n in r]
-        gathered = wire.gather_ints(flat, mesh.get_group(axis), local.device)
+        gathered = collectives.gather_ints(flat, mesh.get_group(axis), local.device)
         table = [part[i : i + len(row)] for part in gathered for i in range(0, len(part), len(row))]
     shapes = [tuple(r[2 : 2 + r[0]]) for r in table]
     held = "; ".join(f"{i}: {s}" for i, s in enumerate(shapes))
@@ -185,9 +185,9 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
         if not axes:
             continue
         if shapes is None and layout.axes_of(dim) == axes and len(layout.dims[dim]) == 1:
-            lengths[dim] = layout.lengths(dim)
+            lengths[dim] = layout.shard_sizes(dim)
         elif shapes == "balanced":
-            lengths[dim] = balanced(layout.shape[dim], len(plain.lengths(dim)))
+            lengths[dim] = balanced(layout.shape[dim], len(plain.shard_sizes(dim)))
         elif isinstance(shapes, Mapping):
             stated = [shapes[a] for a in axes if a in shapes]
             if len(stated) == 1 and len(axes) == 1:

@@ -1,7 +1,7 @@
 """ShardTensor: a torch.Tensor that lies in pieces on the ranks of a device mesh.
 
 The wrapper takes no part in autograd: `_local_tensor` carries the graph, and everything about gradients is asked of
-it. What a call on a ShardTensor does is decided in `dispatch.py`.
+it. What a call on a ShardTensor does is decided in `dispatch/registry.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from . import dispatch, operands
 from ._compat import make_wrapper
-from .aliasing import LENT, PASSED_BY, Doubt, hand_out, settled
-from .comm import moves
+from .comm import autograd_collectives
+from .dispatch import arguments, registry
+from .dispatch.plan import process_groups
+from .dispatch.write_tracking import INCOMPLETE_GRAD, WRITE_OBSERVERS, ViewConsensus, expose_local, write_is_lost
 from .errors import ShardingError
 from .layout import Layout
-from .plan import groups
-from .redistribute import redistribute, simplified
+from .redistribute import redistribute, unmerge_dims
 from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 
 
@@ -39,11 +39,11 @@ class ShardTensor(torch.Tensor):
     _dtype: torch.dtype  # the local tensor's, and so is the device: asking it takes longer
     _device: torch.device
     # torch would have returned a view here and this is a copy: writing would be lost
-    _copied_view: bool | Doubt = False
+    _copied_view: bool | ViewConsensus = False
     _narrowed = False  # a slice of a cut dim
-    _fresh = False  # filled with a number on this rank: no message has ever held its memory
-    _passed_by = False  # it was read before it was made, so that gradients do not go through it
-    _whole: tuple[tuple[int, bool], ShardTensor] | None = (
+    _unsent = False  # filled with a number on this rank: no message has ever held its memory
+    _grad_incomplete = False  # it was read before it was made, so that gradients do not go through it
+    _reduced_cache: tuple[tuple[int, bool], ShardTensor] | None = (
         None  # what a Partial sums to, and the version it was taken at
     )
 
@@ -54,16 +54,16 @@ class ShardTensor(torch.Tensor):
             raise ShardingError(
                 f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's part of {layout}"
             )
-        return wrap(hand_out(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
+        return wrap(expose_local(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    __torch_function__ = classmethod(dispatch.call)
+    __torch_function__ = classmethod(registry.torch_function)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return dispatch.below(cls, func, types, args, kwargs or {})
+        return registry.torch_dispatch(cls, func, types, args, kwargs or {})
 
     # ------------------------------------------------------------------ what it is; read without dispatch
 
@@ -132,7 +132,7 @@ class ShardTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            local, layout = operands.admit(value, self._layout.mesh)
+            local, layout = arguments.as_operand(value, self._layout.mesh)
             value = redistribute(local, layout, self._grad_layout)
         self._local_tensor.grad = value
 
@@ -146,17 +146,17 @@ class ShardTensor(torch.Tensor):
         return self._layout.with_partial(()) if self._layout.partial else self._layout
 
     def retain_grad(self) -> None:
-        self._in_graph().retain_grad()
+        self._local_for_grad().retain_grad()
 
     def register_hook(self, hook: Callable[[ShardTensor], Tensor | None]) -> Any:
         """`hook` gets the gradient as a ShardTensor and may return another."""
         layout = self._grad_layout
-        return self._in_graph().register_hook(_local_hook(hook, layout))
+        return self._local_for_grad().register_hook(_wrap_hook(hook, layout))
 
-    def _in_graph(self) -> Tensor:
+    def _local_for_grad(self) -> Tensor:
         """The local tensor, for one who asks for its gradient."""
-        if self._passed_by:
-            raise ShardingError(PASSED_BY)
+        if self._grad_incomplete:
+            raise ShardingError(INCOMPLETE_GRAD)
         return self._local_tensor
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[ShardTensor], None]) -> Any:
@@ -164,7 +164,7 @@ class ShardTensor(torch.Tensor):
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
         """As on a tensor; `gradient` may be a ShardTensor in any layout or a plain whole tensor."""
-        dispatch.run_backward([self], [gradient], retain_graph, create_graph, inputs)
+        registry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
     # ------------------------------------------------------------------ moving
 
@@ -191,7 +191,7 @@ class ShardTensor(torch.Tensor):
             layout = infer_layout(local_tensor, device_mesh, placed, global_shape)
         else:
             layout = layout_from_shapes(local_tensor, device_mesh, placed, sharding_shapes, global_shape)
-        return wrap(hand_out(local_tensor), layout)
+        return wrap(expose_local(local_tensor), layout)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor, **kwargs: Any) -> ShardTensor:
@@ -199,13 +199,13 @@ class ShardTensor(torch.Tensor):
         placements = dtensor.placements
         layout = Layout.of(dtensor.device_mesh, placements, dtensor.shape)
         grads = [Replicate() if isinstance(p, Partial) else p for p in placements]
-        return wrap(hand_out(dtensor.to_local(grad_placements=grads)), layout)
+        return wrap(expose_local(dtensor.to_local(grad_placements=grads)), layout)
 
     def to_dtensor(self) -> DTensor:
         """A DTensor with the same pieces where torch.chunk cuts so, else after moving to such a cut."""
         value = self.redistribute(placements=self.placements, sharding_shapes="chunk")
         return DTensor.from_local(
-            hand_out(value._local_tensor),
+            expose_local(value._local_tensor),
             self.device_mesh,
             self.placements,
             shape=self.shape,
@@ -242,7 +242,7 @@ class ShardTensor(torch.Tensor):
         Its gradient is expected as the layout has it: a slice for Shard, the whole for Replicate and Partial. State
         `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
         """
-        local = hand_out(self._local_tensor)
+        local = expose_local(self._local_tensor)
         if grad_placements is None:
             return local
         summed = [a for a, p in enumerate(grad_placements) if isinstance(p, Partial)]
@@ -251,12 +251,12 @@ class ShardTensor(torch.Tensor):
                 raise ShardingError(f"to_local: a gradient placed {grad} for a value placed {placed} is not supported")
             if axis in summed and placed.is_shard():
                 raise ShardingError(f"to_local: a Partial gradient for a value placed {placed} is not supported")
-        return moves.enter([local], groups(self._layout, summed))[0]
+        return autograd_collectives.replicate_in([local], process_groups(self._layout, summed))[0]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value as a plain tensor on every rank."""
         target = Layout.replicate(self._layout.mesh, self._layout.shape)
-        return self._placed(target).to_local(grad_placements=grad_placements)
+        return self._redistribute_to(target).to_local(grad_placements=grad_placements)
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """The global index of this rank's first element; with `mesh_dim`, along the dim that axis cuts."""
@@ -266,39 +266,39 @@ class ShardTensor(torch.Tensor):
         placed = self.placements[mesh_dim]
         return offsets[placed.dim] if placed.is_shard() else 0
 
-    def _placed(self, target: Layout) -> ShardTensor:
+    def _redistribute_to(self, target: Layout) -> ShardTensor:
         if target is self._layout:
             return self
         return wrap(redistribute(self._local_tensor, self._layout, target), target)
 
-    def _whole_value(self) -> ShardTensor:
+    def _reduced_value(self) -> ShardTensor:
         """This value with nothing left to reduce; taken once, however many ops ask."""
         if not self._layout.partial:
             return self
         local = self._local_tensor
         if local.is_inference():  # nobody counts its writes
-            return self._placed(self._layout.with_partial(()))
+            return self._redistribute_to(self._layout.with_partial(()))
         key = (local._version, torch.is_grad_enabled())
-        known = self._whole
+        known = self._reduced_cache
         if known is None or known[0] != key:
-            known = self._whole = (key, self._placed(self._layout.with_partial(())))
+            known = self._reduced_cache = (key, self._redistribute_to(self._layout.with_partial(())))
         return known[1]
 
-    def _simple_value(self) -> ShardTensor:
+    def _unmerged_value(self) -> ShardTensor:
         """This value with nothing left to reduce and no merged dims."""
-        value = self._whole_value()
-        return value if value._layout.is_simple else value._placed(simplified(value._layout))
+        value = self._reduced_value()
+        return value if value._layout.is_simple else value._redistribute_to(unmerge_dims(value._layout))
 
     def _write(self, value: ShardTensor) -> ShardTensor:
         """Write a whole value of this shape into this tensor's pieces."""
-        self._writable()
+        self._check_writable()
         self._local_tensor.copy_(redistribute(value._local_tensor, value._layout, self._layout))
         return self
 
-    def _writable(self) -> None:
-        for borrower in list(LENT) if LENT else ():
-            borrower.keep(self._local_tensor)
-        if self._copied_view and settled(self._copied_view):
+    def _check_writable(self) -> None:
+        for borrower in list(WRITE_OBSERVERS) if WRITE_OBSERVERS else ():
+            borrower.before_write(self._local_tensor)
+        if self._copied_view and write_is_lost(self._copied_view):
             raise ShardingError(
                 "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one "
                 f"device it is a view, here pieces of it were moved or copied ({self._layout}). Write into the "
@@ -310,17 +310,17 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def register_function_handler(cls, func: Any, function_handler: Callable) -> None:
         """Calls of `func` on ShardTensors go to `function_handler(func, types, args, kwargs)`."""
-        dispatch.register(func, function_handler)
+        registry.register(func, function_handler)
 
     @classmethod
     def register_named_function_handler(cls, name: str, function_handler: Callable) -> None:
         """The same for a function known by name, as `"mylib.op.default"` of a custom op or its qualified name."""
-        dispatch.register_named(name, function_handler)
+        registry.register_named(name, function_handler)
 
     @classmethod
     def register_dispatch_handler(cls, op: Any, function_handler: Callable) -> None:
         """Calls that reach torch's dispatcher as the aten operator `op` go to `function_handler(*args, **kwargs)`."""
-        dispatch.BELOW[op] = function_handler
+        registry.DISPATCH_HANDLERS[op] = function_handler
 
     # ------------------------------------------------------------------ as an object
 
@@ -338,33 +338,33 @@ class ShardTensor(torch.Tensor):
 
     def item(self) -> Any:
         """The value of a tensor with one element, the same on every rank."""
-        return operands.replicated(self).item()
+        return arguments.to_full_tensor(self).item()
 
     def tolist(self) -> Any:
-        return operands.replicated(self).tolist()
+        return arguments.to_full_tensor(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole value as an array on every rank."""
-        return operands.replicated(self).numpy(force=force)
+        return arguments.to_full_tensor(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        whole = operands.replicated(self).numpy()
+        whole = arguments.to_full_tensor(self).numpy()
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(operands.replicated(self).detach())
+        return bool(arguments.to_full_tensor(self).detach())
 
     def __int__(self) -> int:
-        return int(operands.replicated(self).detach())
+        return int(arguments.to_full_tensor(self).detach())
 
     def __float__(self) -> float:
-        return float(operands.replicated(self).detach())
+        return float(arguments.to_full_tensor(self).detach())
 
     def __complex__(self) -> complex:
-        return complex(operands.replicated(self).detach())
+        return complex(arguments.to_full_tensor(self).detach())
 
     def __index__(self) -> int:
-        return operands.replicated(self).__index__()
+        return arguments.to_full_tensor(self).__index__()
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
@@ -398,15 +398,15 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     return made
 
 
-def _local_hook(hook: Callable, layout: Layout) -> Callable[[Tensor], Tensor | None]:
+def _wrap_hook(hook: Callable, layout: Layout) -> Callable[[Tensor], Tensor | None]:
     def run(grad: Tensor) -> Tensor | None:
         changed = hook(wrap(grad, layout))
         if changed is None:
             return None
-        local, now = operands.admit(changed, layout.mesh)
+        local, now = arguments.as_operand(changed, layout.mesh)
         return redistribute(local, now, layout)
 
     return run
 
 
-operands.ShardTensor, operands.wrap = ShardTensor, wrap
+arguments.ShardTensor, arguments.wrap = ShardTensor, wrap

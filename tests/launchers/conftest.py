@@ -9,8 +9,9 @@ import signal
 import subprocess
 
 import pytest
-from hosts import Hosts
-from slurm import Slurm
+
+from tests.launchers.hosts import Hosts
+from tests.launchers.slurm import Slurm
 
 
 def end_in_order(*_) -> None:

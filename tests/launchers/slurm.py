@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hosts import Hosts
+from tests.launchers.hosts import Hosts
 
 CONFIG = """
 ClusterName=shardfield

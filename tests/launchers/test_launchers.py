@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT, clean_env
+from tests.launch import ROOT, clean_env
 
 SCRIPT = str(Path(__file__).with_name("world.py"))
 PYTHON = [sys.executable, SCRIPT]

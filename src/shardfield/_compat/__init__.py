@@ -39,7 +39,7 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 same_memory = torch._C._is_alias_of
 
 
-def beneath(tensor: torch.Tensor) -> torch.Tensor:
+def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose memory a tensor shows while AOTAutograd traces; else the tensor itself.
 
     torch 2.11-2.15: `FunctionalTensor` wraps each view anew; what it wraps shares memory as views do. No public name.
@@ -47,7 +47,7 @@ def beneath(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "elem", tensor)
 
 
-def within_transforms(tensor: torch.Tensor) -> torch.Tensor:
+def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that torch.vmap, grad and the like have wrapped, or itself. torch 2.11-2.15; no public name."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
@@ -62,12 +62,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def memory_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory share. torch 2.11-2.15: a storage has no public name of its own."""
-    return beneath(tensor).untyped_storage()._cdata
+    return unwrap_functional(tensor).untyped_storage()._cdata
 
 
-def hooks_on_saving() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Whether someone else has a say in what backward keeps, or forbids that anyone has.
 
     torch 2.11-2.15: what `torch.autograd.graph.saved_tensors_hooks` looks at, and no public name tells.
@@ -87,7 +87,7 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def left_alone(function: F) -> F:
+def dynamo_disable(function: F) -> F:
     """Have torch.compile look neither into a function nor into what it calls, at no cost to any other call of it.
 
     torch 2.11-2.15: what `torch.compiler.disable` does by a wrapper, which costs every call and imports the compiler.
@@ -101,7 +101,7 @@ def left_alone(function: F) -> F:
     return function
 
 
-def open_body(func: Any) -> Any:
+def without_override_check(func: Any) -> Any:
     """A Python function of torch without its own `__torch_function__` check, so that the calls inside it dispatch.
 
     torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None where there is no such check.
@@ -112,13 +112,13 @@ def open_body(func: Any) -> Any:
         return None
     scope = dict(func.__globals__)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        scope[name] = _never
+        scope[name] = _return_false
     opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
 
 
-def _never(*args: Any) -> bool:
+def _return_false(*args: Any) -> bool:
     return False
 
 
@@ -133,7 +133,7 @@ NAMESPACES = (
 )
 
 
-def materialized(tensor: torch.Tensor) -> torch.Tensor:
+def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with memory: some backward formulas (of sgn, say) give "efficient zeros" that have none to send.
 
     torch 2.11-2.15; no public name tells them.
@@ -150,7 +150,7 @@ def replace_function_apply(apply: Any) -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
-def order_second_backward() -> None:
+def serialize_double_backward() -> None:
     """Have a backward that makes a graph (`create_graph=True`) run in the thread that asked for it.
 
     torch 2.11-2.15 run what is ready in the order in which it was recorded, and count that for each thread: what a
@@ -180,7 +180,7 @@ def replace_script_call(call: Any) -> Any:
     return before
 
 
-def scripted(function: Any) -> Any:
+def scripted_source(function: Any) -> Any:
     """The Python function that a scripted one was made of, or None: torch 2.11-2.15 keep it for torch.compile."""
     return getattr(function, "_torchdynamo_inline", None)
 
@@ -198,7 +198,7 @@ def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any
     nodes.register_hook = lambda self, hook: super(nodes, self).register_hook(change(self, hook))
 
 
-def check_old_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
     """Call `check(module, inputs, result)` when a module with hooks of `register_backward_hook` was called.
 
     torch 2.11-2.15: it hooks the node behind the result, whatever that is, and then looks whether to warn. No public
@@ -230,7 +230,7 @@ def shares_memory(tensor: torch.Tensor) -> bool:
     return _storage_users(tensor) > _storage_users(torch.empty(1))
 
 
-def is_alone(tensor: torch.Tensor) -> bool:
+def is_sole_reference(tensor: torch.Tensor) -> bool:
     """Whether nothing but its Python name knows a plain tensor or its memory, so that it can be swapped for another.
 
     torch 2.11-2.15: `torch.utils.swap_tensors` refuses what C++ code holds, or a weak reference.
@@ -239,10 +239,10 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _storage_users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(memory_of(tensor))
+    return torch._C._storage_Use_Count(storage_id(tensor))
 
 
-def root_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+def base_and_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """The tensor that a plain tensor is a view of (or itself) and how often its memory was written; None if nobody
     counts, as in inference mode.
 

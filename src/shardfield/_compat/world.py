@@ -65,7 +65,7 @@ def flatten_mesh(mesh: Any, name: str) -> Any:
         return mesh._flatten(name)
 
 
-def group_in(args: Any) -> Any:
+def group_argument(args: Any) -> Any:
     """The process group among the arguments of an operator of torch.distributed.
 
     torch 2.11-2.15: operators get groups boxed, or by name where they are traceable; no public name unboxes them.
@@ -79,7 +79,7 @@ def group_in(args: Any) -> Any:
     return process_group(args[-1])
 
 
-def forget_meshes() -> None:
+def clear_dtensor_caches() -> None:
     """Empty DTensor's tables, whose entries hold the groups of a mesh and are found by any mesh that equals it.
 
     torch 2.11-2.15: no public way; a second world in one process would send through the groups of the first.

@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
 from ..comm import ring as rings
-from ..ops import attention
-from .measure import Times, busy, late, peak, slowest, turns, wall
-from .ranks import cut, domain, measured
+from ..ops.attention import sdpa
+from .measure import Times, busy_seconds, delay_messages, interleave, max_over_ranks, peak_memory, wall_seconds
+from .ranks import domain_mesh, measure_on_ranks, shard_tensor
 from .table import Table
-from .watch import traffic
+from .traffic import checked_traffic
 
 attend: Any = F.scaled_dot_product_attention
-BEHIND = "the slower of arithmetic and messages"
+OVERLAP_BOUND = "the slower of arithmetic and messages"
 CASES = [(causal, backward) for causal in (False, True) for backward in (False, True)]
 
 
@@ -54,24 +54,24 @@ class Inputs:
         dtype: torch.dtype = getattr(torch, settings.dtype)
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(shape, generator=generator).to(mesh.device_type, dtype) for _ in range(3)]
-        self.pieces = [cut(t, mesh, 2).requires_grad_() for t in whole]
-        self.whole = [t.requires_grad_() for t in whole]
+        self.shards = [shard_tensor(t, mesh, 2).requires_grad_() for t in whole]
+        self.full = [t.requires_grad_() for t in whole]
 
     def clear(self) -> None:
-        for t in (*self.whole, *self.pieces):
+        for t in (*self.full, *self.shards):
             t.grad = None
 
 
 def ring(x: Inputs, causal: bool, backward: bool) -> None:
     x.clear()
-    out = attend(*x.pieces, is_causal=causal)
+    out = attend(*x.shards, is_causal=causal)
     if backward:
         out.to_local().sum().backward()
 
 
 def gather(x: Inputs, causal: bool, backward: bool) -> None:
     x.clear()
-    q, k, v = x.pieces
+    q, k, v = x.shards
     local = q.to_local()
     whole = [t.redistribute(placements=[Replicate()]) for t in (k, v)]
     keys, values = (t.to_local(grad_placements=[Partial()]) for t in whole)  # each rank has its queries' part of them
@@ -85,19 +85,19 @@ def gather(x: Inputs, causal: bool, backward: bool) -> None:
         out.sum().backward()
 
 
-def alone(x: Inputs, causal: bool, backward: bool) -> None:
+def single_rank(x: Inputs, causal: bool, backward: bool) -> None:
     x.clear()
     if dist.get_rank() == 0:
-        out = attend(*x.whole, is_causal=causal)
+        out = attend(*x.full, is_causal=causal)
         if backward:
             out.sum().backward()
 
 
 def overlap(x: Inputs, settings: Settings, device: str) -> Times:
     """The ring, its arithmetic alone (all blocks at hand) and its messages alone, with late messages."""
-    mesh = x.pieces[0].device_mesh
+    mesh = x.shards[0].device_mesh
     size = mesh.size(0)
-    q, k, v = (t.to_local().detach() for t in x.pieces)
+    q, k, v = (t.to_local().detach() for t in x.shards)
     blocks = [(k.clone(), v.clone()) for _ in range(size)]
     where = rings.Ring((mesh.get_group(0),), (size,), (mesh.get_local_rank(),))
 
@@ -106,7 +106,7 @@ def overlap(x: Inputs, settings: Settings, device: str) -> Times:
             attend(q, key, value)
 
     def messages() -> None:
-        for _ in rings.visit(rings.pack([k, v]), [2 * k.numel()] * size, where):
+        for _ in rings.iterate_blocks(rings.pack([k, v]), [2 * k.numel()] * size, where):
             pass
 
     calls: dict[str, Callable[[], None]] = {
@@ -114,26 +114,26 @@ def overlap(x: Inputs, settings: Settings, device: str) -> Times:
         "arithmetic alone": arithmetic,
         "messages alone": messages,
     }
-    with torch.no_grad(), late(settings.delay_ms / 1e3):
-        return turns(calls, settings.rounds, partial(wall, device=device))
+    with torch.no_grad(), delay_messages(settings.delay_ms / 1e3):
+        return interleave(calls, settings.rounds, partial(wall_seconds, device=device))
 
 
-def causal_share(x: Inputs) -> float:
+def causal_imbalance(x: Inputs) -> float:
     """The scores this rank computes over the mean of all."""
     works: list[Any] = []
-    before = attention.attend
+    before = sdpa.attend
 
     def noted(work: Any, *args: Any) -> Any:
         works.append(work)
         return before(work, *args)
 
-    attention.attend = noted  # type: ignore[assignment]
+    sdpa.attend = noted  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            attend(*x.pieces, is_causal=True)
+            attend(*x.shards, is_causal=True)
     finally:
-        attention.attend = before
-    length = x.whole[0].shape[2]
+        sdpa.attend = before
+    length = x.full[0].shape[2]
     return works[0].scores / (length * (length + 1) / 2 / dist.get_world_size()) if works else 1.0
 
 
@@ -142,50 +142,50 @@ def check(x: Inputs) -> None:
     found = []
     for way in (gather, ring):
         way(x, True, True)
-        found.append([t.grad.to_local() for t in x.pieces if t.grad is not None])
+        found.append([t.grad.to_local() for t in x.shards if t.grad is not None])
     close = {"rtol": 1e-4, "atol": 1e-5} if found[0][0].dtype is torch.float32 else {"rtol": 0.1, "atol": 0.1}
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, **close)
 
 
-def compared(device: str, settings: Settings) -> dict[str, Any]:
+def compare_on_rank(device: str, settings: Settings) -> dict[str, Any]:
     """On a rank: seconds and bytes by case and system."""
-    x = Inputs(settings, domain(device))
-    systems: dict[str, Callable[[Inputs, bool, bool], None]] = {"gather": gather, "ring": ring, "one rank": alone}
+    x = Inputs(settings, domain_mesh(device))
+    systems: dict[str, Callable[[Inputs, bool, bool], None]] = {"gather": gather, "ring": ring, "one rank": single_rank}
     check(x)
     found: dict[str, Any] = {"times": {}, "peaks": {}, "sent": {}}
     for causal, backward in CASES:
         case = ("causal, " if causal else "") + ("forward + backward" if backward else "forward")
         calls = {name: partial(call, x, causal, backward) for name, call in systems.items()}
-        found["times"][case] = turns(calls, settings.rounds, partial(wall, device=device))
+        found["times"][case] = interleave(calls, settings.rounds, partial(wall_seconds, device=device))
         x.clear()
-        found["peaks"][case] = {name: peak(call, device) for name, call in calls.items()}
-        found["sent"][case] = {name: traffic(call).bytes for name, call in calls.items() if name != "one rank"}
-    return found | {"overlap": overlap(x, settings, device), "share": causal_share(x)}
+        found["peaks"][case] = {name: peak_memory(call, device) for name, call in calls.items()}
+        found["sent"][case] = {name: checked_traffic(call).bytes for name, call in calls.items() if name != "one rank"}
+    return found | {"overlap": overlap(x, settings, device), "share": causal_imbalance(x)}
 
 
-def one_rank(device: str, settings: Settings) -> Times:
+def time_one_rank(device: str, settings: Settings) -> Times:
     """On the rank: a ShardTensor's call and plain torch's, forward and backward."""
-    x = Inputs(settings, domain(device))
-    calls = {"plain torch": partial(alone, x, False, True), "shardfield": partial(ring, x, False, True)}
-    return turns(calls, settings.rounds, partial(busy, device=device))
+    x = Inputs(settings, domain_mesh(device))
+    calls = {"plain torch": partial(single_rank, x, False, True), "shardfield": partial(ring, x, False, True)}
+    return interleave(calls, settings.rounds, partial(busy_seconds, device=device))
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     if 1 in settings.ranks:
-        times = measured(one_rank, 1, device, settings)[0]
-        table.times("1 rank, forward + backward", times, "plain torch", bars={"shardfield": 1.05})
+        times = measure_on_ranks(time_one_rank, 1, device, settings)[0]
+        table.add_times("1 rank, forward + backward", times, "plain torch", bars={"shardfield": 1.05})
     for ranks in (r for r in settings.ranks if r > 1):
-        told = measured(compared, ranks, device, settings)
+        told = measure_on_ranks(compare_on_rank, ranks, device, settings)
         for case in told[0]["times"]:
-            table.times(f"{ranks} ranks, {case}", slowest([t["times"][case] for t in told]), "gather")
+            table.add_times(f"{ranks} ranks, {case}", max_over_ranks([t["times"][case] for t in told]), "gather")
             for what, unit in (("peaks", "MB"), ("sent", "kB")):
                 most = {name: max(t[what][case][name] for t in told) for name in told[0][what][case]}
                 name = "memory" if what == "peaks" else "sent"
-                table.counts(f"{ranks} ranks, {case}: {name}", most, unit, "gather")
-        times = slowest([t["overlap"] for t in told])
+                table.add_counts(f"{ranks} ranks, {case}: {name}", most, unit, "gather")
+        times = max_over_ranks([t["overlap"] for t in told])
         parts = zip(times["arithmetic alone"], times["messages alone"], strict=True)
         case = f"{ranks} ranks, messages {settings.delay_ms:g} ms late"
-        table.times(case, {BEHIND: [max(at) for at in parts]} | times, BEHIND, bars={"ring": 1.15})
+        table.add_times(case, {OVERLAP_BOUND: [max(at) for at in parts]} | times, OVERLAP_BOUND, bars={"ring": 1.15})
         share = max(t["share"] for t in told)
         table.ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [share], "the mean", 1.05)

@@ -24,10 +24,10 @@ EPILOG = """Without names all are run. A benchmark's own settings are options to
 halo --ranks 2 4 --rounds 9. `shardfield bench --list` shows them."""
 
 # torch's profiler, which counts memory, says on every rank when it starts and stops. Read when torch is loaded there.
-QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+QUIET_ENV = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def module(name: str) -> ModuleType:
+def load_benchmark(name: str) -> ModuleType:
     """The module of a benchmark."""
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, 1)
@@ -36,9 +36,9 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
 
-def measure(name: str, device: str = "cpu", quick: bool = False, **given: Any) -> Table:
+def run_benchmark(name: str, device: str = "cpu", quick: bool = False, **given: Any) -> Table:
     """Run one benchmark with the settings that are given, and those of its own for a quick run or a device."""
-    kind = module(name).Settings
+    kind = load_benchmark(name).Settings
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}
     for key in given:
         if key not in fields:
@@ -55,7 +55,7 @@ def measure(name: str, device: str = "cpu", quick: bool = False, **given: Any) -
         if any(isinstance(v, int) and v < 1 for v in (value if isinstance(value, tuple) else [value])):
             raise ShardfieldError(f"{name}: --{key} {value} should be 1 or more")
     table = Table(name, dataclasses.asdict(settings), device, quick)
-    module(name).run(settings, device, table)
+    load_benchmark(name).run(settings, device, table)
     return table
 
 
@@ -73,7 +73,7 @@ def command(words: list[str]) -> int:
     asked_for = list(takewhile(lambda word: not word.startswith("-"), rest))
     rest = rest[len(asked_for) :]
     if given.list:
-        print(listing())
+        print(list_benchmarks())
         return 0
     if given.page:
         from .page import page
@@ -83,25 +83,25 @@ def command(words: list[str]) -> int:
         given.page.write_text(page(given.out))
         return 0
     names = asked_for or list(BENCHMARKS)
-    asked = {name: own_settings(name, rest) for name in names}  # all are refused before any is run
+    asked = {name: parse_settings(name, rest) for name in names}  # all are refused before any is run
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ShardfieldError("bench --device cuda: there is no CUDA device here")
     if detect(dict(os.environ)).world_size > 1:
         raise ShardfieldError("bench starts ranks of its own: call it without a launcher")
-    for name, value in QUIET.items():
+    for name, value in QUIET_ENV.items():
         os.environ.setdefault(name, value)
     for name in names:
-        table = measure(name, device, given.quick, **asked[name])
+        table = run_benchmark(name, device, given.quick, **asked[name])
         print(table, end="\n\n", flush=True)
         if given.out is not None:
             table.write(given.out)
     return 0
 
 
-def own_settings(name: str, words: list[str]) -> dict[str, Any]:
+def parse_settings(name: str, words: list[str]) -> dict[str, Any]:
     """The words that are settings of a benchmark, as it wants them."""
-    kind = module(name).Settings
+    kind = load_benchmark(name).Settings
     parser = argparse.ArgumentParser(f"shardfield bench {name}", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     for field in dataclasses.fields(kind):
         default: Any = field.default
@@ -112,12 +112,12 @@ def own_settings(name: str, words: list[str]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
-def listing() -> str:
+def list_benchmarks() -> str:
     """Every benchmark, what it asks, and its settings."""
     lines = []
     for name, asks in BENCHMARKS.items():
         lines.append(f"{name:13} {asks}")
-        fields = dataclasses.fields(module(name).Settings)
+        fields = dataclasses.fields(load_benchmark(name).Settings)
         shown = [(f.name, f.default if isinstance(f.default, tuple) else (f.default,)) for f in fields]
         options = " ".join(f"[--{key.replace('_', '-')} {' '.join(map(str, values))}]" for key, values in shown)
         lines.append(f"{'':13} {options}")

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ..ops.deferred import HOMES
-from ..ops.spectral import spectral_conv
+from ..ops.spectral.lazy_spectrum import FIELD_LAYOUTS
+from ..ops.spectral.truncation import spectral_conv
 from ..tensor import ShardTensor
-from .measure import own, slowest, turns
-from .ranks import cut_field, domain, measured, named
+from .measure import interleave, max_over_ranks, rank_seconds
+from .ranks import domain_mesh, make_sharded_field, measure_on_ranks, rank_label
 from .table import Table
-from .watch import traffic
+from .traffic import checked_traffic
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
     cuda: ClassVar[dict[str, Any]] = {"grid": (720, 1440), "channels": 64, "modes": (64, 64)}
 
 
-def written_out(
+def torch_fft_layer(
     x: Tensor, weight: Tensor, modes: tuple[int, int], take: Callable = lambda spectrum: spectrum
 ) -> Tensor:
     """The layer in torch.fft."""
@@ -53,34 +53,39 @@ def written_out(
     return torch.fft.irfftn(out, s=(height, width), dim=(2, 3), norm="forward")
 
 
-def swapped(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
+def resharded_layer(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
     """Spectra that are there at once: what the other ways left to be known about them is forgotten."""
-    HOMES.clear()
-    return written_out(x, weight, modes, lambda spectrum: spectrum.view_as(spectrum))
+    FIELD_LAYOUTS.clear()
+    return torch_fft_layer(x, weight, modes, lambda spectrum: spectrum.view_as(spectrum))
 
 
-def gathered(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
+def gathered_layer(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
     """Everything everywhere."""
     whole = x.redistribute(placements=[Replicate()])
-    return written_out(whole, weight, modes).redistribute(placements=[Shard(2)])
+    return torch_fft_layer(whole, weight, modes).redistribute(placements=[Shard(2)])
 
 
-WAYS: dict[str, Callable] = {"modes": spectral_conv, "written": written_out, "swap": swapped, "gather": gathered}
+METHODS: dict[str, Callable] = {
+    "modes": spectral_conv,
+    "written": torch_fft_layer,
+    "swap": resharded_layer,
+    "gather": gathered_layer,
+}
 
 
-def compared(device: str, settings: Settings) -> dict[str, Any]:
+def compare_on_rank(device: str, settings: Settings) -> dict[str, Any]:
     """On a rank: the time of forward and backward together, and what each sends, of each way."""
-    mesh = domain(device)
+    mesh = domain_mesh(device)
     modes, channels = tuple(settings.modes), settings.channels
-    x = cut_field(mesh, (1, channels, *settings.grid)).requires_grad_()
+    x = make_sharded_field(mesh, (1, channels, *settings.grid)).requires_grad_()
     torch.manual_seed(0)
     shape = (channels, channels, modes[0], modes[1] // 2 + 1)
     weight = torch.randn(shape, dtype=torch.cfloat).to(device).requires_grad_()
-    fields: dict[str, Any] = dict.fromkeys(WAYS, x)
-    ways = dict(WAYS)
+    fields: dict[str, Any] = dict.fromkeys(METHODS, x)
+    ways = dict(METHODS)
     if mesh.size() == 1:
         fields["plain torch"] = x.to_local().detach().clone().requires_grad_()
-        ways["plain torch"] = written_out
+        ways["plain torch"] = torch_fft_layer
     outs: dict[str, Tensor] = {}
 
     def forward(way: str) -> None:
@@ -98,24 +103,24 @@ def compared(device: str, settings: Settings) -> dict[str, Any]:
     results = []
     for way in ways:
         both(way)
-        sent["forward"][way] = traffic(partial(forward, way)).bytes
+        sent["forward"][way] = checked_traffic(partial(forward, way)).bytes
         out = outs[way].detach()
-        sent["backward"][way] = traffic(partial(backward, way)).bytes
+        sent["backward"][way] = checked_traffic(partial(backward, way)).bytes
         assert weight.grad is not None
         whole = [t.full_tensor() if isinstance(t, ShardTensor) else t for t in (out, fields[way].grad)]
         results.append((*whole, weight.grad.clone()))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
-    times = turns({way: partial(both, way) for way in ways}, settings.rounds, partial(own, device=device))
+    times = interleave({way: partial(both, way) for way in ways}, settings.rounds, partial(rank_seconds, device=device))
     return {"times": times, "sent": sent}
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for ranks in settings.ranks:
-        told = measured(compared, ranks, device, settings)
-        table.times(f"{named(ranks)}, forward + backward", slowest([t["times"] for t in told]), "modes")
+        told = measure_on_ranks(compare_on_rank, ranks, device, settings)
+        table.add_times(f"{rank_label(ranks)}, forward + backward", max_over_ranks([t["times"] for t in told]), "modes")
         for direction in ("forward", "backward") if ranks > 1 else ():
             sides = [t["sent"][direction] for t in told]
             most = {way: max(side[way] for side in sides) for way in sides[0]}
-            table.counts(f"{named(ranks)}, {direction}: sent", most, "kB", "modes")
+            table.add_counts(f"{rank_label(ranks)}, {direction}: sent", most, "kB", "modes")

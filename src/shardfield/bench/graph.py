@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from ..comm import moves, wire
+from ..comm import autograd_collectives, collectives
 from ..layout import balanced, starts
-from ..neighbours import partition_points
+from ..neighbors import partition_points
 from ..tensor import ShardTensor
-from .measure import counted, own, slowest, turns
-from .ranks import domain, measured, named
+from .measure import count_traffic, interleave, max_over_ranks, rank_seconds
+from .ranks import domain_mesh, measure_on_ranks, rank_label
 from .table import Table
-from .watch import traffic
+from .traffic import checked_traffic
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def mesh_graph(side: int) -> Tensor:
     return edges[:, edges[1].argsort(stable=True)]
 
 
-def compared(device: str, side: int, width: int, rounds: int) -> dict[str, Any]:
+def compare_on_rank(device: str, side: int, width: int, rounds: int) -> dict[str, Any]:
     """On a rank: seconds and bytes of both ways."""
     torch.manual_seed(0)
-    mesh = domain(device)
+    mesh = domain_mesh(device)
     group, rank = mesh.get_group(), mesh.get_local_rank()
     count, everything = side * side, mesh_graph(side)
     cut = balanced(count, mesh.size())
@@ -94,29 +94,33 @@ def compared(device: str, side: int, width: int, rounds: int) -> dict[str, Any]:
 
     def gathered() -> None:
         def take(x: Tensor) -> Tensor:
-            return moves.gather_enter(x, 0, cut, group)
+            return autograd_collectives.gather_replicate_in(x, 0, cut, group)
 
         def add(messages: Tensor, target: Tensor, like: Tensor) -> Tensor:
             summed = messages.new_zeros(count, width).index_add(0, target, messages)
-            return moves.reduce_scatter(summed, 0, cut, group)
+            return autograd_collectives.reduce_scatter(summed, 0, cut, group)
 
         block.zero_grad(set_to_none=True)
         out, new = block(nodes.detach().requires_grad_(), mine, edges, take, add)
         (out.square().sum() + new.square().sum()).backward()
-        wire.all_reduce(torch.cat([p.grad.flatten() for p in block.parameters() if p.grad is not None]), group)
+        collectives.all_reduce(torch.cat([p.grad.flatten() for p in block.parameters() if p.grad is not None]), group)
 
-    with counted() as once:
+    with count_traffic() as once:
         halo()
-    times = turns({"all gathered": gathered, "halo": halo}, rounds, partial(own, device=device))
-    sent = {"all gathered": traffic(gathered).bytes, "halo, lists made": once.bytes, "halo": traffic(halo).bytes}
+    times = interleave({"all gathered": gathered, "halo": halo}, rounds, partial(rank_seconds, device=device))
+    sent = {
+        "all gathered": checked_traffic(gathered).bytes,
+        "halo, lists made": once.bytes,
+        "halo": checked_traffic(halo).bytes,
+    }
     return {"times": times, "sent": sent}
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for ranks in settings.ranks:
-        told = measured(compared, ranks, device, settings.side, settings.width, settings.rounds)
-        case = f"{named(ranks)}, {settings.side} x {settings.side} nodes of {settings.width} features"
-        table.times(case, slowest([t["times"] for t in told]), "all gathered")
+        told = measure_on_ranks(compare_on_rank, ranks, device, settings.side, settings.width, settings.rounds)
+        case = f"{rank_label(ranks)}, {settings.side} x {settings.side} nodes of {settings.width} features"
+        table.add_times(case, max_over_ranks([t["times"] for t in told]), "all gathered")
         sent = {way: max(t["sent"][way] for t in told) for way in told[0]["sent"]}  # of the rank with most
         if ranks > 1:
-            table.counts(f"{case}: sent", sent, "kB", "all gathered")
+            table.add_counts(f"{case}: sent", sent, "kB", "all gathered")

@@ -18,14 +18,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..shard_utils import halo_blocks
-from .measure import Times, counted, late, own, peak, slowest, turns, worked
+from .measure import (
+    Times,
+    count_traffic,
+    delay_messages,
+    interleave,
+    max_over_ranks,
+    peak_memory,
+    rank_seconds,
+    rank_times,
+)
 from .models import cnn
-from .ranks import cut_field, domain, measured, named, step
+from .ranks import domain_mesh, make_sharded_field, measure_on_ranks, rank_label, train_step
 from .table import Table
-from .watch import traffic
+from .traffic import checked_traffic
 
 PLAIN = "one process, plain torch"
-BEHIND = "the slower of work and messages"
+OVERLAP_BOUND = "the slower of work and messages"
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,15 @@ class Settings:
     quick: ClassVar[dict[str, Any]] = {"size": 64, "channels": 8, "rounds": 3}
 
 
-def sent(device: str, size: int, channels: int) -> list[int]:
+def count_sent(device: str, size: int, channels: int) -> list[int]:
     """On a rank: bytes of one convolution, forward and backward, parameters frozen: the halo alone."""
-    x = cut_field(domain(device), (1, 3, size, size)).requires_grad_()
+    x = make_sharded_field(domain_mesh(device), (1, 3, size, size)).requires_grad_()
     weight = torch.randn(channels, 3, 3, 3, device=device)
 
     def both() -> None:
         out = F.conv2d(x, weight, padding=1)
-        counts.append(traffic(lambda: F.conv2d(x, weight, padding=1)).bytes)
-        counts.append(traffic(lambda: out.backward(torch.ones(out.shape, device=device))).bytes)
+        counts.append(checked_traffic(lambda: F.conv2d(x, weight, padding=1)).bytes)
+        counts.append(checked_traffic(lambda: out.backward(torch.ones(out.shape, device=device))).bytes)
 
     counts: list[int] = []
     both()
@@ -58,48 +67,54 @@ def sent(device: str, size: int, channels: int) -> list[int]:
     return counts[2:]
 
 
-def delayed(device: str, size: int, channels: int, rounds: int, seconds: float) -> Times:
+def time_delayed(device: str, size: int, channels: int, rounds: int, seconds: float) -> Times:
     """On a rank: the step with late messages, its work alone, and the time its messages take one after the other."""
-    x = cut_field(domain(device), (1, 3, size, size))
+    x = make_sharded_field(domain_mesh(device), (1, 3, size, size))
     model, blocked, local = (
         cnn(channels).to(device),
         halo_blocks(cnn(channels).to(device), redundancy=0.2),
         x.to_local(),
     )
-    step(model, x)
-    with counted() as count:
-        step(model, x)  # what one rank waits for: messages to both neighbours travel at once
+    train_step(model, x)
+    with count_traffic() as count:
+        train_step(model, x)  # what one rank waits for: messages to both neighbours travel at once
 
     def with_late(call: Any) -> float:
-        with late(seconds if call is not work else 0.0):
-            return own(call, device)
+        with delay_messages(seconds if call is not work else 0.0):
+            return rank_seconds(call, device)
 
-    work = partial(step, model, local.detach())
-    found = turns(
-        {"work alone": work, "step": partial(step, model, x), "step, one wide halo": partial(step, blocked, x)},
+    work = partial(train_step, model, local.detach())
+    found = interleave(
+        {
+            "work alone": work,
+            "step": partial(train_step, model, x),
+            "step, one wide halo": partial(train_step, blocked, x),
+        },
         rounds,
         with_late,
     )
     return found | {"messages alone": [count.calls * seconds] * rounds}
 
 
-def timed(device: str, size: int, channels: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def time_steps(device: str, size: int, channels: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """On a rank: seconds and processor seconds of each step; where it is alone, of a plain tensor's too."""
-    mesh = domain(device)
-    x, model = cut_field(mesh, (1, 3, size, size)), cnn(channels).to(device)
-    calls = {PLAIN: partial(step, model, x.to_local())} if mesh.size() == 1 else {}
-    return turns(calls | {named(mesh.size()): partial(step, model, x)}, rounds, partial(worked, device=device))
+    mesh = domain_mesh(device)
+    x, model = make_sharded_field(mesh, (1, 3, size, size)), cnn(channels).to(device)
+    calls = {PLAIN: partial(train_step, model, x.to_local())} if mesh.size() == 1 else {}
+    return interleave(
+        calls | {rank_label(mesh.size()): partial(train_step, model, x)}, rounds, partial(rank_times, device=device)
+    )
 
 
-def peaks(device: str, size: int, channels: int) -> int:
+def step_memory(device: str, size: int, channels: int) -> int:
     """On a rank: bytes that a step takes."""
-    model, x = cnn(channels).to(device), cut_field(domain(device), (1, 3, size, size))
-    step(model, x)
+    model, x = cnn(channels).to(device), make_sharded_field(domain_mesh(device), (1, 3, size, size))
+    train_step(model, x)
     model.zero_grad(set_to_none=True)
-    return peak(partial(step, model, x), device)
+    return peak_memory(partial(train_step, model, x), device)
 
 
-def scaling(settings: Settings, device: str, table: Table) -> None:
+def measure_scaling(settings: Settings, device: str, table: Table) -> None:
     """Worlds take turns."""
     large = 2 * settings.size
     worlds = sorted({1, *settings.ranks})
@@ -107,35 +122,37 @@ def scaling(settings: Settings, device: str, table: Table) -> None:
     found: tuple[Times, Times] = {}, {}
     for _ in range(turn):
         for ranks in worlds:
-            told = measured(timed, ranks, device, large, settings.channels, each)
+            told = measure_on_ranks(time_steps, ranks, device, large, settings.channels, each)
             for i, times in enumerate(found):
-                for name, seconds in slowest([{n: [at[i] for at in v] for n, v in t.items()} for t in told]).items():
+                for name, seconds in max_over_ranks(
+                    [{n: [at[i] for at in v] for n, v in t.items()} for t in told]
+                ).items():
                     times.setdefault(name, []).extend(seconds)
     bars = {"2 ranks": 1 / 1.8} if device == "cpu" else {}
-    table.times(f"step, {large} x {large}", found[0], "1 rank", bars=bars)
+    table.add_times(f"step, {large} x {large}", found[0], "1 rank", bars=bars)
     if device == "cpu":
-        table.times(f"step, {large} x {large}, processor time of a rank", found[1], "1 rank", bars=bars)
+        table.add_times(f"step, {large} x {large}, processor time of a rank", found[1], "1 rank", bars=bars)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     size, channels, large = settings.size, settings.channels, 2 * settings.size
     several = [ranks for ranks in settings.ranks if ranks > 1]
     for ranks in several:
-        told = measured(sent, ranks, device, size, channels)
+        told = measure_on_ranks(count_sent, ranks, device, size, channels)
         row = 3 * size * 4
         for i, way in enumerate(("forward", "backward")):
             counts = {"its rows of the halo": row * min(2, ranks - 1), "sent": max(t[i] for t in told)}
-            table.counts(f"{ranks} ranks, a convolution, {way}", counts, "B", "its rows of the halo", {"sent": 1.0})
+            table.add_counts(f"{ranks} ranks, a convolution, {way}", counts, "B", "its rows of the halo", {"sent": 1.0})
         how = (size, channels, settings.rounds, settings.delay_ms / 1e3)
-        times = slowest(measured(delayed, ranks, device, *how))
-        behind = {BEHIND: [max(at) for at in zip(times["work alone"], times["messages alone"], strict=True)]}
-        table.times(
+        times = max_over_ranks(measure_on_ranks(time_delayed, ranks, device, *how))
+        behind = {OVERLAP_BOUND: [max(at) for at in zip(times["work alone"], times["messages alone"], strict=True)]}
+        table.add_times(
             f"{ranks} ranks, messages {settings.delay_ms:g} ms late, {size} x {size}",
             behind | times,
-            BEHIND,
+            OVERLAP_BOUND,
             bars={"step": 1.15},
         )
-    scaling(settings, device, table)
+    measure_scaling(settings, device, table)
     worlds = sorted({1, *settings.ranks})
-    most = {named(r): max(measured(peaks, r, device, large, channels)) for r in worlds}
-    table.counts(f"memory of a step, {large} x {large}", most, "MB", "1 rank", {"4 ranks": 0.28})
+    most = {rank_label(r): max(measure_on_ranks(step_memory, r, device, large, channels)) for r in worlds}
+    table.add_counts(f"memory of a step, {large} x {large}", most, "MB", "1 rank", {"4 ranks": 0.28})

@@ -45,7 +45,7 @@ class Network(nn.Module):
         return self.last(x)
 
 
-def limited(limits: list[float], points: int, recompute: bool) -> None:
+def run_limited(limits: list[float], points: int, recompute: bool) -> None:
     """Take steps under each limit; the first rank says how it went."""
     torch.set_num_threads(1)
     DistributedManager.initialize()
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=512)
     parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
     args = parser.parse_args()
-    limited(args.limits, args.points, args.recompute)
+    run_limited(args.limits, args.points, args.recompute)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..comm import wire
+from ..comm import collectives
 
 Times = dict[str, list[float]]
 """By candidate, what each round took, in seconds."""
@@ -51,7 +51,7 @@ def synchronize(device: str) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def wall(call: Callable[[], Any], device: str) -> float:
+def wall_seconds(call: Callable[[], Any], device: str) -> float:
     """Seconds by the clock until the slowest rank is done."""
     dist.barrier()
     synchronize(device)
@@ -62,7 +62,7 @@ def wall(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def worked(call: Callable[[], Any], device: str) -> tuple[float, float]:
+def rank_times(call: Callable[[], Any], device: str) -> tuple[float, float]:
     """Seconds that this rank takes by the clock, and processor seconds, which other programs lengthen less."""
     dist.barrier()
     synchronize(device)
@@ -72,12 +72,12 @@ def worked(call: Callable[[], Any], device: str) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - begun
 
 
-def own(call: Callable[[], Any], device: str) -> float:
-    """Seconds that this rank takes, to be compared with those of the others: see `slowest`."""
-    return worked(call, device)[0]
+def rank_seconds(call: Callable[[], Any], device: str) -> float:
+    """Seconds that this rank takes, to be compared with those of the others: see `max_over_ranks`."""
+    return rank_times(call, device)[0]
 
 
-def busy(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
+def busy_seconds(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
     """Seconds a call, of one process that waits for no other.
 
     On a CPU those of this thread on its core, which other programs do not lengthen; on a device those between two
@@ -100,25 +100,25 @@ def busy(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
     return first.elapsed_time(last) / 1e3 / repeats
 
 
-def turns(
-    candidates: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], Any], warm: int = 1
+def interleave(
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], Any], warmup: int = 1
 ) -> dict[str, list[Any]]:
-    """What the clock tells of each candidate, in rounds of all of them; the first `warm` rounds are not counted.
+    """What the clock tells of each candidate, in rounds of all of them; the first `warmup` rounds are not counted.
 
     Each round begins with another one: none comes always after the one that leaves the caches worst.
     """
     found: dict[str, list[Any]] = {name: [] for name in candidates}
     names = list(candidates)
-    for turn in range(warm + rounds):
+    for turn in range(warmup + rounds):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             told = clock(candidates[name])
-            if turn >= warm:
+            if turn >= warmup:
                 found[name].append(told)
     return found
 
 
-def slowest(told: Sequence[Mapping[str, Sequence[float]]]) -> Times:
+def max_over_ranks(told: Sequence[Mapping[str, Sequence[float]]]) -> Times:
     """What several ranks tell, as one: a round lasts as long as on its slowest rank."""
     return {name: [max(at) for at in zip(*(t[name] for t in told), strict=True)] for name in told[0]}
 
@@ -126,7 +126,7 @@ def slowest(told: Sequence[Mapping[str, Sequence[float]]]) -> Times:
 # ---------------------------------------------------------------------- memory
 
 
-def peak(call: Callable[[], Any], device: str) -> int:
+def peak_memory(call: Callable[[], Any], device: str) -> int:
     """The most bytes that tensors made in a call take at a time, by torch's own count.
 
     What the call frees should be its own: gradients of an earlier step, say, are to be freed before.
@@ -152,7 +152,7 @@ def peak(call: Callable[[], Any], device: str) -> int:
 # ---------------------------------------------------------------------- traffic
 
 
-class Sent:
+class Traffic:
     """What this rank has sent: calls by kind, messages and bytes. `take()` gives bytes since it was last called."""
 
     def __init__(self) -> None:
@@ -173,23 +173,23 @@ class Sent:
 
 
 @contextmanager
-def counted() -> Iterator[Sent]:
+def count_traffic() -> Iterator[Traffic]:
     """Count what shardfield sends from this rank; `watch.watched` counts what torch was seen to send."""
-    sent, before = Sent(), wire.meter
-    wire.meter = sent.add
+    sent, before = Traffic(), collectives.meter
+    collectives.meter = sent.add
     try:
         yield sent
     finally:
-        wire.meter = before
+        collectives.meter = before
 
 
 @contextmanager
-def late(seconds: float) -> Iterator[None]:
+def delay_messages(seconds: float) -> Iterator[None]:
     """Every exchange and every sum arrives so much later than it was sent; gathers, which nothing hides, do not."""
-    real = wire.start_exchange, wire.start_all_reduce
+    real = collectives.start_exchange, collectives.start_all_reduce
 
-    def delayed(start: Callable[..., wire.Pending]) -> Callable[..., wire.Pending]:
-        def run(*args: Any, **kwargs: Any) -> wire.Pending:
+    def delayed(start: Callable[..., collectives.Pending]) -> Callable[..., collectives.Pending]:
+        def run(*args: Any, **kwargs: Any) -> collectives.Pending:
             pending, due = start(*args, **kwargs), time.perf_counter() + seconds
             arrive = pending._finish
 
@@ -202,8 +202,8 @@ def late(seconds: float) -> Iterator[None]:
 
         return run
 
-    wire.start_exchange, wire.start_all_reduce = delayed(real[0]), delayed(real[1])
+    collectives.start_exchange, collectives.start_all_reduce = delayed(real[0]), delayed(real[1])
     try:
         yield
     finally:
-        wire.start_exchange, wire.start_all_reduce = real
+        collectives.start_exchange, collectives.start_all_reduce = real

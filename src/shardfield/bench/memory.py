@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import models
-from .measure import peak
-from .ranks import cut_field, domain, measured, named, step
+from .measure import peak_memory
+from .ranks import domain_mesh, make_sharded_field, measure_on_ranks, rank_label, train_step
 from .table import Table
 
 PLAIN = "one process, plain torch"
@@ -32,7 +32,7 @@ class Settings:
     quick: ClassVar[dict[str, Any]] = {"ranks": (1, 2), "size": 64}
 
 
-def network(name: str, size: int, channels: int) -> tuple[nn.Module, int]:
+def make_model(name: str, size: int, channels: int) -> tuple[nn.Module, int]:
     """A model and the channels of its field."""
     makers: dict[str, Callable[[], tuple[nn.Module, int]]] = {
         "UNet": lambda: (models.unet(channels), 3),
@@ -42,18 +42,18 @@ def network(name: str, size: int, channels: int) -> tuple[nn.Module, int]:
     return makers[name]()
 
 
-def held(device: str, name: str, size: int, channels: int, plain: bool) -> int:
+def step_memory(device: str, name: str, size: int, channels: int, plain: bool) -> int:
     """On a rank: bytes of the field and of what a step takes beside it."""
-    model, inputs = network(name, size, channels)
+    model, inputs = make_model(name, size, channels)
     model = model.to(device)
-    field: Tensor = cut_field(domain(device), (1, inputs, size, size))
+    field: Tensor = make_sharded_field(domain_mesh(device), (1, inputs, size, size))
     local = field.to_local()  # type: ignore[attr-defined]
     if plain:
         assert dist.get_world_size() == 1
         field = local
-    step(model, field)  # what is made once and kept is not the step's
+    train_step(model, field)  # what is made once and kept is not the step's
     model.zero_grad(set_to_none=True)
-    return peak(partial(step, model, field), device) + local.nbytes
+    return peak_memory(partial(train_step, model, field), device) + local.nbytes
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
@@ -61,9 +61,9 @@ def run(settings: Settings, device: str, table: Table) -> None:
         how = (name, settings.size, settings.channels)
         case = f"{name} step, {settings.size} x {settings.size}"
         if name == "TFNO" and "neuraloperator" not in table.versions:
-            table.skip("TFNO", "neuraloperator is not installed", case)
+            table.add_skipped("TFNO", "neuraloperator is not installed", case)
             continue
-        found = {PLAIN: max(measured(held, 1, device, *how, True))}
+        found = {PLAIN: max(measure_on_ranks(step_memory, 1, device, *how, True))}
         for ranks in settings.ranks:
-            found[named(ranks)] = max(measured(held, ranks, device, *how, False))
-        table.counts(case, found, "MB", PLAIN)
+            found[rank_label(ranks)] = max(measure_on_ranks(step_memory, ranks, device, *how, False))
+        table.add_counts(case, found, "MB", PLAIN)

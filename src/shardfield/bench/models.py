@@ -54,10 +54,10 @@ class Branches(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.one, self.two = self.run(channels), self.run(channels)
+        self.one, self.two = self.make_branch(channels), self.make_branch(channels)
 
     @staticmethod
-    def run(channels: int) -> nn.Module:
+    def make_branch(channels: int) -> nn.Module:
         into, out = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 3, 3, padding=1)
         between = nn.Conv2d(channels, channels, 3, padding=1)
         return nn.Sequential(into, nn.SiLU(), *block(channels, channels), between, nn.SiLU(), out)

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from ..tensor import ShardTensor
 from . import models
-from .measure import Times, busy, ratios, turns
-from .ranks import domain, measured, step
+from .measure import Times, busy_seconds, interleave, ratios
+from .ranks import domain_mesh, measure_on_ranks, train_step
 from .table import Table
 
 PLAIN, DTENSOR, OURS, NEMO = "plain torch", "DTensor", "shardfield", "PhysicsNeMo"
@@ -52,13 +52,13 @@ OPS: dict[str, Callable[[Any], Any]] = {
     "matmul": lambda t: t.x @ t.w,
 }
 POINTWISE = ["relu", "gelu", "add", "mul", "mul scalar", "add bias", "where"]
-FIELDS: dict[str, Callable[[Any], Any]] = {
+FIELD_OPS: dict[str, Callable[[Any], Any]] = {
     "conv2d 3x3": lambda t: F.conv2d(t.image, t.kernel, padding=1),
     "max_pool2d": lambda t: F.max_pool2d(t.image, 2),
     "group_norm": lambda t: F.group_norm(t.image, 2),
     "layer_norm": lambda t: F.layer_norm(t.x, (8,)),
 }
-DEEP = "ten (linear, relu), forward + backward"
+STACK_CASE = "ten (linear, relu), forward + backward"
 ATTRIBUTES = {name: (lambda t, name=name: getattr(t.x, name)) for name in ("shape", "ndim", "dtype", "device")}
 
 
@@ -88,7 +88,7 @@ class Operands:
         self.layers = [(parameter(made(8, 8)), parameter(made(8))) for _ in range(10)]
 
 
-def deep(t: Operands, backward: bool) -> None:
+def linear_relu_stack(t: Operands, backward: bool) -> None:
     h = t.x
     for w, b in t.layers:
         h = torch.relu(F.linear(h, w, b))
@@ -96,9 +96,9 @@ def deep(t: Operands, backward: bool) -> None:
         h.sum().backward()
 
 
-def systems(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
+def make_operands(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
     """The operands of each system, and why some are not there."""
-    mesh = domain(device)
+    mesh = domain_mesh(device)
 
     found = {
         PLAIN: Operands(lambda t, d: t, nn.Parameter, device),
@@ -116,18 +116,18 @@ def systems(device: str) -> tuple[dict[str, Operands], dict[str, str]]:
 
         found[NEMO] = Operands(lambda t, d: Theirs.from_local(t, mesh, [Shard(d)]), nn.Parameter, device)
     except Exception as error:  # a peer: whatever it raises, the others are measured
-        return found, {NEMO: reason(error)}
+        return found, {NEMO: summarize_error(error)}
     return found, {}
 
 
-def reason(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The first line of an error, without addresses and files."""
     first = (str(error) or "no message").splitlines()[0]
     first = re.sub(r"\[[^\]]*/[^\]]*\]|\([^()]*\d+(\.\d+){3}[^()]*\)?|\S*/\S+/\S*", "", first)
     return f"{type(error).__name__}: {first.strip()[:120]}"
 
 
-def able(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def runnable_calls(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """The calls that work, and why the others do not. Ours and plain torch's have to."""
     good, bad = {}, {}
     for name, call in calls.items():
@@ -137,79 +137,83 @@ def able(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], An
         except Exception as error:
             if name in (PLAIN, OURS):
                 raise
-            bad[name] = reason(error)
+            bad[name] = summarize_error(error)
     return good, bad
 
 
-Found = dict[str, tuple[Times, Times]]  # by case: plain torch and ours by themselves; all by turns, if there are peers
+CaseTimes = dict[
+    str, tuple[Times, Times]
+]  # by case: plain torch and ours by themselves; all by turns, if there are peers
 Skipped = list[tuple[str, str, str]]
 
 
-def timed(calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable], float]) -> tuple[Times, Times]:
-    alone = turns({name: calls[name] for name in (PLAIN, OURS)}, rounds, clock)
-    return alone, turns(calls, rounds, clock) if len(calls) > 2 else {}
+def time_calls(
+    calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable], float]
+) -> tuple[Times, Times]:
+    alone = interleave({name: calls[name] for name in (PLAIN, OURS)}, rounds, clock)
+    return alone, interleave(calls, rounds, clock) if len(calls) > 2 else {}
 
 
-def ops(device: str, rounds: int) -> tuple[Found, Skipped]:
+def time_ops(device: str, rounds: int) -> tuple[CaseTimes, Skipped]:
     """On the rank: seconds a call by op and system, and what could not be called."""
-    there, missing = systems(device)
+    there, missing = make_operands(device)
     skipped = [(name, why, "") for name, why in missing.items()]
-    found: Found = {}
-    cases: list[tuple[str, Callable[[Any], Any], int]] = [(n, f, 20) for n, f in (OPS | FIELDS).items()]
+    found: CaseTimes = {}
+    cases: list[tuple[str, Callable[[Any], Any], int]] = [(n, f, 20) for n, f in (OPS | FIELD_OPS).items()]
     cases += [
-        ("ten (linear, relu), forward", partial(deep, backward=False), 5),
-        (DEEP, partial(deep, backward=True), 5),
+        ("ten (linear, relu), forward", partial(linear_relu_stack, backward=False), 5),
+        (STACK_CASE, partial(linear_relu_stack, backward=True), 5),
     ]
     cases += [(f"x.{n}", f, 200) for n, f in ATTRIBUTES.items()]
     for case, fn, repeats in cases:
-        calls, bad = able({name: partial(fn, operands) for name, operands in there.items()})
+        calls, bad = runnable_calls({name: partial(fn, operands) for name, operands in there.items()})
         skipped += [(name, why, case) for name, why in bad.items()]
-        found[case] = timed(calls, rounds, partial(busy, device=device, repeats=repeats))
+        found[case] = time_calls(calls, rounds, partial(busy_seconds, device=device, repeats=repeats))
     return found, skipped
 
 
-def steps(device: str, size: int, channels: int, rounds: int) -> tuple[Found, Skipped]:
+def time_steps(device: str, size: int, channels: int, rounds: int) -> tuple[CaseTimes, Skipped]:
     """On the rank: seconds of a training step by model and system."""
-    mesh = domain(device)
+    mesh = domain_mesh(device)
     made: dict[str, tuple[nn.Module, int]] = {
         "CNN": (models.cnn(channels), 3),
         "UNet": (models.unet(channels), 3),
         "ViT": (models.vit(size), 1),
     }
-    found: Found = {}
+    found: CaseTimes = {}
     skipped: Skipped = []
     for name, (model, inputs) in made.items():
         case = f"{name} step, {size} x {size}"
         model = model.to(device)
         field = torch.randn(1, inputs, size, size, device=device)
         calls: dict[str, Callable[[], Any]] = {
-            PLAIN: partial(step, model, field),
-            OURS: partial(step, copy.deepcopy(model), ShardTensor.from_local(field, mesh, [Shard(2)])),
+            PLAIN: partial(train_step, model, field),
+            OURS: partial(train_step, copy.deepcopy(model), ShardTensor.from_local(field, mesh, [Shard(2)])),
         }
         theirs = distribute_module(copy.deepcopy(model), mesh)
-        calls[DTENSOR] = partial(step, theirs, DTensor.from_local(field, mesh, [Shard(0)]))
-        calls, bad = able({name: calls[name] for name in (PLAIN, DTENSOR, OURS)})
+        calls[DTENSOR] = partial(train_step, theirs, DTensor.from_local(field, mesh, [Shard(0)]))
+        calls, bad = runnable_calls({name: calls[name] for name in (PLAIN, DTENSOR, OURS)})
         skipped += [(system, why, case) for system, why in bad.items()]
-        found[case] = timed(calls, rounds, partial(busy, device=device, repeats=1))
+        found[case] = time_calls(calls, rounds, partial(busy_seconds, device=device, repeats=1))
     return found, skipped
 
 
-def shown(table: Table, case: str, times: tuple[Times, Times], unit: str, bars: dict[str, float]) -> None:
+def add_rows(table: Table, case: str, times: tuple[Times, Times], unit: str, bars: dict[str, float]) -> None:
     alone, beside = times
-    table.times(case, alone, PLAIN, unit, bars)
-    table.times(case, beside, PLAIN, unit, but=alone)
+    table.add_times(case, alone, PLAIN, unit, bars)
+    table.add_times(case, beside, PLAIN, unit, exclude=alone)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     on_device = device != "cpu"
-    found, skipped = measured(ops, 1, device, settings.rounds)[0]
+    found, skipped = measure_on_ranks(time_ops, 1, device, settings.rounds)[0]
     for case, times in found.items():
         bars = {}
         if on_device:
             bars = {OURS: 1.5} if case in POINTWISE else {OURS: 1.3} if case.startswith("conv") else {}
-        elif case == DEEP:
+        elif case == STACK_CASE:
             bars = {OURS: 1.5}
-        shown(table, case, times, "us", bars)
+        add_rows(table, case, times, "us", bars)
     peers = {case: beside for case, (_, beside) in found.items() if DTENSOR in beside}
     both = [times for case, times in peers.items() if case in OPS]
     logs = zip(*([math.log(r) for r in ratios(times, OURS, DTENSOR)] for times in both), strict=True)
@@ -219,10 +223,10 @@ def run(settings: Settings, device: str, table: Table) -> None:
     worst = max(pointwise, key=lambda case: sorted(pointwise[case])[len(pointwise[case]) // 2])
     table.ratio(f"the slowest pointwise op ({worst})", OURS, pointwise[worst], DTENSOR, 1.0)
     for size in settings.sizes:
-        found, more = measured(steps, 1, device, size, settings.channels, settings.rounds)[0]
+        found, more = measure_on_ranks(time_steps, 1, device, size, settings.channels, settings.rounds)[0]
         skipped += more
         for case, times in found.items():
             bars = {OURS: 1.05 if size >= 512 else 1.5} if on_device and case.startswith("UNet") else {}
-            shown(table, case, times, "ms", bars)
+            add_rows(table, case, times, "ms", bars)
     for candidate, why, case in skipped:
-        table.skip(candidate, why, case)
+        table.add_skipped(candidate, why, case)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import BENCHMARKS
-from .command import module
-from .table import Table, read, said, short, told_settings
+from .command import load_benchmark
+from .table import Table, format_number, format_settings, format_skip, read_table
 
 HISTORY = "history.toml"
 HEAD = """<!-- Made by `make performance` of the files in benchmarks/results; do not edit. -->
@@ -34,13 +34,13 @@ python -m shardfield bench --page performance.md --out results
 
 def page(folder: Path) -> str:
     """The page of all results in a folder."""
-    tables = [read(path) for path in sorted(folder.glob("*.json"))]
+    tables = [read_table(path) for path in sorted(folder.glob("*.json"))]
     labels = sorted({t.label for t in tables})
-    parts = [HEAD, "## Machines\n", machines(tables), "## What is asked\n", asked(tables, labels)]
+    parts = [HEAD, "## Machines\n", machines(tables), "## What is asked\n", bars_table(tables, labels)]
     for name in BENCHMARKS:
         found = sorted((t for t in tables if t.name == name), key=lambda t: labels.index(t.label))
         if found:
-            parts += [f"## {name}\n", prose(name), results(found)]
+            parts += [f"## {name}\n", benchmark_intro(name), results(found)]
     history = folder / HISTORY
     if history.exists():
         parts += ["## Before and after\n", before_and_after(history)]
@@ -63,10 +63,10 @@ def machines(tables: list[Table]) -> str:
             t.versions["python"],
         ]
         rows[t.label] = [str(c) for c in cells]
-    return markdown(head, (rows[label] for label in sorted(rows)))
+    return markdown_table(head, (rows[label] for label in sorted(rows)))
 
 
-def asked(tables: list[Table], labels: list[str]) -> str:
+def bars_table(tables: list[Table], labels: list[str]) -> str:
     """Every bar, and where it is met. A quick run has none."""
     body: dict[tuple[str, ...], list[str]] = {}
     for name in BENCHMARKS:
@@ -74,15 +74,17 @@ def asked(tables: list[Table], labels: list[str]) -> str:
             for row in t.rows:
                 if row.bar is None or row.ratio is None:
                     continue
-                key = (name, row.case, f"{row.candidate} over {row.against}", f"at most {short(row.bar)}")
+                key = (name, row.case, f"{row.candidate} over {row.against}", f"at most {format_number(row.bar)}")
                 line = body.setdefault(key, [""] * len(labels))
-                line[labels.index(t.label)] = short(row.ratio) if row.met else f"**{short(row.ratio)}**, not met"
-    return markdown(["benchmark", "case", "ratio", "bar", *labels], ([*key, *line] for key, line in body.items()))
+                line[labels.index(t.label)] = (
+                    format_number(row.ratio) if row.met else f"**{format_number(row.ratio)}**, not met"
+                )
+    return markdown_table(["benchmark", "case", "ratio", "bar", *labels], ([*key, *line] for key, line in body.items()))
 
 
-def prose(name: str) -> str:
+def benchmark_intro(name: str) -> str:
     """A benchmark's docstring, and the command that repeats it."""
-    text = inspect.getdoc(module(name)) or ""
+    text = inspect.getdoc(load_benchmark(name)) or ""
     return f"{text}\n\n```bash\npython -m shardfield bench {name}\n```\n"
 
 
@@ -97,23 +99,23 @@ def results(tables: list[Table]) -> str:
         for row in t.rows:
             line = body.setdefault((row.case, row.candidate), [""] * (2 * len(tables)))
             against = f" of {row.against}" if row.ratio is not None else ""
-            line[2 * i : 2 * i + 2] = [row.value(), row.share().replace(";", f"{against};", 1)]
+            line[2 * i : 2 * i + 2] = [row.format_value(), row.format_ratio().replace(";", f"{against};", 1)]
             if row.ratio is not None and row.bar is None:
                 line[2 * i + 1] += against
     lines, before = [], None
-    for case, candidate in in_order(tables):
+    for case, candidate in ordered_cases(tables):
         lines.append(["" if case == before else case, candidate, *body[case, candidate]])
         before = case
     told = []
     for t in tables:
         commit = f", commit {t.commit}" if t.commit else ""
         load = f", load {t.machine['load']:g} when it began" if "load" in t.machine else ""
-        told.append(f"{t.label}: {told_settings(t)}; {t.date}{commit}{load}.")
-        told += [f"Not measured there: {said(skip)}." for skip in t.skipped]
-    return markdown(head, lines) + "\n" + "\n".join(f"- {line}" for line in told) + "\n"
+        told.append(f"{t.label}: {format_settings(t)}; {t.date}{commit}{load}.")
+        told += [f"Not measured there: {format_skip(skip)}." for skip in t.skipped]
+    return markdown_table(head, lines) + "\n" + "\n".join(f"- {line}" for line in told) + "\n"
 
 
-def in_order(tables: list[Table]) -> list[tuple[str, str]]:
+def ordered_cases(tables: list[Table]) -> list[tuple[str, str]]:
     """All rows' cases and candidates, those of one case together, in the order of their first table."""
     cases: dict[str, dict[str, None]] = {}
     for t in tables:
@@ -126,11 +128,11 @@ def before_and_after(path: Path) -> str:
     """What was made faster, from a file that is kept by hand."""
     changes = tomllib.loads(path.read_text())["change"]
     rows = ([c["what"], c["before"], c["after"], c["by"], c["where"]] for c in changes)
-    return "What measurements showed to be slow, and what became of it.\n\n" + markdown(
+    return "What measurements showed to be slow, and what became of it.\n\n" + markdown_table(
         ["", "before", "after", "by", "measured on"], rows
     )
 
 
-def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+def markdown_table(head: list[str], rows: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

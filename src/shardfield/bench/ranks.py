@@ -18,25 +18,25 @@ from ..tensor import ShardTensor
 from ..testing import run_on_ranks
 
 T = TypeVar("T")
-LIMIT_S = 900.0
+TIMEOUT_S = 900.0
 
 
-def measured(fn: Callable[..., T], ranks: int, device: str, *args: Any) -> list[T]:
+def measure_on_ranks(fn: Callable[..., T], ranks: int, device: str, *args: Any) -> list[T]:
     """`fn(device, *args)` on every rank of a world, one thread each: gloo on CPUs, NCCL on devices."""
-    return run_on_ranks(_on_rank, ranks, fn, device, args, timeout=LIMIT_S)
+    return run_on_ranks(_run_on_rank, ranks, fn, device, args, timeout=TIMEOUT_S)
 
 
-def _on_rank(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
+def _run_on_rank(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.ERROR)  # a peer that warns of how it goes about things does so on every rank
     try:
-        return fn(device, *args) if device == "cpu" else _on_device(fn, device, args)
+        return fn(device, *args) if device == "cpu" else _run_on_device(fn, device, args)
     finally:
         logger.setLevel(before)
 
 
-def _on_device(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
+def _run_on_device(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
     """With a device for each rank, leave the gloo world for one of NCCL; ranks that share one stay, as they have to."""
     module, rank = torch.get_device_module(device), int(os.environ["LOCAL_RANK"])
     devices = module.device_count()
@@ -51,18 +51,18 @@ def _on_device(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
         dist.destroy_process_group()
 
 
-def domain(device: str) -> DeviceMesh:
+def domain_mesh(device: str) -> DeviceMesh:
     """All ranks along one axis."""
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("domain",))
 
 
-def cut_field(mesh: DeviceMesh, shape: Sequence[int], dim: int = 2, seed: int = 0) -> ShardTensor:
+def make_sharded_field(mesh: DeviceMesh, shape: Sequence[int], dim: int = 2, seed: int = 0) -> ShardTensor:
     """A field of random numbers that are the same on any number of ranks, cut along `dim` as torch.chunk cuts."""
     whole = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
-    return cut(whole.to(mesh.device_type), mesh, dim)
+    return shard_tensor(whole.to(mesh.device_type), mesh, dim)
 
 
-def cut(whole: Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
+def shard_tensor(whole: Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
     """This rank's piece of a tensor that every rank has."""
     lengths = chunk(whole.shape[dim], mesh.size())
     rank = mesh.get_local_rank()
@@ -70,11 +70,11 @@ def cut(whole: Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
     return ShardTensor.from_local(local, mesh, [Shard(dim)], "chunk", tuple(whole.shape))
 
 
-def step(model: nn.Module, x: Tensor) -> None:
+def train_step(model: nn.Module, x: Tensor) -> None:
     """Forward and backward of a model's mean square."""
     model.zero_grad(set_to_none=True)
     model(x).square().mean().backward()
 
 
-def named(ranks: int) -> str:
+def rank_label(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"

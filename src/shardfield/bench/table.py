@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import machine as here
+from . import machine as machine_info
 from .measure import Spread, ratios, spread
 
 SCALE = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0, "kB": 1e-3, "MB": 1e-6, "messages": 1.0, "kernels": 1.0, "": 1.0}
@@ -39,18 +39,18 @@ class Row:
         if self.bar is not None and self.ratio is not None:
             self.met = self.ratio <= self.bar
 
-    def value(self) -> str:
+    def format_value(self) -> str:
         """The median and where it lies, with its unit."""
         if self.median is None:
             return self.found or ""
-        return f"{_between(self.median, self.low, self.high)} {self.unit}".rstrip()
+        return f"{_with_quartiles(self.median, self.low, self.high)} {self.unit}".rstrip()
 
-    def share(self) -> str:
+    def format_ratio(self) -> str:
         """The ratio and what is asked of it."""
         if self.ratio is None:
             return ""
-        bar = "" if self.bar is None else f"; bar {short(self.bar)}: {'met' if self.met else 'not met'}"
-        return _between(self.ratio, self.ratio_low, self.ratio_high) + bar
+        bar = "" if self.bar is None else f"; bar {format_number(self.bar)}: {'met' if self.met else 'not met'}"
+        return _with_quartiles(self.ratio, self.ratio_low, self.ratio_high) + bar
 
 
 @dataclass
@@ -64,31 +64,31 @@ class Table:
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
-    commit: str | None = field(default_factory=here.commit)
-    machine: dict[str, Any] = field(default_factory=here.machine)
-    versions: dict[str, str] = field(default_factory=here.versions)
+    commit: str | None = field(default_factory=machine_info.commit)
+    machine: dict[str, Any] = field(default_factory=machine_info.machine)
+    versions: dict[str, str] = field(default_factory=machine_info.versions)
 
     # ------------------------------------------------------------------ filling
 
-    def times(
+    def add_times(
         self,
         case: str,
         times: Mapping[str, Sequence[float]],
         against: str | None = None,
         unit: str = "ms",
         bars: Mapping[str, float] | None = None,
-        but: Container[str] = (),
+        exclude: Container[str] = (),
     ) -> None:
         """A row for each candidate (but some), from what its rounds took (seconds, bytes); ratios are of one round."""
         for name, values in times.items():
-            if name in but:
+            if name in exclude:
                 continue
             over = None if against is None or name == against else spread(ratios(times, name, against))
-            median, low, high = map(_digits, spread([v * SCALE[unit] for v in values]))
+            median, low, high = map(_round_digits, spread([v * SCALE[unit] for v in values]))
             bar = (bars or {}).get(name)
-            self._add(Row(case, name, median, low, high, unit, bar=bar, **_ratio(over, against)))
+            self._add(Row(case, name, median, low, high, unit, bar=bar, **_ratio_fields(over, against)))
 
-    def counts(
+    def add_counts(
         self,
         case: str,
         values: Mapping[str, float],
@@ -100,19 +100,19 @@ class Table:
         base = None if against is None else values[against]
         for name, value in values.items():
             over = None if not base or name == against else spread([value / base])
-            taken = _digits(value * SCALE[unit])
+            taken = _round_digits(value * SCALE[unit])
             bar = (bars or {}).get(name)
-            self._add(Row(case, name, taken, taken, taken, unit, bar=bar, **_ratio(over, against)))
+            self._add(Row(case, name, taken, taken, taken, unit, bar=bar, **_ratio_fields(over, against)))
 
     def ratio(self, case: str, candidate: str, values: Sequence[float], against: str, bar: float | None = None) -> None:
         """A ratio that was taken in each round, of things that have no one unit."""
-        self._add(Row(case, candidate, bar=bar, **_ratio(spread(values), against)))
+        self._add(Row(case, candidate, bar=bar, **_ratio_fields(spread(values), against)))
 
     def found(self, case: str, candidate: str, told: str) -> None:
         """Something that is told in words: it fits, or it does not."""
         self._add(Row(case, candidate, found=told))
 
-    def skip(self, candidate: str, why: str, case: str = "") -> None:
+    def add_skipped(self, candidate: str, why: str, case: str = "") -> None:
         """A candidate that cannot be measured here, and why."""
         self.skipped.append({"case": case, "candidate": candidate, "why": why})
 
@@ -125,19 +125,19 @@ class Table:
 
     @property
     def label(self) -> str:
-        return here.label(self.machine, self.device)
+        return machine_info.label(self.machine, self.device)
 
     def __str__(self) -> str:
         head = ("case", "candidate", "median (quartiles)", "ratio", "against")
         body, before = [], None
         for row in self.rows:
             shown = "" if row.case == before else row.case
-            body.append((shown, row.candidate, row.value(), row.share(), row.against or ""))
+            body.append((shown, row.candidate, row.format_value(), row.format_ratio(), row.against or ""))
             before = row.case
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
-        lines += [f"skipped: {said(skip)}" for skip in self.skipped]
-        about = f"{self.label}; torch {self.versions['torch']}; {told_settings(self)}"
+        lines += [f"skipped: {format_skip(skip)}" for skip in self.skipped]
+        about = f"{self.label}; torch {self.versions['torch']}; {format_settings(self)}"
         return "\n".join([f"{self.name}: {about}", *lines])
 
     def as_json(self) -> dict[str, Any]:
@@ -161,14 +161,14 @@ class Table:
         return path
 
 
-def read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
     """A table that `write` has written."""
     whole = json.loads(path.read_text())
     quick = whole["settings"].pop("quick")
     return Table(**whole | {"rows": [Row(**row) for row in whole["rows"]], "quick": quick})
 
 
-def told_settings(table: Table) -> str:
+def format_settings(table: Table) -> str:
     """The settings in words: `ranks 2 4, rounds 5`."""
     words = [
         f"{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
@@ -177,31 +177,31 @@ def told_settings(table: Table) -> str:
     return ", ".join(["quick"] * table.quick + words)
 
 
-def said(skip: Mapping[str, str]) -> str:
+def format_skip(skip: Mapping[str, str]) -> str:
     """A candidate that was left out, in words."""
     return f"{skip['candidate']}{' in ' + skip['case'] if skip['case'] else ''}: {skip['why']}"
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """
-    >>> short(0.98765), short(12.345), short(999.9), short(1234567.0)
+    >>> format_number(0.98765), format_number(12.345), format_number(999.9), format_number(1234567.0)
     ('0.988', '12.3', '1,000', '1,234,567')
     """
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
-def _between(value: float, low: float | None, high: float | None) -> str:
-    if low is None or high is None or short(low) == short(high):
-        return short(value)
-    return f"{short(value)} ({short(low)} to {short(high)})"
+def _with_quartiles(value: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None or format_number(low) == format_number(high):
+        return format_number(value)
+    return f"{format_number(value)} ({format_number(low)} to {format_number(high)})"
 
 
-def _digits(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _ratio(over: Spread | None, against: str | None) -> dict[str, Any]:
+def _ratio_fields(over: Spread | None, against: str | None) -> dict[str, Any]:
     if over is None:
         return {}
-    median, low, high = map(_digits, over)
+    median, low, high = map(_round_digits, over)
     return {"ratio": median, "ratio_low": low, "ratio_high": high, "against": against}

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .measure import Times, peak, turns, worked
-from .ranks import cut_field, domain, measured, named
+from .measure import Times, interleave, peak_memory, rank_times
+from .ranks import domain_mesh, make_sharded_field, measure_on_ranks, rank_label
 from .table import Table
-from .watch import traffic
+from .traffic import checked_traffic
 
 PLAIN = "one process, plain torch"
 
@@ -34,18 +34,18 @@ class Settings:
     quick: ClassVar[dict[str, Any]] = {"grid": (64, 64), "channels": 8, "modes": (8, 8), "turns": 2, "rounds": 2}
 
 
-def compared(device: str, settings: Settings, count: bool) -> dict[str, dict[str, Any]]:
+def compare_on_rank(device: str, settings: Settings, count: bool) -> dict[str, dict[str, Any]]:
     """On a rank: seconds, CPU seconds, bytes sent and held by a step, on ShardTensors and, if alone, on plain ones."""
     from neuralop.layers.fno_block import FNOBlocks
 
-    mesh = domain(device)
+    mesh = domain_mesh(device)
     channels = settings.channels
     torch.manual_seed(0)
     layer = FNOBlocks(
         channels, channels, settings.modes, factorization="tucker", rank=0.1, implementation="factorized"
     ).to(device)
-    x = cut_field(mesh, (1, channels, *settings.grid)).requires_grad_()
-    fields: dict[str, Tensor] = {named(mesh.size()): x}
+    x = make_sharded_field(mesh, (1, channels, *settings.grid)).requires_grad_()
+    fields: dict[str, Tensor] = {rank_label(mesh.size()): x}
     if mesh.size() == 1:
         fields = {PLAIN: x.to_local().detach().clone().requires_grad_(), **fields}
 
@@ -57,26 +57,31 @@ def compared(device: str, settings: Settings, count: bool) -> dict[str, dict[str
         clear(x)
         layer(x).square().sum().backward()
 
-    told = turns({way: partial(step, x) for way, x in fields.items()}, settings.rounds, partial(worked, device=device))
+    told = interleave(
+        {way: partial(step, x) for way, x in fields.items()}, settings.rounds, partial(rank_times, device=device)
+    )
     found: dict[str, dict[str, Any]] = {}
     for way, x in fields.items():
         row: dict[str, Any] = {"seconds": [t[0] for t in told[way]], "cpu": [t[1] for t in told[way]]}
         if count:
             clear(x)
             local = x if way == PLAIN else x.to_local()  # type: ignore[attr-defined]
-            row |= {"memory": peak(partial(step, x), device) + local.nbytes, "sent": traffic(partial(step, x)).bytes}
+            row |= {
+                "memory": peak_memory(partial(step, x), device) + local.nbytes,
+                "sent": checked_traffic(partial(step, x)).bytes,
+            }
         found[way] = row
     return found
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     if "neuraloperator" not in table.versions:
-        table.skip("TFNO", "neuraloperator is not installed")
+        table.add_skipped("TFNO", "neuraloperator is not installed")
         return
     found: dict[str, dict[str, Any]] = {}
     for turn in range(settings.turns if len(settings.ranks) > 1 else 1):  # worlds take turns
         for ranks in settings.ranks:
-            told = measured(compared, ranks, device, settings, turn == 0)
+            told = measure_on_ranks(compare_on_rank, ranks, device, settings, turn == 0)
             for way in told[0]:
                 row = found.setdefault(way, {"seconds": [], "cpu": [], "memory": 0, "sent": 0})
                 for name in ("seconds", "cpu"):  # a step takes as long as its slowest rank
@@ -86,9 +91,9 @@ def run(settings: Settings, device: str, table: Table) -> None:
     base = PLAIN if PLAIN in found else next(iter(found))
     grid = " x ".join(map(str, settings.grid))
     seconds: Times = {way: row["seconds"] for way, row in found.items()}
-    table.times(f"layer at {grid}, forward + backward", seconds, base, bars={"1 rank": 1.1, "2 ranks": 1 / 1.7})
+    table.add_times(f"layer at {grid}, forward + backward", seconds, base, bars={"1 rank": 1.1, "2 ranks": 1 / 1.7})
     if device == "cpu":
-        table.times(f"layer at {grid}, CPU time of a rank", {way: row["cpu"] for way, row in found.items()}, base)
+        table.add_times(f"layer at {grid}, CPU time of a rank", {way: row["cpu"] for way, row in found.items()}, base)
     memory = {way: row["memory"] for way, row in found.items()}
-    table.counts(f"layer at {grid}, memory of a rank", memory, "MB", base, {"4 ranks": 0.3})
-    table.counts(f"layer at {grid}, sent by a rank", {way: row["sent"] for way, row in found.items()}, "kB")
+    table.add_counts(f"layer at {grid}, memory of a rank", memory, "MB", base, {"4 ranks": 0.3})
+    table.add_counts(f"layer at {grid}, sent by a rank", {way: row["sent"] for way, row in found.items()}, "kB")

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..data import ShardedLoader, UnitGaussian, open_field
 from ..train import clip_grad_norm_
 from ..train.parallel import parallelize
-from ..train.recipes.darcy import Normalized
+from ..train.recipes.darcy import NormalizedModel
 from . import models
 from .measure import Times, synchronize
-from .ranks import measured, named
+from .ranks import measure_on_ranks, rank_label
 from .table import Table
 
 LIMIT = 60  # megabytes that a process may take for the step of the question about memory
@@ -47,14 +47,14 @@ class Settings:
     quick: ClassVar[dict[str, Any]] = {"points": 32, "rounds": 2}
 
 
-def steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
+def time_steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
     """On a rank: clock seconds, processor seconds and seconds of waiting for data, of each step after the first."""
     from neuralop.losses import H1Loss
 
     mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("data", "spatial"))
     loader = ShardedLoader({name: open_field(path, name=name) for name in "xy"}, batch, mesh)
     unit = UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
-    model = Normalized(models.tfno(24, 16), unit, unit).to(device)
+    model = NormalizedModel(models.tfno(24, 16), unit, unit).to(device)
     model = parallelize(model, mesh)  # as the recipe has it
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     criterion = H1Loss(d=2, reduction="mean")
@@ -77,11 +77,11 @@ def steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
     return found[1:]
 
 
-def scaling(settings: Settings, device: str, table: Table) -> None:
+def measure_scaling(settings: Settings, device: str, table: Table) -> None:
     """Worlds take turns, two steps each."""
     import h5py
 
-    names = {named(ranks): ranks for ranks in sorted({1, *settings.ranks})}
+    names = {rank_label(ranks): ranks for ranks in sorted({1, *settings.ranks})}
     clock: Times = {name: [] for name in names}
     processor: Times = {name: [] for name in names}
     waiting: Times = {name: [] for name in names}
@@ -94,23 +94,23 @@ def scaling(settings: Settings, device: str, table: Table) -> None:
                 ).numpy()
         for _ in range(settings.rounds if len(names) > 1 else 1):
             for name, ranks in names.items():
-                told = measured(
-                    steps, ranks, device, path, settings.batch, 2 if len(names) > 1 else 2 * settings.rounds
+                told = measure_on_ranks(
+                    time_steps, ranks, device, path, settings.batch, 2 if len(names) > 1 else 2 * settings.rounds
                 )
                 slowest = [[max(at) for at in zip(*step, strict=True)] for step in zip(*told, strict=True)]
                 for first, second in zip(slowest[::2], slowest[1::2], strict=True):
                     for i, found in enumerate((clock, processor, waiting)):
                         found[name].append((first[i] + second[i]) / 2)
     case = f"TFNO step, {settings.points} x {settings.points}, {settings.batch} samples"
-    table.times(case, clock, "1 rank", bars={"2 ranks": 1 / 1.7} if device == "cpu" else {})
+    table.add_times(case, clock, "1 rank", bars={"2 ranks": 1 / 1.7} if device == "cpu" else {})
     if device == "cpu":
-        table.times(f"{case}, processor time", processor, "1 rank", bars={"2 ranks": 1 / 1.7})
+        table.add_times(f"{case}, processor time", processor, "1 rank", bars={"2 ranks": 1 / 1.7})
     for name in names:
         both = {"step": clock[name], "waiting for data": waiting[name]}
-        table.times(f"{case}, {name}: reading", both, "step", bars={"waiting for data": 0.02})
+        table.add_times(f"{case}, {name}: reading", both, "step", bars={"waiting for data": 0.02})
 
 
-def limited(ranks: int, megabytes: float, *more: str) -> str:
+def run_limited(ranks: int, megabytes: float, *more: str) -> str:
     """What a rank says of the memory question; processes of its own, whose memory nothing has used before."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
@@ -124,20 +124,20 @@ def limited(ranks: int, megabytes: float, *more: str) -> str:
     return told.rpartition(": ")[2] if told else f"failed: {done.stderr.strip().splitlines()[-1][:120]}"
 
 
-def fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool]]) -> None:
+def measure_fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool]]) -> None:
     for ranks, megabytes, recompute in cases:
-        told = limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
-        how = f"{named(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
+        told = run_limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
+        how = f"{rank_label(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
         table.found(f"one sample, {points} x {points}", how, told)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     missing = [name for name, package in (("neuraloperator", "neuralop"), ("h5py", "h5py")) if not find_spec(package)]
     if missing:
-        table.skip("TFNO step", f"{' and '.join(missing)} not installed")
+        table.add_skipped("TFNO step", f"{' and '.join(missing)} not installed")
     else:
-        scaling(settings, device, table)
+        measure_scaling(settings, device, table)
     if device == "cpu":
-        fits(table, 512, [(1, 4 * LIMIT, False), (1, LIMIT, True), (4, LIMIT, True)])
+        measure_fits(table, 512, [(1, 4 * LIMIT, False), (1, LIMIT, True), (4, LIMIT, True)])
     else:
-        table.skip("limited memory", "limits on a process's data segment say nothing of a device's memory")
+        table.add_skipped("limited memory", "limits on a process's data segment say nothing of a device's memory")

@@ -2,7 +2,7 @@
 
 Blocks are flat tensors whose lengths all ranks know. Each comes straight from its owner, so that late messages are late
 together; over several mesh axes it goes along one axis after the other, so that no group beyond the axes' own is
-needed. No autograd here but for `all_blocks`: whoever folds blocks knows its own adjoint.
+needed. No autograd here but for `gather_blocks`: whoever folds blocks knows its own adjoint.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import moves, wire
+from . import autograd_collectives, collectives
 
 # Blocks in flight while one is worked on: a message has the work of that many blocks to hide behind.
-AHEAD = 2
+PREFETCH = 2
 
 
 class Ring(NamedTuple):
@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     coords: tuple[int, ...]
 
     @property
-    def stops(self) -> int:
+    def num_steps(self) -> int:
         """How many blocks come by, this rank's own (the first) included."""
         return math.prod(self.sizes)
 
@@ -67,29 +67,29 @@ class Ring(NamedTuple):
         return self.position(self.offset(stop))
 
 
-def visit(block: Tensor, lengths: Sequence[int], ring: Ring) -> Iterator[Tensor]:
+def iterate_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> Iterator[Tensor]:
     """Every rank's flat block in turn, this rank's own first; `lengths` by position on the ring.
 
     stops - 1 messages of one block each. The next AHEAD blocks are on their way while the caller works on the one it
     was given (on several axes perhaps only the next: a block that is to be sent on must have come).
     """
-    routes = [(0, 0, 0), *map(ring.route, range(1, ring.stops))]
+    routes = [(0, 0, 0), *map(ring.route, range(1, ring.num_steps))]
     last = {source: stop for stop, (source, _, _) in enumerate(routes)}
     to_send, flying, started = {0: block}, deque[Callable[[], Tensor]](), 1
-    for stop in range(ring.stops):
+    for stop in range(ring.num_steps):
         if stop:
             block = flying.popleft()()
             if stop in last:
                 to_send[stop] = block
-        while started < min(stop + 1 + AHEAD, ring.stops) and routes[started][0] <= stop:
+        while started < min(stop + 1 + PREFETCH, ring.num_steps) and routes[started][0] <= stop:
             source, axis, step = routes[started]
             sent = to_send[source] if started < last[source] else to_send.pop(source)
-            flying.append(_pass(sent, lengths[ring.owner(started)], step, ring, axis))
+            flying.append(_send_recv(sent, lengths[ring.owner(started)], step, ring, axis))
             started += 1
         yield block
 
 
-def send_home(piece: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
+def send_to_owner(piece: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
     """Send what was made of the block at `stop` to its owner; calling the result waits for what came for this rank's.
 
     One message an axis on which the two ranks differ, straight to the owner (forwarded where several axes differ).
@@ -101,29 +101,29 @@ def send_home(piece: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> C
         axis, *rest = left
         step, back[axis] = back[axis], 0
         # The piece that comes is meant for the rank that is still `back` away along the axes not yet gone.
-        pending = _pass(piece, lengths[ring.position(back)], -step, ring, axis)
+        pending = _send_recv(piece, lengths[ring.position(back)], -step, ring, axis)
         return pending if not rest else lambda: start(pending(), rest)()
 
     return start(piece, axes)
 
 
-def _pass(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> Callable[[], Tensor]:
+def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> Callable[[], Tensor]:
     """Send a block `step` coords on along an axis and receive one of `length` from `step` back."""
     size, coord = ring.sizes[axis], ring.coords[axis]
     to, source = (coord + step) % size, (coord - step) % size
     nothing = block.new_empty(0)
     sends, shapes = [nothing] * size, [(0,)] * size
     sends[to], shapes[source] = block, (length,)
-    pending = wire.start_exchange(sends, shapes, ring.groups[axis])
+    pending = collectives.start_exchange(sends, shapes, ring.groups[axis])
     return lambda: pending.wait()[source]
 
 
-def all_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:
+def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:
     """Every rank's flat block in the order of the stops, all kept. Adjoint, of any order: each gradient goes back."""
     blocks = [block]
-    for stop in range(1, ring.stops):
+    for stop in range(1, ring.num_steps):
         source, axis, step = ring.route(stop)
-        blocks.append(moves.shift(blocks[source], (lengths[ring.owner(stop)],), step, ring.groups[axis]))
+        blocks.append(autograd_collectives.shift(blocks[source], (lengths[ring.owner(stop)],), step, ring.groups[axis]))
     return blocks
 
 

@@ -14,22 +14,22 @@ from torch import Tensor
 from ..layout import Span, starts
 
 
-class Piece(NamedTuple):
+class Region(NamedTuple):
     """A box of a block: `(dim, start, length)` for the dims it does not span whole; `flip` lists reversed dims."""
 
-    box: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
     flip: tuple[int, ...] = ()
 
-    def of(self, block: Tensor) -> Tensor:
+    def view(self, block: Tensor) -> Tensor:
         """The box as a view of `block` (in block order, not flipped)."""
-        for dim, start, length in self.box:
+        for dim, start, length in self.ranges:
             block = block.narrow(dim, start, length)
         return block
 
     def shape(self, block: Sequence[int]) -> list[int]:
         """The box's shape inside a block of shape `block`."""
         shape = list(block)
-        for dim, _, length in self.box:
+        for dim, _, length in self.ranges:
             shape[dim] = length
         return shape
 
@@ -41,8 +41,8 @@ class Route(NamedTuple):
     added onto zeros (pieces may overlap); without, pieces are disjoint and what none covers is the fill.
     """
 
-    send: tuple[tuple[Piece, ...], ...]
-    recv: tuple[tuple[Piece, ...], ...]
+    send: tuple[tuple[Region, ...], ...]
+    recv: tuple[tuple[Region, ...], ...]
     sizes_in: tuple[tuple[int, int], ...]
     sizes_out: tuple[tuple[int, int], ...]
     add: bool = False
@@ -52,7 +52,7 @@ class Route(NamedTuple):
         return Route(self.recv, self.send, self.sizes_out, self.sizes_in, not self.add)
 
 
-class Run(NamedTuple):
+class RowRequest(NamedTuple):
     """A request for consecutive global indices: `length` of them from `source`, to land at `target`.
 
     With `flip` they land in reverse order: the index `source + length - 1` at `target`.
@@ -65,17 +65,17 @@ class Run(NamedTuple):
 
 
 def fetch_route(
-    dim: int, lengths: Sequence[int], coord: int, requests: Sequence[Sequence[Run]], sizes: Sequence[int]
+    dim: int, lengths: Sequence[int], coord: int, requests: Sequence[Sequence[RowRequest]], sizes: Sequence[int]
 ) -> Route:
     """Each coord c asks for the runs `requests[c]` of a dim cut as `lengths`; its block becomes `sizes[c]` long.
 
-    >>> fetch_route(0, [2, 2], 0, [[Run(0, 3)], [Run(1, 3)]], [3, 3]).recv
-    ((Piece(box=((0, 0, 2),), flip=()),), (Piece(box=((0, 2, 1),), flip=()),))
+    >>> fetch_route(0, [2, 2], 0, [[RowRequest(0, 3)], [RowRequest(1, 3)]], [3, 3]).recv
+    ((Region(ranges=((0, 0, 2),), flip=()),), (Region(ranges=((0, 2, 1),), flip=()),))
     """
     begins = starts(lengths)
     flip = (dim,)
 
-    def overlaps(owner: int, asker: int) -> list[tuple[Piece, Piece]]:
+    def overlaps(owner: int, asker: int) -> list[tuple[Region, Region]]:
         found = []
         lo, hi = begins[owner], begins[owner] + lengths[owner]
         for run in requests[asker]:
@@ -84,8 +84,8 @@ def fetch_route(
                 continue
             n = last - first
             skip = run.source + run.length - last if run.flip else first - run.source
-            here = Piece(((dim, first - lo, n),), flip if run.flip else ())
-            there = Piece(((dim, run.target + skip, n),))
+            here = Region(((dim, first - lo, n),), flip if run.flip else ())
+            there = Region(((dim, run.target + skip, n),))
             found.append((here, there))
         return found
 
@@ -98,9 +98,9 @@ def fetch_route(
     )
 
 
-def recut_route(dim: int, lengths: Sequence[int], target: Sequence[int], coord: int) -> Route:
+def reshard_route(dim: int, lengths: Sequence[int], target: Sequence[int], coord: int) -> Route:
     """The same dim on the same axis, cut elsewhere: only the rows that change hands travel."""
-    requests = [[Run(start, length)] for start, length in zip(starts(target), target, strict=True)]
+    requests = [[RowRequest(start, length)] for start, length in zip(starts(target), target, strict=True)]
     return fetch_route(dim, lengths, coord, requests, target)
 
 
@@ -108,10 +108,10 @@ def tile_route(dim: int, have: Sequence[Sequence[Span]], want: Sequence[Sequence
     """Coord c's block is the index ranges `have[c]` of a dim, one after the other, and becomes `want[c]`.
 
     >>> tile_route(0, [[Span(0, 2)], [Span(2, 4)]], [[Span(0, 1), Span(2, 3)], [Span(1, 2), Span(3, 4)]], 0).send
-    ((Piece(box=((0, 0, 1),), flip=()),), (Piece(box=((0, 1, 1),), flip=()),))
+    ((Region(ranges=((0, 0, 1),), flip=()),), (Region(ranges=((0, 1, 1),), flip=()),))
     """
 
-    def overlaps(owner: int, asker: int) -> list[tuple[Piece, Piece]]:
+    def overlaps(owner: int, asker: int) -> list[tuple[Region, Region]]:
         found = []
         at = 0
         for lo, hi in have[owner]:
@@ -119,8 +119,8 @@ def tile_route(dim: int, have: Sequence[Sequence[Span]], want: Sequence[Sequence
             for begin, end in want[asker]:
                 first, last = max(lo, begin), min(hi, end)
                 if first < last:
-                    here = Piece(((dim, at + first - lo, last - first),))
-                    found.append((here, Piece(((dim, to + first - begin, last - first),))))
+                    here = Region(((dim, at + first - lo, last - first),))
+                    found.append((here, Region(((dim, to + first - begin, last - first),))))
                 to += end - begin
             at += hi - lo
         return found
@@ -139,8 +139,8 @@ def swap_route(source: int, lengths: Sequence[int], target: int, new_lengths: Se
     new, old = starts(new_lengths), starts(lengths)
     parts = range(len(lengths))
     return Route(
-        send=tuple((Piece(((target, new[p], new_lengths[p]),)),) for p in parts),
-        recv=tuple((Piece(((source, old[p], lengths[p]),)),) for p in parts),
+        send=tuple((Region(((target, new[p], new_lengths[p]),)),) for p in parts),
+        recv=tuple((Region(((source, old[p], lengths[p]),)),) for p in parts),
         sizes_in=((source, lengths[coord]), (target, sum(new_lengths))),
         sizes_out=((source, sum(lengths)), (target, new_lengths[coord])),
     )

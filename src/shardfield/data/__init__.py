@@ -4,4 +4,4 @@ from .darcy import Darcy as Darcy
 from .field import Field as Field
 from .field import open_field as open_field
 from .loader import ShardedLoader as ShardedLoader
-from .normalise import UnitGaussian as UnitGaussian
+from .normalize import UnitGaussian as UnitGaussian

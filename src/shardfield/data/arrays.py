@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 
-def mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
+def open_mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
     """The array in a .npy file, mapped and not read; None if there is no such file or it holds something else."""
     try:
         found = np.lib.format.open_memmap(path, mode="r")
@@ -22,7 +22,7 @@ def mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
     return found if found.shape == tuple(shape) and found.dtype == dtype else None
 
 
-def write(path: Path, array: np.ndarray) -> None:
+def write_atomic(path: Path, array: np.ndarray) -> None:
     """Write a .npy file under its name in one step, so that no reader ever sees a part, nor two writers a mixture."""
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import arrays, darcy_solver
-from .together import together
+from .error_sync import run_with_error_sync
 
 Slices = Sequence[slice]
 
 # Samples in one file: few enough that ranks share the work evenly, enough to keep files few.
-PER_FILE = 8
+SAMPLES_PER_FILE = 8
 FIELDS = ("x", "y")
 
 
@@ -80,9 +80,9 @@ class Darcy:
         """
         if not -self.n <= i < self.n:
             raise IndexError(f"Darcy: sample {i} of {self.n}")
-        file, row = divmod(self.start + i % self.n, PER_FILE)
+        file, row = divmod(self.start + i % self.n, SAMPLES_PER_FILE)
         if file not in self._files:
-            self._files[file] = self._file(file)
+            self._files[file] = self._load_file(file)
         sample = self._files[file][row]
         blocks = {}
         for which, key in enumerate(FIELDS):
@@ -97,50 +97,50 @@ class Darcy:
         is called with the number of samples of this rank's share. Ranks that do not share the cache folder (a disk
         of each host) make the rest when they read it.
         """
-        files = range(self.start // PER_FILE, -(-(self.start + self.n) // PER_FILE))
+        files = range(self.start // SAMPLES_PER_FILE, -(-(self.start + self.n) // SAMPLES_PER_FILE))
         if mesh is not None:
             ranks = mesh.mesh.flatten().tolist()
             files = files[ranks.index(mesh.get_rank()) :: len(ranks)]
 
         def make() -> None:
             for done, file in enumerate(files, 1):
-                self._file(file)
+                self._load_file(file)
                 if progress is not None:
-                    progress(done * PER_FILE, len(files) * PER_FILE)
+                    progress(done * SAMPLES_PER_FILE, len(files) * SAMPLES_PER_FILE)
 
-        together("Darcy.prepare", mesh, make)
+        run_with_error_sync("Darcy.prepare", mesh, make)
         return self
 
-    def _file(self, file: int) -> np.ndarray:
+    def _load_file(self, file: int) -> np.ndarray:
         """The samples of one file as (sample, field, row, column): read, or made and written where it is not sound."""
-        found = self._mapped(file, self.resolution)
+        found = self._open_mapped(file, self.resolution)
         if found is None:
-            arrays.write(self._path(file, self.resolution), self._made(file))
-            found = self._mapped(file, self.resolution)
+            arrays.write_atomic(self._file_path(file, self.resolution), self._build_samples(file))
+            found = self._open_mapped(file, self.resolution)
         if found is None:
-            raise OSError(f"{self._path(file, self.resolution)} does not hold what was written to it")
+            raise OSError(f"{self._file_path(file, self.resolution)} does not hold what was written to it")
         return found
 
-    def _made(self, file: int) -> np.ndarray:
+    def _build_samples(self, file: int) -> np.ndarray:
         """The samples of one file: every k-th point of a finer grid that the cache has, else solved."""
         for points in range(self.resolution + 1, self.fine + 1):
             if (self.fine - 1) % (points - 1) == 0 and (points - 1) % (self.resolution - 1) == 0:
-                finer = self._mapped(file, points)
+                finer = self._open_mapped(file, points)
                 if finer is not None:
                     step = (points - 1) // (self.resolution - 1)
                     return np.ascontiguousarray(finer[:, :, ::step, ::step])
         step = (self.fine - 1) // (self.resolution - 1)
-        first = file * PER_FILE
-        solved = (darcy_solver.sample(self.seed, first + row, self.fine) for row in range(PER_FILE))
+        first = file * SAMPLES_PER_FILE
+        solved = (darcy_solver.solve_sample(self.seed, first + row, self.fine) for row in range(SAMPLES_PER_FILE))
         return np.stack([torch.stack(both)[:, ::step, ::step].float().numpy() for both in solved])
 
-    def _mapped(self, file: int, points: int) -> np.ndarray | None:
-        shape = (PER_FILE, len(FIELDS), points, points)
-        found = arrays.mapped(self._path(file, points), shape, np.float32)
+    def _open_mapped(self, file: int, points: int) -> np.ndarray | None:
+        shape = (SAMPLES_PER_FILE, len(FIELDS), points, points)
+        found = arrays.open_mapped(self._file_path(file, points), shape, np.float32)
         # Of the right shape and yet not ours: a coefficient is 3 or 12.
         return found if found is not None and np.isin(found[:, 0, 0, 0], (3, 12)).all() else None
 
-    def _path(self, file: int, points: int) -> Path:
+    def _file_path(self, file: int, points: int) -> Path:
         return self.folder / f"seed{self.seed}-fine{self.fine}-points{points}" / f"{file:06d}.npy"
 
 

@@ -14,27 +14,28 @@ import torch
 from torch import Tensor
 
 # The fp32 solves inside: deep enough that two of them reach 1e-9, and not so deep that fp32 has no digits left.
-INNER = 1e-5
+INNER_TOLERANCE = 1e-5
 
 
-def sample(seed: int, index: int, fine: int) -> tuple[Tensor, Tensor]:
-    """The coefficient and the solution of sample `index` on a grid of `fine` x `fine` points, in float64."""
-    a = torch.where(gaussian(seed, index, fine) >= 0, 12.0, 3.0).double()
+def solve_sample(seed: int, index: int, solver_points: int) -> tuple[Tensor, Tensor]:
+    """The coefficient and the solution of sample `index` on a grid of `solver_points` x `solver_points` points, in
+    float64."""
+    a = torch.where(gaussian_field(seed, index, solver_points) >= 0, 12.0, 3.0).double()
     return a, solve(a)
 
 
-def gaussian(seed: int, index: int, points: int) -> Tensor:
+def gaussian_field(seed: int, index: int, points: int) -> Tensor:
     """The Gaussian field g at the points of the grid: independent normal amplitudes of its cosine modes.
 
     Amplitudes are drawn from the long waves to the short ones, so that a finer grid shows the same field, sharper.
     """
     drawn = np.random.default_rng([seed, index]).standard_normal(points * points)
-    cosines, spread, order = _modes(points)
+    cosines, spread, order = _cosine_modes(points)
     return cosines @ (spread * torch.from_numpy(drawn[order])) @ cosines.T
 
 
 @lru_cache(maxsize=4)
-def _modes(points: int) -> tuple[Tensor, Tensor, np.ndarray]:
+def _cosine_modes(points: int) -> tuple[Tensor, Tensor, np.ndarray]:
     """The modes at the points (orthonormal in L2), their standard deviations, and the place of each in the draw."""
     k = torch.arange(points, dtype=torch.float64)
     cosines = torch.cos(torch.pi * torch.outer(k, k) / (points - 1)) * math.sqrt(2)
@@ -60,10 +61,10 @@ def solve(a: Tensor, tolerance: float = 1e-9) -> Tensor:
     u = torch.zeros(n + 1, n + 1, dtype=torch.float64)
     first = None
     while True:
-        r = n**-2 - _apply(faces, u)
+        r = n**-2 - _apply_operator(faces, u)
         scale = r.norm().item()
         r32 = (r / scale).float()
-        z = _poisson(r32, n)
+        z = _solve_poisson(r32, n)
         rz = torch.sum(r32 * z).item()
         size = scale * math.sqrt(rz)
         first = size if first is None else first
@@ -78,19 +79,19 @@ def _conjugate_gradients(faces: tuple[Tensor, Tensor], r: Tensor, z: Tensor, rz:
     direction = torch.zeros(n + 1, n + 1, dtype=r.dtype)
     inner = direction[1:-1, 1:-1]
     inner.copy_(z)
-    enough = INNER**2 * rz
+    enough = INNER_TOLERANCE**2 * rz
     while rz > enough:
-        q = _apply(faces, direction)
+        q = _apply_operator(faces, direction)
         step = rz / torch.sum(inner * q).item()
         found.add_(inner, alpha=step)
         r.sub_(q, alpha=step)
-        z = _poisson(r, n)
+        z = _solve_poisson(r, n)
         rz, before = torch.sum(r * z).item(), rz
         inner.mul_(rz / before).add_(z)
     return found
 
 
-def _apply(faces: tuple[Tensor, Tensor], u: Tensor) -> Tensor:
+def _apply_operator(faces: tuple[Tensor, Tensor], u: Tensor) -> Tensor:
     """-h^2 div(a grad u) at the inner points; u has its rim of zeros."""
     down, right = faces
     flux = down * (u[1:, 1:-1] - u[:-1, 1:-1])
@@ -99,14 +100,14 @@ def _apply(faces: tuple[Tensor, Tensor], u: Tensor) -> Tensor:
     return out.add_(flux[:, :-1]).sub_(flux[:, 1:])
 
 
-def _poisson(r: Tensor, n: int) -> Tensor:
+def _solve_poisson(r: Tensor, n: int) -> Tensor:
     """The solution of the same problem with a = 1."""
     framed = torch.zeros(n, n, dtype=r.dtype)
     framed[1:, 1:] = r
-    return _sine(_sine(framed).mul_(_inverse_eigenvalues(n)))[1:, 1:]
+    return _sine_transform(_sine_transform(framed).mul_(_inverse_eigenvalues(n)))[1:, 1:]
 
 
-def _sine(x: Tensor) -> Tensor:
+def _sine_transform(x: Tensor) -> Tensor:
     """The sine transform along both dims (up to a factor), transposed; row and column 0 stand for the rim."""
     n = x.shape[-1]
     x = torch.fft.rfft(x, n=2 * n).imag[:, :n]

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ..comm import wire
+from ..comm import collectives
 from ..errors import ShardingError
-from ..layout import Factor, Layout
+from ..layout import DimSharding, Layout
 from ..tensor import ShardTensor, wrap
-from .cut import block_of, layout_of
-from .stored import open_array
-from .together import everywhere, together
+from .error_sync import all_gather_ints, run_with_error_sync
+from .formats import open_array
+from .sharding import build_layout, local_slices
 
 
 def open_field(
@@ -46,17 +46,17 @@ def open_field(
     in the blocks that a `ShardedLoader` asks for: it takes a field as a dataset, whose samples lie along dim 0.
     """
     path = Path(path).expanduser()
-    array, dtype = together("open_field", mesh, lambda: open_array(path, name))
+    array, dtype = run_with_error_sync("open_field", mesh, lambda: open_array(path, name))
     if mesh is None:
         if placements is not None or sizes is not None:
             raise ValueError("open_field: placements and sizes say how a mesh cuts the array: pass the mesh too")
         return Field(path, array, dtype, None)
     seen = hashlib.blake2b(repr((tuple(array.shape), dtype)).encode(), digest_size=7)
-    if len({n for (n,) in everywhere([int.from_bytes(seen.digest(), "big")], mesh)}) > 1:
+    if len({n for (n,) in all_gather_ints([int.from_bytes(seen.digest(), "big")], mesh)}) > 1:
         raise ShardingError(f"open_field: ranks find different arrays at {path}; here {array.shape} of {dtype}")
     if placements is None:
         raise ShardingError("open_field: placements say how the mesh cuts the array, one for each of its axes")
-    return Field(path, array, dtype, layout_of(mesh, placements, array.shape, sizes))
+    return Field(path, array, dtype, build_layout(mesh, placements, array.shape, sizes))
 
 
 class Field:
@@ -82,16 +82,16 @@ class Field:
         """The block of sample i within `slices`, read by this rank alone."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"{self.path}: sample {i} of {len(self)}")
-        return self._read((i % len(self), *slices))
+        return self._read_block((i % len(self), *slices))
 
     def __getitem__(self, index: Any) -> Any:
         """The field at an index of ints and slices: a ShardTensor; a plain tensor where there is no mesh."""
-        asked = _expanded(index, self.shape)
+        asked = _expand_index(index, self.shape)
         if self.layout is None:
-            return together("field", None, lambda: self._read(asked))
+            return run_with_error_sync("field", None, lambda: self._read_block(asked))
         block: list[int | slice] = []
-        dims: list[tuple[Factor, ...]] = []
-        for dim, (at, own) in enumerate(zip(asked, block_of(self.layout), strict=True)):
+        dims: list[tuple[DimSharding, ...]] = []
+        for dim, (at, own) in enumerate(zip(asked, local_slices(self.layout), strict=True)):
             whole = at == slice(0, self.shape[dim], 1)
             if not whole and self.layout.axes_of(dim):
                 raise ShardingError(
@@ -99,12 +99,12 @@ class Field:
                 )
             block.append(own if whole else at)
             if isinstance(at, slice):
-                dims.append(self.layout.dims[dim] if whole else (Factor(len(range(at.start, at.stop, at.step))),))
+                dims.append(self.layout.dims[dim] if whole else (DimSharding(len(range(at.start, at.stop, at.step))),))
         layout = Layout.make(self.layout.mesh, dims)
-        local = together("field", layout.mesh, lambda: self._read(block))
-        return _on_mesh(local, layout)
+        local = run_with_error_sync("field", layout.mesh, lambda: self._read_block(block))
+        return _wrap_on_mesh(local, layout)
 
-    def _read(self, block: Sequence[int | slice]) -> Tensor:
+    def _read_block(self, block: Sequence[int | slice]) -> Tensor:
         spans = [range(*at.indices(n)) for at, n in zip(block, self.shape, strict=True) if isinstance(at, slice)]
         shape = tuple(len(span) for span in spans)
         if math.prod(shape) == 0:
@@ -116,11 +116,11 @@ class Field:
         return torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))
 
 
-def _on_mesh(local: Tensor, layout: Layout) -> ShardTensor:
-    return wrap(local.to(wire.device_of(layout.mesh)), layout)
+def _wrap_on_mesh(local: Tensor, layout: Layout) -> ShardTensor:
+    return wrap(local.to(collectives.device_of(layout.mesh)), layout)
 
 
-def _expanded(index: Any, shape: Sequence[int]) -> list[int | slice]:
+def _expand_index(index: Any, shape: Sequence[int]) -> list[int | slice]:
     """One int or slice (start, stop and step all stated) for each dim."""
     given = list(index) if isinstance(index, tuple) else [index]
     if sum(at is Ellipsis for at in given) > 1:

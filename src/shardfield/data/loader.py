@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ..comm import wire
+from ..comm import collectives
 from ..layout import Layout, balanced, starts
 from ..tensor import wrap
-from .ahead import ahead
-from .cut import Cut, Joined
-from .together import cheap_to_ask, same_everywhere, together
+from .error_sync import can_exchange_on_host, check_same_on_all_ranks, run_with_error_sync
+from .prefetch import prefetch_map
+from .sharding import SampleSharding, ZippedDatasets
 
 
 class ShardedLoader:
@@ -64,9 +64,9 @@ class ShardedLoader:
         drop_last: bool = False,
         prefetch: int = 2,
     ):
-        dataset = Joined(dataset) if isinstance(dataset, Mapping) else dataset
+        dataset = ZippedDatasets(dataset) if isinstance(dataset, Mapping) else dataset
         # Ranks that drew from different orders would put blocks of different samples together.
-        same_everywhere(
+        check_same_on_all_ranks(
             "ShardedLoader",
             mesh,
             dict(samples=len(dataset), batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last),
@@ -100,8 +100,10 @@ class ShardedLoader:
                 f"ShardedLoader: {len(dataset)} samples do not fill one batch of {batch_size} on {self.data_size} data "
                 f"ranks, and drop_last leaves out what does not"
             )
-        self._cut = together("ShardedLoader", mesh, lambda: Cut(dataset, self.domain, placements, sizes))
-        self._asks = cheap_to_ask(mesh)
+        self._sharding = run_with_error_sync(
+            "ShardedLoader", mesh, lambda: SampleSharding(dataset, self.domain, placements, sizes)
+        )
+        self._syncs_errors = can_exchange_on_host(mesh)
         self.epoch, self._seen, self._resume = 0, 0, 0
         self.weight = 1.0  # this and the next of the batch last given
         self.indices: list[int] = []
@@ -142,7 +144,7 @@ class ShardedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The place behind the batch last given: it fits loaders of any batch size and any number of data ranks."""
-        epoch, seen = self._place(self.epoch, self._seen or self._resume)
+        epoch, seen = self._position(self.epoch, self._seen or self._resume)
         return {"epoch": epoch, "seen": seen, "seed": self.seed, "shuffle": int(self.shuffle), "n": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -151,10 +153,10 @@ class ShardedLoader:
         if differ := [key for key in ("n", "seed", "shuffle") if int(state[key]) != mine[key]]:
             told = ", ".join(f"{key} {int(state[key])} (here {mine[key]})" for key in differ)
             raise ValueError(f"ShardedLoader: the saved place is in another order of samples: {told}")
-        self.epoch, self._resume = self._place(int(state["epoch"]), int(state["seen"]))
+        self.epoch, self._resume = self._position(int(state["epoch"]), int(state["seen"]))
         self._seen = 0
 
-    def _place(self, epoch: int, seen: int) -> tuple[int, int]:
+    def _position(self, epoch: int, seen: int) -> tuple[int, int]:
         left = len(self.dataset) - seen
         over = left < (self.global_batch if self.drop_last else 1)
         return (epoch + 1, 0) if over else (epoch, seen)
@@ -170,28 +172,31 @@ class ShardedLoader:
                 lengths = balanced(count, self.data_size)
                 begin = at + starts(lengths)[self.data_coord]
                 shares.append((count, order[begin : begin + lengths[self.data_coord]]))
-        with closing(ahead(lambda share: self._read(share[1]), shares, self.prefetch)) as blocks:
+        with closing(prefetch_map(lambda share: self._read_batch(share[1]), shares, self.prefetch)) as blocks:
             for count, indices in shares:
                 # Where ranks cannot talk without waiting for the accelerator, a rank that fails does so by itself.
-                mesh = self.mesh if self._asks else None
-                read = together("ShardedLoader", mesh, lambda: self._next(blocks))
+                mesh = self.mesh if self._syncs_errors else None
+                read = run_with_error_sync("ShardedLoader", mesh, lambda: self._next_block(blocks))
                 self.weight, self.indices = len(indices) * self.data_size / count, indices
-                yield count, self._cut.join([self._placed(t, layout, len(indices)) for t, layout in read])
+                yield (
+                    count,
+                    self._sharding.restore_structure([self._to_device(t, layout, len(indices)) for t, layout in read]),
+                )
 
-    def _next(self, blocks: Iterator[Any]) -> Any:
+    def _next_block(self, blocks: Iterator[Any]) -> Any:
         begun = time.perf_counter()
         try:
             return next(blocks)
         finally:
             self.waited += time.perf_counter() - begun
 
-    def _read(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
+    def _read_batch(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
         """In the thread: this rank's blocks, in memory from which they are copied while others compute."""
-        locals_ = self._cut.read(indices)
+        locals_ = self._sharding.read(indices)
         if self.mesh.device_type == "cuda":
             locals_ = [t.pin_memory() for t in locals_]
-        return list(zip(locals_, self._cut.layouts, strict=True))
+        return list(zip(locals_, self._sharding.layouts, strict=True))
 
-    def _placed(self, local: Tensor, layout: Layout | None, samples: int) -> Tensor:
-        local = local.to(wire.device_of(self.mesh), non_blocking=True)
+    def _to_device(self, local: Tensor, layout: Layout | None, samples: int) -> Tensor:
+        local = local.to(collectives.device_of(self.mesh), non_blocking=True)
         return local if layout is None else wrap(local, layout.insert(0, samples))

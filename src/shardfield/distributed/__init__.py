@@ -7,14 +7,14 @@ from .autograd import all_gather_v as all_gather_v
 from .autograd import gather_v as gather_v
 from .autograd import indexed_all_to_all_v as indexed_all_to_all_v
 from .autograd import scatter_v as scatter_v
+from .coalesced import fused_all_reduce as fused_all_reduce
 from .config import ProcessGroupConfig as ProcessGroupConfig
 from .config import ProcessGroupNode as ProcessGroupNode
 from .fft import DistributedIRFFT2 as DistributedIRFFT2
 from .fft import DistributedRFFT2 as DistributedRFFT2
-from .fused import fused_all_reduce as fused_all_reduce
 from .manager import DistributedManager as DistributedManager
-from .shared import mark_module_as_shared as mark_module_as_shared
-from .shared import unmark_module_as_shared as unmark_module_as_shared
+from .shared_params import mark_module_as_shared as mark_module_as_shared
+from .shared_params import unmark_module_as_shared as unmark_module_as_shared
 from .utils import reduce_loss as reduce_loss
 
 

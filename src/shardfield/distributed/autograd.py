@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm import moves, wire
-from ..comm.route import Piece, Route, Run, fetch_route
+from ..comm import autograd_collectives, collectives
+from ..comm.route import Region, Route, RowRequest, fetch_route
 from ..layout import starts
-from .pieces import Sizes, agree_on_indices, agree_on_pieces
+from .vcollective_args import Sizes, validate_indices, validate_shards
 
 
 def all_gather_v(
@@ -30,10 +30,10 @@ def all_gather_v(
     Sums of half precision are taken in fp32 whatever `use_fp32` says: the pieces travel as they are, so it costs
     nothing. With `sizes` None, they are found from the tensors.
     """
-    given = agree_on_pieces("all_gather_v", tensor, sizes, dim, group)
+    given = validate_shards("all_gather_v", tensor, sizes, dim, group)
     if given.group is None:
         return given.tensor
-    return moves.gather_enter(given.tensor, given.dim, given.sizes, given.group)
+    return autograd_collectives.gather_replicate_in(given.tensor, given.dim, given.sizes, given.group)
 
 
 def gather_v(
@@ -43,13 +43,13 @@ def gather_v(
 
     Backward: the pieces of the gradient at `dst` go back to their ranks.
     """
-    given = agree_on_pieces("gather_v", tensor, sizes, dim, group, {"dst": dst}, root=dst)
+    given = validate_shards("gather_v", tensor, sizes, dim, group, {"dst": dst}, root=dst)
     if given.group is None:
         return given.tensor
     total, parts = sum(given.sizes), range(len(given.sizes))
-    wanted = [[Run(0, total)] if c == dst else [] for c in parts]
+    wanted = [[RowRequest(0, total)] if c == dst else [] for c in parts]
     route = fetch_route(given.dim, given.sizes, given.coord, wanted, [total if c == dst else 0 for c in parts])
-    out = moves.travel(given.tensor, route, given.group)
+    out = autograd_collectives.exchange(given.tensor, route, given.group)
     if given.coord == dst:
         return out
     shape = list(out.shape)
@@ -66,14 +66,14 @@ def scatter_v(
     The other ranks pass a tensor of the same dtype and shape but for `dim`, where any length will do; their
     gradient is zero. With `sizes` None, `compute_split_shapes` says how to cut.
     """
-    given = agree_on_pieces("scatter_v", tensor, sizes, dim, group, {"src": src}, root=src, held="at root")
+    given = validate_shards("scatter_v", tensor, sizes, dim, group, {"src": src}, root=src, input_kind="at root")
     if given.group is None:
         return given.tensor
     total, parts = sum(given.sizes), range(len(given.sizes))
-    wanted = [[Run(start, n)] for start, n in zip(starts(given.sizes), given.sizes, strict=True)]
+    wanted = [[RowRequest(start, n)] for start, n in zip(starts(given.sizes), given.sizes, strict=True)]
     held = [total if c == src else 0 for c in parts]
     route = fetch_route(given.dim, held, given.coord, wanted, given.sizes)
-    return moves.travel(given.tensor.narrow(given.dim, 0, held[given.coord]), route, given.group)
+    return autograd_collectives.exchange(given.tensor.narrow(given.dim, 0, held[given.coord]), route, given.group)
 
 
 def indexed_all_to_all_v(
@@ -90,19 +90,19 @@ def indexed_all_to_all_v(
     times to one. Backward: gradients go back and are added where the slices came from, in fp32 for half precision
     (unless `use_fp32` is False and the sums on this rank may be taken as they are).
     """
-    given = agree_on_indices(tensor, indices, sizes, dim, group)
+    given = validate_indices(tensor, indices, sizes, dim, group)
     tensor, dim = given.tensor, given.dim
     chosen = torch.cat([i.reshape(-1).to(tensor.device) for i in indices])
-    wide = wire.wider(tensor.dtype) if use_fp32 and tensor.requires_grad else tensor.dtype
+    wide = collectives.accumulate_dtype(tensor.dtype) if use_fp32 and tensor.requires_grad else tensor.dtype
     packed = tensor.to(wide).index_select(dim, chosen).to(tensor.dtype)
     if given.group is None:
         return packed
     sent = [int(n) for n in sizes[given.coord]]
     received = [int(row[given.coord]) for row in sizes]
     route = Route(
-        send=tuple((Piece(((dim, b, n),)),) for b, n in zip(starts(sent), sent, strict=True)),
-        recv=tuple((Piece(((dim, b, n),)),) for b, n in zip(starts(received), received, strict=True)),
+        send=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(sent), sent, strict=True)),
+        recv=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(received), received, strict=True)),
         sizes_in=((dim, sum(sent)),),
         sizes_out=((dim, sum(received)),),
     )
-    return moves.travel(packed, route, given.group)
+    return autograd_collectives.exchange(packed, route, given.group)

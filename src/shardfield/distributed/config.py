@@ -79,12 +79,12 @@ class ProcessGroupConfig:
         unset = [name for name in self.leaf_groups() if self._nodes[name].size is None]
         if unset:
             raise WorldError(f"the sizes of these leaf groups are not set: {', '.join(unset)}")
-        return self._update(self.root_id, verbose)
+        return self._update_sizes(self.root_id, verbose)
 
-    def _update(self, name: str, verbose: bool) -> int:
+    def _update_sizes(self, name: str, verbose: bool) -> int:
         node = self._nodes[name]
         if self._children[name]:
-            size = math.prod(self._update(child, verbose) for child in self._children[name])
+            size = math.prod(self._update_sizes(child, verbose) for child in self._children[name])
             if verbose and node.size != size:
                 print(f"Updating size of node {name} from {node.size} to {size}")
             node.size = size

@@ -10,10 +10,10 @@ from ..errors import WorldError
 RankLists = list[list[int]]
 
 
-def split(parents: RankLists, size: int) -> RankLists:
+def split_groups(parents: RankLists, size: int) -> RankLists:
     """Cut every parent group into groups of `size` neighbours.
 
-    >>> split([[0, 1, 2, 3]], 2)
+    >>> split_groups([[0, 1, 2, 3]], 2)
     [[0, 1], [2, 3]]
     """
     length = len(parents[0])
@@ -22,19 +22,19 @@ def split(parents: RankLists, size: int) -> RankLists:
     return [ranks[i : i + size] for ranks in parents for i in range(0, length, size)]
 
 
-def orthogonal(groups: RankLists) -> RankLists:
+def orthogonal_groups(groups: RankLists) -> RankLists:
     """The groups of those ranks that hold the same place in each of `groups`.
 
-    >>> orthogonal([[0, 1], [2, 3]])
+    >>> orthogonal_groups([[0, 1], [2, 3]])
     [[0, 2], [1, 3]]
     """
     return [list(ranks) for ranks in zip(*groups, strict=True)]
 
 
-def along(mesh: torch.Tensor, axes: Sequence[int]) -> RankLists:
+def mesh_axis_groups(mesh: torch.Tensor, axes: Sequence[int]) -> RankLists:
     """The groups that a mesh of ranks falls into along some of its axes.
 
-    >>> along(torch.arange(8).reshape(2, 2, 2), [0, 1])
+    >>> mesh_axis_groups(torch.arange(8).reshape(2, 2, 2), [0, 1])
     [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     size = math.prod(mesh.shape[a] for a in axes)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from ..errors import WorldError
 
 # The second name is the one PhysicsNeMo reads: scripts and job files carry over.
-FORCE = ("SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD", "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD")
-TIMEOUT = "SHARDFIELD_TIMEOUT"
+METHOD_VARIABLES = ("SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD", "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD")
+TIMEOUT_VARIABLE = "SHARDFIELD_TIMEOUT"
 DEFAULT_PORT = 12355
 
 Env = Mapping[str, str]
@@ -36,7 +36,7 @@ class Launch:
     addr: str = "localhost"
     port: int = DEFAULT_PORT
     job: str = ""
-    agent: str = ""  # see agent_at
+    store_prefix: str = ""  # see agent_at
 
     def __post_init__(self):
         if not 0 < self.port < 65536:
@@ -47,11 +47,11 @@ class Launch:
 
 def detect(env: Env) -> Launch:
     """The launch that `env` describes; an error where it describes half of one."""
-    name, forced = next(((n, env[n]) for n in FORCE if env.get(n)), (None, None))
+    name, forced = next(((n, env[n]) for n in METHOD_VARIABLES if env.get(n)), (None, None))
     if forced:
-        if forced.upper() not in READERS:
-            raise WorldError(f"{name}={forced} is no launch method; there are {', '.join(READERS)}")
-        return READERS[forced.upper()](env)
+        if forced.upper() not in LAUNCHERS:
+            raise WorldError(f"{name}={forced} is no launch method; there are {', '.join(LAUNCHERS)}")
+        return LAUNCHERS[forced.upper()](env)
     if "RANK" in env and "WORLD_SIZE" in env:
         return from_env(env)
     # mpirun inside a SLURM job hands on the variables of the batch script, or of the daemons it starts with srun:
@@ -67,7 +67,7 @@ def detect(env: Env) -> Launch:
 
 def from_env(env: Env) -> Launch:
     """Torch's own variables, as torchrun sets them or a user by hand."""
-    world_size = _int(env, "WORLD_SIZE", default=None)
+    world_size = _read_int(env, "WORLD_SIZE", default=None)
     needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if world_size != 1 else [])
     missing = [n for n in needed if not env.get(n)]
     if missing:
@@ -76,19 +76,19 @@ def from_env(env: Env) -> Launch:
             f"env launch: {given} set, but not {', '.join(missing)}. Start the program with torchrun, which sets "
             f"them all, or set all of {', '.join(needed)}; unset them to run a single process"
         )
-    rank = _int(env, "RANK")
-    local_rank = _int(env, "LOCAL_RANK", default=None)
+    rank = _read_int(env, "RANK")
+    local_rank = _read_int(env, "LOCAL_RANK", default=None)
     if local_rank is None and env.get("LOCAL_WORLD_SIZE"):
-        local_rank = rank % _int(env, "LOCAL_WORLD_SIZE")
-    here = _at_master(Launch("env", rank, _int(env, "WORLD_SIZE"), local_rank), env)
-    return replace(here, job=env.get("TORCHELASTIC_RUN_ID", ""), agent=agent_at(here.port, env))
+        local_rank = rank % _read_int(env, "LOCAL_WORLD_SIZE")
+    here = _with_master_address(Launch("env", rank, _read_int(env, "WORLD_SIZE"), local_rank), env)
+    return replace(here, job=env.get("TORCHELASTIC_RUN_ID", ""), store_prefix=agent_store_prefix(here.port, env))
 
 
 def from_slurm(env: Env, port: int | None = None) -> Launch:
     """A task that srun started, or the one process of a batch script."""
-    rank = _int(env, "SLURM_PROCID")
+    rank = _read_int(env, "SLURM_PROCID")
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    world_size = _int(env, next((n for n in sizes if env.get(n)), "SLURM_NTASKS"))
+    world_size = _read_int(env, next((n for n in sizes if env.get(n)), "SLURM_NTASKS"))
     if world_size > 1 and "SLURM_STEP_ID" not in env and env.get("ENVIRONMENT") == "BATCH":
         # Waiting for the other tasks would never end: sbatch reserves them and starts one process, the script.
         warnings.warn(
@@ -98,17 +98,17 @@ def from_slurm(env: Env, port: int | None = None) -> Launch:
         )
         rank, world_size = 0, 1
     job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
-    here = Launch("slurm", rank, world_size, _int(env, "SLURM_LOCALID"), _slurm_addr(env), _port_of(job), job)
-    return _at_master(here, env, port=port)
+    here = Launch("slurm", rank, world_size, _read_int(env, "SLURM_LOCALID"), _slurm_addr(env), _port_for_job(job), job)
+    return _with_master_address(here, env, port=port)
 
 
 def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) -> Launch:
     """A process that Open MPI's mpirun started."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-    rank, world_size, local_rank = (_int(env, n) for n in names)
+    rank, world_size, local_rank = (_read_int(env, n) for n in names)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
     guess = "localhost"
-    if _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size) < world_size:
+    if _read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", default=world_size) < world_size:
         hosts = expand_hosts(env.get("SLURM_JOB_NODELIST", ""))
         mpirun_host = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
         guess = hosts[0] if hosts else mpirun_host[1] if mpirun_host else ""
@@ -117,29 +117,29 @@ def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) ->
                 "openmpi launch: the ranks are on several hosts and none says where rank 0 is. Tell them: "
                 "mpirun -x MASTER_ADDR=<host of rank 0> ..."
             )
-    here = Launch("openmpi", rank, world_size, local_rank, guess, _port_of(job), job)
-    return _at_master(here, env, addr, port)
+    here = Launch("openmpi", rank, world_size, local_rank, guess, _port_for_job(job), job)
+    return _with_master_address(here, env, addr, port)
 
 
-READERS: dict[str, Callable[[Env], Launch]] = {"ENV": from_env, "SLURM": from_slurm, "OPENMPI": from_open_mpi}
+LAUNCHERS: dict[str, Callable[[Env], Launch]] = {"ENV": from_env, "SLURM": from_slurm, "OPENMPI": from_open_mpi}
 
 
-def agent_at(port: int, env: Env) -> str:
+def agent_store_prefix(port: int, env: Env) -> str:
     """Our place in torchrun's own store, if that is what listens on `port`; it has one per restart of the ranks."""
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("MASTER_PORT") != str(port):
         return ""
     return f"shardfield/attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
-def local_rank_from(env: Env) -> int | None:
+def read_local_rank(env: Env) -> int | None:
     """The place on its host of a process whose world was set up by somebody else."""
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return next((_int(env, n) for n in names if env.get(n)), None)
+    return next((_read_int(env, n) for n in names if env.get(n)), None)
 
 
-def timeout_from(env: Env) -> float | None:
+def read_timeout(env: Env) -> float | None:
     """The user's time limit in seconds, if one is set."""
-    text = env.get(TIMEOUT)
+    text = env.get(TIMEOUT_VARIABLE)
     if not text:
         return None
     try:
@@ -147,7 +147,7 @@ def timeout_from(env: Env) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e8:
-        raise WorldError(f"{TIMEOUT}={text} is no number of seconds above 0")
+        raise WorldError(f"{TIMEOUT_VARIABLE}={text} is no number of seconds above 0")
     return seconds
 
 
@@ -161,13 +161,13 @@ def expand_hosts(nodes: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes):
         names = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            parts = [literal] if literal else [n for r in ranges.split(",") for n in _numbers(r)]
+            parts = [literal] if literal else [n for r in ranges.split(",") for n in _expand_range(r)]
             names = [name + part for name in names for part in parts]
         hosts += [name.strip() for name in names]
     return hosts
 
 
-def _numbers(text: str) -> list[str]:
+def _expand_range(text: str) -> list[str]:
     """'08-10' as 08, 09, 10: the zeros in front are part of the names."""
     first, _, last = text.partition("-")
     return [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
@@ -185,9 +185,9 @@ def _slurm_addr(env: Env) -> str:
     return hosts[0] if hosts else env.get("SLURM_LAUNCH_NODE_IPADDR") or "localhost"
 
 
-def _at_master(launch: Launch, env: Env, addr: str | None = None, port: int | str | None = None) -> Launch:
+def _with_master_address(launch: Launch, env: Env, addr: str | None = None, port: int | str | None = None) -> Launch:
     """Meet where the caller says, else where the user says, else where the launcher's variables point."""
-    master_port = _int(env, "MASTER_PORT", default=launch.port)
+    master_port = _read_int(env, "MASTER_PORT", default=launch.port)
     return replace(
         launch,
         addr=addr or env.get("MASTER_ADDR") or launch.addr,
@@ -195,12 +195,12 @@ def _at_master(launch: Launch, env: Env, addr: str | None = None, port: int | st
     )
 
 
-def _port_of(job: str) -> int:
+def _port_for_job(job: str) -> int:
     """A port that two jobs on one host are unlikely to share, below the range that systems hand out themselves."""
     return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
 
 
-def _int(env: Env, name: str, default=...):
+def _read_int(env: Env, name: str, default=...):
     text = env.get(name)
     if not text:
         if default is ...:

@@ -16,7 +16,7 @@ from ..errors import WorldError
 from . import launch as launching
 from . import world as worlds
 from .config import ProcessGroupConfig, ProcessGroupNode
-from .groups import RankLists, along, complete_shape, orthogonal, split
+from .groups import RankLists, complete_shape, mesh_axis_groups, orthogonal_groups, split_groups
 from .launch import Launch
 
 
@@ -135,7 +135,7 @@ class DistributedManager:
         if name is None:
             return None
         if name not in self._groups:
-            raise WorldError(f"no process group is named {name!r}; there are {_listed(self._groups)}")
+            raise WorldError(f"no process group is named {name!r}; there are {_format_names(self._groups)}")
         return self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
@@ -151,7 +151,7 @@ class DistributedManager:
         if group is None:
             return None
         if group not in self._group_names:
-            raise WorldError(f"that process group was not made by name here; there are {_listed(self._groups)}")
+            raise WorldError(f"that process group was not made by name here; there are {_format_names(self._groups)}")
         return self._group_names[group]
 
     # Meshes.
@@ -185,9 +185,13 @@ class DistributedManager:
         names = (name,) if isinstance(name, str) else tuple(name)
         unknown = [n for n in names if n not in self._mesh_dims]
         if unknown:
-            raise WorldError(f"no mesh axis is named {_listed(unknown)}; the mesh has {_listed(self._mesh_dims)}")
+            raise WorldError(
+                f"no mesh axis is named {_format_names(unknown)}; the mesh has {_format_names(self._mesh_dims)}"
+            )
         if names != tuple(n for n in self._mesh_dims if n in names):
-            raise WorldError(f"axes {_listed(names)}: name each once, in the mesh's order {_listed(self._mesh_dims)}")
+            raise WorldError(
+                f"axes {_format_names(names)}: name each once, in the mesh's order {_format_names(self._mesh_dims)}"
+            )
         return self._global_mesh[names]
 
     def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -203,7 +207,7 @@ class DistributedManager:
             return dist.group.WORLD
         if self.rank not in ranks:
             raise WorldError(f"rank {self.rank} asks for the group of a mesh over the ranks {ranks}")
-        siblings = self._siblings(mesh)
+        siblings = self._sibling_ranks(mesh)
         key = tuple(map(tuple, siblings or [ranks]))
         if key not in self._mesh_groups:
             made = functools.partial(dist.new_group, timeout=self._world.timeout)
@@ -213,16 +217,16 @@ class DistributedManager:
             else:
                 with uncounted_group():
                     group = made(ranks, use_local_synchronization=True)
-            worlds.joined(group)
+            worlds.wait_until_joined(group)
             self._mesh_groups[key] = group
         return self._mesh_groups[key]
 
-    def _siblings(self, mesh: DeviceMesh) -> RankLists | None:
+    def _sibling_ranks(self, mesh: DeviceMesh) -> RankLists | None:
         """The ranks of this part of the manager's mesh and of all parts like it; None for any other mesh."""
         names = tuple(mesh.mesh_dim_names or ())
         if not names or names != tuple(n for n in self._mesh_dims if n in names) or mesh != self.mesh(names):
             return None
-        return along(self.mesh().mesh, [self.mesh_names().index(n) for n in names])
+        return mesh_axis_groups(self.mesh().mesh, [self.mesh_names().index(n) for n in names])
 
     @staticmethod
     def initialize_mesh(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
@@ -230,12 +234,12 @@ class DistributedManager:
         self = DistributedManager()
         names = tuple(mesh_dim_names)
         shape = complete_shape(mesh_shape, names, self.world_size)
-        self._need_process_group()
+        self._ensure_process_group()
         self._global_mesh = mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for group in mesh.get_all_groups():
             if self._world.timeout:
                 set_group_timeout(self._world.timeout, group)
-            worlds.joined(group)
+            worlds.wait_until_joined(group)
         self._meshes.append(mesh)
         self._mesh_dims = dict(zip(names, shape, strict=True))
         return self._global_mesh
@@ -251,14 +255,14 @@ class DistributedManager:
         else:
             self.group(group_name)  # raises for an unknown name
             parents = self._group_ranks[group_name]
-        self._make_groups(name, split(parents, size), verbose)
+        self._make_groups(name, split_groups(parents, size), verbose)
 
     @staticmethod
     def create_orthogonal_process_group(orthogonal_group_name: str, group_name: str, verbose: bool = False) -> None:
         """Group the ranks that have the same place in their groups `group_name`."""
         self = DistributedManager()
         self.group(group_name)
-        self._make_groups(orthogonal_group_name, orthogonal(self._group_ranks[group_name]), verbose)
+        self._make_groups(orthogonal_group_name, orthogonal_groups(self._group_ranks[group_name]), verbose)
 
     @staticmethod
     def create_group_from_node(node: ProcessGroupNode, parent: str | None = None, verbose: bool = False) -> str:
@@ -285,19 +289,19 @@ class DistributedManager:
     def _make_groups(self, name: str, ranks_of_groups: RankLists, verbose: bool) -> None:
         if name in self._groups:
             raise WorldError(f"there is a process group {name!r} already")
-        self._need_process_group()
+        self._ensure_process_group()
         # Every rank makes every group, in the same order, also those it is not in: torch asks for that.
         for ranks in ranks_of_groups:
             group = dist.new_group(ranks, timeout=self._world.timeout)
             if self.rank in ranks:
-                worlds.joined(group)
+                worlds.wait_until_joined(group)
                 self._groups[name] = group
                 self._group_names[group] = name
         self._group_ranks[name] = ranks_of_groups
         if verbose and self.rank == 0:
             print(f"Process group '{name}':", *ranks_of_groups, sep="\n    ")
 
-    def _need_process_group(self) -> None:
+    def _ensure_process_group(self) -> None:
         """A single process gets a process group when something asks for one; it opens no connection."""
         if not dist.is_initialized():
             worlds.start_group(self._world, dist.HashStore())
@@ -324,10 +328,12 @@ class DistributedManager:
         if DistributedManager.is_initialized():
             return
         if dist.is_initialized():
-            DistributedManager._settle(worlds.adopt())
+            DistributedManager._set_world(worlds.adopt_existing())
             return
         launch = launching.detect(os.environ)
-        DistributedManager._settle(worlds.single(launch) if launch.method == "single" else worlds.start(launch))
+        DistributedManager._set_world(
+            worlds.single_process(launch) if launch.method == "single" else worlds.start(launch)
+        )
 
     @staticmethod
     def initialize_env() -> None:
@@ -337,12 +343,12 @@ class DistributedManager:
     @staticmethod
     def initialize_slurm(port: int | str | None = None) -> None:
         """Set the world up from SLURM's variables; without `port`, on one that follows from the job."""
-        DistributedManager._start(launching.from_slurm(os.environ, _port(port)))
+        DistributedManager._start(launching.from_slurm(os.environ, _parse_port(port)))
 
     @staticmethod
     def initialize_open_mpi(addr: str | None = None, port: int | str | None = None) -> None:
         """Set the world up from Open MPI's variables; `addr` is the host of rank 0."""
-        DistributedManager._start(launching.from_open_mpi(os.environ, addr, _port(port)))
+        DistributedManager._start(launching.from_open_mpi(os.environ, addr, _parse_port(port)))
 
     @staticmethod
     def setup(
@@ -360,19 +366,19 @@ class DistributedManager:
         `timeout` is in seconds: how long to wait for the others, how long a collective may take, and how long
         the others outlive a rank that dies. Without it SHARDFIELD_TIMEOUT holds, else each has its default.
         """
-        number = _port(port) or launching.DEFAULT_PORT
-        agent = launching.agent_at(number, os.environ)
-        launch = Launch(method, rank, world_size, local_rank, addr, number, agent=agent)
+        number = _parse_port(port) or launching.DEFAULT_PORT
+        agent = launching.agent_store_prefix(number, os.environ)
+        launch = Launch(method, rank, world_size, local_rank, addr, number, store_prefix=agent)
         DistributedManager._start(launch, backend, timeout)
 
     @staticmethod
     def _start(launch: Launch, backend: str | None = None, timeout: float | None = None) -> None:
         if DistributedManager.is_initialized():
             raise WorldError("DistributedManager is initialised already; call DistributedManager.cleanup() first")
-        DistributedManager._settle(worlds.start(launch, backend, timeout))
+        DistributedManager._set_world(worlds.start(launch, backend, timeout))
 
     @staticmethod
-    def _settle(world: worlds.World) -> None:
+    def _set_world(world: worlds.World) -> None:
         """Fill the shared state: from here on the manager is initialised."""
         DistributedManager._shared_state.update(
             _world=world,
@@ -401,19 +407,19 @@ class DistributedManager:
         of_meshes = [group for mesh in self._meshes for group in mesh.get_all_groups()]
         made_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
         try:
-            worlds.end(self._world, barrier, made_here)
+            worlds.shut_down(self._world, barrier, made_here)
         finally:
             DistributedManager._shared_state.clear()
 
 
-def _port(port: int | str | None) -> int | None:
+def _parse_port(port: int | str | None) -> int | None:
     try:
         return None if port is None else int(port)
     except ValueError:
         raise WorldError(f"{port!r} is no port") from None
 
 
-def _listed(names) -> str:
+def _format_names(names) -> str:
     return ", ".join(repr(n) for n in names) or "none"
 
 

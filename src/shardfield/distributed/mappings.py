@@ -9,22 +9,22 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm import moves
+from ..comm import autograd_collectives
 from .manager import DistributedManager
-from .pieces import Sizes, agree_on_pieces, place
 from .splits import compute_split_shapes
+from .vcollective_args import Sizes, resolve_group, validate_shards
 
 
 def copy_to_parallel_region(input: Tensor, group: str | None) -> Tensor:
     """A value that all ranks hold enters work that differs between them. Backward: the sum of their gradients."""
-    found, size, _ = _find(group)
-    return moves.enter([input], (found,))[0] if found is not None and size > 1 else input
+    found, size, _ = _resolve_group(group)
+    return autograd_collectives.replicate_in([input], (found,))[0] if found is not None and size > 1 else input
 
 
 def reduce_from_parallel_region(input: Tensor, group: str | None) -> Tensor:
     """The sum of what the ranks hold, on all of them. Backward: the gradient, as it is."""
-    found, size, _ = _find(group)
-    return moves.reduce(input, (found,)) if found is not None and size > 1 else input
+    found, size, _ = _resolve_group(group)
+    return autograd_collectives.reduce(input, (found,)) if found is not None and size > 1 else input
 
 
 def scatter_to_parallel_region(input: Tensor, dim: int, group: str | None) -> Tensor:
@@ -34,11 +34,11 @@ def scatter_to_parallel_region(input: Tensor, dim: int, group: str | None) -> Te
     """
     if not -input.dim() <= dim < input.dim():
         raise ValueError(f"scatter_to_parallel_region: a tensor of shape {tuple(input.shape)} has no dim {dim}")
-    found, size, _ = _find(group)
+    found, size, _ = _resolve_group(group)
     if found is None or size == 1:
         return input
     dim %= input.dim()
-    return moves.split(input, dim, compute_split_shapes(input.shape[dim], size), found).clone()
+    return autograd_collectives.split(input, dim, compute_split_shapes(input.shape[dim], size), found).clone()
 
 
 def gather_from_parallel_region(input: Tensor, dim: int, shapes: Sizes, group: str | None) -> Tensor:
@@ -46,11 +46,11 @@ def gather_from_parallel_region(input: Tensor, dim: int, shapes: Sizes, group: s
 
     `shapes` says how long each piece is. Ranks that do not agree all raise the same `ShardingError`.
     """
-    given = agree_on_pieces("gather_from_parallel_region", input, shapes, dim, _find(group)[0])
+    given = validate_shards("gather_from_parallel_region", input, shapes, dim, _resolve_group(group)[0])
     if given.group is None:
         return given.tensor
-    return moves.gather(given.tensor, given.dim, given.sizes, given.group)
+    return autograd_collectives.gather(given.tensor, given.dim, given.sizes, given.group)
 
 
-def _find(name: str | None) -> tuple[ProcessGroup | None, int, int]:
-    return place(DistributedManager().group(name))
+def _resolve_group(name: str | None) -> tuple[ProcessGroup | None, int, int]:
+    return resolve_group(DistributedManager().group(name))

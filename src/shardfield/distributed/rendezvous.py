@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from .launch import Launch
-from .wire import Wire
+from .tcp import Connection
 
 GREETING = {"shardfield": 1}
 
@@ -32,52 +32,54 @@ class Peer:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
 
-class Host(threading.Thread):
+class RendezvousServer(threading.Thread):
     """Rank 0's side: gathers the ranks, then tells each which others it lost."""
 
-    def __init__(self, launch: Launch, me: Peer, server: socket.socket, own: Wire, store, timeout: float):
+    def __init__(
+        self, launch: Launch, local_peer: Peer, server: socket.socket, own_connection: Connection, store, timeout: float
+    ):
         super().__init__(name="shardfield-host", daemon=True)
-        self.launch, self.me, self.server, self.timeout = launch, me, server, timeout
+        self.launch, self.local_peer, self.server, self.timeout = launch, local_peer, server, timeout
         self.store = store  # lives as long as somebody may ask it
-        self.peers: dict[Wire, Peer] = {}
-        self.leaving: set[Wire] = set()
-        self.own, self.own_told = own, threading.Event()
+        self.peers: dict[Connection, Peer] = {}
+        self.leaving: set[Connection] = set()
+        self.own_connection, self.own_departure_sent = own_connection, threading.Event()
         self.selector = selectors.DefaultSelector()
         self.selector.register(server, selectors.EVENT_READ)
-        self._admit(own)
+        self._accept(own_connection)
 
     def run(self) -> None:
         try:
-            error = self._gather()
+            error = self._wait_for_ranks()
             self.selector.unregister(self.server)
             self.server.close()
-            answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.me)}
-            for wire in self._wires():
+            answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.local_peer)}
+            for wire in self._connections():
                 wire.send(answer)
                 if error or wire not in self.peers:
-                    self._dismiss(wire)
+                    self._drop(wire)
             while self.peers:
                 for key, _ in self.selector.select():
-                    self._hear(key.data)
+                    self._handle_message(key.data)
         finally:
-            for wire in self._wires():
+            for wire in self._connections():
                 wire.close()
             self.selector.close()
 
-    def _wires(self) -> list[Wire]:
+    def _connections(self) -> list[Connection]:
         return [key.data for key in self.selector.get_map().values() if key.data]
 
-    def _admit(self, wire: Wire) -> None:
+    def _accept(self, wire: Connection) -> None:
         wire.sock.settimeout(5.0)
         wire.send(GREETING)
         self.selector.register(wire.sock, selectors.EVENT_READ, wire)
 
-    def _dismiss(self, wire: Wire) -> Peer | None:
+    def _drop(self, wire: Connection) -> Peer | None:
         self.selector.unregister(wire.sock)
         wire.close()
         return self.peers.pop(wire, None)
 
-    def _gather(self) -> str | None:
+    def _wait_for_ranks(self) -> str | None:
         """Wait until all ranks are there; says what went wrong if they never will be."""
         where, size = f"{self.launch.addr}:{self.launch.port}", self.launch.world_size
         deadline = time.monotonic() + self.timeout
@@ -93,28 +95,28 @@ class Host(threading.Thread):
             for key, _ in self.selector.select(remaining):
                 if key.fileobj is self.server:
                     with contextlib.suppress(OSError):  # gone again already
-                        self._admit(Wire(self.server.accept()[0]))
-                elif error := self._greet(key.data):
+                        self._accept(Connection(self.server.accept()[0]))
+                elif error := self._register_peer(key.data):
                     return error
-        return self._unreachable()
+        return self._check_reachable()
 
-    def _unreachable(self) -> str | None:
+    def _check_reachable(self) -> str | None:
         """Whether a rank would be offered to ranks on other hosts at an address that means themselves there."""
-        far = [wire for wire in self.peers if wire.ends[0] != wire.ends[1]]
+        far = [wire for wire in self.peers if wire.addresses[0] != wire.addresses[1]]
         hidden = next((p for p in self.peers.values() if p.loopback), None)
         if not far or not hidden:
             return None
-        there = next((wire.ends[1] for wire in far if self.peers[wire] is hidden), far[0].ends[0])
+        there = next((wire.addresses[1] for wire in far if self.peers[wire] is hidden), far[0].addresses[0])
         return (
             f"the world spans several hosts, and gloo would offer {hidden} to the others at {hidden.loopback}, since "
             f"that is what the name of its host stands for there. Set GLOO_SOCKET_IFNAME on that host to the interface "
             f"that has {there.removeprefix('::ffff:')}, or mend its /etc/hosts"
         )
 
-    def _greet(self, wire: Wire) -> str | None:
+    def _register_peer(self, wire: Connection) -> str | None:
         """Hear one that has come; says what went wrong if the world can no longer form."""
         try:
-            there = wire.fill()
+            there = wire.read_available()
         except (ValueError, TimeoutError):
             there = False
         for hello in wire.messages:
@@ -138,14 +140,14 @@ class Host(threading.Thread):
                 return f"two processes have rank {peer.rank}: {' and '.join(places)}"
             self.peers[wire] = peer
         wire.messages.clear()
-        if not there and (gone := self._dismiss(wire)):
+        if not there and (gone := self._drop(wire)):
             return f"{gone} ended while the others were still coming"
         return None
 
-    def _hear(self, wire: Wire) -> None:
+    def _handle_message(self, wire: Connection) -> None:
         """A rank says that it leaves, or is gone without a word: tell the others."""
         try:
-            there = wire.fill()
+            there = wire.read_available()
         except (ValueError, TimeoutError):
             there = False
         how = next((m["leave"] for m in wire.messages if "leave" in m), None if there else "died")
@@ -154,12 +156,12 @@ class Host(threading.Thread):
         if how == "left" and there:
             self.leaving.add(wire)
         elif how is not None:
-            self._dismiss(wire)
+            self._drop(wire)
         if news:
             for other in self.peers.keys() - {wire}:
                 other.send({"gone": vars(peer), "how": how})
-            if wire is self.own:
-                self.own_told.set()
+            if wire is self.own_connection:
+                self.own_departure_sent.set()
         if how is not None and self.peers.keys() <= self.leaving:
             for other in self.peers:
                 other.send({"end": True})

@@ -25,7 +25,7 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
 
 def split_tensor_along_dim(tensor: Tensor, dim: int, num_chunks: int) -> tuple[Tensor, ...]:
     """The pieces of a tensor, as views, cut as `compute_split_shapes` says; pieces may be empty."""
-    return tensor.split(compute_split_shapes(tensor.shape[_dim(tensor, dim)], num_chunks), dim)
+    return tensor.split(compute_split_shapes(tensor.shape[_normalize_dim(tensor, dim)], num_chunks), dim)
 
 
 def get_memory_format(tensor: Tensor) -> torch.memory_format:
@@ -47,7 +47,7 @@ def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> T
     >>> torch.allclose(pad_helper(full[:3], 0, 5, mode="conj"), full)
     True
     """
-    dim = _dim(tensor, dim)
+    dim = _normalize_dim(tensor, dim)
     size = tensor.shape[dim]
     added = new_size - size
     if added < 0:
@@ -63,13 +63,13 @@ def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> T
 
 def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:
     """Shorten `dim` to `new_size` at its end; the result has memory of its own format's order."""
-    dim = _dim(tensor, dim)
+    dim = _normalize_dim(tensor, dim)
     if not 0 <= new_size <= tensor.shape[dim]:
         raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be cut to {new_size}")
     return tensor.narrow(dim, 0, new_size).contiguous(memory_format=get_memory_format(tensor))
 
 
-def _dim(tensor: Tensor, dim: int) -> int:
+def _normalize_dim(tensor: Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no dim {dim}")
     return dim % tensor.dim()

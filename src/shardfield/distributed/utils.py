@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm import moves, wire
-from ..comm.agree import agree
+from ..comm import autograd_collectives, collectives
+from ..comm.consensus import check_arguments
 from . import autograd
-from .fused import fused_all_reduce as fused_all_reduce
+from .coalesced import fused_all_reduce as fused_all_reduce
 from .manager import DistributedManager
-from .pieces import Sizes, agree_on_pieces, place
-from .shared import mark_module_as_shared as mark_module_as_shared
-from .shared import unmark_module_as_shared as unmark_module_as_shared
+from .shared_params import mark_module_as_shared as mark_module_as_shared
+from .shared_params import unmark_module_as_shared as unmark_module_as_shared
 from .splits import compute_split_shapes as compute_split_shapes
 from .splits import get_memory_format as get_memory_format
 from .splits import pad_helper as pad_helper
 from .splits import split_tensor_along_dim as split_tensor_along_dim
 from .splits import truncate_helper as truncate_helper
+from .vcollective_args import Sizes, resolve_group, validate_shards
 
 
 @torch.no_grad()
@@ -41,10 +41,10 @@ def all_gather_v_bwd_wrapper(
     tensor: Tensor, sizes: Sizes, dim: int = 0, use_fp32: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:
     """The adjoint of `all_gather_v_wrapper`: this rank's piece of the sum over ranks of whole tensors."""
-    given = agree_on_pieces("all_gather_v_bwd", tensor.detach(), sizes, dim, group, held="whole")
+    given = validate_shards("all_gather_v_bwd", tensor.detach(), sizes, dim, group, input_kind="whole")
     if given.group is None:
         return given.tensor
-    return moves.reduce_scatter(given.tensor, given.dim, given.sizes, given.group)
+    return autograd_collectives.reduce_scatter(given.tensor, given.dim, given.sizes, given.group)
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def indexed_all_to_all_v_wrapper_bwd(
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """The adjoint of `indexed_all_to_all_v_wrapper`: slices go back and are added where they came from."""
-    group, count, coord = place(group)
+    group, count, coord = resolve_group(group)
     shape = list(tensor.shape)
     problem = None
     if -tensor.dim() <= dim < tensor.dim() and [len(row) for row in sizes] == [count] * count:
@@ -93,7 +93,9 @@ def indexed_all_to_all_v_wrapper_bwd(
         if shape[dim] != received:
             problem = f"its tensor has {shape[dim]} along dim {dim}, sizes says that it received {received}"
         shape[dim] = tensor_size_along_dim
-    agree("indexed_all_to_all_v_bwd", group, {"sizes": sizes, "dim": dim}, {"shape": tuple(tensor.shape)}, problem)
+    check_arguments(
+        "indexed_all_to_all_v_bwd", group, {"sizes": sizes, "dim": dim}, {"shape": tuple(tensor.shape)}, problem
+    )
     with torch.enable_grad():
         source = tensor.new_zeros(shape).requires_grad_()
         sent = autograd.indexed_all_to_all_v(source, indices, sizes, use_fp32, dim, group)
@@ -108,23 +110,23 @@ def distributed_transpose(
     Returns one piece from each rank, and None or, with `async_op`, a handle: the pieces are there once `wait()` has
     returned. `dim0` is cut as `compute_split_shapes` says; `dim1` may be cut in any way.
     """
-    given = agree_on_pieces("distributed_transpose", tensor.detach(), None, dim1, group, {"dim0": dim0})
+    given = validate_shards("distributed_transpose", tensor.detach(), None, dim1, group, {"dim0": dim0})
     if not -tensor.dim() <= dim0 < tensor.dim() or dim0 % tensor.dim() == given.dim:  # the same on all ranks by now
         raise ValueError(f"distributed_transpose: dims {dim0} and {dim1} of a tensor of {tensor.dim()} dims")
     if given.group is None:
-        return [given.tensor], _Done() if async_op else None
+        return [given.tensor], _CompletedWork() if async_op else None
     pieces = [p.contiguous() for p in split_tensor_along_dim(given.tensor, dim0, len(given.sizes))]
     pieces[given.coord] = pieces[given.coord].clone()
     shape = list(pieces[given.coord].shape)
     shapes = [[*shape[: given.dim], n, *shape[given.dim + 1 :]] for n in given.sizes]
-    pending = wire.start_exchange(pieces, shapes, given.group)
+    pending = collectives.start_exchange(pieces, shapes, given.group)
     if not async_op:
         return pending.wait(), None
-    assert pending.landing is not None
-    return pending.landing, pending
+    assert pending.recv_buffers is not None
+    return pending.recv_buffers, pending
 
 
-class _Done:
+class _CompletedWork:
     def wait(self) -> None:
         """Nothing is in flight."""
 
@@ -134,9 +136,9 @@ def reduce_loss(loss: float | Tensor, dst_rank: int = 0, mean: bool = True) -> f
     manager = DistributedManager()
     if not 0 <= dst_rank < manager.world_size:
         raise ValueError(f"reduce_loss: there is no rank {dst_rank} among {manager.world_size}")
-    group, size, rank = place(None)
+    group, size, rank = resolve_group(None)
     if group is None or size == 1:
         return float(loss)
     value = torch.tensor([float(loss)], dtype=torch.float64, device=manager.device)
-    total = wire.all_reduce(value, group, "avg" if mean else "sum")
+    total = collectives.all_reduce(value, group, "avg" if mean else "sum")
     return float(total) if rank == dst_rank else None

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WorldError
-from .launch import Launch, local_rank_from, timeout_from
-from .member import Member
+from .launch import Launch, read_local_rank, read_timeout
+from .membership import Membership
 
 # How long the ranks wait for each other at the start, and how long the others outlive one that died. Collectives
 # keep torch's own limits unless the user sets one (SHARDFIELD_TIMEOUT, setup(timeout=...)), which then holds for all.
@@ -26,8 +26,8 @@ class World:
     distributed: bool = True
     timeout: timedelta | None = None  # of collectives, where the user set one
     group: dist.ProcessGroup | None = None  # torch's default group
-    owned: bool = False  # whether that group was started here
-    member: Member | None = None
+    owns_group: bool = False  # whether that group was started here
+    membership: Membership | None = None
 
 
 def available_backend() -> str:
@@ -35,21 +35,21 @@ def available_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def single(launch: Launch) -> World:
+def single_process(launch: Launch) -> World:
     """A process that no launcher started."""
-    return World(launch, _device(0), distributed=False)
+    return World(launch, _select_device(0), distributed=False)
 
 
-def adopt() -> World:
+def adopt_existing() -> World:
     """The world that torch.distributed has. gloo alone means that its user works on the CPU."""
     rank = dist.get_rank()
-    local_rank = local_rank_from(os.environ)
+    local_rank = read_local_rank(os.environ)
     local_rank = rank if local_rank is None else local_rank
     device = torch.device("cpu")
     if "nccl" in str(dist.get_backend()):
         # A device that the user has chosen stays; 0 is what one has without choosing.
         chosen = torch.cuda.current_device()
-        device = torch.device("cuda", chosen) if chosen else _device(local_rank)
+        device = torch.device("cuda", chosen) if chosen else _select_device(local_rank)
     return World(Launch("existing", rank, dist.get_world_size()), device, local_rank, group=dist.group.WORLD)
 
 
@@ -61,23 +61,23 @@ def start(launch: Launch, backend: str | None = None, timeout: float | None = No
                 f"torch.distributed runs already, with this process as rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}; asked for was rank {launch.rank} of {launch.world_size}"
             )
-        return adopt()
+        return adopt_existing()
     if timeout is not None and timeout <= 0:
         raise WorldError(f"a time-out of {timeout} s")
-    limit = timeout or timeout_from(os.environ)
+    limit = timeout or read_timeout(os.environ)
     local_rank = launch.local_rank
     if local_rank is None:
         local_rank = launch.rank % (torch.cuda.device_count() or launch.world_size)
-    world = World(launch, _device(local_rank), local_rank, timeout=timedelta(seconds=limit) if limit else None)
+    world = World(launch, _select_device(local_rank), local_rank, timeout=timedelta(seconds=limit) if limit else None)
     backend = backend or available_backend()
     if launch.world_size > 1:
-        world.member = Member(launch, limit or DEFAULT_TIMEOUT, gloo="gloo" in backend)
+        world.membership = Membership(launch, limit or DEFAULT_TIMEOUT, gloo="gloo" in backend)
     try:
-        start_group(world, world.member.store if world.member else dist.HashStore(), backend)
+        start_group(world, world.membership.store if world.membership else dist.HashStore(), backend)
     except BaseException as error:
-        if world.member:
-            world.member.leave(f"failed with {type(error).__name__} while its process group started")
-            world.member.close()
+        if world.membership:
+            world.membership.leave(f"failed with {type(error).__name__} while its process group started")
+            world.membership.close()
         raise
     return world
 
@@ -93,11 +93,11 @@ def start_group(world: World, store, backend: str | None = None) -> None:
         timeout=world.timeout,
         device_id=world.device if "nccl" in backend else None,
     )
-    world.group, world.owned = dist.group.WORLD, True
-    joined(dist.group.WORLD)
+    world.group, world.owns_group = dist.group.WORLD, True
+    wait_until_joined(dist.group.WORLD)
 
 
-def joined(group: dist.ProcessGroup) -> None:
+def wait_until_joined(group: dist.ProcessGroup) -> None:
     """Return once all members of a new gloo group are in it.
 
     gloo connects all pairs while a group is made; a member that is done and ends its group at once would cut off those
@@ -107,27 +107,27 @@ def joined(group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-def end(world: World, barrier: bool, made_here: list[dist.ProcessGroup]) -> None:
+def shut_down(world: World, barrier: bool, created_groups: list[dist.ProcessGroup]) -> None:
     """End what was started here: the whole world, or in somebody else's the groups that were made since."""
-    member = world.member
+    member = world.membership
     # With a rank lost, a barrier would wait for it, and so may NCCL on its way out. The end of the process will do.
-    broken = member is not None and (member.failed or bool(member.lost))
+    broken = member is not None and (member.failed or bool(member.lost_peers))
     ours = dist.is_initialized() and dist.group.WORLD is world.group and not broken
     if barrier and ours:
         dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
     if member:
         member.leave()
-    if ours and world.owned:
+    if ours and world.owns_group:
         dist.destroy_process_group()
     elif ours:
-        for group in dict.fromkeys(made_here):
+        for group in dict.fromkeys(created_groups):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
     if member:
         member.close()
 
 
-def _device(local_rank: int) -> torch.device:
+def _select_device(local_rank: int) -> torch.device:
     """This process's device. A launcher that shows each process its own device alone makes that one cuda:0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -6,9 +6,9 @@ from .cost import Device as Device
 from .cost import Link as Link
 from .cost import Network as Network
 from .cost import predict as predict
-from .step import Subject as Subject
-from .step import count as count
-from .watch import Seen as Seen
-from .watch import watch as watch
-from .world import simulated as simulated
-from .world import without_data as without_data
+from .fake_world import simulated as simulated
+from .fake_world import without_data as without_data
+from .recorder import Seen as Seen
+from .recorder import watch as watch
+from .simulate import Subject as Subject
+from .simulate import count as count

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .watch import Seen, Send, Wait, Work
+from .recorder import Seen, Send, Wait, Work
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def predict(seen: Seen, device: Device, network: Network, computes: float | None
             clock += scale * device.seconds(entry)
         elif isinstance(entry, Wait):
             clock = max(clock, ready[entry.id])
-        elif entry.hidden:
+        elif entry.overlapped:
             behind.append(network.seconds(entry, seen.rank))
         else:
             begins = max(clock, free)

@@ -25,16 +25,16 @@ class Memory:
         self._refs: dict[int, Any] = {}
         self._resize: Any = None
 
-    def see(self, value: Any) -> None:
+    def track(self, value: Any) -> None:
         """Count the storages of the tensors in a result that are not counted yet."""
         if isinstance(value, Tensor):
             if isinstance(value, (ShardTensor, DTensor)):
-                self.see(value._local_tensor)
+                self.track(value._local_tensor)
             else:
                 self._add(value.untyped_storage())
         elif isinstance(value, (list, tuple)):
             for part in value:
-                self.see(part)
+                self.track(part)
 
     def _add(self, storage: Any) -> None:
         key = id(storage)
@@ -47,9 +47,9 @@ class Memory:
             self.now -= self._sizes.pop(key, 0)
 
         self._refs[key], self._sizes[key] = weakref.ref(storage, gone), size
-        self._change(size)
+        self._add_bytes(size)
 
-    def _change(self, by: int) -> None:
+    def _add_bytes(self, by: int) -> None:
         self.now += by
         self.peak = max(self.peak, self.now)
 
@@ -64,7 +64,7 @@ class Memory:
             key = id(storage)
             if key in memory._refs:
                 old, memory._sizes[key] = memory._sizes[key], size
-                memory._change(size - old)
+                memory._add_bytes(size - old)
             return out
 
         torch.UntypedStorage.resize_ = resize_

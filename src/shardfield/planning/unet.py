@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..train.config import TrainConfig, UsageError
-from ..train.task import Outline
+from ..train.task import TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -63,15 +63,15 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-def unet_outline(config: UNetConfig) -> Outline:
+def unet_outline(config: UNetConfig) -> TaskSpec:
     if config.width % 8 or config.levels < 1 or config.resolution >> (config.levels - 1) < 1:
         raise UsageError(
             f"--width {config.width} must be a multiple of 8, and --levels {config.levels} leave a point of "
             f"--resolution {config.resolution}"
         )
     field = (config.channels, config.resolution, config.resolution)
-    return Outline(
+    return TaskSpec(
         model=UNet(config.channels, config.width, config.levels),
-        samples={"x": field, "y": field},
+        sample_shapes={"x": field, "y": field},
         loss=lambda output, batch: F.mse_loss(output, batch["y"]),
     )

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import moves
-from ..comm.agree import agree
-from ..comm.route import Run, fetch_route
+from ..comm import autograd_collectives
+from ..comm.consensus import check_arguments
+from ..comm.route import RowRequest, fetch_route
 from ..errors import ShardingError
 from ..layout import starts
-from ..ops.pad import copies
-from ..ops.rearrange import around
-from ..ops.window import spans
+from ..ops.shape.flip_roll import periodic_runs
+from ..ops.stencil.pad import padding_runs
+from ..ops.stencil.window import shard_spans
 from ..tensor import ShardTensor
 
 BOUNDARIES = ("zero", "circular", "reflect", "replicate", "pole")
@@ -65,7 +65,7 @@ class HaloConfig:
     def ranges(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
         """The global range of each coord's widened block; one that holds nothing gets nothing."""
         size, found = sum(lengths), []
-        for start, stop in spans(lengths):
+        for start, stop in shard_spans(lengths):
             low = -self.edge if start == 0 else max(start - self.halo_size, -self.edge)
             high = size + self.edge if stop == size else min(stop + self.halo_size, size + self.edge)
             found.append((low, high) if start < stop else (start, start))
@@ -83,9 +83,9 @@ def halo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Seq
             HaloConfig(1, 3, 2, boundary="circular"),
         ])
     """
-    block, lengths = _block(tensor), _lengths_of(tensor)
-    for config in _several(halo_config):
-        block = _padded(block, mesh, config, lengths)
+    block, lengths = _local_block(tensor), _known_shard_sizes(tensor)
+    for config in _as_list(halo_config):
+        block = _pad_dim(block, mesh, config, lengths)
     return block
 
 
@@ -94,7 +94,7 @@ def unhalo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | S
 
     Without `lengths`, blocks are taken to be no thinner than the halo.
     """
-    for config in reversed(_several(halo_config)):
+    for config in reversed(_as_list(halo_config)):
         dim = config.tensor_dim % tensor.ndim
         coord, size = mesh.get_local_rank(config.mesh_dim), mesh.size(config.mesh_dim)
         if config.lengths is not None:
@@ -107,34 +107,34 @@ def unhalo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | S
     return tensor
 
 
-def _several(config: HaloConfig | Sequence[HaloConfig]) -> list[HaloConfig]:
+def _as_list(config: HaloConfig | Sequence[HaloConfig]) -> list[HaloConfig]:
     return [config] if isinstance(config, HaloConfig) else list(config)
 
 
-def _block(tensor: Tensor) -> Tensor:
-    return tensor._simple_value()._local_tensor if isinstance(tensor, ShardTensor) else tensor
+def _local_block(tensor: Tensor) -> Tensor:
+    return tensor._unmerged_value()._local_tensor if isinstance(tensor, ShardTensor) else tensor
 
 
-def _lengths_of(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
+def _known_shard_sizes(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
     """(axis, dim) -> the lengths that a ShardTensor knows."""
     if not isinstance(tensor, ShardTensor):
         return {}
-    layout = tensor._simple_value()._layout
-    return {(layout.axes_of(d)[0], d): layout.lengths(d) for d in range(layout.ndim) if len(layout.axes_of(d)) == 1}
+    layout = tensor._unmerged_value()._layout
+    return {(layout.axes_of(d)[0], d): layout.shard_sizes(d) for d in range(layout.ndim) if len(layout.axes_of(d)) == 1}
 
 
-def _padded(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) -> Tensor:
+def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) -> Tensor:
     dim = config.tensor_dim % block.ndim
-    lengths = _lengths(block, mesh, config.mesh_dim, dim, config.lengths or known.get((config.mesh_dim, dim)))
+    lengths = _shard_sizes(block, mesh, config.mesh_dim, dim, config.lengths or known.get((config.mesh_dim, dim)))
     size, edge = sum(lengths), config.edge
     most = {"circular": size, "reflect": size - 1, "pole": size}.get(config.boundary or "", edge)
     if size == 0 or edge > most:
         raise ShardingError(f"halo_padding: {edge} cells beyond the end of {size} rows by {config.boundary!r}")
     wanted = config.ranges(lengths)
-    requests = [_runs(config.boundary, size, edge, low, high) for low, high in wanted]
+    requests = [_boundary_runs(config.boundary, size, edge, low, high) for low, high in wanted]
     coord, group = mesh.get_local_rank(config.mesh_dim), mesh.get_group(config.mesh_dim)
     route = fetch_route(dim, lengths, coord, requests, [high - low for low, high in wanted])
-    wide = moves.travel(block, route, group)
+    wide = autograd_collectives.exchange(block, route, group)
     if config.boundary != "pole":
         return wide
     low, high = wanted[coord]
@@ -145,12 +145,14 @@ def _padded(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) ->
     return torch.cat([turn(first), middle, turn(last)], dim)
 
 
-def _lengths(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
+def _shard_sizes(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
     """The blocks' sizes along a dim: stated, or told by the ranks."""
     group, coord = mesh.get_group(axis), mesh.get_local_rank(axis)
     if stated is None:
         others = [n for d, n in enumerate(block.shape) if d != dim]
-        told = agree("halo_padding", group, {"other dims": others, "dim": dim}, own=[block.shape[dim]], needed=True)
+        told = check_arguments(
+            "halo_padding", group, {"other dims": others, "dim": dim}, extra=[block.shape[dim]], always=True
+        )
         assert told is not None
         return tuple(n for (n,) in told)
     if len(stated) != mesh.size(axis) or stated[coord] != block.shape[dim]:
@@ -158,29 +160,31 @@ def _lengths(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Seque
     return tuple(stated)
 
 
-def _runs(boundary: str | None, size: int, edge: int, low: int, high: int) -> list[Run]:
+def _boundary_runs(boundary: str | None, size: int, edge: int, low: int, high: int) -> list[RowRequest]:
     """The rows that stand at `low` to `high` of a field continued beyond its ends."""
     if boundary in ("circular", "reflect", "replicate"):
-        return copies(boundary, size, edge, edge, low + edge, high + edge)
+        return padding_runs(boundary, size, edge, edge, low + edge, high + edge)
     first, last = max(low, 0), min(high, size)
-    inside = [Run(first, last - first, first - low)] if first < last else []
+    inside = [RowRequest(first, last - first, first - low)] if first < last else []
     if boundary != "pole" or low == high:
         return inside
     front, back = min(high, 0), max(low, size)
-    mirrored = [Run(-front, front - low, 0, True)] if low < front else []
-    return mirrored + inside + ([Run(2 * size - high, high - back, back - low, True)] if back < high else [])
+    mirrored = [RowRequest(-front, front - low, 0, True)] if low < front else []
+    return mirrored + inside + ([RowRequest(2 * size - high, high - back, back - low, True)] if back < high else [])
 
 
 def _half_turn(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict):
     """Rows moved half way round the circle of longitudes."""
     dim = (config.pole_dim or 0) % block.ndim
     axis = config.pole_mesh_dim
-    lengths = (block.shape[dim],) if axis is None else _lengths(block, mesh, axis, dim, known.get((axis, dim)))
+    lengths = (block.shape[dim],) if axis is None else _shard_sizes(block, mesh, axis, dim, known.get((axis, dim)))
     around_it = sum(lengths)
     if around_it % 2:
         raise ShardingError(f'halo_padding: boundary "pole" needs an even number of longitudes, not {around_it}')
     if axis is None:
         return lambda rows: rows.roll(around_it // 2, dim)
-    requests = [around(start - around_it // 2, n, around_it) for start, n in zip(starts(lengths), lengths, strict=True)]
+    requests = [
+        periodic_runs(start - around_it // 2, n, around_it) for start, n in zip(starts(lengths), lengths, strict=True)
+    ]
     route = fetch_route(dim, lengths, mesh.get_local_rank(axis), requests, lengths)
-    return lambda rows: moves.travel(rows, route, mesh.get_group(axis))
+    return lambda rows: autograd_collectives.exchange(rows, route, mesh.get_group(axis))

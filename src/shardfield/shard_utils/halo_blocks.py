@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import moves
-from ..comm.fetch import Halo
-from ..layout import Factor, Layout, Span, pieces
-from ..ops.conv import each, paddings
-from ..ops.convolved import Call, box_of, placed
-from ..ops.window import Window, spans
-from ..plan import groups
+from ..comm import autograd_collectives
+from ..comm.halo import Halo
+from ..dispatch.plan import process_groups
+from ..layout import DimSharding, Layout, Span, shard_sizes_of
+from ..ops.stencil.conv import resolve_padding, to_ntuple
+from ..ops.stencil.conv_local import ConvArgs, make_local_conv, run_local_conv
+from ..ops.stencil.window import Window, shard_spans
 from ..tensor import ShardTensor, wrap
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,37 +34,39 @@ def halo_blocks(model: nn.Module, redundancy: float = 0.1) -> nn.Module:
 
         model = halo_blocks(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 3, padding=1)))
     """
-    blocked(model.modules(), redundancy)
+    install_halo_blocks(model.modules(), redundancy)
     return model
 
 
-def blocked(modules: Iterable[nn.Module], redundancy: float, lean: bool = False) -> None:
+def install_halo_blocks(modules: Iterable[nn.Module], redundancy: float, only_if_fewer_bytes: bool = False) -> None:
     """Let those of the modules that are an nn.Sequential, and run as one, run on shared halos.
 
-    `lean`: only where one halo is no more bytes than those of the layers, each for itself.
+    `only_if_fewer_bytes`: only where one halo is no more bytes than those of the layers, each for itself.
     """
     for module in modules:
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             if "forward" not in module.__dict__:
-                module.__dict__["forward"] = partial(forward, module, redundancy=redundancy, lean=lean)
+                module.__dict__["forward"] = partial(
+                    halo_block_forward, module, redundancy=redundancy, only_if_fewer_bytes=only_if_fewer_bytes
+                )
 
 
-def forward(layers: nn.Sequential, input: Any, redundancy: float, lean: bool) -> Any:
+def halo_block_forward(layers: nn.Sequential, input: Any, redundancy: float, only_if_fewer_bytes: bool) -> Any:
     """An nn.Sequential on shared halos."""
     left = list(layers)
     while left:
-        run = _run(left) if isinstance(input, ShardTensor) else []
-        value = input._simple_value() if run else input
-        taken = _taken(value._layout, tuple(map(_shape, run)), redundancy, lean) if run else 0
+        run = _fusable_layers(left) if isinstance(input, ShardTensor) else []
+        value = input._unmerged_value() if run else input
+        taken = _count_fused(value._layout, tuple(map(_conv_shape, run)), redundancy, only_if_fewer_bytes) if run else 0
         if taken:
-            input = _together(value, run[:taken])
+            input = _run_fused(value, run[:taken])
         else:
             taken, input = 1, left[0](input)
         left = left[taken:]
     return input
 
 
-class Shape(NamedTuple):
+class ConvShape(NamedTuple):
     """What a convolution does to its input's shape; None in its place stands for a pointwise layer."""
 
     channels: int
@@ -81,7 +83,7 @@ class Shape(NamedTuple):
         return Window(size, out + 1, self.kernel[i], self.stride[i], self.padding[i], self.dilation[i])
 
 
-def _run(layers: Sequence[nn.Module]) -> list[nn.Module]:
+def _fusable_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """The layers from the first on that look at neighbours or at nothing but their own cell."""
     found = []
     for layer in layers:
@@ -97,19 +99,19 @@ def _run(layers: Sequence[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _shape(layer: Any) -> Shape | None:
+def _conv_shape(layer: Any) -> ConvShape | None:
     if not isinstance(layer, CONVS):
         return None
     nd = len(layer.kernel_size)
-    before = paddings(layer.padding, layer.kernel_size, each(layer.dilation, nd))
+    before = resolve_padding(layer.padding, layer.kernel_size, to_ntuple(layer.dilation, nd))
     extra = [0] * nd
     if layer.padding == "same":  # an even window has one cell more behind
-        extra = [d * (k - 1) % 2 for d, k in zip(each(layer.dilation, nd), layer.kernel_size, strict=True)]
-    how = (layer.kernel_size, each(layer.stride, nd), before, extra, each(layer.dilation, nd))
-    return Shape(layer.out_channels, *(tuple(v) for v in how))
+        extra = [d * (k - 1) % 2 for d, k in zip(to_ntuple(layer.dilation, nd), layer.kernel_size, strict=True)]
+    how = (layer.kernel_size, to_ntuple(layer.stride, nd), before, extra, to_ntuple(layer.dilation, nd))
+    return ConvShape(layer.out_channels, *(tuple(v) for v in how))
 
 
-class Ranges(NamedTuple):
+class DimRanges(NamedTuple):
     """Along one dim: for every layer its window and, by coord, the outputs it must make; how the last are cut."""
 
     windows: tuple[Window, ...]
@@ -118,7 +120,7 @@ class Ranges(NamedTuple):
     read: tuple[Span, ...]
 
     @property
-    def most(self) -> float:
+    def work_ratio(self) -> float:
         """The work of the busiest coord, as a share of what it would do alone."""
         own = [1, *(n for n in self.owned if n)]
         widest = [max(stop - start for start, stop in spans_) for spans_ in self.needed]
@@ -126,7 +128,7 @@ class Ranges(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _ranges(lengths: tuple[int, ...], shapes: tuple[Shape, ...], i: int) -> Ranges | None:
+def _dim_ranges(lengths: tuple[int, ...], shapes: tuple[ConvShape, ...], i: int) -> DimRanges | None:
     windows, cuts = [], [lengths]
     for shape in shapes:
         window = shape.window(i, sum(cuts[-1]))
@@ -134,20 +136,22 @@ def _ranges(lengths: tuple[int, ...], shapes: tuple[Shape, ...], i: int) -> Rang
             return None
         windows.append(window)
         cuts.append(window.owned(cuts[-1]))
-    needed = [tuple(spans(cuts[-1]))]
+    needed = [tuple(shard_spans(cuts[-1]))]
     for window in reversed(windows):
-        needed.append(tuple(window.reads(*span) for span in needed[-1]))
+        needed.append(tuple(window.input_range(*span) for span in needed[-1]))
     *made, read = needed
-    return Ranges(tuple(windows), tuple(reversed(made)), cuts[-1], read)
+    return DimRanges(tuple(windows), tuple(reversed(made)), cuts[-1], read)
 
 
 @lru_cache(maxsize=1024)
-def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float, lean: bool) -> int:
+def _count_fused(layout: Layout, shapes: tuple[ConvShape | None, ...], redundancy: float, lean: bool) -> int:
     """How many of the layers run together: 0 if it does not pay, or if the cut is not along space alone."""
     convs = [shape for shape in shapes if shape]
-    if not convs or layout.ndim != len(convs[0].kernel) + 2 or layout.is_cut(1):
+    if not convs or layout.ndim != len(convs[0].kernel) + 2 or layout.is_sharded(1):
         return 0
-    if not layout.cut_dims or any(len(layout.wide(layout.axes_of(d))) > 1 for d in range(2, layout.ndim)):
+    if not layout.sharded_dims or any(
+        len(layout.nontrivial_axes(layout.axes_of(d))) > 1 for d in range(2, layout.ndim)
+    ):
         return 0
     best = number = 0
     for at, shape in enumerate(shapes, 1):
@@ -155,51 +159,51 @@ def _taken(layout: Layout, shapes: tuple[Shape | None, ...], redundancy: float, 
             continue
         number += 1
         work = 1.0
-        for dim in layout.cut_dims:
-            found = _ranges(layout.lengths(dim), tuple(convs[:number]), dim - 2) if dim > 1 else None
+        for dim in layout.sharded_dims:
+            found = _dim_ranges(layout.shard_sizes(dim), tuple(convs[:number]), dim - 2) if dim > 1 else None
             if dim > 1 and found is None:
                 return best
-            work *= found.most if found else 1.0
-        if number > 1 and (work - 1 > redundancy or (lean and not _leaner(layout, convs[:number]))):
+            work *= found.work_ratio if found else 1.0
+        if number > 1 and (work - 1 > redundancy or (lean and not _sends_fewer_bytes(layout, convs[:number]))):
             break
         best = at if number > 1 else best
     return best
 
 
-def _leaner(layout: Layout, convs: Sequence[Shape]) -> bool:
+def _sends_fewer_bytes(layout: Layout, convs: Sequence[ConvShape]) -> bool:
     """Whether one halo of the first layer's input is at most what the halos of all layers' inputs are."""
     channels, thickness, each_alone = layout.shape[1], 0, 0
     for shape in convs:
-        cells = sum((shape.kernel[d - 2] - 1) * shape.dilation[d - 2] for d in layout.cut_dims if d > 1)
+        cells = sum((shape.kernel[d - 2] - 1) * shape.dilation[d - 2] for d in layout.sharded_dims if d > 1)
         thickness, each_alone = thickness + cells, each_alone + cells * channels
         channels = shape.channels
     return thickness * layout.shape[1] <= each_alone
 
 
-def _together(input: Any, layers: Sequence[nn.Module]) -> Any:
+def _run_fused(input: Any, layers: Sequence[nn.Module]) -> Any:
     """The layers on one halo: it comes first, then every layer makes what the next ones need of it."""
     layout, block = input._layout, input._local_tensor
     convs: list[Any] = [layer for layer in layers if isinstance(layer, CONVS)]
-    shapes = [shape for shape in map(_shape, convs) if shape]
-    result = layout.with_dim(1, Factor(convs[-1].out_channels))
+    shapes = [shape for shape in map(_conv_shape, convs) if shape]
+    result = layout.with_dim(1, DimSharding(convs[-1].out_channels))
     held, ranges = [], []
     for dim in range(2, layout.ndim):
         (factor,) = layout.dims[dim]
-        found = _ranges(pieces(factor), tuple(shapes), dim - 2)
+        found = _dim_ranges(shard_sizes_of(factor), tuple(shapes), dim - 2)
         assert found is not None
         at = layout.index(factor.axes)
-        start, stop = spans(pieces(factor))[at]
-        if layout.is_cut(dim):
-            (axis,) = layout.wide(factor.axes)
-            halo = Halo.around(dim, pieces(factor), found.read, layout.coords[axis], layout.mesh.get_group(axis))
+        start, stop = shard_spans(shard_sizes_of(factor))[at]
+        if layout.is_sharded(dim):
+            (axis,) = layout.nontrivial_axes(factor.axes)
+            halo = Halo.plan(dim, shard_sizes_of(factor), found.read, layout.coords[axis], layout.mesh.get_group(axis))
             if halo.any:
-                block = halo.widen(block)
+                block = halo.with_halo(block)
                 start, stop = start - halo.before, stop + halo.after
         held.append(Span(start, stop))
         ranges.append((found, at))
-        result = result.with_dim(dim, Factor(sum(found.owned), factor.axes, found.owned if factor.axes else ()))
+        result = result.with_dim(dim, DimSharding(sum(found.owned), factor.axes, found.owned if factor.axes else ()))
     parameters = [p for conv in convs for p in (conv.weight, conv.bias) if p is not None]
-    entered = iter(moves.enter(parameters, groups(layout, layout.shard_axes)))
+    entered = iter(autograd_collectives.replicate_in(parameters, process_groups(layout, layout.shard_axes)))
     number = 0
     for layer in layers:
         if not isinstance(layer, CONVS):
@@ -207,8 +211,8 @@ def _together(input: Any, layers: Sequence[nn.Module]) -> Any:
             continue
         weight, bias = next(entered), next(entered) if layer.bias is not None else None
         outs = [found.needed[number][at] for found, at in ranges]
-        call = Call(shapes[number].stride, shapes[number].dilation, False, layer.groups)
-        box = box_of([found.windows[number] for found, _ in ranges], held, outs)
-        block = placed(call, box, [stop - start for start, stop in outs], block, weight, bias)
+        call = ConvArgs(shapes[number].stride, shapes[number].dilation, False, layer.groups)
+        box = make_local_conv([found.windows[number] for found, _ in ranges], held, outs)
+        block = run_local_conv(call, box, [stop - start for start, stop in outs], block, weight, bias)
         held, number = outs, number + 1
     return wrap(block, result)

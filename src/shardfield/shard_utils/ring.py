@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import moves
+from ..comm import autograd_collectives
 from ..errors import ShardingError
 
 
@@ -46,4 +46,4 @@ def perform_ring_iteration(
         raise ShardingError(f"the ring has {ring_config.mesh_size} ranks, mesh axis {axis} has {mesh.size(axis)}")
     step = 1 if ring_config.ring_direction == "forward" else -1
     shape = tuple(tensor.shape if recv_shape is None else recv_shape)
-    return moves.shift(tensor, shape, step, mesh.get_group(axis))
+    return autograd_collectives.shift(tensor, shape, step, mesh.get_group(axis))

@@ -31,7 +31,7 @@ class Call:
     modules: dict[str, str | None]
 
 
-class _NotingPickler(pickle.Pickler):
+class _ModuleRecordingPickler(pickle.Pickler):
     """Notes the module of every function and class it meets, so that ranks can load the same files."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -44,7 +44,7 @@ class _NotingPickler(pickle.Pickler):
         return NotImplemented
 
 
-def name_function(fn: Callable[..., Any]) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", None) or type(fn).__name__
@@ -56,11 +56,11 @@ def pack(
     """Pickle a call as (surroundings, body), or say what to change so that it can be."""
     _check_importable(fn)
     buffer = io.BytesIO()
-    pickler = _NotingPickler(buffer)
+    pickler = _ModuleRecordingPickler(buffer)
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        raise TypeError(_blame(fn, args, kwargs)) from error
+        raise TypeError(_explain_pickle_error(fn, args, kwargs)) from error
     call = Call(
         # The caller may itself run under torchrun, whose variables would point ranks to torchrun's store.
         environ={name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
@@ -73,7 +73,7 @@ def pack(
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    name = name_function(fn)
+    name = function_name(fn)
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(
             f"run_on_ranks: {name} is defined inside a function or is a lambda, and ranks import what they run by "
@@ -87,7 +87,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         )
 
 
-def _blame(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _explain_pickle_error(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Say which part of a call does not pickle."""
     parts = [("the function", fn), *((f"argument {i}", arg) for i, arg in enumerate(args))]
     parts += [(f"argument {name}=", arg) for name, arg in kwargs.items()]
@@ -96,8 +96,8 @@ def _blame(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             pickle.dumps(part)
         except Exception as error:
             where = "; move it to module level" if part is fn else ""
-            return f"run_on_ranks({name_function(fn)}): {what} cannot be sent to other processes: {error}{where}"
-    return f"run_on_ranks({name_function(fn)}): the call cannot be sent to other processes"
+            return f"run_on_ranks({function_name(fn)}): {what} cannot be sent to other processes: {error}{where}"
+    return f"run_on_ranks({function_name(fn)}): the call cannot be sent to other processes"
 
 
 def load_modules(modules: dict[str, str | None]) -> None:

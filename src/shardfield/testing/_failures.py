@@ -41,7 +41,7 @@ class RanksFailed(ShardfieldError):
         return type(self), (self.call, self.errors)
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> "ranks 0-2, 5"; [3] -> "rank 3"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -53,7 +53,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def name_exit(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """An exit code in words; a negative one is the signal that ended the process."""
     if code is None:
         return "died"
@@ -75,9 +75,9 @@ def _report(call: str, errors: dict[int, RankError]) -> str:
         key = ("died", "raised", "stuck").index(error.kind), text, "".join(place)
         groups.setdefault(key, []).append(rank)
     ordered = [ranks for _, ranks in sorted(groups.items(), key=lambda item: (item[0][0], item[1]))]
-    lines = [f"{call} failed on {name_ranks(errors)}"]
-    lines += [f"  {name_ranks(ranks)}: {errors[ranks[0]]}" for ranks in ordered]
+    lines = [f"{call} failed on {format_ranks(errors)}"]
+    lines += [f"  {format_ranks(ranks)}: {errors[ranks[0]]}" for ranks in ordered]
     for ranks in ordered:
         if text := errors[ranks[0]].traceback.rstrip():
-            lines += ["", f"--- {name_ranks(ranks)} ---", text]
+            lines += ["", f"--- {format_ranks(ranks)} ---", text]
     return "\n".join(lines)

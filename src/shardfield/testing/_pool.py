@@ -19,13 +19,13 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from . import _stacks
-from ._failures import RankError, RanksFailed, name_exit
+from ._failures import RankError, RanksFailed, describe_exit
 from ._worker import BARRIER, serve
 
 PROCESS_NAME = "shardfield rank"
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 GRACE_S = 2.0
-BARRIER_S = 10.0
+BARRIER_TIMEOUT_S = 10.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _UNMATCHED = (
     "the function returned on all ranks, but a barrier after it does not complete: "
@@ -47,14 +47,14 @@ class Pool:
         self._conns: list[Connection] = []
         self._threads: list[int] = []  # the ids of the ranks' main threads, once the world stands
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._master = _hold_port()
+        self._master_socket = _reserve_port()
         self._stacks: list[TextIO] = []
         try:
             with tempfile.TemporaryDirectory(
                 prefix="shardfield-ranks-"
             ) as folder:  # once all have opened, names can go
                 self._start(world_size, Path(folder))
-                answers = self._collect(f"starting {world_size} ranks", START_S)
+                answers = self._collect(f"starting {world_size} ranks", START_TIMEOUT_S)
             self._threads = [pickle.loads(answer) for answer in answers]
         except BaseException:
             self.close()
@@ -85,7 +85,7 @@ class Pool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._master.getsockname()[1]),
+            "MASTER_PORT": str(self._master_socket.getsockname()[1]),
             # Otherwise gloo looks up the host name, which need not resolve on a test machine.
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
@@ -100,7 +100,7 @@ class Pool:
             answers = self._collect(name, timeout)
             if self.alive:
                 self._send(BARRIER)
-                self._collect(name, BARRIER_S, _UNMATCHED)
+                self._collect(name, BARRIER_TIMEOUT_S, _UNMATCHED)
             else:  # a rank left the world or is worn out
                 self.close()
         except BaseException:
@@ -115,7 +115,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        ends: list[Connection | TextIO | socket.socket] = [*self._conns, *self._stacks, self._master]
+        ends: list[Connection | TextIO | socket.socket] = [*self._conns, *self._stacks, self._master_socket]
         for end in ends:
             end.close()
 
@@ -150,7 +150,7 @@ class Pool:
             errors |= {rank: RankError("stuck", "", late) for rank in waiting}
         elif waiting:
             late = "still running after another rank failed" if errors else f"not done after {timeout:g} s"
-            errors |= self._locate(sorted(waiting), late)
+            errors |= self._dump_stacks(sorted(waiting), late)
         if errors:
             raise RanksFailed(name, errors)
         return [answers[rank] for rank in range(len(self._conns))]
@@ -159,11 +159,11 @@ class Pool:
         """Take what a rank sends; an error, also its death, is returned."""
         try:
             if not self._conns[rank].poll():  # a child of the rank may hold the pipe open
-                return self._death(rank)
+                return self._death_error(rank)
             error, reusable = pickle.loads(self._conns[rank].recv_bytes())
             answers[rank] = self._conns[rank].recv_bytes()
         except (EOFError, OSError):
-            return self._death(rank)
+            return self._death_error(rank)
         self.alive &= reusable
         if error is None:
             return None
@@ -172,16 +172,16 @@ class Pool:
         except Exception:  # not every exception can be made again from its pickle; its text is there
             return error
 
-    def _death(self, rank: int) -> RankError:
+    def _death_error(self, rank: int) -> RankError:
         self._processes[rank].join(GRACE_S)
-        how = name_exit(self._processes[rank].exitcode)
+        how = describe_exit(self._processes[rank].exitcode)
         if not self._threads:
             return RankError("died", "", f"{how} while starting; what it had to say is on stderr")
         frames = _stacks.read_stack(_stacks.read_all(self._stacks[rank]), self._threads[rank])
         where = f", {_stacks.describe(frames)}" if frames else " before the call returned"
         return RankError("died", "", how + where, _stacks.format_stack(frames))
 
-    def _locate(self, ranks: list[int], late: str) -> dict[int, RankError]:
+    def _dump_stacks(self, ranks: list[int], late: str) -> dict[int, RankError]:
         """Ask ranks that have not answered for their stacks."""
         if not self._threads:  # they may not listen to the signal yet
             return {rank: RankError("stuck", "", late) for rank in ranks}
@@ -205,7 +205,7 @@ def _load_result(rank: int, answer: bytes) -> Any:
         raise
 
 
-def _hold_port() -> socket.socket:
+def _reserve_port() -> socket.socket:
     """A socket on a free port that others may listen on, as SO_REUSEADDR allows while this one does not."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ._calls import name_function, pack
+from ._calls import function_name, pack
 from ._pool import PROCESS_NAME, Pool
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def run_on_ranks(
     A UserWarning, FutureWarning or DeprecationWarning attributed to a module of shardfield is raised as an
     error, whatever the caller's filters; warnings attributed to other modules are left to Python's defaults.
     """
-    name = f"run_on_ranks({name_function(fn)}, {world_size})"
+    name = f"run_on_ranks({function_name(fn)}, {world_size})"
     if multiprocessing.current_process().name.startswith(PROCESS_NAME):
         raise RuntimeError(
             f"{name}: called on a rank, which cannot start ranks of its own; "

@@ -32,11 +32,11 @@ def serve(rank_env: dict[str, str], store_port: int, stack_path: str, conn: Conn
     stacks = open(stack_path, "a")  # stays open: faulthandler writes to it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a killed rank has printed what it had to say
     try:
-        fresh = _Fresh(rank_env)
+        fresh = _ProcessState(rank_env)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=60))
         world_size = int(rank_env["WORLD_SIZE"])
         dist.init_process_group("gloo", store=store, rank=int(rank_env["RANK"]), world_size=world_size)
@@ -57,7 +57,7 @@ def serve(rank_env: dict[str, str], store_port: int, stack_path: str, conn: Conn
             return
 
 
-def _answer_call(conn: Connection, call: Call, body: bytes, fresh: "_Fresh", world: Any) -> None:
+def _answer_call(conn: Connection, call: Call, body: bytes, fresh: "_ProcessState", world: Any) -> None:
     """Run one call in the caller's surroundings; whatever it raises is an answer, not an end."""
     try:
         fresh.restore(call)
@@ -71,7 +71,9 @@ def _answer_call(conn: Connection, call: Call, body: bytes, fresh: "_Fresh", wor
     except BaseException as error:
         _answer(conn, error)
     else:
-        _answer(conn, result=answer, reusable=dist.is_initialized() and dist.group.WORLD is world and not _is_worn())
+        _answer(
+            conn, result=answer, reusable=dist.is_initialized() and dist.group.WORLD is world and not _should_retire()
+        )
 
 
 def _pickle_result(result: Any) -> bytes:
@@ -102,7 +104,7 @@ def _answer(
     conn.send_bytes(result)
 
 
-class _Fresh:
+class _ProcessState:
     """What a call may change about the process, as it is before the first one."""
 
     def __init__(self, rank_env: dict[str, str]) -> None:
@@ -134,13 +136,13 @@ class _Fresh:
         torch.set_rng_state(self.random[2])
 
 
-def _is_worn() -> bool:
+def _should_retire() -> bool:
     """Whether to retire this process: each process group keeps threads and some seven files open until the end."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return len(os.listdir("/dev/fd")) > min(2000, limit // 2)
 
 
-def _end_with_caller() -> None:
+def _exit_with_parent() -> None:
     """A rank blocked in a collective does not see its pipe close; without this it would outlive the caller."""
     parent: Any = multiprocessing.parent_process()
     wait([parent.sentinel])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from .complex_params import complex_names, pair_names
-from .storage import INDEX, CheckpointError, Reader, Writer
+from .complex_params import to_complex_state, to_pair_state
+from .storage import INDEX, CheckpointError, CheckpointReader, CheckpointWriter
 
 
 class Checkpoints:
@@ -30,7 +30,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"Checkpoints: keep={keep}; at least one must stay")
         self.folder, self.keep = Path(folder), keep
-        self._saving: Any = None
+        self._pending_save: Any = None
         # Messages of the background thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
@@ -55,24 +55,26 @@ class Checkpoints:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
-        tensors, plain = _state(model, optimizer)
+        tensors, plain = _flat_state(model, optimizer)
         tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
         content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
-        writer = _Keeping(self.folder / f"step-{step:06d}", content, self)
-        with _quiet():
+        writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
+        with _suppress_warnings():
             begun = dcp.async_save(
                 tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None
             )
-        self._saving = getattr(begun, "upload_completion", begun)
+        self._pending_save = getattr(begun, "upload_completion", begun)
 
     def wait(self) -> None:
         """Return when the last save is on disk; raise on all ranks if it failed on any."""
-        saving, self._saving = self._saving, None
+        saving, self._pending_save = self._pending_save, None
         if saving is not None:
             try:
                 saving.result()
             except (Exception, CheckpointException) as error:  # the latter is no Exception
-                raise CheckpointError(f"{self.folder}: a checkpoint could not be written: {_first(error)}") from error
+                raise CheckpointError(
+                    f"{self.folder}: a checkpoint could not be written: {_first_error(error)}"
+                ) from error
 
     def load(
         self,
@@ -85,28 +87,28 @@ class Checkpoints:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-        reader = Reader(Path(path))
-        tensors, plain = _state(model, optimizer)
+        reader = CheckpointReader(Path(path))
+        tensors, plain = _flat_state(model, optimizer)
         tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
-        _same_names(Path(path), reader.index["tensors"], tensors, optimizer is not None)
+        _check_names(Path(path), reader.index["tensors"], tensors, optimizer is not None)
         content = reader.index["scalars"]
         try:
-            with _quiet():
+            with _suppress_warnings():
                 dcp.load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-                set_model_state_dict(model, _part(tensors, "model."))
+                set_model_state_dict(model, _select_prefix(tensors, "model."))
                 if optimizer is not None:
                     held = {n: tuple(v) if isinstance(v, list) else v for n, v in content["optimizer"].items()}
                     # what a newer torch adds to an optimizer's settings keeps its default
-                    state = _part(tensors, "optimizer.") | plain | held
+                    state = _select_prefix(tensors, "optimizer.") | plain | held
                     set_optimizer_state_dict(model, optimizer, state, options=_flat_options())
         except CheckpointError:
             raise
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            raise CheckpointError(f"{path}: {_first(error)}") from error
+            raise CheckpointError(f"{path}: {_first_error(error)}") from error
         return content["run"]
 
 
-class _Keeping(Writer):
+class _PruningWriter(CheckpointWriter):
     """Removes older checkpoints, and what a killed save left, once a new one is complete."""
 
     def __init__(self, folder: Path, scalars: dict[str, Any], owner: Checkpoints):
@@ -125,9 +127,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole state of a parallelized model on every rank, named and typed as the plain model has it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    with _quiet():
+    with _suppress_warnings():
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
-    return complex_names(whole)
+    return to_complex_state(whole)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -135,8 +137,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    with _quiet():
-        set_model_state_dict(model, pair_names(state, inner), options=StateDictOptions(full_state_dict=True))
+    with _suppress_warnings():
+        set_model_state_dict(model, to_pair_state(state, inner), options=StateDictOptions(full_state_dict=True))
 
 
 def _flat_options() -> Any:
@@ -145,11 +147,11 @@ def _flat_options() -> Any:
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _flat_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of model and optimizer by name, and the optimizer's other settings."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-    with _quiet():
+    with _suppress_warnings():
         tensors = {f"model.{n}": v for n, v in get_model_state_dict(model).items() if isinstance(v, Tensor)}
         if optimizer is None:
             return tensors, {}
@@ -158,11 +160,11 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any
     return tensors, {n: v for n, v in state.items() if not isinstance(v, Tensor)}
 
 
-def _part(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _select_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
-def _same_names(path: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
+def _check_names(path: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
     """Raise if a checkpoint is of another model or optimizer."""
     known = {n: v for n, v in held.items() if with_optimizer or not n.startswith("optimizer.")}
     lacks = sorted(wanted.keys() - known.keys())
@@ -178,7 +180,7 @@ def _same_names(path: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor
         raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(told)}")
 
 
-def _first(error: BaseException) -> str:
+def _first_error(error: BaseException) -> str:
     """What went wrong, on one line: DCP packs the ranks' errors into one with all their tracebacks."""
     failures = getattr(error, "failures", None)
     if failures:
@@ -188,7 +190,7 @@ def _first(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """torch's own warnings about its own calls are not for our users."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

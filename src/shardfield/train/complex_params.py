@@ -39,17 +39,17 @@ def real_pairs(module: nn.Module) -> nn.Module:
                 made[parameter] = nn.Parameter(pairs, requires_grad=parameter.requires_grad)
             part.register_parameter(name + SUFFIX, made[parameter])
         if names:
-            part.__class__ = _with_views(type(part), tuple(names))
+            part.__class__ = _complex_view_class(type(part), tuple(names))
     return module
 
 
-def _with_views(kind: type, names: tuple[str, ...]) -> type:
+def _complex_view_class(kind: type, names: tuple[str, ...]) -> type:
     """A subclass whose attributes `names` are complex views of the pairs."""
 
     def view(name: str) -> property:
         # An instance made later, by `type(self)(...)`, has its parameters under their own names.
         def get(self):
-            pairs = _pairs(self, name)
+            pairs = _find_pairs(self, name)
             if pairs is not None:
                 return torch.view_as_complex(pairs)
             if name in self.__dict__:
@@ -57,7 +57,7 @@ def _with_views(kind: type, names: tuple[str, ...]) -> type:
             raise AttributeError(name)  # and nn.Module goes on to look
 
         def set(self, value):
-            pairs = _pairs(self, name)
+            pairs = _find_pairs(self, name)
             if pairs is None:
                 self.__dict__[name] = value
                 return
@@ -77,13 +77,13 @@ def _with_views(kind: type, names: tuple[str, ...]) -> type:
             return types.new_class(kind.__name__, (kind,), {"name": ""}, body)
 
 
-def _pairs(module: nn.Module, name: str) -> Tensor | None:
+def _find_pairs(module: nn.Module, name: str) -> Tensor | None:
     """The pairs behind a name; FSDP1 without `use_orig_params` has them as a plain attribute."""
     found = module._parameters.get(name + SUFFIX)
     return module.__dict__.get(name + SUFFIX) if found is None else found
 
 
-def complex_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_complex_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of whole tensors as the module had it before `real_pairs`."""
     return {
         name.removesuffix(SUFFIX): torch.view_as_complex(value.contiguous()) if name.endswith(SUFFIX) else value
@@ -91,7 +91,7 @@ def complex_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def pair_names(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+def to_pair_state(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
     """A state dict with complex values as `module`, whose parameters may be pairs, wants it."""
     wanted = {n for n, _ in module.named_parameters()}
     return {

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import ShardfieldError
 
 C = TypeVar("C", bound="TrainConfig")
-DOMAIN = ("h", "w", "d")  # the names of the mesh axes that cut a field's dims
+DOMAIN_AXES = ("h", "w", "d")  # the names of the mesh axes that cut a field's dims
 
 
 class UsageError(ShardfieldError):
@@ -81,7 +81,7 @@ class TrainConfig:
         for name in ("save_every", "evaluate_every", "warmup"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 0 or more is needed")
-        if not 1 <= len(self.domain) <= len(DOMAIN) or min(self.domain) < 1:
+        if not 1 <= len(self.domain) <= len(DOMAIN_AXES) or min(self.domain) < 1:
             raise UsageError(f"--domain {self.domain}: ranks along one to three dims, at least 1 each")
         if self.ema is not None and not 0 < self.ema < 1:
             raise UsageError(f"--ema is {self.ema}; a decay lies between 0 and 1")
@@ -101,12 +101,14 @@ class TrainConfig:
                 f"--batch-size {self.batch_size} is not a multiple of {data} data ranks"
                 + (f" times {self.accumulate} parts" if self.accumulate > 1 else "")
             )
-        return init_device_mesh(device_type, (data, *self.domain), mesh_dim_names=("data", *DOMAIN[: len(self.domain)]))
+        return init_device_mesh(
+            device_type, (data, *self.domain), mesh_dim_names=("data", *DOMAIN_AXES[: len(self.domain)])
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of the domain axes."""
-        return DOMAIN[: len(self.domain)]
+        return DOMAIN_AXES[: len(self.domain)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,27 +136,27 @@ def from_file(kind: type[C], path: Path) -> C:
         given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise UsageError(f"--config {path}: {error}") from None
-    return updated(kind(), given, f"--config {path}")
+    return apply_overrides(kind(), given, f"--config {path}")
 
 
-def updated(config: C, given: dict[str, Any], where: str) -> C:
-    """A copy with the values of `given`, read as they would be on the command line."""
+def apply_overrides(config: C, overrides: dict[str, Any], where: str) -> C:
+    """A copy with the values of `overrides`, read as they would be on the command line."""
     known = {f.name: f for f in dataclasses.fields(config)}
-    given = {name.replace("-", "_"): value for name, value in given.items()}
-    for name in given:
+    overrides = {name.replace("-", "_"): value for name, value in overrides.items()}
+    for name in overrides:
         if name not in known:
-            raise UsageError(f"{where}: unknown key {name!r}{nearest(name, known)}")
+            raise UsageError(f"{where}: unknown key {name!r}{suggest_name(name, known)}")
     words: list[str] = []
-    for name, value in given.items():
+    for name, value in overrides.items():
         key = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{key}" if value else f"--no-{key}")
         else:
             words += [f"--{key}", *(str(v) for v in (value if isinstance(value, list) else [value]))]
-    return parsed(config, words, where)
+    return parse_args(config, words, where)
 
 
-def parsed(config: C, words: list[str], where: str) -> C:
+def parse_args(config: C, words: list[str], where: str) -> C:
     """The configuration that command-line words make of another one."""
     import tyro
 
@@ -164,7 +166,7 @@ def parsed(config: C, words: list[str], where: str) -> C:
         raise UsageError(f"{where}: a value has the wrong type; {' '.join(words)}") from None
 
 
-def nearest(name: str, known: Any) -> str:
+def suggest_name(name: str, valid_names: Any) -> str:
     """A hint at what was meant."""
-    found = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(known))}"
+    found = difflib.get_close_matches(name, list(valid_names), 1, 0.5)
+    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(valid_names))}"

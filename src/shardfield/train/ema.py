@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class Average:
+class ParameterEMA:
     """mean = decay * mean + (1 - decay) * parameters, after each step."""
 
     def __init__(self, model: nn.Module, decay: float):
@@ -25,19 +25,19 @@ class Average:
             _local(mean).lerp_(_local(parameter), 1 - self.decay)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the mean for its parameters."""
         pairs = [(_local(m), _local(p)) for m, p in zip(self.means.values(), self.parameters, strict=True)]
         held = [p.clone() for _, p in pairs]
-        _copy([m for m, _ in pairs], pairs)
+        _copy_values([m for m, _ in pairs], pairs)
         try:
             yield
         finally:
-            _copy(held, pairs)
+            _copy_values(held, pairs)
 
 
 @torch.no_grad()
-def _copy(values: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy_values(values: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> None:
     for value, (_, parameter) in zip(values, pairs, strict=True):
         parameter.copy_(value)
 

@@ -18,15 +18,17 @@ class Log:
         self.path = folder / "metrics.jsonl"
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
-        self.trouble: str | None = None  # what kept a line from being written
-        self._bar: Any = None
-        self._board: Any = None
-        self._began: tuple[float, int] | None = None
+        self.write_error: str | None = None  # what kept a line from being written
+        self._progress_bar: Any = None
+        self._tensorboard: Any = None
+        self._start: tuple[float, int] | None = None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line for the user."""
         if self.is_main:
-            print(text, flush=True) if self._bar is None else self._bar.console.print(text, highlight=False)
+            print(text, flush=True) if self._progress_bar is None else self._progress_bar.console.print(
+                text, highlight=False
+            )
 
     def resume(self, step: int) -> None:
         """Forget what an earlier run told of later steps: they will be told again."""
@@ -45,45 +47,45 @@ class Log:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step} | values) + "\n")
         except OSError as error:  # told to all ranks, which end together
-            self.trouble = f"{self.path}: {error.strerror}"
+            self.write_error = f"{self.path}: {error.strerror}"
             return
-        if self._board is None:
-            self._board = _board(self.folder)
-        if self._board:
+        if self._tensorboard is None:
+            self._tensorboard = _open_tensorboard(self.folder)
+        if self._tensorboard:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                self._tensorboard.add_scalar(name, value, step)
 
     @contextmanager
     def progress(self, begin: int, steps: int):
         """A bar on a terminal, a line now and then elsewhere."""
-        self._began, self._first = (time.monotonic(), begin), begin
+        self._start, self._first = (time.monotonic(), begin), begin
         if self.is_main and sys.stdout.isatty():
-            self._bar, self._work = _bar(begin, steps)
+            self._progress_bar, self._bar_task = _make_progress_bar(begin, steps)
         try:
-            if self._bar is not None:
-                with self._bar:
+            if self._progress_bar is not None:
+                with self._progress_bar:
                     yield
             else:
                 yield
         finally:
-            self._bar = None
+            self._progress_bar = None
 
     def step(self, step: int, steps: int, loss: float, rate: float, samples: int) -> None:
         """A step is done, with so many samples over all ranks."""
         if not self.is_main:
             return
-        assert self._began is not None
-        begun, first = self._began
+        assert self._start is not None
+        begun, first = self._start
         took = (time.monotonic() - begun) / (step - first)
         self.record(step, loss=loss, learning_rate=rate, samples_per_s=samples / took)
-        if self._bar is not None:
-            self._bar.update(self._work, completed=step, loss=f"{loss:.4f}", speed=f"{samples / took:.1f}")
+        if self._progress_bar is not None:
+            self._progress_bar.update(self._bar_task, completed=step, loss=f"{loss:.4f}", speed=f"{samples / took:.1f}")
         elif step % self.log_every == 0 or step == steps:
-            left = _clock(took * (steps - step))
+            left = _format_duration(took * (steps - step))
             print(f"step {step}/{steps}  loss {loss:.4f}  {samples / took:.1f} samples/s  {left} left", flush=True)
 
 
-def curve(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tuple[int, float]]]]:
+def read_curves(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tuple[int, float]]]]:
     """The training loss by step, and each test metric, from metrics.jsonl."""
     losses: list[tuple[int, float]] = []
     tests: dict[str, list[tuple[int, float]]] = {}
@@ -105,7 +107,7 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def _bar(begin: int, steps: int) -> tuple[Any, Any]:
+def _make_progress_bar(begin: int, steps: int) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
@@ -118,7 +120,7 @@ def _bar(begin: int, steps: int) -> tuple[Any, Any]:
     return bar, bar.add_task("", total=steps, completed=begin, loss="-", speed="-")
 
 
-def _board(folder: Path) -> Any:
+def _open_tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -126,7 +128,7 @@ def _board(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import wire
+from ..comm import collectives
+from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
-from ..layout import Factor, Layout, pieces
-from ..operands import map_tensors
+from ..layout import DimSharding, Layout, shard_sizes_of
 from ..tensor import ShardTensor, wrap
 from .checkpoint import Checkpoints
 from .complex_params import real_pairs
 from .config import TrainConfig, UsageError
-from .ema import Average
+from .ema import ParameterEMA
 from .log import Log
-from .nonfinite import NonFinite, report
+from .nonfinite import NonFinite, save_report
 from .parallel import clip_grad_norm_, no_sync, parallelize
 from .task import Task
 
@@ -47,7 +47,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log):
         self.task, self.config, self.mesh, self.log = task, config, mesh, log
-        self.device = wire.device_of(mesh)
+        self.device = collectives.device_of(mesh)
         # as pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters
         self.model: nn.Module = parallelize(
             real_pairs(task.model).to(self.device, config.dtype),
@@ -61,26 +61,26 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
-        self.average = None if config.ema is None else Average(self.model, config.ema)
+        self.ema_average = None if config.ema is None else ParameterEMA(self.model, config.ema)
         self.checkpoints = Checkpoints(config.out, config.keep)
-        self.per_epoch = len(task.train) // config.accumulate
-        if not self.per_epoch:
+        self.steps_per_epoch = len(task.train) // config.accumulate
+        if not self.steps_per_epoch:
             raise UsageError(f"an epoch has {len(task.train)} batches, and a step takes {config.accumulate} of them")
-        planned = config.epochs * self.per_epoch
+        planned = config.epochs * self.steps_per_epoch
         self.steps = planned if config.max_steps is None else min(planned, config.max_steps)
         self.step = 0
         self.waited = 0.0  # for data, in seconds
-        self.saved = -1
+        self.last_saved_step = -1
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> dict[str, float]:
         self._resume()
         results: dict[str, float] = {}
-        with _stop_signal() as asked, self.log.progress(self.step, self.steps):
+        with _catch_sigterm() as asked, self.log.progress(self.step, self.steps):
             while self.step < self.steps:
-                self._epoch(asked)
-                epoch = self.step // self.per_epoch
+                self._run_epoch(asked)
+                epoch = self.step // self.steps_per_epoch
                 last = self.step >= self.steps
                 if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
                     results = self.evaluate()
@@ -90,7 +90,7 @@ class Trainer:
         self.checkpoints.wait()
         return results
 
-    def _epoch(self, asked: list[int]) -> None:
+    def _run_epoch(self, stop_signals: list[int]) -> None:
         """The steps that are left of this epoch."""
         batches = iter(self.task.train)
         parts: list[Any] = []
@@ -102,10 +102,10 @@ class Trainer:
                 return
             parts.append(batch)
             if len(parts) == self.config.accumulate:
-                self._step(parts, asked)
+                self._train_step(parts, stop_signals)
                 parts = []
 
-    def _step(self, parts: list[Any], asked: list[int]) -> None:
+    def _train_step(self, parts: list[Any], stop_signals: list[int]) -> None:
         # What is drawn in a step depends on its number alone, so that it is drawn again after a restart.
         coord = self.mesh.get_local_rank("data")
         torch.manual_seed(((self.config.seed * 1_000_003 + self.step) * 65_537 + coord) % (1 << 63))
@@ -120,16 +120,16 @@ class Trainer:
                 output = self.model(*self.task.inputs(batch))
                 loss = self.task.loss(output, batch) / len(parts)
                 loss.backward()
-            total += whole(loss.detach()).double()
+            total += to_full_tensor(loss.detach()).double()
         norm = clip_grad_norm_(self.model, self.config.clip or math.inf)
-        loss_value, norm_value, stop, trouble = self._together(total, norm, bool(asked))
+        loss_value, norm_value, stop, trouble = self._reduce_step_stats(total, norm, bool(stop_signals))
         if trouble:
-            raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.trouble or 'its files'}")
+            raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.write_error or 'its files'}")
         if not math.isfinite(loss_value) or not math.isfinite(norm_value):
-            raise self._nonfinite(loss_value, norm_value, batch, output)
+            raise self._nonfinite_error(loss_value, norm_value, batch, output)
         self.optimizer.step()
-        if self.average is not None:
-            self.average.update()
+        if self.ema_average is not None:
+            self.ema_average.update()
         self.step += 1
         self.log.step(self.step, self.steps, loss_value, rate, self.config.batch_size)
         if stop:
@@ -139,22 +139,22 @@ class Trainer:
         if self.config.save_every and self.step % self.config.save_every == 0:
             self._save()
 
-    def _together(self, loss: Tensor, norm: Tensor, asked: bool) -> tuple[float, float, bool, bool]:
+    def _reduce_step_stats(self, loss: Tensor, norm: Tensor, stop_requested: bool) -> tuple[float, float, bool, bool]:
         """The mean loss over data ranks, the norm of the gradients; was any rank asked to end, or cannot write?"""
-        flags = torch.tensor([float(asked), float(self.log.trouble is not None)]).to(loss)
+        flags = torch.tensor([float(stop_requested), float(self.log.write_error is not None)]).to(loss)
         told = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
         dist.all_reduce(told)
         loss_sum, norm_sum, stop, trouble = told.tolist()
         return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0, trouble > 0
 
-    def _nonfinite(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
+    def _nonfinite_error(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
         """What a stop for NaN or inf leaves behind: the state before the step, and the last batch."""
         folder = self.config.out / f"nonfinite-step-{self.step}"
         kept = Checkpoints(folder, 1)
         kept.save(self.step, self.model, self.optimizer, self._scalars())
         kept.wait()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {norm}"
-        return report(folder, self.mesh, self.step, what, batch, output)
+        return save_report(folder, self.mesh, self.step, what, batch, output)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -163,15 +163,15 @@ class Trainer:
         """The mean of each metric over each test set."""
         self.model.eval()
         results = {}
-        with self.average.in_place() if self.average is not None else nullcontext():
+        with self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():
             for name, loader in self.task.tests.items():
                 sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=self.device)
                 for batch in loader.sweep():
                     # Other ranks may have samples where this one has none, and FSDP wants all of them to call.
                     count = len(loader.indices)
-                    batch = batch if count else map_tensors(batch, blank)
+                    batch = batch if count else map_tensors(batch, zero_sample)
                     output = self.model(*self.task.inputs(batch))
-                    values = [whole(score(output, batch)).double() for score in self.task.metrics.values()]
+                    values = [to_full_tensor(score(output, batch)).double() for score in self.task.metrics.values()]
                     if count:
                         sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(count))])
                 dist.all_reduce(sums, group=self.mesh.get_group("data"))
@@ -179,7 +179,7 @@ class Trainer:
                     results[f"{name}/{metric}"] = value.item()
         if results:
             self.log.record(self.step, **results)
-            self.log.say(f"step {self.step}  " + "  ".join(f"{n} {v:.4f}" for n, v in results.items()))
+            self.log.print_line(f"step {self.step}  " + "  ".join(f"{n} {v:.4f}" for n, v in results.items()))
         return results
 
     def draw(self) -> None:
@@ -187,10 +187,10 @@ class Trainer:
         if self.task.draw is None or not self.task.tests:
             return
         self.model.eval()
-        with torch.no_grad(), self.average.in_place() if self.average is not None else nullcontext():
+        with torch.no_grad(), self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():
             batch = next(iter(next(iter(self.task.tests.values())).sweep()))
             output = self.model(*self.task.inputs(batch))
-        shown = {n: (whole(t), boundaries(t)) for n, t in {**batch, "prediction": output}.items()}
+        shown = {n: (to_full_tensor(t), shard_boundaries(t)) for n, t in {**batch, "prediction": output}.items()}
         if dist.get_rank() == 0:
             self.task.draw(self.config.out, shown)
 
@@ -200,10 +200,10 @@ class Trainer:
         return {"step": self.step, "loader": self.task.train.state_dict(), "config": self.config.as_json()}
 
     def _save(self) -> None:
-        if self.saved != self.step:
-            extra = {} if self.average is None else self.average.means
+        if self.last_saved_step != self.step:
+            extra = {} if self.ema_average is None else self.ema_average.means
             self.checkpoints.save(self.step, self.model, self.optimizer, self._scalars(), extra)
-            self.saved = self.step
+            self.last_saved_step = self.step
 
     def _resume(self) -> None:
         if self.config.resume == "never":
@@ -213,40 +213,40 @@ class Trainer:
         else:
             path = Path(self.config.resume)
         if path is not None:
-            extra = {} if self.average is None else self.average.means
+            extra = {} if self.ema_average is None else self.ema_average.means
             state = self.checkpoints.load(path, self.model, self.optimizer, extra)
             self.task.train.load_state_dict(state["loader"])
-            self.step = self.saved = state["step"]
-            self.log.say(f"going on from {path}")
+            self.step = self.last_saved_step = state["step"]
+            self.log.print_line(f"going on from {path}")
         self.log.resume(self.step)
 
 
-def whole(value: Any) -> Tensor:
+def to_full_tensor(value: Any) -> Tensor:
     """A plain tensor with the whole value."""
     return value.full_tensor() if isinstance(value, ShardTensor) else value
 
 
-def blank(empty: Tensor) -> Tensor:
+def zero_sample(empty: Tensor) -> Tensor:
     """One sample of zeros where there is none."""
     if not isinstance(empty, ShardTensor):
         return empty.new_zeros(1, *empty.shape[1:])
-    layout = Layout.make(empty._layout.mesh, [(Factor(1),), *empty._layout.dims[1:]])
+    layout = Layout.make(empty._layout.mesh, [(DimSharding(1),), *empty._layout.dims[1:]])
     return wrap(empty._local_tensor.new_zeros(layout.local_shape), layout)
 
 
-def boundaries(tensor: Any) -> tuple[list[int], list[int]]:
+def shard_boundaries(tensor: Any) -> tuple[list[int], list[int]]:
     """Where the last two dims of a field are cut: the first row, or column, of each piece but the first."""
     if not isinstance(tensor, ShardTensor):
         return [], []
     rows, columns = (
-        sorted({*accumulate(pieces(dim[0]))} - {0, tensor.shape[at]}) if len(dim) == 1 else []
+        sorted({*accumulate(shard_sizes_of(dim[0]))} - {0, tensor.shape[at]}) if len(dim) == 1 else []
         for at, dim in ((d, tensor._layout.dims[d]) for d in (tensor.ndim - 2, tensor.ndim - 1))
     )
     return rows, columns
 
 
 @contextmanager
-def _stop_signal() -> Iterator[list[int]]:
+def _catch_sigterm() -> Iterator[list[int]]:
     """A list that is no longer empty once the process was asked to end."""
     asked: list[int] = []
     try:
@@ -260,7 +260,7 @@ def _stop_signal() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Raise a UsageError unless a run can write there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,17 +12,17 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from .. import tracing
+from .. import trace_state
 from .._compat.world import flatten_mesh
-from ..comm.defer import average_later
-from ..scatter import sync_module_over_mesh
-from .buckets import Buckets
+from ..comm.grad_deferral import defer_to_average
+from ..distribute import sync_module_over_mesh
 from .complex_params import real_pairs
-from .cuts import cuts, warn_of_filling
+from .ddp_simulation import SimulatedDDP
+from .fsdp_dims import make_placement_fn, warn_about_padding
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
-UNIT = 1 << 20  # numbers in a module below which gathering it by itself costs more time than it saves memory
-Which = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+MIN_UNIT_NUMEL = 1 << 20  # numbers in a module below which gathering it by itself costs more time than it saves memory
+ModuleSelector = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
 def parallelize(
@@ -32,9 +32,9 @@ def parallelize(
     data: str | None = "data",
     domain: str | Sequence[str] | None = "spatial",
     strategy: Strategy = "fsdp",
-    units: Which | None = None,
+    units: ModuleSelector | None = None,
     mixed_precision: torch.dtype | None = None,
-    checkpoint: bool | Which = False,
+    checkpoint: bool | ModuleSelector = False,
     reshard_after_forward: bool = True,
     sync: bool = True,
 ) -> nn.Module:
@@ -57,25 +57,25 @@ def parallelize(
     As with any data-parallel wrapper, gradients are whole in `parameter.grad` after backward; what
     `torch.autograd.grad` or a hook on a parameter sees is this rank's part, times the ranks that it is averaged over.
     """
-    axes, cut = _axes(mesh, data, domain)
+    axes, cut = _resolve_axes(mesh, data, domain)
     if strategy not in ("fsdp", "hsdp", "ddp"):
         raise ValueError(f"parallelize: strategy {strategy!r} is none of 'fsdp', 'hsdp', 'ddp'")
     over = mesh[axes] if len(axes) < mesh.ndim else mesh
     if sync:
         sync_module_over_mesh(model, over, verify=True)
     groups = [over.get_group(a) for a in axes]
-    chosen = _units(model, units)
+    chosen = _select_modules(model, units)
     if checkpoint is not False:
-        for module in chosen if checkpoint is True else _units(model, checkpoint):
-            module.forward = _recomputed(module.forward)  # type: ignore[method-assign]
+        for module in chosen if checkpoint is True else _select_modules(model, checkpoint):
+            module.forward = _with_checkpointing(module.forward)  # type: ignore[method-assign]
     if mixed_precision is not None:
         autocast = torch.autocast(mesh.device_type, dtype=mixed_precision)
         model.forward = autocast(model.forward)  # type: ignore[method-assign]
     real_pairs(model)
     if strategy == "ddp":
-        return _ddp(model, _flat(over), groups)
+        return _ddp(model, _to_1d_mesh(over), groups)
     if strategy == "fsdp":
-        target = _flat(over)
+        target = _to_1d_mesh(over)
     else:
         if not cut or len(cut) == len(axes):
             raise ValueError(
@@ -83,11 +83,13 @@ def parallelize(
                 f"the mesh {mesh.mesh_dim_names} gives it data={data!r} and domain={domain!r}. With one of them use "
                 f"'fsdp'"
             )
-        target = mesh[(data, *cut)] if len(cut) == 1 else _two_axes(mesh, str(data), cut)
+        target = mesh[(data, *cut)] if len(cut) == 1 else _hsdp_mesh(mesh, str(data), cut)
     return _fsdp(model, chosen, target, groups, reshard_after_forward)
 
 
-def _axes(mesh: DeviceMesh, data: str | None, domain: str | Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:
+def _resolve_axes(
+    mesh: DeviceMesh, data: str | None, domain: str | Sequence[str] | None
+) -> tuple[tuple[str, ...], list[str]]:
     """The mesh axes over which gradients are averaged, in mesh order, and those among them that cut the domain."""
     names = mesh.mesh_dim_names
     if names is None:
@@ -105,42 +107,42 @@ def _axes(mesh: DeviceMesh, data: str | None, domain: str | Sequence[str] | None
     return tuple(n for n in names if n in wanted), cut
 
 
-def _flat(mesh: DeviceMesh) -> DeviceMesh:
+def _to_1d_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))
 
 
-def _two_axes(mesh: DeviceMesh, data: str, cut: Sequence[str]) -> DeviceMesh:
+def _hsdp_mesh(mesh: DeviceMesh, data: str, cut: Sequence[str]) -> DeviceMesh:
     """A mesh of the data axis and all domain axes as one."""
-    flat = _flat(mesh[tuple(n for n in mesh.mesh_dim_names or () if n in cut)])
+    flat = _to_1d_mesh(mesh[tuple(n for n in mesh.mesh_dim_names or () if n in cut)])
     return mesh[(data, (flat.mesh_dim_names or ("",))[0])]
 
 
-def _units(model: nn.Module, which: Which | None) -> list[nn.Module]:
+def _select_modules(model: nn.Module, selector: ModuleSelector | None) -> list[nn.Module]:
     """The modules to treat one by one, innermost first; the model itself is not among them."""
-    if which is None:
+    if selector is None:
         members = {m for holder in model.modules() if isinstance(holder, nn.ModuleList) for m in holder}
         chosen: list[nn.Module] = []
         for m in model.modules():  # from the outside in
-            if m in members and _stands_alone(m, model) and not any(m in set(c.modules()) for c in chosen):
+            if m in members and _is_unit(m, model) and not any(m in set(c.modules()) for c in chosen):
                 chosen.append(m)
-    elif isinstance(which, Collection):
-        chosen = [m for m in model.modules() if isinstance(m, tuple(which))]
+    elif isinstance(selector, Collection):
+        chosen = [m for m in model.modules() if isinstance(m, tuple(selector))]
     else:
-        chosen = [m for m in model.modules() if which(m)]
+        chosen = [m for m in model.modules() if selector(m)]
     return [m for m in reversed(chosen) if m is not model]
 
 
-def _stands_alone(module: nn.Module, model: nn.Module) -> bool:
+def _is_unit(module: nn.Module, model: nn.Module) -> bool:
     """True if a module is called, is worth messages of its own, and shares no parameters with modules outside it."""
     if type(module).forward is nn.Module.forward:  # a list in a list
         return False
     own, inside = set(module.parameters()), set(module.modules())
-    return sum(p.numel() for p in own) >= UNIT and not any(
+    return sum(p.numel() for p in own) >= MIN_UNIT_NUMEL and not any(
         own & set(m.parameters(recurse=False)) for m in model.modules() if m not in inside
     )
 
 
-def _recomputed(forward: Callable) -> Callable:
+def _with_checkpointing(forward: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpointed(forward, *args, use_reentrant=False, **kwargs)
 
@@ -149,11 +151,11 @@ def _recomputed(forward: Callable) -> Callable:
 
 def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.Module:
     for parameter in model.parameters():
-        average_later(parameter, groups)
+        defer_to_average(parameter, groups)
     if not any(p.requires_grad for p in model.parameters()):
         return model
-    if tracing.hollow:
-        Buckets(model, mesh.get_group())
+    if trace_state.fake_tensors:
+        SimulatedDDP(model, mesh.get_group())
         return model
     # the ranks agree already, and a field's statistics are the same on all ranks of a domain
     return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
@@ -163,10 +165,10 @@ def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: li
     from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
 
     ranks = mesh.size(mesh.ndim - 1)
-    if not tracing.hollow:  # who only counts reads it in the bytes
-        warn_of_filling(model, ranks)
+    if not trace_state.fake_tensors:  # who only counts reads it in the bytes
+        warn_about_padding(model, ranks)
     for module in [*units, model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=cuts(ranks))
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=make_placement_fn(ranks))
     # FSDP puts whole parameters in place of its own when a module is called; they are made at the first call.
     held: set[nn.Module] = set()
     for module in [*units, model]:
@@ -174,16 +176,16 @@ def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: li
         held.update(inside)
         named = [(m._parameters, name) for m in inside for name in m._parameters]
         if named:
-            module.register_forward_pre_hook(_promise(named, groups))
+            module.register_forward_pre_hook(_defer_averaging_hook(named, groups))
     return model
 
 
-def _promise(named: list[tuple[dict[str, Any], str]], groups: list[ProcessGroup]) -> Callable:
+def _defer_averaging_hook(named: list[tuple[dict[str, Any], str]], groups: list[ProcessGroup]) -> Callable:
     def hook(module: nn.Module, args: Any) -> None:
         for parameters, name in named:
             found = parameters.get(name)
             if found is not None and not isinstance(found, DTensor) and not hasattr(found, "_averaged_later"):
-                average_later(found, groups)
+                defer_to_average(found, groups)
 
     return hook
 

@@ -41,13 +41,13 @@ class CheckpointError(ShardfieldError):
     """A checkpoint that cannot be read, with its path and what is wrong."""
 
 
-class Writer(StorageWriter):
+class CheckpointWriter(StorageWriter):
     """Writes into `<folder>.part` and renames it to `folder` at the end."""
 
     def __init__(self, folder: Path, scalars: dict[str, Any]):
         super().__init__()
         self.folder, self.scalars = folder, scalars
-        self.part = folder.with_name(folder.name + ".part")
+        self.temp_folder = folder.with_name(folder.name + ".part")
         self.file = ""
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -59,8 +59,8 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:  # the others write after a collective that this rank takes part in
-            shutil.rmtree(self.part, ignore_errors=True)
-            self.part.mkdir(parents=True)
+            shutil.rmtree(self.temp_folder, ignore_errors=True)
+            self.temp_folder.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -73,12 +73,12 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results, at = [], 0
-        path = self.part / plan.storage_data
+        path = self.temp_folder / plan.storage_data
         with open(path, "wb") as file:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
                     raise TypeError(f"{item.index.fqn}: only tensors are stored here, other values are scalars")
-                raw = as_bytes(planner.resolve_data(item).detach().cpu())
+                raw = tensor_bytes(planner.resolve_data(item).detach().cpu())
                 file.write(raw)
                 info = {"file": path.name, "at": at, "bytes": len(raw), "crc32": zlib.crc32(raw)}
                 results.append(WriteResult(index=item.index, size_in_bytes=len(raw), storage_data=info))
@@ -102,16 +102,16 @@ class Writer(StorageWriter):
             dtype = str(held.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(held.size), "chunks": chunks}
         index = {"format": FORMAT, "scalars": self.scalars, "tensors": tensors}
-        with open(self.part / INDEX, "w") as file:
+        with open(self.temp_folder / INDEX, "w") as file:
             json.dump(index, file)
             file.flush()
             os.fsync(file.fileno())
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.part.rename(self.folder)
-        sync_folder(self.folder.parent)
+        self.temp_folder.rename(self.folder)
+        fsync_folder(self.folder.parent)
 
 
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     """Reads only the chunks, and the parts of them, that a rank needs."""
 
     def __init__(self, folder: Path):
@@ -171,7 +171,7 @@ class Reader(StorageReader):
         return torch.frombuffer(raw, dtype=dtype).view(chunk["sizes"])
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements of a tensor, in order."""
     flat = tensor.contiguous().reshape(-1)
     array: np.ndarray = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
@@ -206,7 +206,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make a rename outlive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

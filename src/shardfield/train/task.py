@@ -19,17 +19,17 @@ def first_input(batch: Any) -> tuple[Any, ...]:
 
 
 @dataclass
-class Outline:
+class TaskSpec:
     """A task before it has data: enough to say what a step computes and sends, which is what plans are made of.
 
-    `samples` are the shapes of one sample's tensors; those with dims behind the first are fields, whose dims from the
-    second on are cut. `integers` names those that hold class numbers.
+    `sample_shapes` are the shapes of one sample's tensors; those with dims behind the first are fields, whose dims
+    from the second on are cut. `integer_keys` names those that hold class numbers.
     """
 
     model: nn.Module
-    samples: dict[str, tuple[int, ...]]
+    sample_shapes: dict[str, tuple[int, ...]]
     loss: Score
-    integers: tuple[str, ...] = ()
+    integer_keys: tuple[str, ...] = ()
 
 
 @dataclass

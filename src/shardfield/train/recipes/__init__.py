@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import TrainConfig
 from ..log import Log
-from ..task import Outline, Task
+from ..task import Task, TaskSpec
 from .cnn import CNNConfig, cnn
-from .cnn import outline as cnn_outline
+from .cnn import task_spec as cnn_outline
 from .darcy_tfno import DarcyTFNOConfig, darcy_tfno
-from .darcy_tfno import outline as darcy_tfno_outline
+from .darcy_tfno import task_spec as darcy_tfno_outline
 from .vit import ViTConfig, vit
-from .vit import outline as vit_outline
+from .vit import task_spec as vit_outline
 
 Recipe = Callable[[Any, DeviceMesh, Log], Task]
 
@@ -25,9 +25,9 @@ RECIPES: dict[str, tuple[type[TrainConfig], Recipe]] = {
     "vit": (ViTConfig, vit),
 }
 # The same without data, for those who ask what a step would cost.
-OUTLINES: dict[str, Callable[[Any], Outline]] = {
+TASK_SPECS: dict[str, Callable[[Any], TaskSpec]] = {
     "darcy_tfno": darcy_tfno_outline,
     "cnn": cnn_outline,
     "vit": vit_outline,
 }
-DEFAULT = "darcy_tfno"
+DEFAULT_RECIPE = "darcy_tfno"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ...data import ShardedLoader
 from ..config import TrainConfig, UsageError
 from ..log import Log
-from ..task import Outline, Task
+from ..task import Task, TaskSpec
 
 CLASSES = 10
 
@@ -41,7 +41,7 @@ class CNNConfig(TrainConfig):
     """Standard deviation of the noise on a wave of amplitude 1."""
 
 
-class Waves:
+class WaveDataset:
     """Sample i is a wave of one of ten numbers of crests, in noise; it depends on seed and i alone."""
 
     def __init__(self, config: CNNConfig, start: int, n: int):
@@ -80,12 +80,12 @@ class CNN(nn.Module):
         return self.head(self.features(x).mean((-2, -1)))
 
 
-def outline(config: CNNConfig) -> Outline:
-    return Outline(
+def task_spec(config: CNNConfig) -> TaskSpec:
+    return TaskSpec(
         model=CNN(config.channels),
-        samples={"x": (3, config.height, config.width), "label": ()},
+        sample_shapes={"x": (3, config.height, config.width), "label": ()},
         loss=lambda output, batch: F.cross_entropy(output, batch["label"]),
-        integers=("label",),
+        integer_keys=("label",),
     )
 
 
@@ -95,12 +95,12 @@ def cnn(config: CNNConfig, mesh: DeviceMesh, log: Log) -> Task:
     cut = {"x": [Shard(1), Shard(2)][: len(config.domain)], "label": [Replicate()] * len(config.domain)}
 
     def loader(start: int, n: int, size: int, **how: Any) -> ShardedLoader:
-        dataset = Waves(config, start, n)
+        dataset = WaveDataset(config, start, n)
         return ShardedLoader(dataset, size, mesh, domain=config.axes, placements=cut, seed=config.seed, **how)
 
     torch.manual_seed(config.seed)
     each = config.batch_size // mesh.size(0) // config.accumulate
-    what = outline(config)
+    what = task_spec(config)
     return Task(
         model=what.model,
         train=loader(0, config.n_train, each, drop_last=True),

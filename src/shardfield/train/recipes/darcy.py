@@ -35,7 +35,7 @@ class DarcyConfig(TrainConfig):
     """Where samples are kept; by default SHARDFIELD_CACHE of the environment, else ~/.cache/shardfield."""
 
 
-class Normalized(nn.Module):
+class NormalizedModel(nn.Module):
     """A model whose input is normalised, and whose output is put back into the units of the truth."""
 
     def __init__(self, model: nn.Module, x: UnitGaussian, y: UnitGaussian):
@@ -46,7 +46,7 @@ class Normalized(nn.Module):
         return self.y.inverse_transform(self.model(self.x.transform(x)))
 
 
-class Cast:
+class CastDataset:
     """A dataset in another dtype."""
 
     def __init__(self, dataset: Darcy, dtype: torch.dtype):
@@ -62,47 +62,49 @@ class Cast:
         return {n: t.to(self.dtype) for n, t in self.dataset.read(i, slices).items()}
 
 
-def loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[ShardedLoader, dict[str, ShardedLoader]]:
+def build_loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[ShardedLoader, dict[str, ShardedLoader]]:
     """The training samples and the test sets, made where the cache lacks them."""
     for points in (config.resolution, *config.test_resolutions):
         if points < max(config.domain):
             raise UsageError(f"a field of {points} points along a dim cannot be cut over {max(config.domain)} ranks")
     begun = time.monotonic()
 
-    def prepared(n: int, points: int, start: int) -> Cast:
+    def prepared(n: int, points: int, start: int) -> CastDataset:
         made = Darcy(n, resolution=points, fine=config.fine, seed=config.seed, start=start, cache=config.cache).prepare(
             mesh
         )
-        return Cast(made, config.dtype)
+        return CastDataset(made, config.dtype)
 
     def loader(dataset: Any, size: int, **how: Any) -> ShardedLoader:
         cut = [Shard(1), Shard(2)][: len(config.domain)]
         return ShardedLoader(dataset, size, mesh, domain=config.axes, placements=cut, seed=config.seed, **how)
 
-    log.say(f"Darcy flow: {config.n_train} + {config.n_test} samples, solved on {config.fine} x {config.fine} points")
+    log.print_line(
+        f"Darcy flow: {config.n_train} + {config.n_test} samples, solved on {config.fine} x {config.fine} points"
+    )
     each = config.batch_size // mesh.size(0) // config.accumulate
     train = loader(prepared(config.n_train, config.resolution, 0), each, drop_last=True)
     tests = {
         f"{points}x{points}": loader(prepared(config.n_test, points, config.n_train), 8, shuffle=False)
         for points in config.test_resolutions
     }
-    log.say(f"data ready after {time.monotonic() - begun:.0f} s")
+    log.print_line(f"data ready after {time.monotonic() - begun:.0f} s")
     return train, tests
 
 
-def normalized(model: nn.Module) -> Normalized:
-    """The model between fields normalised by statistics that are still to come (see `fitted`)."""
+def wrap_normalized(model: nn.Module) -> NormalizedModel:
+    """The model between fields normalised by statistics that are still to come (see `fit_normalizers`)."""
     none = (UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1)) for _ in range(2))
-    return Normalized(model, *none)
+    return NormalizedModel(model, *none)
 
 
-def fitted(model: Any, train: ShardedLoader) -> Normalized:
+def fit_normalizers(model: Any, train: ShardedLoader) -> NormalizedModel:
     """A normalized model with the statistics of the training samples."""
     model.x, model.y = UnitGaussian.fit(train, "x"), UnitGaussian.fit(train, "y")
     return model
 
 
-def fields(config: DarcyConfig) -> dict[str, tuple[int, ...]]:
+def field_shapes(config: DarcyConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a sample's fields."""
     return {name: (1, config.resolution, config.resolution) for name in ("x", "y")}
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import UsageError
 from ..log import Log
-from ..picture import draw_prediction
-from ..task import Outline, Task
-from .darcy import DarcyConfig, fields, fitted, loaders, normalized, relative_l2
+from ..plots import plot_prediction
+from ..task import Task, TaskSpec
+from .darcy import DarcyConfig, build_loaders, field_shapes, fit_normalizers, relative_l2, wrap_normalized
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class DarcyTFNOConfig(DarcyConfig):
     """Relative, and a mean over samples: of values and first derivatives, or of values."""
 
 
-def outline(config: DarcyTFNOConfig) -> Outline:
+def task_spec(config: DarcyTFNOConfig) -> TaskSpec:
     try:
         from neuralop.losses import H1Loss, LpLoss
         from neuralop.models import TFNO
@@ -65,15 +65,15 @@ def outline(config: DarcyTFNOConfig) -> Outline:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return chosen(output, batch["y"])
 
-    return Outline(model=normalized(model), samples=fields(config), loss=loss)
+    return TaskSpec(model=wrap_normalized(model), sample_shapes=field_shapes(config), loss=loss)
 
 
 def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.modes > min(config.test_resolutions):
         raise UsageError(f"--modes {config.modes}: a field of {min(config.test_resolutions)} points has no more modes")
     torch.manual_seed(config.seed)
-    what = outline(config)
-    train, tests = loaders(config, mesh, log)
+    what = task_spec(config)
+    train, tests = build_loaders(config, mesh, log)
     from neuralop.losses import H1Loss
 
     h1 = H1Loss(d=2)
@@ -83,10 +83,10 @@ def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
         return h1(output, batch["y"]).reshape(-1)
 
     return Task(
-        model=fitted(what.model, train),
+        model=fit_normalizers(what.model, train),
         train=train,
         loss=what.loss,
         tests=tests,
         metrics={"l2": relative_l2, "h1": relative_h1},
-        draw=draw_prediction,
+        draw=plot_prediction,
     )

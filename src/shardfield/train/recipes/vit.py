@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import UsageError
 from ..log import Log
-from ..picture import draw_prediction
-from ..task import Outline, Task
-from .darcy import DarcyConfig, fields, fitted, loaders, normalized, relative_l2
+from ..plots import plot_prediction
+from ..task import Task, TaskSpec
+from .darcy import DarcyConfig, build_loaders, field_shapes, fit_normalizers, relative_l2, wrap_normalized
 
 
 @dataclass(kw_only=True)
@@ -71,16 +71,16 @@ class ViT(nn.Module):
         return F.pixel_shuffle(x, self.patch)
 
 
-def outline(config: ViTConfig) -> Outline:
+def task_spec(config: ViTConfig) -> TaskSpec:
     if config.resolution % config.patch or config.width % config.heads:
         raise UsageError(
             f"--patch {config.patch} must divide --resolution {config.resolution}, and --heads {config.heads} "
             f"--width {config.width}"
         )
     model = ViT(config.resolution, config.patch, config.width, config.heads, config.layers)
-    return Outline(
-        model=normalized(model),
-        samples=fields(config),
+    return TaskSpec(
+        model=wrap_normalized(model),
+        sample_shapes=field_shapes(config),
         loss=lambda output, batch: relative_l2(output, batch).mean(),
     )
 
@@ -89,13 +89,13 @@ def vit(config: ViTConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.test_resolutions != (config.resolution,):
         raise UsageError(f"a position for each token ties the model to {config.resolution} points: test at no other")
     torch.manual_seed(config.seed)
-    what = outline(config)
-    train, tests = loaders(config, mesh, log)
+    what = task_spec(config)
+    train, tests = build_loaders(config, mesh, log)
     return Task(
-        model=fitted(what.model, train),
+        model=fit_normalizers(what.model, train),
         train=train,
         loss=what.loss,
         tests=tests,
         metrics={"l2": relative_l2},
-        draw=draw_prediction,
+        draw=plot_prediction,
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ....distributed.splits import compute_split_shapes
 from ....distributed.utils import all_gather_v_wrapper
-from .channels import Ranks, cuts_of
+from .channels import ChannelGroup, param_shardings_of
 from .layers import ChannelMLP, ChannelNorm, FourierMixing, PatchEmbedding, PatchHead
 
 GROUP = "model_parallel"
@@ -47,7 +47,7 @@ class DistributedAFNO(nn.Module):
         channel_parallel_outputs: bool = False,
     ):
         super().__init__()
-        ranks = Ranks.of(GROUP)
+        ranks = ChannelGroup.of(GROUP)
         height, width = inp_shape
         if height % patch_size or width % patch_size:
             raise ValueError(f"DistributedAFNO: {height} x {width} is not made of patches of {patch_size}")
@@ -82,7 +82,7 @@ class DistributedAFNO(nn.Module):
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the parameters of the one-process model; every rank passes them all and keeps its slices."""
-        cuts, coord = cuts_of(self), self.embedding.ranks.coord
+        cuts, coord = param_shardings_of(self), self.embedding.ranks.coord
         own = {}
         for name, value in state_dict.items():
             if name in cuts:
@@ -95,7 +95,7 @@ class DistributedAFNO(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The parameters of the one-process model, on every rank; all ranks of the group call this together."""
-        cuts, ranks = cuts_of(self), self.embedding.ranks
+        cuts, ranks = param_shardings_of(self), self.embedding.ranks
         state = {name: value.detach() for name, value in self.state_dict().items()}
         if ranks.size == 1:
             return {name: value.clone() for name, value in state.items()}
@@ -108,7 +108,7 @@ class DistributedAFNO(nn.Module):
 class Block(nn.Module):
     """Fourier mixing, then an MLP, each of the normed tokens and added to them."""
 
-    def __init__(self, ranks: Ranks, blocks: Sequence[int], size: int):
+    def __init__(self, ranks: ChannelGroup, blocks: Sequence[int], size: int):
         super().__init__()
         channels = [n * size for n in blocks]
         self.norm1 = ChannelNorm(ranks, channels)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....comm import moves
+from ....comm import autograd_collectives
 from ....distributed.manager import DistributedManager
 from ....layout import starts
 
 
-class Ranks(NamedTuple):
+class ChannelGroup(NamedTuple):
     """The ranks that share the channels. A name and two numbers, so that a model can be copied and pickled.
 
     What a local tensor holds is one of: all channels (the same on each rank), its own channels (a slice), or an
@@ -26,7 +26,7 @@ class Ranks(NamedTuple):
     coord: int
 
     @classmethod
-    def of(cls, name: str) -> Ranks:
+    def of(cls, name: str) -> ChannelGroup:
         """The group of that name; a single rank if there is none."""
         if not DistributedManager.is_initialized() or name not in DistributedManager().group_names:
             return cls(name, 1, 0)
@@ -37,24 +37,24 @@ class Ranks(NamedTuple):
     def group(self) -> ProcessGroup:
         return DistributedManager().group(self.name)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def replicate_in(self, x: Tensor) -> Tensor:
         """All channels, for work that differs between ranks. Backward: the sum of the gradients."""
-        return moves.enter([x], (self.group,))[0] if self.size > 1 else x
+        return autograd_collectives.replicate_in([x], (self.group,))[0] if self.size > 1 else x
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Own channels -> all, for work that differs between ranks. Backward: own part of the sum of the gradients."""
-        return moves.gather_enter(x, dim, lengths, self.group) if self.size > 1 else x
+        return autograd_collectives.gather_replicate_in(x, dim, lengths, self.group) if self.size > 1 else x
 
     def reduce(self, x: Tensor) -> Tensor:
         """Addends -> all channels."""
-        return moves.reduce(x, (self.group,)) if self.size > 1 else x
+        return autograd_collectives.reduce(x, (self.group,)) if self.size > 1 else x
 
     def reduce_scatter(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Addends -> own channels."""
-        return moves.reduce_scatter(x, dim, lengths, self.group) if self.size > 1 else x
+        return autograd_collectives.reduce_scatter(x, dim, lengths, self.group) if self.size > 1 else x
 
 
-class Cut(NamedTuple):
+class ParamSharding(NamedTuple):
     """How a parameter is cut: along `dim` into `lengths`, one for each rank."""
 
     dim: int
@@ -72,24 +72,24 @@ class Cut(NamedTuple):
 class ChannelParallel(nn.Module):
     """A module whose parameters are slices, cut from whole ones: the same seed gives the same model on any ranks."""
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: ChannelGroup):
         super().__init__()
         self.ranks = ranks
-        self.cuts: dict[str, Cut] = {}
+        self.param_shardings: dict[str, ParamSharding] = {}
 
-    def cut(self, full: Tensor, dim: int, lengths: Sequence[int], name: str) -> nn.Parameter:
+    def shard_param(self, full: Tensor, dim: int, lengths: Sequence[int], name: str) -> nn.Parameter:
         """This rank's slice of a parameter."""
-        self.cuts[name] = Cut(dim, tuple(lengths))
-        return nn.Parameter(self.cuts[name].of(full, self.ranks.coord).detach().clone())
+        self.param_shardings[name] = ParamSharding(dim, tuple(lengths))
+        return nn.Parameter(self.param_shardings[name].of(full, self.ranks.coord).detach().clone())
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
+def param_shardings_of(model: nn.Module) -> dict[str, ParamSharding]:
     """The cut of every parameter of a model, by its name in the state dict."""
     return {
         f"{prefix}.{name}" if prefix else name: cut
         for prefix, module in model.named_modules()
         if isinstance(module, ChannelParallel)
-        for name, cut in module.cuts.items()
+        for name, cut in module.param_shardings.items()
     }
 
 

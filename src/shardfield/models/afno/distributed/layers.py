@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....distributed.splits import compute_split_shapes
-from .channels import ChannelParallel, Ranks, random_weight
+from .channels import ChannelGroup, ChannelParallel, random_weight
 
 
 class PatchEmbedding(ChannelParallel):
@@ -22,16 +22,22 @@ class PatchEmbedding(ChannelParallel):
     """
 
     def __init__(
-        self, ranks: Ranks, grid: tuple[int, int], patch: int, inputs: int, channels: Sequence[int], own_inputs: bool
+        self,
+        ranks: ChannelGroup,
+        grid: tuple[int, int],
+        patch: int,
+        inputs: int,
+        channels: Sequence[int],
+        own_inputs: bool,
     ):
         super().__init__(ranks)
         self.patch, self.channels, self.own_inputs = patch, tuple(channels), own_inputs
         size = sum(channels)
         self.inputs = compute_split_shapes(inputs, ranks.size)
         weight = random_weight(size, inputs, patch, patch)
-        self.weight = self.cut(weight, *((1, self.inputs) if own_inputs else (0, channels)), "weight")
-        self.bias = self.cut(torch.zeros(size), 0, channels, "bias")
-        self.position = self.cut(random_weight(1, *grid, size), 3, channels, "position")
+        self.weight = self.shard_param(weight, *((1, self.inputs) if own_inputs else (0, channels)), "weight")
+        self.bias = self.shard_param(torch.zeros(size), 0, channels, "bias")
+        self.position = self.shard_param(random_weight(1, *grid, size), 3, channels, "position")
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.patch
@@ -41,18 +47,18 @@ class PatchEmbedding(ChannelParallel):
             tokens = torch.einsum("bchpwq,ecpq->bhwe", patches, self.weight)  # an addend of all channels
             tokens = self.ranks.reduce_scatter(tokens, 3, self.channels)
         else:
-            tokens = torch.einsum("bchpwq,ecpq->bhwe", self.ranks.enter(patches), self.weight)
+            tokens = torch.einsum("bchpwq,ecpq->bhwe", self.ranks.replicate_in(patches), self.weight)
         return tokens + self.bias + self.position
 
 
 class ChannelNorm(ChannelParallel):
     """Layer norm over channels: each rank's mean and sum of squares about it are merged, two numbers a token."""
 
-    def __init__(self, ranks: Ranks, channels: Sequence[int], eps: float = 1e-6):
+    def __init__(self, ranks: ChannelGroup, channels: Sequence[int], eps: float = 1e-6):
         super().__init__(ranks)
         self.channels, self.eps = tuple(channels), eps
-        self.weight = self.cut(torch.ones(sum(channels)), 0, channels, "weight")
-        self.bias = self.cut(torch.zeros(sum(channels)), 0, channels, "bias")
+        self.weight = self.shard_param(torch.ones(sum(channels)), 0, channels, "weight")
+        self.bias = self.shard_param(torch.zeros(sum(channels)), 0, channels, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.size == 1:
@@ -77,21 +83,21 @@ class FourierMixing(ChannelParallel):
     coefficients to zero. Complex weights are kept as pairs of real ones.
     """
 
-    def __init__(self, ranks: Ranks, blocks: Sequence[int], width: int, threshold: float = 0.01):
+    def __init__(self, ranks: ChannelGroup, blocks: Sequence[int], width: int, threshold: float = 0.01):
         super().__init__(ranks)
         self.width, self.threshold = width, threshold
         count = sum(blocks)
-        self.w1 = self.cut(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w1")
-        self.b1 = self.cut(0.02 * torch.randn(count, width, 2), 0, blocks, "b1")
-        self.w2 = self.cut(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w2")
-        self.b2 = self.cut(0.02 * torch.randn(count, width, 2), 0, blocks, "b2")
+        self.w1 = self.shard_param(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w1")
+        self.b1 = self.shard_param(0.02 * torch.randn(count, width, 2), 0, blocks, "b1")
+        self.w2 = self.shard_param(0.02 * torch.randn(count, width, width, 2), 0, blocks, "w2")
+        self.b2 = self.shard_param(0.02 * torch.randn(count, width, 2), 0, blocks, "b2")
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # there is no FFT in half precision
         size = wide.shape[1:3]
         modes = torch.fft.rfft2(wide, dim=(1, 2), norm="ortho").unflatten(-1, (-1, self.width))
-        modes = _separately(F.relu, self._dense(modes, self.w1, self.b1))
-        modes = _separately(lambda t: F.softshrink(t, self.threshold), self._dense(modes, self.w2, self.b2))
+        modes = _on_real_and_imag(F.relu, self._dense(modes, self.w1, self.b1))
+        modes = _on_real_and_imag(lambda t: F.softshrink(t, self.threshold), self._dense(modes, self.w2, self.b2))
         mixed = torch.fft.irfft2(modes.flatten(-2), s=size, dim=(1, 2), norm="ortho")
         return mixed.to(x.dtype) + x
 
@@ -100,7 +106,7 @@ class FourierMixing(ChannelParallel):
         return torch.einsum("...ki,kio->...ko", x, weight) + bias
 
 
-def _separately(fn, x: Tensor) -> Tensor:
+def _on_real_and_imag(fn, x: Tensor) -> Tensor:
     """A function of real numbers on the real and the imaginary parts."""
     return torch.view_as_complex(fn(torch.view_as_real(x)))
 
@@ -108,14 +114,14 @@ def _separately(fn, x: Tensor) -> Tensor:
 class ChannelMLP(ChannelParallel):
     """Two linear layers over all channels with a GELU between: each rank has its own hidden features."""
 
-    def __init__(self, ranks: Ranks, channels: Sequence[int], hidden: int):
+    def __init__(self, ranks: ChannelGroup, channels: Sequence[int], hidden: int):
         super().__init__(ranks)
         self.channels = tuple(channels)
         size, own = sum(channels), compute_split_shapes(hidden, ranks.size)
-        self.w1 = self.cut(random_weight(hidden, size), 0, own, "w1")
-        self.b1 = self.cut(torch.zeros(hidden), 0, own, "b1")
-        self.w2 = self.cut(random_weight(size, hidden), 1, own, "w2")
-        self.b2 = self.cut(torch.zeros(size), 0, channels, "b2")
+        self.w1 = self.shard_param(random_weight(hidden, size), 0, own, "w1")
+        self.b1 = self.shard_param(torch.zeros(hidden), 0, own, "b1")
+        self.w2 = self.shard_param(random_weight(size, hidden), 1, own, "w2")
+        self.b2 = self.shard_param(torch.zeros(size), 0, channels, "b2")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ranks.gather(x, 3, self.channels)  # all channels
@@ -127,10 +133,10 @@ class ChannelMLP(ChannelParallel):
 class PatchHead(ChannelParallel):
     """Tokens -> images (batch, channels, H, W): all channels, or with `own_outputs` a rank's own."""
 
-    def __init__(self, ranks: Ranks, channels: Sequence[int], outputs: int, patch: int, own_outputs: bool):
+    def __init__(self, ranks: ChannelGroup, channels: Sequence[int], outputs: int, patch: int, own_outputs: bool):
         super().__init__(ranks)
         self.patch, self.outputs, self.own_outputs = patch, outputs, own_outputs
-        self.weight = self.cut(random_weight(outputs, patch, patch, sum(channels)), 3, channels, "weight")
+        self.weight = self.shard_param(random_weight(outputs, patch, patch, sum(channels)), 3, channels, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         batch, rows, columns, _ = x.shape

@@ -1,0 +1,99 @@
+"""Private names by which a step is counted: tensors without data, a world whose other ranks are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+from . import flash_cpu, flash_cpu_backward
+
+
+def start_fake_world(rank: int, size: int) -> None:
+    """A default process group of any size in which this process is one rank and the others are not there.
+
+    torch 2.11-2.15: the backend "fake" is torch's own, for its tests, and registered by importing this module.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+def fake_tensor_mode() -> Any:
+    """A context in which tensors have shapes, dtypes and devices and no data. torch 2.11-2.15: documented, no public
+    name."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def drop_from_fake_memo(tensor: Any) -> None:
+    """Have the mode that made a tensor without data keep no weak reference to it: it could not be swapped.
+
+    torch 2.15: the first result of a kind is kept so. 2.11-2.15 have the table; nothing public empties it.
+    """
+    mode = getattr(tensor, "fake_mode", None)
+    if mode is not None:
+        memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, value in memo.items() if value is tensor]:
+            del memo[key]
+
+
+# torch 2.11-2.15: what a call raises when its result hangs on numbers that tensors without data do not have.
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating point operations of a call below autograd: products, convolutions, attention; 0 for all else.
+
+    torch 2.11-2.15: `torch.utils.flop_counter` has a formula for each operator, by its packet, which has no public
+    name; it lacks the attention kernel of the CPU, whose first arguments are those of CUDA's.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    packet = func._overloadpacket
+    if packet is flash_cpu._overloadpacket:
+        return sdpa_flop_count(*(t.shape for t in args[:3]))
+    if packet is flash_cpu_backward._overloadpacket:
+        return sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    count = formula(*args, **kwargs, out_val=out)
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    return 4 * count if first is not None and first.is_complex() else count
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in `fake_tensor_mode`. torch 2.11-2.15: its class has no public name."""
+    return tensor.__class__.__module__ == "torch._subclasses.fake_tensor"
+
+
+@contextmanager
+def fast_fsdp_chunks() -> Iterator[None]:
+    """Inside, FSDP2 cuts parameters for a thousand ranks without a thousand empty tensors each.
+
+    torch 2.11-2.15: what it makes of a parameter's chunks is this rank's; without data each of the others takes as long
+    to make as a real call. Where the name is gone, it is only slow.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as module
+
+    before = getattr(module, "_chunk_with_empty", None)
+
+    def chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        found = list(torch.chunk(tensor, count, dim=dim))
+        return found + [tensor.new_empty(0)] * (count - len(found))
+
+    if before is not None:
+        module._chunk_with_empty = chunks
+    try:
+        yield
+    finally:
+        if before is not None:
+            module._chunk_with_empty = before

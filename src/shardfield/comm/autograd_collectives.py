@@ -1,0 +1,386 @@
+"""Differentiable moves of plain local tensors between the ranks of one mesh axis.
+
+What a local tensor and its cotangent hold (see the architecture page): Shard: a slice, the same slice of the
+gradient; Replicate: the whole value, the whole gradient on every rank; Partial: an addend, the whole gradient on
+every rank. Every move below is the identity on the global value; its docstring states forward and adjoint, and
+its backward is again a move, so derivatives of any order work. Moves over a group of one rank are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import trace_state
+from .._compat import function_apply
+from ..errors import ShardingError
+from . import collectives, grad_deferral
+from .route import Region, Route
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """Replicate values enter work that differs from rank to rank. Forward: identity. Adjoint: all-reduce (sum).
+
+    All tensors share one message per group in backward, a flat buffer of their gradients; none is sent where the
+    gradients are averaged over the group later (see `defer`).
+    """
+    wanted = [t for t in tensors if t.requires_grad]
+    if not groups or not wanted or not torch.is_grad_enabled():
+        return list(tensors)
+    wanted, groups = grad_deferral.defer_sums(wanted, groups)
+    if len(wanted) > 1 and any(grad_deferral.deferred_groups(t) & set(groups) for t in wanted):
+        entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some can wait, others cannot
+    else:
+        entered = iter(_ReplicateIn.apply(groups, *wanted) if groups else wanted)
+    return [next(entered) if t.requires_grad else t for t in tensors]
+
+
+def reduce(tensor: Tensor, groups: Groups) -> Tensor:
+    """Partial -> Replicate. Forward: all-reduce (sum). Adjoint: identity."""
+    return _Reduce.apply(groups, tensor)[0] if groups else tensor
+
+
+def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:
+    """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
+
+    For max and min it is that of amax over the stacked parts of all groups: ranks whose parts are equal share alike.
+    Where a part is itself the extreme of several elements, one device shares among those: ops that make such parts
+    count elements and do not come here.
+    """
+    if op == "sum":
+        return reduce(tensor, groups)
+    if op == "avg":
+        return reduce(tensor / math.prod(dist.get_world_size(g) for g in groups), groups)
+    if op in ("max", "min"):
+        return _MinMax.apply(tensor, op, groups)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ShardingError(f"Partial({op}) has no gradient here: reduce it by sum, avg, max or min")
+    for group in groups:
+        tensor = collectives.all_reduce(tensor, group, op)
+    return tensor
+
+
+def gather(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Shard(dim) -> Replicate. Forward: all-gather. Adjoint: this rank's slice."""
+    return _Gather.apply(tensor, dim, tuple(shard_sizes), group)
+
+
+def split(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Replicate -> Shard(dim). Forward: this rank's slice (a view of it). Adjoint: all-gather."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        (tensor,), now = grad_deferral.defer_sums([tensor], (group,))
+        return _Split.apply(tensor, dim, tuple(shard_sizes), group) if now else _slice(tensor, dim, shard_sizes, group)
+    return _slice(tensor, dim, shard_sizes, group)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather."""
+    return _ReduceScatter.apply(tensor, dim, tuple(shard_sizes), group)
+
+
+def gather_replicate_in(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Shard(dim) -> the whole value, for work that differs from rank to rank. All-gather; adjoint: reduce-scatter."""
+    return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group)
+
+
+def exchange(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
+    """Walk a route. Forward: pieces go to their peers. Adjoint: the route backwards, overlaps summed."""
+    return _Exchange.apply(tensor, route, group, fill)
+
+
+def shift(tensor: Tensor, shape: Sequence[int], step: int, group: ProcessGroup) -> Tensor:
+    """Pass blocks around the ring of a group: this rank's goes `step` coords on, one of `shape` comes from `step` back.
+
+    Adjoint: the gradient goes `step` coords back.
+    """
+    return _Shift.apply(tensor, tuple(shape), step, group)
+
+
+def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
+    """Replicate -> Partial. Forward: the value on coord 0, zeros elsewhere. Adjoint: identity."""
+    return _ToPartial.apply(tensor, groups)
+
+
+def replicate_out(tensor: Tensor, groups: Groups) -> Tensor:
+    """A Partial's gradient (whole on every rank) becomes a Replicate value. Identity; adjoint: `to_partial`."""
+    return _ReplicateOut.apply(tensor, groups) if groups and tensor.requires_grad else tensor
+
+
+def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
+    """`exchange` without autograd."""
+    coord = dist.get_rank(group)
+    nothing = tensor.new_empty(0)  # one for all: most ranks of a large group get nothing
+    sends = [_pack(tensor, pieces) if pieces else nothing for pieces in route.send]
+    shape = list(tensor.shape)
+    for dim, size in route.sizes_out:
+        shape[dim] = size
+    shapes = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in route.recv]
+    pending = collectives.start_exchange(sends, shapes, group)
+    out = (
+        tensor.new_zeros(shape, dtype=collectives.accumulate_dtype(tensor.dtype))
+        if route.add
+        else tensor.new_full(shape, fill)
+    )
+    _unpack(out, route.recv[coord], sends[coord], route.add)  # this rank's own part lands while messages fly
+    for peer, flat in enumerate(pending.wait()):
+        if peer != coord:
+            _unpack(out, route.recv[peer], flat, route.add)
+    return out.to(tensor.dtype)
+
+
+def _pack(block: Tensor, pieces: Sequence[Region]) -> Tensor:
+    flat = [p.view(block).flip(p.flip).reshape(-1) if p.flip else p.view(block).reshape(-1) for p in pieces]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _unpack(out: Tensor, pieces: Sequence[Region], flat: Tensor, add: bool) -> None:
+    at = 0
+    for piece in pieces:
+        target = piece.view(out)
+        part = flat[at : at + target.numel()].view(target.shape)
+        at += target.numel()
+        if piece.flip:
+            part = part.flip(piece.flip)
+        target.add_(part) if add else target.copy_(part)
+
+
+def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    coord = dist.get_rank(group)
+    return tensor.narrow(dim, sum(lengths[:coord]), lengths[coord])
+
+
+def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    if len(lengths) > 1 and len(set(lengths)) == 1 and math.prod(tensor.shape[:dim]) == 1:
+        # pieces come to lie one behind the other in memory: nothing is left to copy
+        stacked = collectives.all_gather_even(tensor, group)
+        return detach_view(stacked.view(*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :]))
+    shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
+    return torch.cat(collectives.all_gather(tensor, shapes, group), dim)
+
+
+def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """All-reduce several tensors over each group, one message for those of one dtype."""
+    done: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        flat = tensors[chosen[0]] if len(chosen) == 1 else torch.cat([tensors[i].reshape(-1) for i in chosen])
+        for group in groups:
+            flat = collectives.all_reduce(flat, group)
+        if len(chosen) == 1:
+            done[chosen[0]] = flat
+        else:
+            parts = flat.split([tensors[i].numel() for i in chosen])
+            done.update({i: part.view(tensors[i].shape) for i, part in zip(chosen, parts, strict=True)})
+    return [done[i] for i in range(len(tensors))]
+
+
+def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[list[Tensor]]:
+    """The sums over all groups of tensors of one dtype, in flight: one message for the first group, others on wait."""
+    if not groups or not tensors:
+        return collectives.Pending((), (), lambda: list(tensors))
+    flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+    pending = collectives.start_all_reduce(flat, groups[0])
+
+    def land() -> list[Tensor]:
+        total = pending.wait()
+        for group in groups[1:]:
+            total = collectives.all_reduce(total, group)
+        parts = total.reshape(-1).split([t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    return collectives.Pending((), (), land)
+
+
+def detach_view(fresh: Tensor) -> Tensor:
+    """A Function's result that is a view of something made inside it, as a tensor of its own.
+
+    Autograd forbids writing into such views, and an in-place activation may well follow.
+    """
+    return fresh.data if fresh._is_view() else fresh
+
+
+class Collective(torch.autograd.Function):
+    """Base of the moves: what its backward sends is told to the call that its forward was made for."""
+
+    apply = function_apply  # the bridge for users' Functions need not look at ours
+
+    def __init_subclass__(cls) -> None:
+        forward, backward = cls.forward, cls.backward
+
+        def tagged_forward(ctx, *args):
+            ctx.tag = collectives.tag
+            out = forward(ctx, *args)
+            return out if trace_state.tracer is None else _clone_if_aliased(out, args)
+
+        def tagged_backward(ctx, *grads):
+            before, collectives.tag = collectives.tag, ctx.tag
+            try:
+                return backward(ctx, *grads)
+            finally:
+                collectives.tag = before
+
+        cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
+
+
+def _clone_if_aliased(out: Any, args: tuple) -> Any:
+    """What a move gives while a program is traced: never the memory of its input.
+
+    A program returns results that share memory as views of it, and their gradients would go around the move.
+    """
+    if isinstance(out, tuple):
+        return tuple(_clone_if_aliased(part, args) for part in out)
+    shared = any(isinstance(x, Tensor) and trace_state.same_memory(out, x) for x in args)
+    return out.clone() if shared else out
+
+
+class _ReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_Reduce.apply(ctx.groups, *grads)
+
+
+class _Reduce(Collective):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        # An empty piece comes back as it went in. Returned as it is, autograd would call it a view, and writing into it
+        # would be an error on this rank alone.
+        return tuple(s.clone() if s is t else s for s, t in zip(_all_reduce_all(tensors, groups), tensors, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_ReplicateIn.apply(ctx.groups, *grads)
+
+
+class _MinMax(Collective):
+    @staticmethod
+    def forward(ctx, tensor, op, groups):
+        out = tensor
+        for group in groups:
+            out = collectives.all_reduce(out, group, op)
+        out = out.clone() if out is tensor else out
+        chosen = (tensor == out) | (tensor.isnan() & out.isnan())
+        ctx.groups = groups
+        ctx.save_for_backward(chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (chosen,) = ctx.saved_tensors
+        count = chosen.to(grad.dtype)
+        for group in ctx.groups:
+            count = collectives.all_reduce(count, group)
+        return _ReplicateIn.apply(ctx.groups, grad)[0] * (chosen / count), None, None
+
+
+class _Gather(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _all_gather(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Split.apply(grad, *ctx.how), None, None, None
+
+
+class _Split(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _slice(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, *ctx.how), None, None, None
+
+
+class _ReduceScatter(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        out = collectives.reduce_scatter(tensor.split(lengths, dim), group)
+        return out.clone() if len(lengths) == 1 else out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _GatherReplicateIn.apply(grad, *ctx.how), None, None, None
+
+
+class _GatherReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _all_gather(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ReduceScatter.apply(grad, *ctx.how), None, None, None
+
+
+class _Exchange(Collective):
+    @staticmethod
+    def forward(ctx, tensor, route, group, fill):
+        ctx.how = route, group
+        return exchange_no_grad(tensor, route, group, fill)
+
+    @staticmethod
+    def backward(ctx, grad):
+        route, group = ctx.how
+        return _Exchange.apply(grad, route.transposed, group, 0), None, None, None
+
+
+class _Shift(Collective):
+    @staticmethod
+    def forward(ctx, tensor, shape, step, group):
+        ctx.how = tensor.shape, -step, group
+        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        if size == 1:
+            return tensor.clone()
+        nothing = tensor.new_empty(0)
+        sends, shapes = [nothing] * size, [(0,)] * size
+        sends[(coord + step) % size] = tensor
+        shapes[(coord - step) % size] = shape
+        return collectives.exchange(sends, shapes, group)[(coord - step) % size].view(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Shift.apply(grad, *ctx.how), None, None, None
+
+
+class _ToPartial(Collective):
+    @staticmethod
+    def forward(ctx, tensor, groups):
+        ctx.groups = groups
+        first = all(dist.get_rank(g) == 0 for g in groups)
+        return tensor.clone() if first else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ReplicateOut.apply(grad, ctx.groups), None
+
+
+class _ReplicateOut(Collective):
+    """The adjoint of `_ToPartial`. The identity, but not for its own adjoint, which meets an all-reduce further on."""
+
+    @staticmethod
+    def forward(ctx, grad, groups):
+        ctx.groups = groups
+        return grad
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ToPartial.apply(grad, ctx.groups), None

@@ -1,0 +1,329 @@
+"""The one place where messages leave this rank.
+
+Plain tensors in, new plain tensors out, no autograd: the differentiable moves are in `moves.py`. Every function
+takes a process group, works for pieces of any sizes (0 too) and any dtype, and tells the traffic meter what this
+rank sent. A group of one rank sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import trace_state
+from .._compat import materialize_zeros
+from .transport import cached_transport, transport_for
+
+T = TypeVar("T")
+Shape = Sequence[int]
+
+# Called as meter(kind, messages, bytes) for everything this rank sends; None when nobody listens.
+meter: Callable[[str, int, int], None] | None = None
+# The call on whose behalf messages are sent, while someone listens; moves remember it for their backward.
+tag: Any = None
+
+
+class Pending(Generic[T]):
+    """Messages in flight; `wait()` gives what they bring, the same every time it is called.
+
+    `recv_buffers`, where there is one, is that value already, but what it holds counts only after `wait()`.
+    """
+
+    def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T], recv_buffers: T | None = None):
+        # `kept` is what is being sent: it must not be freed under the backend.
+        self._works, self._kept, self._finish, self.recv_buffers = works, kept, finish, recv_buffers
+        self._value: list[T] = []
+
+    def wait(self) -> T:
+        if not self._value:
+            for work in self._works:
+                work.wait()
+            self._value = [self._finish()]
+            self._works = self._kept = ()
+        return self._value[0]
+
+
+def _record_sent(kind: str, messages: int, nbytes: float) -> None:
+    if meter is not None:
+        meter(kind, messages, int(nbytes))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# What both gloo and NCCL carry; anything else (bool, complex, int16, float8) travels as bytes.
+_SUPPORTED_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Contiguous, and no lazy conjugate or negation: a backend sends the memory, which knows of neither."""
+    return materialize_zeros(tensor).resolve_conj().resolve_neg().contiguous()
+
+
+def _flat_view(packed: Tensor) -> Tensor:
+    """A packed tensor as the backend sees it: a flat view in a dtype it carries."""
+    flat = packed.as_strided((packed.numel(),), (1,))  # not view: a single element may keep an odd stride
+    return flat if flat.dtype in _SUPPORTED_DTYPES else flat.view(torch.uint8)
+
+
+# ---------------------------------------------------------------------- reductions
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.SUM,  # and a division: gloo has no AVG
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "prod": ReduceOp.PRODUCT,
+    "product": ReduceOp.PRODUCT,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+}
+
+# Where sums are taken: half precision in fp32, small integers in ones the backends add.
+_ACCUMULATE_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """The reduction of every rank's tensor, on every rank. Half precision is summed in fp32; max and min keep NaN."""
+    return start_all_reduce(tensor, group, op).wait()
+
+
+def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pending[Tensor]:
+    """`all_reduce` in flight."""
+    if op not in _OPS:
+        raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"all_reduce: the average of {tensor.dtype} is not {tensor.dtype}; convert it first")
+    size = dist.get_world_size(group)
+    if size == 1 or tensor.numel() == 0:
+        return Pending((), (), lambda: tensor)
+    if tensor.is_complex() and op not in ("sum", "avg"):
+        if op in ("prod", "product"):
+            parts = all_gather(tensor, [tensor.shape] * size, group)
+            return Pending((), (), lambda: torch.stack(parts).prod(0))
+        raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
+    if trace_state.tracer is not None:
+        return Pending((), (), trace_state.tracer.all_reduce(tensor, group, op))
+    dtype = tensor.dtype
+    reduce_op = _OPS[op]
+    ordered = dtype.is_floating_point and op in ("max", "min")
+    if dtype is torch.bool:
+        work = tensor.to(torch.uint8)
+        reduce_op = {"sum": ReduceOp.MAX, "prod": ReduceOp.MIN, "product": ReduceOp.MIN}.get(op, reduce_op)
+    elif ordered:
+        work = _as_ordered(tensor.to(accumulate_dtype(dtype)), op)
+    elif dtype in _ACCUMULATE_DTYPES:
+        work = tensor.to(_ACCUMULATE_DTYPES[dtype]).contiguous()
+    else:
+        work = _contiguous(tensor)
+        work = work.clone() if work is tensor else work
+    buffer = torch.view_as_real(work) if work.is_complex() else work
+    handles = transport_for(buffer, group).all_reduce(buffer, reduce_op, group)
+    _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
+
+    def finish() -> Tensor:
+        out = _from_ordered(work, op) if ordered else work / size if op == "avg" else work
+        return out.to(dtype)
+
+    return Pending(handles, work, finish)
+
+
+def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum, with half precision on the wire: each rank sums one piece in fp32 and sends it round, rounded."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
+        return all_reduce(tensor, group)
+    size = dist.get_world_size(group)
+    lengths = [tensor.numel() // size + (c < tensor.numel() % size) for c in range(size)]
+    mine = reduce_scatter(tensor.reshape(-1).split(lengths), group)
+    return torch.cat(all_gather(mine, [(n,) for n in lengths], group)).view(tensor.shape)
+
+
+def _as_ordered(tensor: Tensor, op: str) -> Tensor:
+    """Floats as integers of the same order, NaN beyond all others: backends lose NaN in a max of floats."""
+    ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
+    bits = _contiguous(tensor).view(ints)
+    bits = torch.where(bits < 0, bits ^ flip, bits)
+    return torch.where(tensor.isnan(), flip if op == "max" else -flip, bits)
+
+
+def _from_ordered(bits: Tensor, op: str) -> Tensor:
+    floats, flip = (torch.float32, 0x7FFFFFFF) if bits.dtype is torch.int32 else (torch.float64, 0x7FFFFFFFFFFFFFFF)
+    values = torch.where(bits < 0, bits ^ flip, bits).view(floats)
+    return torch.where(bits == (flip if op == "max" else -flip), float("nan"), values)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which several values of `dtype` are added."""
+    return _ACCUMULATE_DTYPES.get(dtype, dtype)
+
+
+def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """The sum over ranks of the piece meant for this coord: pieces travel once, sums are taken in fp32 or better."""
+    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return pieces[0]
+    mine = pieces[coord]
+    received = exchange(pieces, [mine.shape] * size, group)
+    total = received[0].to(accumulate_dtype(mine.dtype), copy=True)
+    for piece in received[1:]:
+        total += piece
+    return total.to(mine.dtype)
+
+
+# ---------------------------------------------------------------------- copies
+
+
+def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor, by coord; `shapes` are known to all."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [tensor]
+    first = tuple(shapes[0])
+    if any(tuple(s) != first for s in shapes):
+        return exchange([tensor] * size, shapes, group)
+    return list(all_gather_even(tensor, group).unbind(0))
+
+
+def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's tensor, all of one shape, stacked by coord."""
+    if trace_state.tracer is not None:
+        return trace_state.tracer.all_gather(tensor, group)()
+    size = dist.get_world_size(group)
+    out = tensor.new_empty((size, *tensor.shape))
+    if tensor.numel():
+        transport_for(out, group).all_gather(_flat_view(out), _flat_view(_contiguous(tensor)), group)
+        _record_sent("all_gather", 1, (size - 1) * _nbytes(tensor))
+    return out
+
+
+def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    """The tensor of the rank at coord `source`; the others pass one of the same shape and dtype."""
+    size = dist.get_world_size(group)
+    if size == 1 or tensor.numel() == 0:
+        return tensor
+    if trace_state.tracer is not None:
+        return trace_state.tracer.broadcast(tensor, source, group)()
+    work = _contiguous(tensor)
+    work = work.clone() if work is tensor else work
+    transport_for(work, group).broadcast(_flat_view(work), source, group)
+    _record_sent("broadcast", 1, _nbytes(work) if dist.get_rank(group) == source else 0)
+    return work
+
+
+def start_exchange(
+    sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup, into: Sequence[Tensor] | None = None
+) -> Pending[list[Tensor]]:
+    """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message a peer, empty ones none.
+
+    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's
+    own piece is not copied. `into`: the tensors to receive into, where the caller has them.
+    """
+    if len(shapes) == 1:
+        return Pending((), (), lambda: list(sends), recv_buffers=list(sends))
+    coord = dist.get_rank(group)
+    like = sends[coord]
+    if trace_state.tracer is not None:
+        return Pending((), (), trace_state.tracer.exchange(sends, shapes, coord, group))
+    receives, sent, kept, pieces = [], [], [], []
+    nbytes = 0
+    nothing: dict[tuple[int, ...], Tensor] = {}  # one for all that send nothing: in large groups most of them
+    for peer, shape in enumerate(shapes):
+        piece = like if peer == coord else _recv_buffer(like, tuple(shape), nothing) if into is None else into[peer]
+        pieces.append(piece)
+        if peer != coord and piece.numel():
+            receives.append((peer, _flat_view(piece)))
+    for peer, piece in enumerate(sends):
+        if peer != coord and piece.numel():
+            kept.append(_contiguous(piece))
+            sent.append((peer, _flat_view(kept[-1])))
+            nbytes += _nbytes(piece)
+    handles = transport_for(like, group).exchange(receives, sent, group)
+    _record_sent("exchange", len(sent), nbytes)
+    return Pending(handles, kept, lambda: pieces, recv_buffers=pieces)
+
+
+def _recv_buffer(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """Memory to receive into."""
+    if 0 not in shape:
+        return like.new_empty(shape)
+    if shape not in nothing:
+        nothing[shape] = like.new_empty(shape)
+    return nothing[shape]
+
+
+def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
+    """`start_exchange` and wait."""
+    return start_exchange(sends, shapes, group).wait()
+
+
+def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Every rank's list of integers (equal length on all ranks), by coord."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [list(values)]
+    with trace_state.concrete():
+        mine = torch.tensor(list(values), dtype=torch.int64, device=device)
+        return [t.tolist() for t in all_gather(mine, [mine.shape] * size, group)]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device on which this rank's messages over `mesh` live."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def coords_of(mesh: DeviceMesh, position: int) -> tuple[int, ...]:
+    """The coordinates of the rank at a row-major position on the mesh."""
+    coords = []
+    for size in reversed(mesh.shape):
+        position, coord = divmod(position, size)
+        coords.append(coord)
+    return tuple(reversed(coords))
+
+
+def broadcast_over(tensor: Tensor, mesh: DeviceMesh, position: int) -> Tensor:
+    """The tensor of the rank at a row-major position on the mesh, on all its ranks; one message per axis."""
+    for axis, coord in enumerate(coords_of(mesh, position)):
+        tensor = broadcast(tensor, coord, mesh.get_group(axis))
+    return tensor
+
+
+def scatter_from(
+    pieces: dict[int, Tensor] | None, shape: Shape, dtype: torch.dtype, device: torch.device, source: int
+) -> Tensor:
+    """Rank `source` (global) hands each rank its piece; the others pass None and get theirs. Empty ones: no message."""
+    if pieces is None:
+        piece = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if piece.numel():
+            cached_transport(piece, dist.group.WORLD).recv_from_rank(_flat_view(piece), source)
+        return piece
+    kept = {rank: _contiguous(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
+    carrier = cached_transport(pieces[source].to(device), dist.group.WORLD)
+    handles = carrier.send_to_ranks([(rank, _flat_view(piece)) for rank, piece in kept.items()])
+    _record_sent("deliver", len(kept), sum(map(_nbytes, kept.values())))
+    for handle in handles:
+        handle.wait()
+    return _contiguous(pieces[source].to(device, copy=True))

@@ -1,0 +1,97 @@
+"""Gradient sums that are left to whoever averages the parameters' gradients over all ranks anyway.
+
+A parameter that takes part in work which differs from rank to rank has its gradient summed over those ranks (the move
+`enter`). Where a data-parallel wrapper averages the gradients over the same ranks later, that message is not needed:
+each rank goes on with P times its own addend, and the average over P ranks is the sum. Where ranks do the same work,
+each has the whole gradient, and the average leaves it as it is. Both ways may be mixed freely, in one parameter too.
+
+Between a parameter and the work there may be local calls (a cast, a complex view, factors multiplied out): their
+derivatives are linear in what comes back, so the average may be taken after them. There may be no other move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.distributed import ProcessGroup
+
+from .._compat import function_apply
+
+NO_GROUPS: frozenset[ProcessGroup] = frozenset()
+MAX_GRAPH_NODES = 64  # nodes of a graph that are looked at; what is made of more of them is summed at once
+
+_deferring_groups: set[ProcessGroup] = set()
+
+
+def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) -> None:
+    """Promise that the gradient of a parameter will be averaged over the ranks of all these groups."""
+    parameter._averaged_later = frozenset(groups)
+    _deferring_groups.update(groups)
+
+
+def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
+    """Whether there are parameters whose gradients are averaged over all these groups later: a guess at what those
+    are whose use is still to come."""
+    return _deferring_groups.issuperset(groups)
+
+
+def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
+    """The groups over which the gradients of all that a local tensor is made of are averaged later."""
+    if not _deferring_groups or not tensor.requires_grad:
+        return NO_GROUPS
+    if tensor.is_leaf:
+        return getattr(tensor, "_averaged_later", NO_GROUPS)
+    found: frozenset[ProcessGroup] | None = None
+    ahead, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while ahead:
+        node = ahead.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            promised = getattr(leaf, "_averaged_later", NO_GROUPS)
+            found = promised if found is None else found & promised
+            if not found:
+                return NO_GROUPS
+        elif len(seen) > MAX_GRAPH_NODES or (
+            isinstance(node, BackwardCFunction) and node.name() != "_DeferredSumBackward"
+        ):
+            return NO_GROUPS
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return found or NO_GROUPS
+
+
+def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tuple[list[Tensor], tuple]:
+    """Tensors whose sums over `groups` may wait together, and the groups over which they must be summed at once."""
+    if not _deferring_groups or not groups or not torch.is_grad_enabled():
+        return list(tensors), tuple(groups)
+    later = frozenset(groups)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            later &= deferred_groups(tensor)
+    if not later:
+        return list(tensors), tuple(groups)
+    times = math.prod(dist.get_world_size(g) for g in later)
+    scaled = [_DeferredSum.apply(t, times) if t.requires_grad else t for t in tensors]
+    return scaled, tuple(g for g in groups if g not in later)
+
+
+class _DeferredSum(torch.autograd.Function):
+    """Forward: identity. Adjoint: this rank's addend, times the ranks over which it will be averaged. No message."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, tensor, times):
+        ctx.times = times
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.times, None

@@ -1,0 +1,235 @@
+"""Who carries a message: the backend itself, the backend by way of the host, or nobody.
+
+A carrier works in place on flat tensors in dtypes that backends know (`wire` sees to both). `transport_for` chooses:
+a backend that cannot send from device to device (gloo on CUDA tensors, say) has its messages staged on the host. What
+it can do is not read off its name: one that serves the CPU as well is staged, any other is tried, once a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from .._compat.world import all_gather_flat, backend_class
+from ..errors import ShardingError
+
+PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)
+
+
+class Handle(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """The five kinds of messages. Tensors that are received into count once all handles are waited for."""
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]: ...
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None: ...
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None: ...
+
+    def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]: ...
+
+    def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
+        """Like `exchange`, to global ranks that wait in `recv_from_rank`."""
+        ...
+
+    def recv_from_rank(self, into: Tensor, source: int) -> None: ...
+
+
+class DirectTransport:
+    """torch.distributed, on the tensors as they are."""
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        return [dist.all_reduce(buffer, op, group=group, async_op=True)]
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        all_gather_flat(out, mine, group=group)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        dist.broadcast(buffer, group_src=source, group=group)
+
+    def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
+        ops = [dist.P2POp(dist.irecv, flat, group=group, group_peer=peer) for peer, flat in receives]
+        ops += [dist.P2POp(dist.isend, flat, group=group, group_peer=peer) for peer, flat in sends]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
+        works = [dist.isend(flat, dst=rank) for rank, flat in sends]
+        return [work for work in works if work is not None]
+
+    def recv_from_rank(self, into: Tensor, source: int) -> None:
+        dist.recv(into, src=source)
+
+
+class HostStagedTransport:
+    """By way of the host: the tensors' copies travel, and what comes is copied where it belongs."""
+
+    def __init__(self, through: Transport):
+        self._inner = through
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        host = _copy_to_host(buffer)
+        return [_StagedHandle(self._inner.all_reduce(host, op, group), [(buffer, host)])]
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        host = _empty_on_host(out)
+        self._inner.all_gather(host, _copy_to_host(mine), group)
+        out.copy_(host)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        host = _copy_to_host(buffer)
+        self._inner.broadcast(host, source, group)
+        buffer.copy_(host)
+
+    def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
+        landing = [(peer, _empty_on_host(flat)) for peer, flat in receives]
+        sent = [(peer, _copy_to_host(flat)) for peer, flat in sends]
+        handles = self._inner.exchange(landing, sent, group)
+        pairs = [(flat, host) for (_, flat), (_, host) in zip(receives, landing, strict=True)]
+        return [_StagedHandle(handles, pairs, sent)]
+
+    def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
+        sent = [(rank, _copy_to_host(flat)) for rank, flat in sends]
+        return [_StagedHandle(self._inner.send_to_ranks(sent), [], sent)]
+
+    def recv_from_rank(self, into: Tensor, source: int) -> None:
+        host = _empty_on_host(into)
+        self._inner.recv_from_rank(host, source)
+        into.copy_(host)
+
+
+class _StagedHandle:
+    """Copies what has come to the host to where it belongs; keeps what is being sent until then."""
+
+    def __init__(self, handles: Sequence[Handle], pairs: Sequence[tuple[Tensor, Tensor]], sent: Any = ()):
+        self._handles, self._pairs, self._sent = handles, pairs, sent
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        for target, host in self._pairs:
+            target.copy_(host)
+        self._handles = self._pairs = self._sent = ()
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _empty_on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+class NullTransport:
+    """Nobody: nothing is sent, every other rank is taken to hold what this one holds. To count messages, not to train.
+
+    What is received from single peers is zeros.
+    """
+
+    def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        if op == ReduceOp.SUM:
+            buffer.mul_(dist.get_world_size(group))
+        elif op == ReduceOp.PRODUCT:
+            buffer.pow_(dist.get_world_size(group))
+        return []
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+        out.view(-1, mine.numel()).copy_(mine)
+
+    def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
+        return
+
+    def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
+        for _, flat in receives:
+            flat.zero_()
+        return []
+
+    def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
+        return []
+
+    def recv_from_rank(self, into: Tensor, source: int) -> None:
+        into.zero_()
+
+
+DIRECT = DirectTransport()
+STAGED = HostStagedTransport(DIRECT)
+# Carries everything while it is set, whatever the tensors are on.
+override: Transport | None = None
+# Called with the group before each message, while ranks trace a program: one that has failed sends no more of them.
+before_collective: Callable[[ProcessGroup], None] | None = None
+
+_by_group: dict[tuple[ProcessGroup, str], Transport] = {}
+_by_backend: dict[tuple[type, str], Transport] = {}
+
+
+def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
+    """The carrier of a message, asked for right before it is sent; all ranks of the group ask together."""
+    if before_collective is not None:
+        before_collective(group)
+    if override is not None:
+        return override
+    kind = tensor.device.type
+    if kind == "cpu":
+        return DIRECT
+    found = _by_group.get((group, kind))
+    if found is None:
+        found = _by_group[group, kind] = _by_backend[backend_class(group, tensor.device), kind] = _probe_transport(
+            tensor, group
+        )
+    return found
+
+
+def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
+    """The carrier where not all ranks of the group can be asked: that of another group with such a backend."""
+    if before_collective is not None:
+        raise ShardingError("pieces that one rank hands to the others cannot be part of a program: do this before")
+    if override is not None or tensor.device.type == "cpu":
+        return override or DIRECT
+    return _by_backend.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
+
+
+def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether one and the same backend serves the device and the CPU: then it sends what lies in the host's memory.
+
+    Such a backend is not tried: gloo takes a CUDA tensor, fails in the middle of it, and its connections are lost.
+    """
+    if "cpu:" not in dist.get_backend_config(group):
+        return False
+    return backend_class(group, torch.device("cpu")) is backend_class(group, device)
+
+
+def _probe_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
+    """Whether messages can go from device to device: one goes round the ring. Backends that cannot say so at once.
+
+    NCCL wants a group's first call to be one that all its ranks make, so a sum is taken before.
+    """
+    if _backend_serves_cpu(group, tensor.device):
+        return STAGED
+    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    one = torch.ones(1, device=tensor.device)
+    try:
+        for handle in DIRECT.all_reduce(one, ReduceOp.SUM, group):
+            handle.wait()
+        heard = torch.zeros_like(one)
+        for handle in DIRECT.exchange([((coord - 1) % size, heard)], [((coord + 1) % size, one)], group):
+            handle.wait()
+        if heard.item() == size:
+            return DIRECT
+        reason = "messages between devices bring something else than was sent"
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+    if "cpu:" not in dist.get_backend_config(group):
+        raise ShardingError(
+            f"the backend of this process group cannot send {tensor.device.type} tensors from rank to rank ({reason}), "
+            'and the group has none for the CPU to go by: init_process_group("cpu:gloo,cuda:...") gives it one'
+        )
+    return STAGED

@@ -1,0 +1,156 @@
+"""What a callable reaches besides its arguments: modules, objects of the user's, and the variables of its functions."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import Untraceable
+
+MAX_DEPTH = 4  # objects and containers inside each other that are looked into
+LIBRARIES = ("torch", "shardfield", "numpy")  # packages whose objects' insides are their own business
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Captured:
+    """What a callable is, is a method of, closes over, has in its globals, or is given.
+
+    modules: with all modules inside them. objects: others that have attributes. variables: (dict of globals, name), and
+    cells: of functions, all with their names. defaults: of their arguments.
+    """
+
+    def __init__(self, target: Any, arguments: Iterable[Any] = ()):
+        self.objects: list[Any] = []
+        self.variables: list[tuple[dict[str, Any], str]] = []
+        self.cells: list[tuple[types.CellType, str]] = []
+        self.defaults: list[Any] = []
+        self._roots: dict[int, nn.Module] = {}
+        self._seen: dict[int, Any] = {}  # with the thing itself, so that no other gets its id
+        self._visit(target, 0, strict=True)
+        for value in arguments:
+            if not isinstance(value, Tensor):
+                self._visit(value, 0)
+        self.modules: list[nn.Module] = []
+        known: set[int] = set()
+        while self._roots:  # hooks and forwards may lead to further modules
+            root = self._roots.pop(next(iter(self._roots)))
+            for module in root.modules():
+                if id(module) not in known:
+                    known.add(id(module))
+                    self.modules.append(module)
+                    self._visit_module(module)
+
+    def _visit_module(self, module: nn.Module) -> None:
+        own = module.__dict__
+        for hooks in HOOKS:
+            for hook in own.get(hooks, {}).values():
+                self._visit(hook, 1)
+        if not _is_library_type(type(module)):
+            self._visit(type(module).forward, 1)
+            for value in own.values():
+                if _is_user_object(value) or isinstance(value, (list, dict)):
+                    self._visit(value, 2)
+
+    def _visit(self, value: Any, depth: int, strict: bool = False) -> None:
+        """strict: a tensor that a function captures is refused at once; elsewhere it is when it is used."""
+        if depth > MAX_DEPTH or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            self._roots[id(value)] = self._seen[id(value)] = value
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                self._visit(inner, depth, strict)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__, depth, strict)
+            self._visit(value.__func__, depth, strict)
+        elif isinstance(value, types.FunctionType):
+            self._seen[id(value)] = value
+            self._visit_function(value, depth, strict)
+        elif hasattr(value, "__wrapped__"):
+            self._visit(value.__wrapped__, depth, strict)
+        elif isinstance(value, (list, tuple, set, deque)):
+            self._seen[id(value)] = value
+            for item in value:
+                self._visit(item, depth + 1)
+        elif isinstance(value, Mapping):
+            self._seen[id(value)] = value
+            for item in value.values():
+                self._visit(item, depth + 1)
+        elif _is_user_object(value):
+            self._seen[id(value)] = value
+            self.objects.append(value)
+            if depth == 0 and isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
+                self._visit(type(value).__call__, depth, strict)
+            for item in value.__dict__.values():
+                self._visit(item, depth + 1)
+
+    def _visit_function(self, function: types.FunctionType, depth: int, strict: bool) -> None:
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.defaults.append(value)
+            self._visit(value, depth + 1)
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            self.cells.append((cell, name))
+            self._visit_variable(function, name, value, depth, strict)
+        for name, attribute in _global_names(function.__code__):
+            held = function.__globals__
+            if isinstance(held.get(name), types.ModuleType):  # `settings.scale`
+                held, name = held[name].__dict__, attribute
+            if name in held and (not _is_library_namespace(held) or held is function.__globals__):
+                value = held[name]
+                if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
+                    self.variables.append((held, name))
+                    self._visit_variable(function, name, value, depth, strict)
+
+    def _visit_variable(self, function: Any, name: str, value: Any, depth: int, strict: bool) -> None:
+        if isinstance(value, Tensor) and strict:
+            raise Untraceable(
+                f"compile: {function.__qualname__} captures the tensor {name!r}, and a program would keep the one "
+                "that is there now: pass it as an argument, or make it a parameter or buffer of a module"
+            )
+        if not isinstance(value, types.FunctionType):
+            self._visit(value, depth + 1, strict)
+        elif not _is_library_namespace(value.__globals__):  # the user's own functions may use modules and variables too
+            self._visit(value, depth, strict and value.__module__ == function.__module__)
+
+
+def _is_library_namespace(variables: dict[str, Any]) -> bool:
+    """Whether a Python module is somebody else's, and what it reads its own business."""
+    name, file = str(variables.get("__name__")).partition(".")[0], variables.get("__file__") or ""
+    return name in LIBRARIES or name in sys.stdlib_module_names - {"__main__"} or "site-packages" in file
+
+
+def _is_user_object(value: Any) -> bool:
+    """Whether a value is an object of the user's own, whose attributes code may read."""
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and not _is_library_type(type(value))
+
+
+def _is_library_type(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """The global names that a function and the functions in it read, with the attribute that is read of each."""
+    steps = list(dis.get_instructions(code))
+    found: dict[tuple[str, str], None] = {}
+    for step, then in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            of = then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            found[step.argval, str(then.argval) if of and then is not None else ""] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(_global_names(constant)))
+    return tuple(found)

@@ -1,0 +1,142 @@
+"""How a loader cuts the samples of a dataset, and reads this rank's blocks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from ..errors import ShardingError
+from ..layout import Layout
+
+
+class ZippedDatasets:
+    """Datasets that are read in blocks, side by side: a sample has a tensor of each."""
+
+    def __init__(self, datasets: Mapping[Any, Any]):
+        self.datasets = datasets
+        if other := [key for key, d in datasets.items() if not (hasattr(d, "read") and hasattr(d, "shapes"))]:
+            raise ValueError(f"datasets side by side have read(i, slices) and shapes; {other} have not")
+        if len({len(d) for d in datasets.values()}) > 1:
+            raise ValueError(
+                f"datasets side by side have different lengths: { {k: len(d) for k, d in datasets.items()} }"
+            )
+
+    def __len__(self) -> int:
+        return max((len(d) for d in self.datasets.values()), default=0)
+
+    @property
+    def shapes(self) -> dict[Any, tuple[int, ...]]:
+        return {key: dataset.shapes for key, dataset in self.datasets.items()}
+
+    def read(self, i: int, slices: Mapping[Any, Sequence[slice]]) -> dict[Any, Tensor]:
+        return {key: dataset.read(i, slices[key]) for key, dataset in self.datasets.items()}
+
+
+class SampleSharding:
+    """The layout of every tensor of a sample over the domain mesh (None: samples are whole), and who reads what."""
+
+    def __init__(self, dataset: Any, mesh: DeviceMesh | None, placements: Any, sizes: Mapping | None):
+        self.dataset, self.blockwise = dataset, hasattr(dataset, "read")
+        if self.blockwise and not hasattr(dataset, "shapes"):
+            raise ValueError("a dataset with read(i, slices) needs `shapes` too: those of the tensors of a sample")
+        like = dataset.shapes if self.blockwise else dataset[0]
+        self.keys, parts = _flatten_sample(like, _is_shape if self.blockwise else _is_tensor)
+        self._container = None if self.keys == [None] else dict if isinstance(like, Mapping) else tuple
+        self.shapes = [tuple(p) if self.blockwise else tuple(torch.as_tensor(p).shape) for p in parts]
+        self.layouts: list[Layout | None] = [None] * len(parts)
+        self._local_slices = [tuple(slice(0, n) for n in shape) for shape in self.shapes]
+        if isinstance(placements, Mapping) and (unknown := [key for key in placements if key not in self.keys]):
+            raise ValueError(f"placements has {unknown}, a sample has {self.keys}")
+        if mesh is not None:
+            layouts = [
+                build_layout(mesh, _placements_for(placements, key, shape, mesh), shape, sizes)
+                for key, shape in zip(self.keys, self.shapes, strict=True)
+            ]
+            self.layouts = list(layouts)
+            self._local_slices = [local_slices(layout) for layout in layouts]
+        self._empty: list[Tensor] | None = None
+
+    def read(self, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's part of the samples, tensor by tensor, stacked; of no samples, tensors with 0 of them."""
+        rows = [self._read_blocks(i) for i in indices]
+        if rows:
+            return [torch.stack(column) for column in zip(*rows, strict=True)]
+        if self._empty is None:  # dtypes are known from a sample only
+            self._empty = [t.new_empty((0, *t.shape)) for t in self._read_blocks(0)]
+        return self._empty
+
+    def restore_structure(self, values: Sequence[Any]) -> Any:
+        """One value for each tensor, in the structure of a sample."""
+        if self._container is None:
+            return values[0]
+        return tuple(values) if self._container is tuple else dict(zip(self.keys, values, strict=True))
+
+    def _read_blocks(self, i: int) -> list[Tensor]:
+        found = self.dataset.read(i, self.restore_structure(self._local_slices)) if self.blockwise else self.dataset[i]
+        tensors = [torch.as_tensor(p) for p in _flatten_sample(found, _is_tensor)[1]]
+        due = (
+            [tuple(at.stop - at.start for at in block) for block in self._local_slices]
+            if self.blockwise
+            else self.shapes
+        )
+        if [tuple(t.shape) for t in tensors] != due:
+            raise ShardingError(f"sample {i} gives tensors of {[tuple(t.shape) for t in tensors]} where {due} are due")
+        return tensors if self.blockwise else [t[at] for t, at in zip(tensors, self._local_slices, strict=True)]
+
+
+def build_layout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], sizes: Mapping[Any, Sequence[int]] | None
+) -> Layout:
+    """The layout of a stored array; `sizes` maps a mesh axis (name or number) to the lengths of its pieces."""
+    if any(isinstance(p, Partial) for p in placements):
+        raise ShardingError(f"stored data are placed Shard or Replicate, not {tuple(placements)}")
+    layout = Layout.of(mesh, placements, shape)
+    lengths = {}
+    for name, cut in (sizes or {}).items():
+        names = mesh.mesh_dim_names or ()
+        axis = names.index(name) if name in names else name
+        if not isinstance(axis, int) or not 0 <= axis < mesh.ndim:
+            raise ShardingError(f"sizes: {name!r} is no axis of the mesh, which has {names or mesh.ndim}")
+        for dim in range(len(shape)):
+            if axis in layout.axes_of(dim):
+                if len(layout.axes_of(dim)) > 1:
+                    raise ShardingError(f"sizes: several mesh axes cut dim {dim}; it is cut evenly or by one axis")
+                lengths[dim] = cut
+    return Layout.of(mesh, placements, shape, lengths)
+
+
+def local_slices(layout: Layout) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole."""
+    return tuple(slice(*layout.span(dim)) for dim in range(layout.ndim))
+
+
+def _placements_for(placements: Any, key: Any, shape: tuple[int, ...], mesh: DeviceMesh) -> Sequence[Placement]:
+    """What the user asked for, else the last dims but one over one axis, the last k dims over k axes."""
+    if callable(placements):
+        return placements(key, shape)
+    if isinstance(placements, Mapping):
+        placements = placements.get(key)
+    if placements is not None:
+        return placements
+    first = len(shape) - max(mesh.ndim, 2)
+    return [Shard(first + axis) for axis in range(mesh.ndim)] if first >= 0 else [Replicate()] * mesh.ndim
+
+
+def _flatten_sample(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    """The keys (positions; None for a single tensor) and the tensors of a sample."""
+    if isinstance(value, Mapping):
+        return list(value), list(value.values())
+    return ([None], [value]) if is_leaf(value) else (list(range(len(value))), list(value))
+
+
+def _is_shape(value: Any) -> bool:
+    return all(isinstance(n, int) for n in value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return not isinstance(value, (tuple, list))

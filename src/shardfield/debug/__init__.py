@@ -1,0 +1,1 @@
+"""Tools that show what a sharded program does: explain, strict, lockstep, parity."""

@@ -1,0 +1,214 @@
+"""`explain()` and `strict()`: what each call did and what it sent. Both cost nothing when off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ..comm import collectives
+from ..dispatch.torch_aliases import function_name
+
+active: Report | None = None
+strict_depth = 0
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, a call that would gather its operands raises a ShardingError on every rank instead."""
+    global strict_depth
+    strict_depth += 1
+    try:
+        yield
+    finally:
+        strict_depth -= 1
+
+
+def active_report() -> Report | None:
+    """The report that is being made, if any."""
+    found: Any = active
+    while found is not None and not isinstance(found, Report):
+        found = found._outer
+    return found
+
+
+def record_outcome(kind: str, nested: bool = False) -> None:
+    """Note how the current call ends; `nested` says that this may be a part of it only, which has less to say."""
+    row = None if active is None else active._row
+    if row is not None and row.ending != "gather" and not (nested and row.ending != "rule"):
+        row.ending = kind
+
+
+class Row:
+    """One call: where it was made, how it ended, the layouts, and what this rank sent for it.
+
+    `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
+    collectives of both by name. `compiled`: the call is part of a program, and the program sent it.
+    """
+
+    def __init__(self, module: str, op: str, inputs: list[Any]):
+        self.module, self.op, self.inputs = module, op, inputs
+        self.ending, self.output, self.compiled = "rule", None, False
+        self.messages = self.bytes = self.back_messages = self.back_bytes = 0
+        self.kinds: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.module} {self.op}: {self.ending}, {self.messages}+{self.back_messages} messages>"
+
+
+class Report:
+    """What happened inside `explain()`. Print it for a table; `rows` for programs."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._row: Row | None = None
+        self._path: list[tuple[nn.Module, str]] = []
+        self._unattributed = Row("", "(outside any call)", [])
+        self._backward_rows: dict[
+            Any, list[list[Row]]
+        ] = {}  # rows of programs that have run forward, for their backward
+
+    @property
+    def messages(self) -> int:
+        """Messages this rank sent, backward included."""
+        return sum(r.messages + r.back_messages for r in self._all_rows())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank sent, backward included."""
+        return sum(r.bytes + r.back_bytes for r in self._all_rows())
+
+    @property
+    def gathers(self) -> list[Row]:
+        """The calls that had no rule."""
+        return [r for r in self.rows if r.ending == "gather"]
+
+    def _all_rows(self) -> list[Row]:
+        return [*self.rows, self._unattributed] if self._unattributed.kinds else self.rows
+
+    # ------------------------------------------------------------------ collecting
+
+    def run_call(self, func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call; calls made inside it count towards it."""
+        if self._row is not None:
+            return found(func, types, args, kwargs)
+        row = Row(self.path(), function_name(func), layouts([args, kwargs]))
+        self._row = collectives.tag = row
+        try:
+            out = found(func, types, args, kwargs)
+        finally:
+            self._row = collectives.tag = None
+        row.output = next(iter(layouts(out)), None)
+        if row.output is not None or row.kinds:
+            self.rows.append(row)
+        return out
+
+    def record_message(self, kind: str, messages: int, nbytes: int) -> None:
+        row: Row = collectives.tag or self._unattributed
+        row.kinds[kind] = row.kinds.get(kind, 0) + 1
+        if self._row is row:
+            row.messages += messages
+            row.bytes += nbytes
+        else:
+            row.back_messages += messages
+            row.back_bytes += nbytes
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        name = type(module).__name__
+        if self._path:
+            parent = self._path[-1][0]
+            name = next((n for n, child in parent.named_modules() if child is module and n), name)
+        self._path.append((module, name))
+
+    def leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._path and self._path[-1][0] is module:
+            self._path.pop()
+
+    def path(self) -> str:
+        """The modules that are being called."""
+        return "/".join(name for _, name in self._path if name)
+
+    # ------------------------------------------------------------------ programs
+
+    def compiled(self, row: Row, where: str) -> Row:
+        """A call of a program that runs in the module `where`."""
+        again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
+        again.ending, again.output, again.compiled = row.ending, row.output, True
+        self.rows.append(again)
+        return again
+
+    def add_shared_row(self, rows: list[Row]) -> Row:
+        """A message of several calls of a program."""
+        row = Row("", "shared: " + ", ".join(f"{r.module} {r.op}".strip() for r in rows), [])
+        row.compiled = True
+        self.rows.append(row)
+        return row
+
+    def keep_for_backward(self, program: Any, rows: list[Row]) -> None:
+        """Keep the rows of a program until its backward runs."""
+        self._backward_rows.setdefault(program, []).append(rows)
+
+    def backward_rows(self, program: Any) -> list[Row]:
+        """The rows of a program whose backward runs: those of its latest run. They stay, for it may run again."""
+        left = self._backward_rows.get(program, [[]])
+        return left.pop() if len(left) > 1 else left[0]
+
+    # ------------------------------------------------------------------ showing
+
+    def __str__(self) -> str:
+        head = ("module", "op", "by", "in", "out", "messages", "bytes", "backward", "bytes")
+        body = [
+            (r.module, r.op, r.ending + ", compiled" * r.compiled, "; ".join(map(str, r.inputs)), str(r.output or ""))
+            + tuple(str(n) for n in (r.messages, r.bytes, r.back_messages, r.back_bytes))
+            for r in self._all_rows()
+        ]
+        total = [
+            sum(getattr(r, n) for r in self._all_rows()) for n in ("messages", "bytes", "back_messages", "back_bytes")
+        ]
+        body.append(("total", "", f"{len(self.gathers)} gathered", "", "", *map(str, total)))
+        table = [tuple(cell if len(cell) <= 48 else cell[:45] + "..." for cell in row) for row in [head, *body]]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+
+        def line(row: tuple[str, ...]) -> str:
+            cells = [c.ljust(w) if i < 5 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            return "  ".join(cells).rstrip()
+
+        return "\n".join(map(line, table))
+
+
+def layouts(value: Any) -> list[Any]:
+    """The layouts of the ShardTensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        found = getattr(value, "_layout", None)
+        return [] if found is None else [found]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [layout for v in value for layout in layouts(v)]
+    return []
+
+
+@contextmanager
+def explain() -> Iterator[Report]:
+    """Watch every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
+
+    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather did it, the layouts in
+    and out, and the messages and bytes this rank sent for it, forward and backward.
+    """
+    global active
+    report = Report()
+    before, old_meter = active, collectives.meter
+    hooks = [
+        register_module_forward_pre_hook(report.enter_module),
+        register_module_forward_hook(report.leave_module, always_call=True),
+    ]
+    active, collectives.meter = report, report.record_message
+    try:
+        yield report
+    finally:
+        active, collectives.meter = before, old_meter
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,84 @@
+"""`lockstep()`: do all ranks make the same calls with the same arguments?
+
+Ranks that do not would wait for each other forever, or mix up their data. Finding that out takes a small message for
+each call, so it is off unless asked for, as a program that hangs gives reason to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.alike import start_consensus
+from ..dispatch.arguments import mesh_of
+from ..dispatch.torch_aliases import function_name
+from . import explain
+
+# what says the same on all ranks when it is the same; of others only the type counts
+_COMPARABLE_TYPES = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    type(None),
+    slice,
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+)
+
+
+@contextmanager
+def lockstep() -> Iterator[None]:
+    """Inside, ranks compare every torch call on ShardTensors before they make it: a small message each.
+
+    Where they differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows
+    what each was about to do. All ranks must enter it, or none. Backward is not watched.
+    """
+    before = explain.active
+    explain.active = _Lockstep(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        explain.active = before
+
+
+class _Lockstep:
+    """Stands where a Report stands; hands calls on to one that was there already."""
+
+    def __init__(self, before: Any):
+        self._outer, self._inside = before, False
+
+    @property
+    def _row(self) -> Any:
+        return None if self._outer is None else self._outer._row
+
+    def run_call(self, func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        outermost, self._inside = not self._inside, True
+        try:
+            if outermost:
+                call = f"{function_name(func)}{_describe(args)}" + (f" {_describe(kwargs)}" if kwargs else "")
+                start_consensus(mesh_of(args, kwargs), call, always=True).wait()
+            if self._outer is not None:
+                return self._outer.run_call(func, found, types, args, kwargs)
+            return found(func, types, args, kwargs)
+        finally:
+            self._inside = not outermost
+
+
+def _describe(value: Any) -> str:
+    """An argument in words."""
+    if isinstance(value, Tensor):
+        layout = getattr(value, "_layout", None)
+        return f"<{tuple(value.shape) if layout is None else layout} {value.dtype}>"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_describe(v) for v in value) + ")"
+    return repr(value) if isinstance(value, _COMPARABLE_TYPES) else f"<{type(value).__name__}>"

@@ -1,0 +1,346 @@
+"""A call that has a rule: its plan is looked up, or made, and run.
+
+A plan is found by the function, the layouts and dtypes of the tensors, autocast, and the other arguments. The common
+call, ShardTensors and plain tensors that need no preparation, takes one look at each argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import trace_state
+from .._compat import autocast_on, autocast_state
+from ..comm import autograd_collectives
+from ..errors import ShardingError
+from ..layout import Layout
+from ..redistribute import redistribute
+from ..trace_state import same_memory
+from . import arguments as operands
+from .arguments import as_operand, mesh_of, write_out
+from .call_cache import READERS, ArgumentReader, cache_call, make_reader
+from .fallback import gather_fallback
+from .plan import Operand, Plan, process_groups
+from .torch_aliases import function_name
+from .write_tracking import ViewConsensus, dims_are_nested
+
+Handler = Callable[[Any, Sequence[type], tuple, dict], Any]
+
+PLAN_CACHE: OrderedDict[tuple, BoundPlan] = OrderedDict()
+PLAN_CACHE_SIZE = 8192
+
+
+class BoundPlan:
+    """A plan bound to the positions of its tensors."""
+
+    __slots__ = (
+        "plan",
+        "local",
+        "slots",
+        "extra_args",
+        "targets",
+        "grad_sums",
+        "layout",
+        "arg_style",
+        "tracks_views",
+        "single_rank",
+    )
+
+    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool = False):
+        self.plan, self.local = plan, plan.local
+        self.layout: Any = plan.layout
+        self.tracks_views = plan.copied or plan.view or plan.may_view
+        # one rank has all there is, and nothing is left to a rule: the function itself can be called
+        self.single_rank = single_rank and not plan.own and not self.tracks_views
+        self.slots: list[tuple[bool, Any]] = []
+        for name in plan.takes or inspect.signature(plan.local).parameters:
+            value = bound[name]
+            if isinstance(value, Operand):
+                self.slots.append((True, value.position))
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
+                self.slots.append(
+                    (True, tuple((True, v.position) if isinstance(v, Operand) else (False, v) for v in value))
+                )
+            else:
+                self.slots.append((False, value))
+        final = [op.layout for op in tensors]
+        for name, target in plan.operands.items():
+            value = bound[name]
+            pairs: Any = [(value, target)] if isinstance(value, Operand) else zip(value, cast(Any, target), strict=True)
+            for operand, layout in pairs:
+                final[operand.position] = layout
+        self.targets = [
+            (i, op.layout, goal)
+            for i, (op, goal) in enumerate(zip(tensors, final, strict=True))
+            if op.layout is not goal
+        ]
+        found: Any = [plan.layout] if isinstance(plan.layout, Layout) else plan.layout or ()
+        results: list[Layout] = [r for r in found if r is not None]
+        work = {a for t in [*final, *results] for a in t.shard_axes + t.partial_axes}
+        whole = {bound[n].position for n in plan.whole if isinstance(bound[n], Operand)}
+        entering: dict[tuple, list[int]] = {}
+        for i, layout in enumerate(final):
+            idle = layout.nontrivial_axes(sorted(work - set(layout.shard_axes) - set(layout.partial_axes)))
+            if idle and i not in whole:
+                entering.setdefault(process_groups(layout, idle), []).append(i)
+        self.grad_sums = list(entering.items())
+        self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
+
+    def _find_arg_style(self, count: int) -> tuple[str, tuple]:
+        """How `local` takes its arguments: the tensors in order and then others, as one list, or in its own way."""
+        in_order = tuple((True, i) for i in range(count))
+        if self.targets or self.grad_sums or not isinstance(self.layout, Layout):
+            return "", ()
+        if tuple(self.slots[:count]) == in_order and not any(is_tensor for is_tensor, _ in self.slots[count:]):
+            return "each", tuple(value for _, value in self.slots[count:])
+        return ("list", ()) if self.slots == [(True, in_order)] else ("", ())
+
+    def run(self, locals_: list[Tensor], source: Any) -> Any:
+        """The result on local tensors; `source` is the argument that a view is a view of."""
+        if self.arg_style == "each":  # nothing moves: how most calls go
+            out = self.local(*locals_, *self.extra_args) if self.extra_args else self.local(*locals_)
+            return self._wrap_result(out, self.layout, locals_[0], source)
+        base = locals_[0]
+        if self.arg_style == "list":
+            return self._wrap_result(self.local(locals_), self.layout, base, source)
+        for i, now, target in self.targets:
+            locals_[i] = redistribute(locals_[i], now, target)
+        for over, which in self.grad_sums:
+            for i, entered in zip(
+                which, autograd_collectives.replicate_in([locals_[i] for i in which], over), strict=True
+            ):
+                locals_[i] = entered
+        arguments = []
+        for is_tensor, value in self.slots:
+            if not is_tensor:
+                arguments.append(value)
+            elif value.__class__ is int:
+                arguments.append(locals_[value])
+            else:
+                arguments.append([locals_[v] if is_one else v for is_one, v in value])
+        return self._wrap_results(self.local(*arguments), base, source)
+
+    def run_unprepared(
+        self, reader: ArgumentReader, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict
+    ) -> Any:
+        """What `run` gives, of arguments that came as they are."""
+        if not self.single_rank or not reader.form:
+            return self.run(locals_, args[0] if args else kwargs.get("input"))
+        if reader.form == "first":
+            out = func(locals_[0], *args[1:], **kwargs)
+        elif reader.form == "each":
+            out = func(*locals_, *args[len(locals_) :], **kwargs)
+        else:
+            out = func(locals_, *args[1:], **kwargs)
+        if self.layout.__class__ is not Layout:
+            return self._wrap_results(out, locals_[0], None)
+        if reader.cache_by_identity:
+            cache_call(func, args, kwargs, self.layout)
+        return operands.wrap(out, self.layout)
+
+    def _wrap_results(self, out: Any, base: Tensor, source: Any) -> Any:
+        """What was computed, each tensor of it under its layout."""
+        layout = self.layout
+        if layout is None:
+            return out
+        if layout.__class__ is Layout:
+            return self._wrap_result(out, layout, base, source)
+        parts = [o if x is None else self._wrap_result(o, x, base, source) for o, x in zip(out, layout, strict=True)]
+        # torch.return_types.* take one sequence; tuples and lists too
+        return type(out)(parts) if isinstance(out, (tuple, list)) else tuple(parts)
+
+    def _wrap_result(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+        assert out.shape == layout.local_shape, (
+            f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
+        )
+        if self.tracks_views:
+            return self._wrap_view(out, layout, base, source)
+        return operands.wrap(out, layout)
+
+    def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+        """The result, with what a write into it would do: a view of what is already a copy is no better."""
+        plan = self.plan
+        of_shards = source.__class__ is operands.ShardTensor
+        before = source._copied_view if of_shards else False
+        narrowed = plan.narrows or (of_shards and source._narrowed)
+        copied: bool | ViewConsensus = plan.copied
+        if not copied and (plan.unsure or (narrowed and plan.joined)):
+            here = dims_are_nested(base, plan.joined) if plan.joined else same_memory(out, base)
+            if not here and same_memory(out, base):
+                out = out.clone()  # one device makes a copy here, or nothing at all
+            copied = ViewConsensus(layout, plan.view, here if out.numel() else None, before, narrowed)
+        elif not copied and (plan.view or before):
+            copied = before if same_memory(out, base) else plan.view and out.numel() > 0
+        result = operands.wrap(out, layout)
+        if copied:
+            result._copied_view = copied
+        if narrowed:
+            result._narrowed = True
+        return result
+
+
+def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_function: bool = False) -> Handler:
+    """The handler that runs calls by a planner; the flags say if it copes with Partial operands and merged dims.
+
+    torchs: what is called is always a function of torch, so that one rank may leave a call to the function itself.
+    """
+    signature = inspect.signature(planner)
+    wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def run(func, types, args, kwargs):
+        if kwargs:
+            kinds = (func, *map(type, args), *kwargs, *map(type, kwargs.values()))
+            reader = READERS.get(kinds) or make_reader(kinds, args, kwargs)
+            known = reader.read(*args, *kwargs.values())
+        else:
+            kinds = (func, *map(type, args))
+            reader = READERS.get(kinds) or make_reader(kinds, args, kwargs)
+            known = reader.read(*args)
+        quick: tuple = ()
+        if known is not None:
+            quick, given = known
+            if autocast_on():
+                quick += autocast_state()
+            ready = reader.plans.get(quick)
+            if ready is not None:
+                return ready.run_unprepared(reader, func, given, args, kwargs)
+        if "out" in kwargs:
+            return _run_with_out(run, func, types, args, kwargs)
+        mesh = mesh_of(args, kwargs)
+        locals_: list[Tensor] = []
+        layouts: list[Layout] = []
+        key = [func, *autocast_state()]
+        _collect_operands(args, partial, merged, mesh, key, locals_, layouts)
+        for name, value in kwargs.items():
+            key.append(name)
+            _collect_operands((value,), partial, merged, mesh, key, locals_, layouts)
+        found = tuple(key)
+        try:
+            ready = PLAN_CACHE.get(found)
+        except TypeError:  # an argument that cannot be a key: plan anew
+            ready, found = None, ()
+        if ready is None:
+            alone = is_torch_function and mesh.size() == 1
+            try:
+                ready = _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
+            except (TypeError, RuntimeError) as error:
+                numbers = None if isinstance(error, ShardingError) else _scalar_tensors_to_numbers(args, kwargs)
+                if numbers is None:
+                    raise
+                try:
+                    return run(func, types, *numbers)
+                except (TypeError, AttributeError):  # a tensor is wanted there, and what was said of it holds
+                    if isinstance(error, RuntimeError):
+                        raise error from None
+                    raise
+            if ready is None:
+                return gather_fallback(func, types, args, kwargs)
+            if found:
+                _cache_plan(found, ready)
+        if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
+            reader.cache_plan(quick, ready)  # the operands came as they are: next time they need no admission
+            return ready.run_unprepared(reader, func, locals_, args, kwargs)
+        return ready.run(locals_, args[0] if args else kwargs.get("input"))
+
+    return run
+
+
+def _collect_operands(
+    values: Iterable[Any], partial: bool, merged: bool, mesh: Any, key: list, locals_: list, layouts: list
+):
+    """Add all there is among the arguments to a key; the tensors, admitted, to `locals_` and `layouts`."""
+    for value in values:
+        if isinstance(value, Tensor):
+            local, layout = as_operand(value, mesh, partial, merged)
+            locals_.append(local)
+            layouts.append(layout)
+            key.append(layout)
+            key.append(local.dtype)
+        elif isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+            key.append(len(value))
+            _collect_operands(value, partial, merged, mesh, key, locals_, layouts)
+        else:
+            key.append(value.__class__)
+            key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
+
+
+def _cache_plan(key: tuple, ready: BoundPlan) -> None:
+    PLAN_CACHE[key] = ready
+    if len(PLAN_CACHE) > PLAN_CACHE_SIZE:
+        PLAN_CACHE.popitem(last=False)
+
+
+# torch takes numpy's names for these arguments too
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, single_rank) -> BoundPlan | None:
+    pairs = zip(locals_, layouts, strict=True)
+    tensors = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
+    left = iter(tensors)
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(left)
+        if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+            return type(value)([swap(v) for v in value]) if type(value) in (list, tuple) else [swap(v) for v in value]
+        # numpy's integers are no ints, and torch takes them for such
+        return int(value) if isinstance(value, np.integer) else value
+
+    positional = [swap(v) for v in args]
+    named = {k if k in signature.parameters else _NUMPY_NAMES.get(k, k): swap(v) for k, v in kwargs.items()}
+    extra = {"fn": func} if wants_fn else {}
+    try:
+        bound = signature.bind(*positional, **named, **extra)
+    except TypeError:
+        return None  # a call form the rule does not know: torch itself judges it, on the gathered operands
+    bound.apply_defaults()
+    try:
+        with trace_state.concrete():  # a plan follows from the layouts
+            plan = planner(*bound.args, **bound.kwargs)
+    except ShardingError as error:
+        raise ShardingError(f"{function_name(func)}: {error}\n  operands: {tensors}") from None
+    if plan is None:
+        return None
+    names = dict(bound.arguments)
+    return BoundPlan(plan, names, tensors, single_rank)
+
+
+def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """The call with numbers for its tensors of no dims, the first argument aside; None if there are no such tensors.
+
+    Where torch wants a number it reads a tensor of no dims as one: `x.reshape(n, -1)` with an `n` that was computed. A
+    rule that finds an operand in such a place cannot go on.
+    """
+    found = []
+
+    def read(value: Any) -> Any:
+        if value.ndim or value.requires_grad or value.dtype is torch.bool:
+            return value
+        found.append(value)
+        return value.item()
+
+    named = {k: v if k in ("input", "tensors") else operands.map_tensors(v, read) for k, v in kwargs.items()}
+    given = (*args[:1], *operands.map_tensors(args[1:], read))
+    return (given, named) if found else None
+
+
+def _run_with_out(run, func, types, args, kwargs):
+    """`out=`: compute, then write."""
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out")
+    result = run(func, types, args, kwargs)
+    if out is None:
+        return result
+    if isinstance(out, (tuple, list)):
+        for target, part in zip(out, result, strict=True):
+            write_out(target, part)
+    else:
+        write_out(out, result)
+    return out

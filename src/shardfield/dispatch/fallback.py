@@ -1,0 +1,81 @@
+"""The ending of a call without a rule: its operands are gathered. Right but costly, so it is said once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..debug import explain
+from ..errors import ShardingError
+from ..layout import Layout
+from . import arguments
+from .arguments import map_tensors, mesh_of, to_full_tensor
+from .torch_aliases import function_name
+
+USER_LEVEL_MODULES = ("shardfield.models.", "shardfield.train.")  # of ours, those who call as users do
+warned: set[str] = set()  # the functions that were warned about
+
+
+def gather_fallback(func, types, args, kwargs):
+    """No rule: the operands are gathered, the op runs on the whole tensors, the result is Replicate."""
+    name = function_name(func)
+    mesh = mesh_of(args, kwargs)
+    inside: list[Any] = []
+
+    def note(value):
+        if isinstance(value, arguments.ShardTensor):
+            inside.append(value)
+        return value
+
+    map_tensors((args, kwargs), note)
+    cut = [t for t in inside if not t._layout.is_replicated]
+    nbytes = sum(t._layout.numel * t._local_tensor.element_size() for t in cut)
+    if cut:
+        if explain.strict_depth:
+            raise ShardingError(
+                f"{name}: strict() allows no gather, and there is no rule for {[t._layout for t in cut]}"
+            )
+        explain.record_outcome("gather")
+        if name not in warned:
+            warned.add(name)
+            warnings.warn(
+                f"shardfield: no rule for {name} on {cut[0]._layout}: {nbytes} bytes are gathered on every rank. "
+                f"Add one with @shardfield.rule or ShardTensor.register_function_handler.",
+                stacklevel=_user_stacklevel(),
+            )
+
+    def whole(value):
+        return to_full_tensor(value) if isinstance(value, (arguments.ShardTensor, DTensor)) else value
+
+    written = _in_place_target(func, args, kwargs)
+    plain_args, plain_kwargs = map_tensors(args, whole), map_tensors(kwargs or {}, whole)
+    if written is not None:
+        copy = plain_args[0].clone()
+        func(copy, *plain_args[1:], **plain_kwargs)
+        return written._write(arguments.wrap(copy, Layout.replicate(mesh, copy.shape)))
+    out = func(*plain_args, **plain_kwargs)
+    return map_tensors(out, lambda t: arguments.wrap(t, Layout.replicate(mesh, t.shape)))
+
+
+def _user_stacklevel() -> int:
+    """How far up the line is that made the call: torch's and our own lie between, and how many of them varies."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "shardfield.")) or name.startswith(USER_LEVEL_MODULES):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _in_place_target(func, args, kwargs):
+    """The ShardTensor that an in-place call writes, if it is one."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
+    in_place = in_place and name not in ("__index__", "__int__", "__iter__")
+    if (in_place or name == "__setitem__") and args and isinstance(args[0], arguments.ShardTensor):
+        return args[0]
+    return None

@@ -1,0 +1,79 @@
+"""One torch operation goes by several function objects: `torch.add`, `Tensor.add`, `Tensor.__add__`, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._compat import NAMESPACES
+
+# operator methods of Tensor that do just what the named function does
+OPERATORS = {
+    "add": ["__add__", "__radd__"],
+    "sub": ["__sub__"],
+    "mul": ["__mul__", "__rmul__"],
+    "div": ["__truediv__", "__div__"],
+    "remainder": ["__mod__"],
+    "pow": ["__pow__"],
+    "neg": ["__neg__"],
+    "positive": ["__pos__"],
+    "abs": ["__abs__"],
+    "matmul": ["__matmul__"],
+    "bitwise_not": ["__invert__"],
+    "bitwise_and": ["__and__", "__rand__"],
+    "bitwise_or": ["__or__", "__ror__"],
+    "bitwise_xor": ["__xor__", "__rxor__"],
+    "bitwise_left_shift": ["__lshift__"],
+    "bitwise_right_shift": ["__rshift__"],
+    "eq": ["__eq__"],
+    "ne": ["__ne__"],
+    "lt": ["__lt__"],
+    "le": ["__le__"],
+    "gt": ["__gt__"],
+    "ge": ["__ge__"],
+    "add_": ["__iadd__"],
+    "sub_": ["__isub__"],
+    "mul_": ["__imul__"],
+    "div_": ["__itruediv__", "__idiv__"],
+    "remainder_": ["__imod__"],
+    "pow_": ["__ipow__"],
+    "bitwise_and_": ["__iand__"],
+    "bitwise_or_": ["__ior__"],
+    "bitwise_xor_": ["__ixor__"],
+}
+
+
+def aliases(function: Any) -> Iterator[Any]:
+    """Every function object that means what `function` (an object, or a name) means, itself first."""
+    name = function if isinstance(function, str) else function.__name__
+    seen = set()
+    if not isinstance(function, str):
+        seen.add(function)
+        yield function
+    family = _namespaces(function)
+    for space in family:
+        for spelled in (name, *OPERATORS.get(name, ())):
+            found = space.__dict__.get(spelled) if isinstance(space, type) else getattr(space, spelled, None)
+            if isinstance(space, type) and found is None:
+                found = getattr(space, spelled, None)
+            if found is not None and callable(found) and found not in seen:
+                seen.add(found)
+                yield found
+
+
+def _namespaces(function: Any) -> list[Any]:
+    """The namespaces in which the same name means the same operation."""
+    if isinstance(function, str):
+        return [torch, torch.Tensor, F, *NAMESPACES]
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith(("torch.fft", "torch.linalg", "torch.special")) or "fft_" in str(function):
+        return []
+    return [torch, torch.Tensor, F, *NAMESPACES]
+
+
+def function_name(func: Any) -> str:
+    """The name of a function as users write it."""
+    return getattr(func, "__name__", None) or str(func)

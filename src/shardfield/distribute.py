@@ -1,0 +1,91 @@
+"""Getting data onto a mesh: one rank's tensor in pieces to all, one rank's module to all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from .comm import collectives
+from .errors import ShardingError
+from .layout import Layout
+from .redistribute import slice_shard
+from .spec import DTYPES, MAX_DIMS
+from .tensor import ShardTensor, wrap
+
+
+def scatter_tensor(
+    tensor: Tensor | None,
+    global_src: int,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """The tensor that rank `global_src` holds, cut over the mesh; the other ranks may pass None.
+
+    Each rank is sent its own piece and nothing else, so only the source needs memory for the whole. Shape and dtype
+    travel ahead in one small message; where `global_shape` or `dtype` are given they are checked against it.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if global_src not in ranks:
+        raise ShardingError(f"scatter_tensor: rank {global_src} is not on the mesh {mesh}")
+    if any(isinstance(p, Partial) for p in placements):
+        raise ShardingError("scatter_tensor: a whole tensor is scattered to Shard and Replicate, not to Partial")
+    source = ranks.index(global_src)
+    device = collectives.device_of(mesh)
+    here = mesh.get_rank() == global_src
+    meta = [-1] * (2 + MAX_DIMS)
+    if here and tensor is not None:
+        meta[: 2 + tensor.ndim] = [tensor.ndim, DTYPES.index(tensor.dtype), *tensor.shape]
+    meta = collectives.broadcast_over(torch.tensor(meta, device=device), mesh, source).tolist()
+    if meta[0] < 0:
+        raise ShardingError(f"scatter_tensor: rank {global_src} is the source and passed no tensor")
+    shape, kind = tuple(meta[2 : 2 + meta[0]]), DTYPES[meta[1]]
+    if global_shape is not None and tuple(global_shape) != shape:
+        raise ShardingError(f"scatter_tensor: global_shape says {tuple(global_shape)}, the source holds {shape}")
+    if dtype is not None and dtype != kind:
+        raise ShardingError(f"scatter_tensor: dtype says {dtype}, the source holds {kind}")
+    layout = Layout.of(mesh, placements, shape)
+    pieces = None
+    if here:
+        assert tensor is not None
+        coords = [collectives.coords_of(mesh, i) for i in range(len(ranks))]
+        pieces = {r: slice_shard(tensor.detach(), layout, c) for r, c in zip(ranks, coords, strict=True)}
+    local = collectives.scatter_from(pieces, layout.local_shape, kind, device, global_src)
+    return wrap(local.requires_grad_(requires_grad), layout)
+
+
+def sync_module_over_mesh(
+    module: nn.Module, mesh: DeviceMesh, src_mesh_rank: int = 0, verify: bool = False
+) -> nn.Module:
+    """Give every rank of the mesh the parameters and buffers of the rank at position `src_mesh_rank` on it.
+
+    With `verify`, ranks first make sure that they hold the same names, shapes and dtypes, and all raise if not.
+    Tensors that are themselves distributed are left alone.
+    """
+    if not 0 <= src_mesh_rank < mesh.size():
+        raise ShardingError(f"sync_module_over_mesh: position {src_mesh_rank} is not on a mesh of {mesh.size()} ranks")
+    named = [*module.named_parameters(), *module.named_buffers()]
+    held = [(n, t) for n, t in named if not isinstance(t, (ShardTensor, DTensor))]
+    if verify:
+        _check_same_on_all([f"{n} {tuple(t.shape)} {t.dtype}" for n, t in held], mesh, src_mesh_rank)
+    with torch.no_grad():
+        for _, tensor in held:
+            tensor.copy_(collectives.broadcast_over(tensor, mesh, src_mesh_rank))
+    return module
+
+
+def _check_same_on_all(lines: list[str], mesh: DeviceMesh, source: int) -> None:
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    mine = torch.tensor([digest], device=collectives.device_of(mesh))
+    differs = (collectives.broadcast_over(mine, mesh, source) != mine).to(torch.int64)
+    for axis in range(mesh.ndim):
+        differs = collectives.all_reduce(differs, mesh.get_group(axis), "max")
+    if differs.item():
+        raise ShardingError("sync_module_over_mesh: ranks hold modules of different names, shapes or dtypes")

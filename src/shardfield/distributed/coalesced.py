@@ -1,0 +1,114 @@
+"""Many small tensors, one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ..comm import collectives
+from .vcollective_args import resolve_group
+
+_OP_NAMES = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+}
+
+
+class FusedWork:
+    """A fused all-reduce in flight: until `wait()` returns, the result holds this rank's own values."""
+
+    def __init__(self, pending: collectives.Pending[Tensor] | None, tensors: Sequence[Tensor]):
+        self._pending, self._tensors = pending, tensors
+
+    def wait(self) -> bool:
+        """Fill the result in. Calling it again does nothing."""
+        if self._pending is not None:
+            parts = self._pending.wait().split([leaf.numel() for leaf in self._tensors])
+            for leaf, part in zip(self._tensors, parts, strict=True):
+                leaf.copy_(part.view(leaf.shape))
+            self._pending, self._tensors = None, ()
+        return True
+
+
+def fused_all_reduce(
+    tensors: Any,
+    *,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """All-reduce a tensor, or a mapping or sequence of tensors (nested as you like), with one message.
+
+    The result has the same structure (dicts and lists), shapes, dtypes and devices; it is detached and shares no
+    memory with the input. The tensors go into one buffer, mappings in the order of their keys, of the dtype they
+    promote to and of fp32 at least for half precision; integers are reduced as integers, and refused beside floats
+    unless `buffer_dtype` says what to make of them. `device` is where the buffer lives, by default the first
+    tensor's. With `async_op` the answer is `(result, work)`, and `work.wait()` fills the result in. A process alone
+    gets its own values back.
+
+    >>> sums = fused_all_reduce({"loss": torch.tensor(3.0), "count": torch.tensor(2.0)})
+    >>> float(sums["loss"] / sums["count"])
+    1.5
+    """
+    name = next((text for known, text in _OP_NAMES.items() if op == known), None)
+    if name is None:
+        raise ValueError(f"fused_all_reduce: op {op} is not one of {', '.join(str(o) for o in _OP_NAMES)}")
+    result = _clone_tensors(tensors)
+    leaves = list(_tensor_leaves(result))
+    group, size, _ = resolve_group(group)
+    work = FusedWork(None, ())
+    if leaves:
+        dtype = buffer_dtype or _buffer_dtype(leaves)
+        if group is not None and size > 1:
+            where = torch.device(device) if device is not None else leaves[0].device
+            buffer = torch.cat([leaf.reshape(-1).to(where, dtype) for leaf in leaves])
+            work = FusedWork(collectives.start_all_reduce(buffer, group, name), leaves)
+    if async_op:
+        return result, work
+    work.wait()
+    return result
+
+
+def _clone_tensors(tensors: Any) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors.detach().clone()
+    if isinstance(tensors, Mapping):
+        return {key: _clone_tensors(value) for key, value in tensors.items()}
+    if isinstance(tensors, Sequence) and not isinstance(tensors, str):
+        return [_clone_tensors(value) for value in tensors]
+    raise TypeError(f"fused_all_reduce: {type(tensors).__name__} is no tensor, nor a mapping or sequence of tensors")
+
+
+def _tensor_leaves(tensors: Any) -> Iterator[Tensor]:
+    """The tensors in an order that is the same on all ranks, whatever order their dicts were filled in."""
+    if isinstance(tensors, Tensor):
+        yield tensors
+    elif isinstance(tensors, dict):
+        for key in sorted(tensors, key=str):
+            yield from _tensor_leaves(tensors[key])
+    else:
+        for value in tensors:
+            yield from _tensor_leaves(value)
+
+
+def _buffer_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
+    dtype = reduce(torch.promote_types, [leaf.dtype for leaf in leaves])
+    if dtype.is_floating_point or dtype.is_complex:
+        exact = [leaf.dtype for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex())]
+        if exact:
+            raise ValueError(
+                f"fused_all_reduce: {exact[0]} beside {dtype} would be rounded; pass buffer_dtype=, or reduce it apart"
+            )
+    return collectives.accumulate_dtype(dtype)

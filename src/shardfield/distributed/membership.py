@@ -1,0 +1,207 @@
+"""A process's place in its world: how it gets there, and what it does when another is lost.
+
+torch would report the death of a rank as a reset connection to some address, or after a time-out, or (NCCL) not at
+all. Here every rank that is left prints which rank was lost, and ends within the time-out if it has not ended by
+itself.
+"""
+
+import ipaddress
+import itertools
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import WorldError
+from .launch import Launch
+from .rendezvous import GREETING, Peer, RendezvousServer
+from .tcp import Connection, connect, listen
+
+# How long a rank that leaves waits for the others: not for long, since they may have work left.
+LINGER_SECONDS = 5.0
+# A broken collective may be noticed before the death that broke it.
+LOSS_NOTICE_SECONDS = 2.0
+
+_rendezvous_count = itertools.count()
+
+
+class Membership:
+    """This process's place in its world, from the meeting until it leaves."""
+
+    def __init__(self, launch: Launch, timeout: float, gloo: bool):
+        loopback = _gloo_loopback_address() if gloo else ""
+        self.local_peer = Peer(launch.rank, os.getpid(), socket.gethostname(), loopback)
+        self.timeout = timeout
+        self.lost_peers: dict[int, str] = {}  # in the order of the news: the first is the cause
+        self.departed: set[int] = set()
+        self.failed = False
+        self._server: RendezvousServer | None = None
+        self._leaving, self._watch_ended, self._loss_seen = (threading.Event() for _ in range(3))
+        self._connection = self._rendezvous(launch)
+        self.store = self._open_store(launch)
+        self._watcher = threading.Thread(target=self._watch_peers, name="shardfield-watch", daemon=True)
+        self._watcher.start()
+        _install_excepthook(self)
+
+    def _rendezvous(self, launch: Launch) -> Connection:
+        """Come to the meeting point; rank 0 opens it."""
+        meeting = next(_rendezvous_count)
+        # torchrun's store holds addr:port, so the meeting point is any free port and the store passes it on.
+        agent = key = None
+        if launch.store_prefix:
+            agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.store_prefix}/{meeting}"
+        if launch.rank == 0:
+            limit = timedelta(seconds=self.timeout)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+            server = listen(launch.addr, 0 if agent else launch.port)
+            if agent:
+                agent.set(key, str(server.getsockname()[1]))
+            near, far = (Connection(sock) for sock in socket.socketpair())
+            self._server = RendezvousServer(launch, self.local_peer, server, far, store, self.timeout)
+            self._server.start()
+            near.receive()
+            return near
+        port = launch.port
+        if agent:
+            try:
+                port = int(agent.get(key))
+            except dist.DistError:
+                raise WorldError(f"rank {launch.rank}: rank 0 opened no meeting point in {self.timeout:g} s") from None
+        return connect(launch.rank, launch.addr, port, GREETING, self.timeout)
+
+    def _open_store(self, launch: Launch):
+        """Say who this is, wait for the others, and connect to the store of the world that came about."""
+        self._connection.send({"job": launch.job, "world_size": launch.world_size, "peer": vars(self.local_peer)})
+        try:
+            # The host gives up first, and says why.
+            answer = self._connection.receive(self.timeout + 10.0)
+        except TimeoutError:
+            answer = None
+        if answer is None:
+            self._connection.close()
+            raise WorldError(
+                f"rank {self.local_peer.rank}: rank 0 at {launch.addr}:{launch.port} ended "
+                "while the ranks were still coming"
+            )
+        if "error" in answer:
+            self._connection.close()
+            raise WorldError(answer["error"])
+        self._rank0 = Peer(**answer["host"])
+        if self._server:
+            return self._server.store
+        return _store_client(self._connection.addresses[1], answer["store"], self.timeout)
+
+    def _watch_peers(self) -> None:
+        """Sleep until rank 0 says that somebody is gone, or is gone itself."""
+        while not self.lost_peers:
+            message = self._connection.receive()
+            if message is None and not (self._leaving.is_set() or 0 in self.departed):
+                peer, how = self._rank0, "died"
+            elif message is None or "end" in message:
+                break
+            else:
+                peer, how = Peer(**message["gone"]), message["how"]
+            if how == "left":
+                self.departed.add(peer.rank)
+            elif not self._leaving.is_set():
+                self.lost_peers[peer.rank] = f"{peer} {how}"
+                self._print_error(f"{self.lost_peers[peer.rank]}; this rank ends within {self.timeout:g} s")
+                self._loss_seen.set()
+        if self.lost_peers and not self._leaving.wait(self.timeout):
+            self._print_error(f"ends now, {self.timeout:g} s after {next(iter(self.lost_peers.values()))}")
+            os._exit(1)
+        self._watch_ended.set()
+
+    def report_error(self, error: BaseException, show: Callable[[], object]) -> None:
+        """Report the error that ends this rank: `show` it, say what is known of the cause, and tell the others."""
+        echo = _is_distributed_error(error)
+        if echo:
+            self._loss_seen.wait(LOSS_NOTICE_SECONDS)
+        show()
+        if self.departed and echo:
+            self._print_error(f"before the error above, these ranks had left the world: {sorted(self.departed)}")
+        if self.lost_peers:
+            self._print_error(f"the error above follows from this: {next(iter(self.lost_peers.values()))}")
+        text = str(error).strip().split("\n")[0][:200]
+        self.leave(f"failed with {type(error).__name__}" + (f": {text}" if text else ""))
+
+    def _print_error(self, text: str) -> None:
+        sys.stderr.write(f"shardfield, rank {self.local_peer.rank}: {text}\n")
+        sys.stderr.flush()
+
+    def active(self) -> bool:
+        """Whether this process is in the world still. A forked child never is."""
+        return not self._leaving.is_set() and os.getpid() == self.local_peer.pid
+
+    def leave(self, how: str = "left") -> None:
+        """Tell the others that this rank leaves; a second call does nothing.
+
+        It waits until they leave too, or for a moment: those that are behind may still be connecting to this rank,
+        in a program that ends as soon as its groups are made. A rank that failed does not wait, since the others may
+        be waiting for it in a collective.
+        """
+        if not self.active():
+            return
+        self.failed = how != "left"
+        self._leaving.set()
+        self._connection.send({"leave": how})
+        if not self.failed:
+            self._watch_ended.wait(LINGER_SECONDS)
+        elif self._server:
+            self._server.own_departure_sent.wait(LINGER_SECONDS)
+
+    def close(self) -> None:
+        """Hang up, after the process group has ended. Rank 0 goes last: it holds the store."""
+        if os.getpid() == self.local_peer.pid:
+            self._connection.close()
+            self._watcher.join(1.0)
+            if self._server and not self.failed:
+                self._server.join(LINGER_SECONDS)
+
+
+_active_memberships: list[Membership] = []  # the one that is in a world, if any
+
+
+def _install_excepthook(member: Membership) -> None:
+    """Have errors that end the process reported by its member. Once for good: others may hook in on top."""
+    if not _active_memberships:
+        show = sys.excepthook
+
+        def hook(kind, error, trace):
+            if _active_memberships[0].active():
+                _active_memberships[0].report_error(error, lambda: show(kind, error, trace))
+            else:
+                show(kind, error, trace)
+
+        sys.excepthook = hook
+    _active_memberships[:] = [member]
+
+
+def _store_client(addr: str, port: int, timeout: float):
+    return dist.TCPStore(addr, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def _gloo_loopback_address() -> str:
+    """The address at which gloo offers this process to others, if only this host has it.
+
+    gloo takes what the name of the host stands for, which on many systems is 127.0.1.1.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    except OSError:
+        address = "127.0.0.1"  # what gloo falls back to
+    return str(address) if ipaddress.ip_address(address).is_loopback else ""
+
+
+def _is_distributed_error(error: BaseException) -> bool:
+    """Whether an error may be the echo of a rank that is gone. gloo raises a plain RuntimeError."""
+    words = ("gloo", "nccl", "connection", "store", "process group")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words)
+    )

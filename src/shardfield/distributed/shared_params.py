@@ -1,0 +1,67 @@
+"""Parameters that several ranks use, each on its own part of the data: their gradients are summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..comm import collectives
+from .manager import DistributedManager
+from .vcollective_args import resolve_group
+
+# Parameter -> the name of each group it is shared over -> the hook that sums over it. Beside the parameter and not on
+# it, so that a marked model can still be pickled.
+_reduce_hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def mark_module_as_shared(
+    module: nn.Module, process_group: str | None, recurse: bool = True, use_fp32_reduction: bool = True
+) -> nn.Module:
+    """Sum the gradients of the module's parameters over the group of that name (None: all ranks), in backward.
+
+    Every backward pass adds to `.grad` what all ranks contribute in it, so passes may be accumulated; DDP over other
+    ranks comes after. A module may be marked for several groups. Every rank of a group must use the same parameters
+    in a backward pass. Half precision is summed in fp32; with `use_fp32_reduction=False` it travels as it is, which
+    halves the bytes and rounds once more on the way.
+    """
+    group, size, _ = resolve_group(DistributedManager().group(process_group))
+    named = list(module.named_parameters(recurse=recurse))
+    for name, parameter in named:
+        if process_group in _reduce_hooks.get(parameter, {}):
+            raise RuntimeError(f"parameter {name} is marked as shared over {process_group!r} already")
+    for _, parameter in named:
+        marks = _reduce_hooks.setdefault(parameter, {})
+        marks[process_group] = _register_reduce_hook(parameter, group if size > 1 else None, use_fp32_reduction)
+    return module
+
+
+def unmark_module_as_shared(module: nn.Module, recurse: bool = True) -> nn.Module:
+    """Undo every `mark_module_as_shared` of the module's parameters."""
+    named = list(module.named_parameters(recurse=recurse))
+    for name, parameter in named:
+        if parameter not in _reduce_hooks:
+            raise RuntimeError(f"parameter {name} is not marked as shared")
+    for _, parameter in named:
+        for handle in _reduce_hooks.pop(parameter).values():
+            handle.remove()
+    return module
+
+
+def _register_reduce_hook(parameter: nn.Parameter, group: ProcessGroup | None, use_fp32: bool) -> RemovableHandle:
+    """A hook on the gradient on its way to `.grad`; one on `.grad` itself would sum earlier passes once more."""
+
+    def hook(grad: Tensor) -> Tensor:
+        if group is None:
+            return grad
+        return collectives.all_reduce(grad, group) if use_fp32 else collectives.all_reduce_half(grad, group)
+
+    # A frozen parameter may be thawed later, and torch takes hooks only while it is not frozen.
+    frozen = not parameter.requires_grad
+    with torch.no_grad():
+        parameter.requires_grad_(True)
+        handle = parameter.register_hook(hook)
+        parameter.requires_grad_(not frozen)
+    return handle

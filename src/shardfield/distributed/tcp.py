@@ -1,0 +1,142 @@
+"""Messages between the processes of a world before and beside torch: one JSON object a line over a TCP socket."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+import weakref
+from collections import deque
+
+from ..errors import WorldError
+
+# How long a program at the meeting point may keep silent before it is taken for somebody else's.
+GREETING_SECONDS = 5.0
+
+_open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked data loader must not hold its parent's connections: the end of the parent would go unnoticed."""
+    for sock in list(_open_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Connection:
+    """A connection that carries messages."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.messages: deque[dict] = deque()
+        self._buffer = b""
+        _open_sockets.add(sock)
+        self.addresses = ("", "")  # the addresses here and there
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # gone already
+                self.addresses = (sock.getsockname()[0], sock.getpeername()[0])
+            # A host that loses power closes nothing: the kernel asks after it, and gives it up after a minute.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, option):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def send(self, message: dict) -> None:
+        """Send, if the other side is still there; `read_available` finds out that it is not."""
+        try:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass
+
+    def read_available(self, timeout: float | None = 5.0) -> bool:
+        """Take in what has come: False once the other side is gone, ValueError for what is no message of ours."""
+        try:
+            self.sock.settimeout(timeout)
+            data = self.sock.recv(65536)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+                raise  # the time is over that the caller set; ETIMEDOUT says that the other host no longer answers
+            return False
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        self.messages += [json.loads(line) for line in lines]
+        if len(self._buffer) > 65536 or not all(isinstance(m, dict) for m in self.messages):
+            raise ValueError("no message")
+        return bool(data)
+
+    def receive(self, timeout: float | None = None) -> dict | None:
+        """The next message; None once the other side is gone, TimeoutError after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.messages:
+            if not self.read_available(None if deadline is None else max(deadline - time.monotonic(), 1e-3)):
+                return None
+        return self.messages.popleft()
+
+    def close(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in receive
+        except OSError:
+            pass
+        self.sock.close()
+
+
+def listen(addr: str, port: int) -> socket.socket:
+    """A socket that takes connections on every interface; port 0 takes any free port."""
+    for family in [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]:
+        try:
+            both = family == socket.AF_INET6
+            server = socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=both)
+            _open_sockets.add(server)
+            return server
+        except OSError as error:
+            problem = error
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # what a host without IPv6 says
+                break
+    taken = problem.errno == errno.EADDRINUSE
+    why = "the port is taken by another program" if taken else os.strerror(problem.errno or 0)
+    raise WorldError(f"rank 0 cannot listen at {addr}:{port}: {why}; set MASTER_PORT to one that is free on its host")
+
+
+def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> Connection:
+    """Connect to rank 0, which may not listen yet, and make sure that it is rank 0 that answers."""
+    deadline = time.monotonic() + timeout
+    hung_up: float | None = None
+    while True:
+        try:
+            sock = socket.create_connection((addr, port), timeout=max(min(10.0, deadline - time.monotonic()), 0.1))
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise WorldError(
+                    f"rank {rank} found nobody at {addr}:{port} in {timeout:g} s ({error}). Rank 0 waits there until "
+                    f"all ranks have come: is it running, and is {addr} its host (MASTER_ADDR, MASTER_PORT)?"
+                ) from None
+            time.sleep(0.05)
+            continue
+        wire = Connection(sock)
+        try:
+            # A port that systems hand out themselves can end up connected to itself while nobody listens.
+            own = sock.getsockname() == sock.getpeername()
+            answer = None if own else wire.receive(GREETING_SECONDS)
+            if answer is not None and answer.items() >= greeting.items():
+                return wire
+            stranger = "answers in another way than rank 0 would" if answer is not None else None
+        except TimeoutError:
+            stranger = "keeps silent"
+        except ValueError:
+            stranger = "answers in another way than rank 0 would"
+        except OSError:
+            stranger = None
+        wire.close()
+        if stranger is None:
+            # Closed at once: rank 0 of an earlier world on its way out, or a stranger who stays one.
+            hung_up = hung_up or time.monotonic()
+            stranger = "hangs up"
+            if time.monotonic() - hung_up < GREETING_SECONDS:
+                time.sleep(0.05)
+                continue
+        raise WorldError(
+            f"rank {rank}: the port {addr}:{port} is taken by another program, which {stranger}. "
+            f"Set MASTER_PORT to a port that is free on the host of rank 0"
+        )

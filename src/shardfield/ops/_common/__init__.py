@@ -1,0 +1,1 @@
+"""Helpers that several families use: probing torch for shapes and errors, broadcasting layouts, blockwise work."""

@@ -1,0 +1,89 @@
+"""How operands of different layouts meet: broadcasting for tensors in pieces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...comm import autograd_collectives
+from ...dispatch.plan import process_groups
+from ...layout import DimSharding, Layout
+from ...redistribute import redistribute
+
+
+class Alignment(NamedTuple):
+    """Where each operand goes, which of them enter work that differs by rank, and where the result lies."""
+
+    targets: tuple[Layout, ...]
+    grad_reductions: tuple[tuple[tuple[ProcessGroup, ...], tuple[int, ...]], ...]
+    result: Layout
+
+    def redistribute(self, locals_: list[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """The operands' local tensors, moved."""
+        moved = locals_
+        if layouts != self.targets:
+            moved = [redistribute(t, a, b) for t, a, b in zip(locals_, layouts, self.targets, strict=True)]
+        for over, which in self.grad_reductions:
+            for i, entered in zip(
+                which, autograd_collectives.replicate_in([moved[i] for i in which], over), strict=True
+            ):
+                moved[i] = entered
+        return moved
+
+
+def broadcast_layout(result: Layout, shape: Sequence[int], partial: Sequence[tuple[int, str]] = ()) -> Layout:
+    """The layout of an operand of `shape` that broadcasts into `result`."""
+    skip = result.ndim - len(shape)
+    dims = [result.dims[skip + d] if n == result.shape[skip + d] else (DimSharding(n),) for d, n in enumerate(shape)]
+    return Layout.make(result.mesh, dims, partial)
+
+
+def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
+    """Groups of operands whose gradients must be summed over axes on which the work is divided."""
+    work = {a for t in [*targets, result] for a in t.shard_axes + t.partial_axes}
+    found: dict[tuple, list[int]] = {}
+    for i, target in enumerate(targets):
+        idle = target.nontrivial_axes(sorted(work - set(target.shard_axes) - set(target.partial_axes)))
+        if idle:
+            found.setdefault(process_groups(target, idle), []).append(i)
+    return tuple((over, tuple(which)) for over, which in found.items())
+
+
+@lru_cache(maxsize=8192)
+def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
+    """The layout in which operands meet: that of the largest cut operand, completed by the others' where it is free.
+
+    `keep_partial` lists the operands whose partial axes stay partial in the result (the op is linear in them together).
+    """
+    shape = torch.broadcast_shapes(*(x.shape for x in layouts))
+    mesh = layouts[0].mesh
+    partial = layouts[keep_partial[0]].partial if keep_partial else ()
+    used = {a for a, _ in partial}
+    dims: list[tuple[DimSharding, ...] | None] = [None] * len(shape)
+    for layout in sorted(layouts, key=lambda x: -x.numel):
+        skip = len(shape) - layout.ndim
+        for d, factors in enumerate(layout.dims):
+            axes = set(layout.axes_of(d))
+            if axes and not axes & used and dims[skip + d] is None and layout.shape[d] == shape[skip + d]:
+                dims[skip + d] = factors
+                used |= axes
+    full = [factors or (DimSharding(n),) for factors, n in zip(dims, shape, strict=True)]
+    result = Layout.make(mesh, full, partial)
+    targets = tuple(
+        broadcast_layout(result, x.shape, partial if i in keep_partial else ()) for i, x in enumerate(layouts)
+    )
+    return Alignment(targets, find_grad_reductions(result, targets), result)
+
+
+@lru_cache(maxsize=8192)
+def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
+    """Operands that must meet in a given layout, as those of an in-place op do."""
+    targets = tuple(
+        broadcast_layout(result, x.shape, result.partial if i in keep_partial else ()) for i, x in enumerate(layouts)
+    )
+    return Alignment(targets, find_grad_reductions(result, targets), result)

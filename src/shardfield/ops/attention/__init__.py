@@ -1,0 +1,1 @@
+"""Scaled dot product attention over sharded sequences: ring, head and gathered strategies."""

@@ -1,0 +1,216 @@
+"""Attention of one block: torch's kernels with the log-sum-exp of each row, and plain math where they cannot.
+
+A kernel's forward gives `(out, lse)` of some rows against some columns; blocks of columns are folded by their lse. Its
+backward takes the out and lse of the *whole* row, and so gives the exact gradients of the block's share. Tensors are
+(batch, heads, rows, features) with equal batch and heads, no dim empty; `bias` broadcasts to the scores or is None;
+`causal` means that row i sees the columns up to i of this block, which is square then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._compat import (
+    efficient_cuda,
+    efficient_cuda_backward,
+    flash_cpu,
+    flash_cpu_backward,
+    flash_cuda,
+    flash_cuda_backward,
+)
+from ...comm.collectives import accumulate_dtype
+
+# Scores that plain math holds at once; more rows than that are taken in turns.
+MAX_SCORES = 1 << 24
+
+DropoutMaskFn = Callable[
+    [int, int], Tensor
+]  # (first row, last row) -> what dropout multiplies the weights of these rows by
+
+
+class BlockGrads(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None  # of the scores, not summed over what the bias was broadcast along
+
+
+class Kernel(Protocol):
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+        /,
+    ) -> BlockGrads: ...
+
+
+def select_kernel(
+    q: Tensor, v: Tensor, bias: Tensor | None, *, dropout: DropoutMaskFn | None, bias_grad: bool
+) -> Kernel:
+    """The fastest kernel that does what is asked."""
+    if dropout is not None or bias_grad or not q.shape[-1] or not v.shape[-1]:
+        return MathKernel(dropout)
+    if q.device.type == "cpu":
+        return FlashCpu() if q.shape[-1] == v.shape[-1] else MathKernel()
+    if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+        if half and ampere and bias is None and q.shape[-1] == v.shape[-1] <= 256:
+            return FlashCuda()
+        if half or q.dtype is torch.float32:
+            return EfficientCuda()
+    return MathKernel()
+
+
+def neg_inf_to_zero(lse: Tensor) -> Tensor:
+    """What to subtract from scores: rows that see nothing have -inf, and -inf less -inf is no number."""
+    return torch.where(lse == -math.inf, 0, lse)
+
+
+def _clear_masked_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows that a bias hides all columns of this block from have no share: kernels have their own ideas of these."""
+    if bias is None:
+        return out, lse
+    dead = (bias == -math.inf).all(-1)
+    return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, -math.inf)
+
+
+class FlashCpu:
+    """torch's flash attention for CPUs: fp32, fp64, bf16, fp16; the lse is fp32 or better."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse = flash_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return _clear_masked_rows(out, lse, bias)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        found = flash_cpu_backward(grad, q, k, v, out, neg_inf_to_zero(lse), 0.0, causal, attn_mask=bias, scale=scale)
+        return BlockGrads(*found)
+
+
+class FlashCuda:
+    """torch's flash attention for GPUs: half precision, no bias."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse, *_ = flash_cuda(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers: none are drawn
+        rows, columns = q.shape[-2], k.shape[-2]
+        lse = neg_inf_to_zero(lse).contiguous()
+        found = flash_cuda_backward(
+            grad, q, k, v, out, lse, None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
+        )
+        return BlockGrads(*found)
+
+
+class EfficientCuda:
+    """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias.
+
+    Half precision with a bias is worked on in fp32: torch 2.11's backward gave NaN for it (bf16, on an H200).
+    """
+
+    def forward(self, q, k, v, bias, causal, scale):
+        if bias is not None and q.dtype is not torch.float32:
+            out, lse = self.forward(q.float(), k.float(), v.float(), bias.float(), causal, scale)
+            return out.to(q.dtype), lse
+        out, lse, *_ = efficient_cuda(q, k, v, _align_bias(bias, q, k), True, 0.0, causal, scale=scale)
+        return _clear_masked_rows(out, lse[..., : q.shape[-2]], bias)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        if bias is not None and q.dtype is not torch.float32:
+            half = q.dtype
+            grad, q, k, v, out, lse, bias = (t.float() for t in (grad, q, k, v, out, lse, bias))
+            found = self.backward(grad, q, k, v, out, lse, bias, causal, scale)
+            return BlockGrads(*(g.to(half) for g in found[:3]))
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        # The kernel reads lse in whole steps of 32 rows.
+        lse = F.pad(neg_inf_to_zero(lse), (0, -q.shape[-2] % 32), value=math.inf).contiguous()
+        wanted = [True, True, True, False]
+        found = efficient_cuda_backward(
+            grad, q, k, v, _align_bias(bias, q, k), out, lse, state, state, 0.0, wanted, causal, scale=scale
+        )
+        return BlockGrads(*found[:3])
+
+
+def _align_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A bias as the efficient kernel wants it: expanded, its rows starting at multiples of 16 bytes."""
+    if bias is None:
+        return None
+    columns = k.shape[-2]
+    bias = bias.expand(*bias.shape[:-1], columns).to(q.dtype)
+    padded = F.pad(bias, (0, -columns % 8))[..., :columns]
+    return padded.expand(*q.shape[:-1], columns)
+
+
+class MathKernel:
+    """The definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias."""
+
+    def __init__(self, keep: DropoutMaskFn | None = None):
+        self.dropout_mask_fn = keep
+
+    def _row_chunks(self, q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+        rows = q.shape[-2]
+        step = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[-2]))
+        return [(r, min(r + step, rows)) for r in range(0, rows, step)]
+
+    def _scores(self, q, k, bias, causal, scale, first, last) -> Tensor:
+        exact = accumulate_dtype(q.dtype)
+        scores = (q[..., first:last, :].to(exact) * scale) @ k.to(exact).mT
+        if bias is not None:
+            scores = scores + (bias[..., first:last, :] if bias.shape[-2] > 1 else bias)
+        if causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + first)
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores
+
+    def forward(self, q, k, v, bias, causal, scale):
+        outs, lses = [], []
+        for first, last in self._row_chunks(q, k):
+            scores = self._scores(q, k, bias, causal, scale, first, last)
+            lse = scores.logsumexp(-1)
+            weights = (scores - neg_inf_to_zero(lse).unsqueeze(-1)).exp()
+            if self.dropout_mask_fn is not None:
+                weights = weights * self.dropout_mask_fn(first, last)
+            outs.append(weights @ v.to(weights.dtype))
+            lses.append(lse)
+        return torch.cat(outs, -2), torch.cat(lses, -1)
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        exact = accumulate_dtype(q.dtype)
+        k_, v_ = k.to(exact), v.to(exact)
+        dk, dv = torch.zeros_like(k_), torch.zeros_like(v_)
+        dqs, dscores = [], []
+        for first, last in self._row_chunks(q, k):
+            rows = slice(first, last)
+            g = grad[..., rows, :].to(exact)
+            scores = self._scores(q, k, bias, causal, scale, first, last)
+            weights = (scores - neg_inf_to_zero(lse[..., rows]).unsqueeze(-1)).exp()
+            dweights = g @ v_.mT
+            kept = weights
+            if self.dropout_mask_fn is not None:
+                factor = self.dropout_mask_fn(first, last)
+                kept, dweights = weights * factor, dweights * factor
+            dv += kept.mT @ g
+            ds = weights * (dweights - (g * out[..., rows, :].to(exact)).sum(-1, keepdim=True))
+            dqs.append(ds @ k_ * scale)
+            dk += ds.mT @ q[..., rows, :].to(exact) * scale
+            dscores.append(ds)
+        return BlockGrads(torch.cat(dqs, -2), dk, dv, torch.cat(dscores, -2) if bias is not None else None)

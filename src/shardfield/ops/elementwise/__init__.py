@@ -1,0 +1,1 @@
+"""Pointwise functions, losses, random numbers, recurrent layers, factories."""

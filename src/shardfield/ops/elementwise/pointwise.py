@@ -1,0 +1,303 @@
+"""Functions of one element at a time: operands are aligned, the rest is local.
+
+The table is a list of names; the algorithm exists once. A few of them are linear and pass Partial on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...dispatch import registry
+from ...dispatch.call_cache import cache_call
+from ...dispatch.registry import as_operand, composed, handler, map_tensors, mesh_of, to_full_tensor, write_out
+from ...layout import Layout
+from ...tensor import ShardTensor, wrap
+from .._common.broadcast import Alignment, align, align_to
+
+UNARY = """
+abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan
+isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num polygamma rad2deg
+reciprocal relu relu6 round rsqrt selu celu elu gelu leaky_relu hardshrink hardsigmoid hardswish hardtanh
+logsigmoid mish sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
+tanhshrink threshold trunc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+special_digamma special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit
+special_expm1 special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p special_log_ndtr
+special_logit special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi
+special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_sinc
+special_spherical_bessel_j0 clamp clamp_max clamp_min clip
+float double half bfloat16 int long short char byte bool cfloat cdouble chalf
+""".split()
+
+BINARY = """
+add atan2 arctan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div divide eq
+float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot igamma igammac isclose lcm
+ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne
+nextafter not_equal polar pow remainder rsub special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc special_gammaincc
+special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py
+special_xlogy special_zeta sub subtract true_divide xlogy complex
+fake_quantize_per_tensor_affine
+""".split()
+
+TERNARY = "addcdiv addcmul lerp masked_fill".split()
+
+# Linear in the operands together ("sum": all of them Partial alike) or in one of them ("product": the first for div).
+LINEAR = dict.fromkeys(
+    "neg negative positive clone detach contiguous conj resolve_conj resolve_neg alias add sub subtract __add__ "
+    "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_ complex".split(),
+    "sum",
+) | dict.fromkeys(
+    "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ mul_ div_ __imul__ __itruediv__".split(),
+    "product",
+)
+QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__"}
+
+
+def linear_partials(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The operands whose Partial can stay: the op is linear in them."""
+    partials = [i for i, x in enumerate(layouts) if x.partial]
+    if not partials:
+        return ()
+    kind = None if kwargs.get("rounding_mode") else LINEAR.get(name)
+    scalars = any(isinstance(v, (int, float, complex)) for v in args)
+    if kind is None or any(op != "sum" for i in partials for _, op in layouts[i].partial):
+        return ()
+    if kind == "sum":
+        alike = len({layouts[i].partial for i in partials}) == 1
+        return tuple(partials) if alike and len(partials) == len(layouts) and not scalars else ()
+    if len(partials) != 1 or (name in QUOTIENT and partials[0] != 0):
+        return ()
+    axes = set(layouts[partials[0]].partial_axes)
+    busy = any(axes & set(x.shard_axes) for x in layouts)
+    return () if busy else (partials[0],)
+
+
+def pointwise(func, types, args, kwargs):
+    first = args[0] if args and not kwargs else None
+    if first.__class__ is ShardTensor and not first._layout.partial:  # the way most calls go
+        layout, count, out = first._layout, len(args), None
+        if count == 2:
+            second = args[1]
+            if second.__class__ is ShardTensor:
+                if second._layout is layout:
+                    out = func(first._local_tensor, second._local_tensor)
+            elif second.__class__ in STATIC_TYPES:
+                out = func(first._local_tensor, second)
+        elif count == 3 and args[1].__class__ is args[2].__class__ is ShardTensor:
+            if args[1]._layout is args[2]._layout is layout:
+                out = func(first._local_tensor, args[1]._local_tensor, args[2]._local_tensor)
+        if out.__class__ is Tensor:
+            return wrap(out, layout)
+        if out is not None:
+            return wrap_results(out, layout)
+    elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
+        return pointwise_inplace(func, types, args, kwargs)
+    key, values = call_key(args, kwargs)
+    known = BROADCAST_PLANS.get(key)
+    if known is None:
+        known = plan_broadcast(key, BROADCAST_PLANS, align)
+    if known is not None:
+        if known.single_rank and first.__class__ is ShardTensor and len(args) == 2 and args[1].__class__ is Parameter:
+            cache_call(func, args, kwargs, known.result)
+        return wrap_results(func(*known.redistribute(values), **kwargs), known.result)
+    if "out" in kwargs:
+        out = kwargs["out"]
+        result = pointwise(func, types, args, {k: v for k, v in kwargs.items() if k != "out"})
+        for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
+            write_out(target, part)
+        return out
+    locals_, layouts, put_back = collect_tensors(args, kwargs)
+    keep = linear_partials(func.__name__, layouts, args, kwargs)
+    how = align(layouts, keep)
+    args, kwargs = put_back(how.redistribute(locals_, layouts))
+    return wrap_results(func(*args, **kwargs), how.result)
+
+
+def pointwise_inplace(func, types, args, kwargs):
+    target = args[0]
+    if target.__class__ is not ShardTensor:  # a plain tensor takes in what ShardTensors hold: whole
+        whole = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
+        return func(target, *whole[0], **whole[1])
+    target._check_writable()
+    key, values = call_key(args, kwargs)
+    known = INPLACE_PLANS.get(key)
+    if known is None:
+        known = plan_broadcast(key, INPLACE_PLANS, lambda layouts: align_to(layouts[0], layouts))
+    if known is not None:
+        func(*known.redistribute(values), **kwargs)
+        return target
+    locals_, layouts, put_back = collect_tensors(args, kwargs)
+    keep = linear_partials(func.__name__, layouts, args, kwargs)
+    if target._layout.partial and 0 not in keep:
+        if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):  # no_grad is about func alone
+            whole_value = target._reduced_value()
+        target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
+        locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
+    how = align_to(target._layout, layouts, keep)
+    moved = how.redistribute(locals_, layouts)
+    moved[0] = target._local_tensor
+    args, kwargs = put_back(moved)
+    func(*args, **kwargs)
+    return target
+
+
+# ---------------------------------------------------------------------- calls known by the layouts of their operands
+
+
+class BroadcastPlan(NamedTuple):
+    """How operands of known layouts meet, whether they can do so as they lie, and whether all there is lies here."""
+
+    layouts: tuple[Layout, ...]
+    alignment: Alignment
+    result: Layout
+    no_redistribute: bool
+    single_rank: bool
+
+    def redistribute(self, values: list[Any]) -> list[Any]:
+        """The arguments of a call, its tensors moved."""
+        if self.no_redistribute:
+            return values
+        at = [i for i, v in enumerate(values) if v.__class__ not in STATIC_TYPES]
+        for i, moved in zip(at, self.alignment.redistribute([values[i] for i in at], self.layouts), strict=True):
+            values[i] = moved
+        return values
+
+
+# The key: the layout of each ShardTensor and the shape of each plain tensor, in order. No other argument matters as
+# long as nothing is Partial.
+BROADCAST_PLANS: dict[Any, BroadcastPlan] = {}
+INPLACE_PLANS: dict[Any, BroadcastPlan] = {}  # of in-place calls, which meet in the layout of the first operand
+MAX_CACHED_PLANS = 8192
+STATIC_TYPES = {int, float, bool, str, complex, type(None), torch.dtype, torch.memory_format}
+
+
+def call_key(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
+    """A call's key in `BROADCAST_PLANS` and its arguments, local tensors for ShardTensors.
+
+    The key is None where an argument is anything else than a ShardTensor, a plain tensor or parameter, or static.
+    """
+    key: list[Any] = []
+    values: list[Any] = []
+    for value in args:
+        kind = value.__class__
+        if kind is ShardTensor:
+            key.append(value._layout)
+            values.append(value._local_tensor)
+        elif kind is Tensor or kind is Parameter:
+            key.append(value.shape)
+            values.append(value)
+        elif kind in STATIC_TYPES:
+            values.append(value)
+        else:
+            return None, values
+    for value in kwargs.values() if kwargs else ():
+        if value.__class__ not in STATIC_TYPES:
+            return None, values
+    return tuple(key), values
+
+
+def plan_broadcast(key: tuple | None, table: dict[Any, BroadcastPlan], find: Callable) -> BroadcastPlan | None:
+    """The meeting of a key, remembered; None for those that depend on the function or need a closer look."""
+    mesh = next((x.mesh for x in key if x.__class__ is Layout), None) if key else None
+    if key is None or mesh is None:
+        return None
+    layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key)
+    if any(x.partial or (x.mesh is not mesh and x.mesh != mesh) for x in layouts):
+        return None
+    how = find(layouts)
+    if len(table) >= MAX_CACHED_PLANS:
+        table.clear()
+    known = table[key] = BroadcastPlan(
+        layouts, how, how.result, how.targets == layouts and not how.grad_reductions, how.result.mesh.size() == 1
+    )
+    return known
+
+
+def collect_tensors(args: Any, kwargs: Any):
+    """The tensors among the arguments, their layouts, and a way to put others in their place."""
+    mesh = mesh_of(args, kwargs)
+    locals_: list[Tensor] = []
+    layouts: list[Layout] = []
+
+    def take(value: Tensor) -> None:
+        local, layout = as_operand(value, mesh, partial=True, merged=True)
+        locals_.append(local)
+        layouts.append(layout)
+
+    map_tensors((args, kwargs), take)
+
+    def put_back(moved: list[Tensor]):
+        left = iter(moved)
+        return map_tensors((args, kwargs), lambda _: next(left))
+
+    return locals_, tuple(layouts), put_back
+
+
+def wrap_results(out: Any, layout: Layout) -> Any:
+    """The result, or each of several."""
+    return wrap(out, layout) if out.__class__ is Tensor else map_tensors(out, lambda t: wrap(t, layout))
+
+
+CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf".split())
+LINEAR_UNARY = [
+    "neg",
+    "negative",
+    "positive",
+    "clone",
+    "detach",
+    "contiguous",
+    "conj",
+    "resolve_conj",
+    "resolve_neg",
+    "alias",
+]
+
+for _name in [*UNARY, *BINARY, *TERNARY, *LINEAR_UNARY]:
+    handler(_name)(pointwise)
+    if _name not in CASTS:  # of some, as of leaky_relu, the in-place form is a function and no method
+        handler(_name + "_")(pointwise_inplace)
+handler("copy_", "fill_", "zero_")(pointwise_inplace)
+handler("fill")(pointwise)
+handler(torch.where)(pointwise)
+registry.elementwise = pointwise
+
+
+@handler("frexp", "type")
+def frexp_type(func, types, args, kwargs):
+    """Those of one element at a time that give two tensors, or none."""
+    return pointwise(func, types, args, kwargs)
+
+
+@composed("prelu")
+def prelu(input, weight):
+    """A slope per channel, or one for all."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (input.dtype, weight.dtype):
+        input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
+    if input.dtype != weight.dtype:
+        raise RuntimeError(f"prelu: input and weight should have one dtype, not {input.dtype} and {weight.dtype}")
+    if weight.numel() == 1:
+        weight = weight.reshape(())
+    elif input.ndim > 1:
+        weight = weight.reshape([-1] + [1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight * input)
+
+
+@composed("glu")
+def glu(input, dim=-1):
+    """One half times the sigmoid of the other."""
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}")
+    value, gate = input.chunk(2, dim)
+    return value * gate.sigmoid()

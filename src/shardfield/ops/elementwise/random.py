@@ -1,0 +1,286 @@
+"""Random numbers that belong to the tensor, not to the rank.
+
+Each call draws one key from torch's default generator (the first rank's, sent to all: ranks may be seeded alike or
+not); the number at a global index is a hash of (key, index). So replicas agree, shards differ, and with
+`torch.manual_seed` the same global numbers come out for every cut and every number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import trace_state
+from ...comm import collectives
+from ...dispatch.registry import gather_fallback, handler, mesh_of
+from ...errors import ShardingError
+from ...layout import Layout, starts
+from ...tensor import ShardTensor, wrap
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit numbers
+_INVERSE = pow(_GOLDEN, -1, 1 << 64) - (1 << 64)  # its inverse: their product is 1 in 64 bits
+_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
+    """One 62-bit key for a call, the same on every rank of the mesh; a scalar tensor on the mesh's device."""
+    device = collectives.device_of(mesh)
+    where = device if generator is None else generator.device
+    where = torch.device("cpu") if generator is None else where
+    if generator is None and trace_state.tracer is not None:
+        key = trace_state.tracer.random_key().to(device)
+    else:
+        key = torch.randint(1 << 62, (1,), generator=generator, device=where).to(device)
+    return collectives.broadcast_over(key, mesh, 0)
+
+
+def global_index(layout: Layout, device: torch.device) -> Tensor:
+    """The row-major global index of every element this rank holds."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for factor in (f for d in layout.dims for f in d):
+        at = layout.index(factor.axes) if factor.axes else 0
+        start = starts(factor.shard_sizes)[at] if factor.axes else 0
+        mine = torch.arange(start, start + layout.local_size_of(factor), device=device)
+        index = index.unsqueeze(-1) * factor.size + mine
+    return index.reshape(layout.local_shape)
+
+
+def random_bits(key: Tensor, index: Tensor) -> Tensor:
+    """64 random bits for each index: splitmix64, whose state after `index` steps is a product."""
+
+    def shifted(x: Tensor, n: int) -> Tensor:
+        return (x >> n) & ((1 << (64 - n)) - 1)  # a logical shift; torch's is arithmetic
+
+    # key + (index + 1) * _GOLDEN. But Inductor takes a product of an index and a constant for a place in memory, where
+    # numbers have no end: this one would not fit.
+    z = (key * _INVERSE + index + 1) * _GOLDEN
+    z = (z ^ shifted(z, 30)) * _MIX1
+    z = (z ^ shifted(z, 27)) * _MIX2
+    return z ^ shifted(z, 31)
+
+
+def uniform(layout: Layout, device: torch.device, key: Tensor) -> Tensor:
+    """Numbers in [0, 1) for every element this rank holds."""
+    return uniform_at(key, global_index(layout, device))
+
+
+def uniform_at(key: Tensor, index: Tensor) -> Tensor:
+    """The number in [0, 1) of each global index, 53 bits of it."""
+    return ((random_bits(key, index) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+def normal(layout: Layout, device: torch.device, key: Tensor) -> Tensor:
+    """Standard normal numbers, by Box and Muller."""
+    radius = torch.sqrt(-2 * torch.log1p(-uniform(layout, device, key)))
+    return radius * torch.cos(2 * math.pi * uniform(layout, device, key ^ _MIX1))
+
+
+def _noise(x: ShardTensor, kind: str, generator: Any, *parameters: float) -> Tensor:
+    """This rank's part of a random tensor of x's shape and layout, in float64."""
+    key = draw_key(x._layout.mesh, generator)
+    layout, device = x._layout, x._local_tensor.device
+    if kind == "normal":
+        mean, std = parameters
+        return normal(layout, device, key) * std + mean
+    u = uniform(layout, device, key)
+    if kind == "uniform":
+        low, high = parameters
+        return u * (high - low) + low
+    if kind == "exponential":
+        return -torch.log1p(-u) / parameters[0]
+    if kind == "cauchy":
+        median, sigma = parameters
+        return median + sigma * torch.tan(math.pi * (u - 0.5))
+    if kind == "geometric":
+        return torch.ceil(torch.log1p(-u) / math.log1p(-parameters[0])).clamp_min(1)
+    if kind == "log_normal":
+        mean, std = parameters
+        return torch.exp(normal(layout, device, key) * std + mean)
+    assert kind == "bernoulli"
+    return (u < parameters[0]).to(torch.float64)
+
+
+# ---------------------------------------------------------------------- filling in place
+
+FILLS = {
+    "uniform_": ("uniform", ("from", "to"), (0.0, 1.0)),
+    "normal_": ("normal", ("mean", "std"), (0.0, 1.0)),
+    "exponential_": ("exponential", ("lambd",), (1.0,)),
+    "cauchy_": ("cauchy", ("median", "sigma"), (0.0, 1.0)),
+    "geometric_": ("geometric", ("p",), (None,)),
+    "log_normal_": ("log_normal", ("mean", "std"), (1.0, 2.0)),
+}
+
+
+@handler(*FILLS)
+def fill_random(func, types, args, kwargs):
+    kind, names, defaults = FILLS[func.__name__]
+    target, *given = args
+    named = dict(kwargs)
+    generator = named.pop("generator", None)
+    parameters = dict(zip(names, defaults, strict=True)) | dict(zip(names, given, strict=False)) | named
+    _prepare_fill(target, func.__name__)
+    values = _noise(target, kind, generator, *(parameters[n] for n in names))
+    if target.is_complex():
+        second = _noise(target, kind, generator, *(parameters[n] for n in names))
+        values = torch.complex(values, second) * math.sqrt(0.5)
+    target._local_tensor.copy_(_cast(values, target.dtype))
+    return target
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To a narrower dtype; a number below 1 must not round up to 1."""
+    return values.to(dtype)
+
+
+def _prepare_fill(target: Any, name: str) -> None:
+    if not isinstance(target, ShardTensor):
+        raise ShardingError(f"{name}: only the tensor that is filled may be a ShardTensor")
+    target._check_writable()
+    if target._layout.partial:
+        target._local_tensor, target._layout = target._local_tensor.clone(), target._layout.with_partial(())
+
+
+@handler("random_")
+def random_(func, types, args, kwargs):
+    target, *bounds = args
+    named = dict(kwargs)
+    generator = named.pop("generator", None)
+    bounds += [named[k] for k in ("from", "to") if k in named]
+    limit = (
+        2**24
+        if target.dtype == torch.float32
+        else 2**53
+        if target.is_floating_point()
+        else torch.iinfo(target.dtype).max
+    )
+    low, high = (0, limit) if not bounds else (0, bounds[0]) if len(bounds) == 1 else bounds
+    high = limit if high is None else high
+    if high <= low:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    _prepare_fill(target, "random_")
+    target._local_tensor.copy_(_integers(target, low, high, generator).to(target.dtype))
+    return target
+
+
+def _integers(x: ShardTensor, low: int, high: int, generator: Any) -> Tensor:
+    key = draw_key(x._layout.mesh, generator)
+    raw = random_bits(key, global_index(x._layout, x._local_tensor.device))
+    return ((raw >> 1) & ((1 << 62) - 1)) % (high - low) + low
+
+
+@handler("bernoulli_")
+def bernoulli_(func, types, args, kwargs):
+    target, *rest = args
+    p = rest[0] if rest else kwargs.get("p", 0.5)
+    _prepare_fill(target, "bernoulli_")
+    if isinstance(p, Tensor):
+        return target.copy_(torch.bernoulli(p.expand_as(target), generator=kwargs.get("generator")))
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    target._local_tensor.copy_(_noise(target, "bernoulli", kwargs.get("generator"), p).to(target.dtype))
+    return target
+
+
+@handler("bernoulli")
+def bernoulli(func, types, args, kwargs):
+    x, *rest = args
+    x = x._reduced_value()
+    p = rest[0] if rest else kwargs.get("p")
+    if p is not None:
+        return torch.zeros_like(x).bernoulli_(p, generator=kwargs.get("generator"))
+    u = uniform(x._layout, x._local_tensor.device, draw_key(x._layout.mesh, kwargs.get("generator")))
+    out = wrap((u < x._local_tensor.detach()).to(x.dtype), x._layout)
+    return out if "out" not in kwargs else kwargs["out"]._write(out)
+
+
+# ---------------------------------------------------------------------- like another
+
+
+@handler(torch.rand_like, torch.randn_like, torch.randint_like)
+def random_like(func, types, args, kwargs):
+    named = dict(kwargs)
+    generator = named.pop("generator", None)
+    out = torch.empty_like(args[0], **{k: v for k, v in named.items() if k not in ("low", "high")})
+    if func is torch.rand_like:
+        filled = out.detach().uniform_(generator=generator)
+    elif func is torch.randn_like:
+        filled = out.detach().normal_(generator=generator)
+    else:
+        bounds = list(args[1:]) + [named[k] for k in ("low", "high") if k in named]
+        filled = out.detach().random_(*([0, *bounds] if len(bounds) == 1 else bounds), generator=generator)
+    return filled.requires_grad_(named.get("requires_grad", False))
+
+
+# ---------------------------------------------------------------------- dropout
+
+
+def _dropout_mask(x: ShardTensor, p: float, per_channel: bool) -> ShardTensor:
+    """True where an element (or a channel of an (N, C, ...) tensor) is kept."""
+    layout = x._layout
+    if per_channel:
+        if layout.ndim < 2:
+            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        keep = [layout.dims[0], layout.dims[1]]
+        layout = Layout.make(
+            layout.mesh, [*keep, *(Layout.replicate(layout.mesh, (1,)).dims[0] for _ in layout.dims[2:])]
+        )
+    u = uniform(layout, x._local_tensor.device, draw_key(layout.mesh))
+    return wrap(u >= p, layout)
+
+
+@handler("dropout", "dropout_", "feature_dropout", "feature_dropout_")
+def dropout(func, types, args, kwargs):
+    return _dropout(func.__name__, *args, **kwargs)
+
+
+def _dropout(name, input, p=0.5, train=True, inplace=False, *, training=None):
+    """torch.dropout(input, p, train) and F.dropout(input, p, training, inplace), whole or by channel."""
+    train = train if training is None else training
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    in_place = inplace or name.endswith("_")
+    if not train or p == 0:
+        return input  # torch's own too is the tensor itself: who writes into one writes into the other
+    source = input._reduced_value()
+    factor = 0.0 if p == 1 else 1 / (1 - p)
+    noise = _dropout_mask(source, p, name.startswith("feature")).to(source.dtype) * factor
+    return input.mul_(noise) if in_place else source * noise
+
+
+@handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+def alpha_dropout(func, types, args, kwargs):
+    return _alpha_dropout(func.__name__, *args, **kwargs)
+
+
+def _alpha_dropout(name, input, p=0.5, train=False, inplace=False, *, training=None):
+    train = train if training is None else training
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    in_place = inplace or name.endswith("_")
+    if not train or p == 0:
+        return input
+    if p == 1:
+        return input.mul_(0) if in_place else input * 0
+    alpha = 1.7580993408473766
+    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
+    keep = _dropout_mask(input._reduced_value(), p, name.startswith("feature")).to(input.dtype)
+    shift = (keep - 1) * (alpha * a) + alpha * a * p
+    return input.mul_(keep * a).add_(shift) if in_place else input * (keep * a) + shift
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+@handler("multinomial", "poisson", "binomial", "normal", "rrelu", "rrelu_", "rrelu_with_noise", torch.native_dropout)
+def draw_replicated(func, types, args, kwargs):
+    """No rule: every rank draws the whole result from the same key, so that ranks agree."""
+    key = draw_key(mesh_of(args, kwargs), kwargs.get("generator"))
+    kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+    with torch.random.fork_rng(devices=[key.device] if key.device.type != "cpu" else []):
+        torch.manual_seed(int(key))
+        return gather_fallback(func, types, args, kwargs)

@@ -1,0 +1,1 @@
+"""Reading and writing by index: getitem, gather, scatter, masks, embeddings, searches."""

@@ -1,0 +1,303 @@
+"""Taking by index tensors: index, index_select, gather, take, take_along_dim.
+
+Ranks never gather the tensor they take from. Where the indexed dim is whole on each rank the work is local. Where the
+index is cut over the same axis, each rank asks the owners of its own entries for the rows it lacks (see `lists`).
+Where every rank has the whole index, each takes the entries it holds and leaves zeros: Partial, as large as the
+result. Should that be larger than what is taken from, the index is cut instead, which costs nothing, and so is the
+result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dispatch.executor import make_handler
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import composed, rule
+from ...layout import DimSharding, Layout, chunk
+from .._common.broadcast import align, broadcast_layout
+from .basic_index import normalize_dim, slice_sharding
+from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
+from .owners import Owners, validate_index
+from .result_placement import record_sharding
+
+
+def meta_tensors(*operands: Operand) -> list[Tensor]:
+    """Tensors without data, by which torch itself judges the shapes and dtypes of a call."""
+    return [torch.empty(o.shape, dtype=o.dtype, device="meta") for o in operands]
+
+
+def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> tuple[Layout, Layout]:
+    """(where the operand must lie, where the index must lie) for the operand to be indexed along `dims`.
+
+    An index cut over an axis that cuts an indexed dim, or that the operand does not use, stays as it is. One cut over
+    an axis that cuts another dim of the operand cannot: the smaller of the two is made whole there.
+    """
+    indexed = {a for d in dims for a in layout.axes_of(d)}
+    if indexed and any(op != "sum" for _, op in layout.partial):
+        layout = layout.with_partial(())
+    for b in range(index.ndim):
+        clash = set(index.axes_of(b)) & set(layout.shard_axes + layout.partial_axes) - indexed
+        if not clash:
+            continue
+        held = [d for d in range(layout.ndim) if d not in dims and clash & set(layout.axes_of(d))]
+        if index.numel * 8 > layout.numel * itemsize and not clash & set(layout.partial_axes):
+            layout = layout.unshard(held)
+        else:
+            index = index.unshard([b])
+    return layout, index
+
+
+def shard_over_axes(index: Layout, dim: int, axes: Sequence[int]) -> Layout:
+    """An index that is whole over `axes`, cut there along `dim` as well: each rank takes a part of what it has."""
+    if len(index.dims[dim]) > 1 or not axes:
+        return index
+    (factor,) = index.dims[dim]
+    parts = math.prod(index.mesh.size(a) for a in axes)
+    pieces = [n for length in factor.shard_sizes or (factor.size,) for n in chunk(length, parts)]
+    return index.with_dim(dim, DimSharding(factor.size, (*factor.axes, *axes), tuple(pieces)))
+
+
+def plan_replicated(local: Callable, result: Layout, **others: Operand) -> Plan:
+    """A tensor without dims, or an index without entries: what else there is of them is small, and made whole."""
+    return Plan(local, result, {name: Layout.replicate(result.mesh, other.shape) for name, other in others.items()})
+
+
+def has_no_empty_shards(layout: Layout) -> bool:
+    """True if torch sees something to index on every rank, so that it judges the index values itself on all alike."""
+    return layout.numel > 0 and all(min(f.shard_sizes, default=1) > 0 for d in layout.dims for f in d)
+
+
+class AdvancedIndexPlan(NamedTuple):
+    """What a rank does to take by index tensors, the layout of the result, and those of the operands."""
+
+    local: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    result: Layout
+    source: Layout
+    indices: list[Layout]
+
+
+def plan_advanced_index(
+    input: Operand, indices, dims, at: int, fn: Callable, negative: bool = True
+) -> AdvancedIndexPlan:
+    """`input` indexed along `dims` by `indices`; their broadcast dims go to place `at` of the result.
+
+    `fn(input, indices)` does it where the dims are whole on each rank.
+    """
+    dims = tuple(dims)
+    layout, where = align_index_layouts(
+        input.layout, dims, align(tuple(i.layout for i in indices)).result, input.dtype.itemsize
+    )
+    owners = Owners(layout, dims)
+    if where.ndim and where.numel > math.prod(owners.sizes):
+        longest = max(range(where.ndim), key=lambda b: where.shape[b])
+        where = shard_over_axes(where, longest, [a for a in owners.axes if a not in where.shard_axes])
+    ask = tuple(a for a in owners.axes if a in where.shard_axes)
+    asked = IndexRequest(owners, ask, where, layout.shape[dims[0]], negative, distinct=True)
+    rest = [d for d in range(layout.ndim) if d not in dims]
+    order = [layout.dims[d] for d in rest]
+    order[at:at] = where.dims
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    result = Layout.make(layout.mesh, order, partial)
+    torch_checks = has_no_empty_shards(layout) and not where.nontrivial_axes(where.shard_axes) and not owners.axes
+    here = where.local_shape
+    rest_shape = [layout.local_shape[d] for d in rest]
+
+    def local(input, indices):
+        record_sharding(layout, dims)
+        indices = [index.to(input.device) for index in indices]
+        if len(dims) == 1 and ask:
+            lists = asked.lists_for(indices[0])
+        else:
+            found = indices
+            if not torch_checks:
+                pairs = zip(dims, indices, strict=True)
+                found = [validate_index(index, layout.shape[dim], where, negative) for dim, index in pairs]
+            if not owners.axes:
+                return fn(input, found)
+            lists = ExchangeLists(owners, owners.flat(found).expand(here).reshape(-1), ask, distinct=True)
+        rows = lists.fetch(input, dims).reshape((*here, *rest_shape))
+        return rows.movedim(list(range(len(here))), list(range(at, at + len(here))))
+
+    return AdvancedIndexPlan(local, result, layout, [broadcast_layout(where, i.shape) for i in indices])
+
+
+def _advanced_getitem(input: Operand, dims: torch.Size, at: int, *indices: Operand):
+    def direct(input, indices):
+        where: list = [slice(None)] * input.ndim
+        for dim, index in zip(dims, indices, strict=True):
+            where[dim] = index
+        return input[tuple(where)]
+
+    plan = plan_advanced_index(input, indices, dims, at, direct)
+    return Plan(plan.local, plan.result, {"input": plan.source, "indices": plan.indices})
+
+
+_run_advanced_getitem = make_handler(_advanced_getitem, partial=True, merged=True)
+
+
+def index_result_dim(dims: Sequence[int]) -> int:
+    """Where torch puts the dims of index tensors that apply to `dims`: in their place if they are neighbours."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
+
+
+def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
+    """`x` indexed by tensors along `dims`, at least one of all these a ShardTensor."""
+    return _run_advanced_getitem(
+        torch.Tensor.__getitem__, (), (x, torch.Size(dims), index_result_dim(dims), *indices), {}
+    )
+
+
+@rule("index_select", partial=True, merged=True)
+def index_select(input: Operand, dim: int, index: Operand, *, fn):
+    """Rows of one dim."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
+    if index.ndim > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    if not input.ndim:
+        return plan_replicated(lambda input, index: fn(input, dim, index), input.layout, index=index)
+    at = normalize_dim(dim, input.ndim)
+    one = not index.ndim  # a number for an index still gives a dim, one long
+
+    def direct(input, indices):
+        rows = fn(input, at, indices[0])
+        return rows.squeeze(at) if one else rows
+
+    plan = plan_advanced_index(input, [index], [at], at, direct, negative=False)
+
+    def local(input, index):
+        rows = plan.local(input, [index])
+        return rows.unsqueeze(at) if one else rows
+
+    result = plan.result.insert(at) if one else plan.result
+    return Plan(local, result, {"input": plan.source, "index": plan.indices[0]})
+
+
+# ---------------------------------------------------------------------- one element at a time
+
+
+def align_gather_layouts(x: Layout, dim: int, index: Layout, keep_operand: bool = False) -> tuple[Layout, Layout]:
+    """(where the operand must lie, where the index must lie) for a gather or scatter along `dim`.
+
+    Along the other dims the index follows the operand, or the operand the index where it is not cut (which is free).
+    Along `dim` what the index has cut stays cut. still: the operand stays as it is, and the index is not cut over axes
+    that the operand does not use.
+    """
+    dims = [(DimSharding(n),) for n in index.shape]
+    for d in range(index.ndim):
+        (factor,) = x.dims[d]
+        if d != dim and factor.axes:
+            dims[d] = (slice_sharding(factor, 0, index.shape[d], 1),)
+    along = set(x.axes_of(dim))
+    used = set(x.shard_axes) - along | set(x.partial_axes)
+    for d, (factor,) in enumerate(index.dims):
+        axes = set(factor.axes)
+        if not axes or used & axes or dims[d][0].axes or (keep_operand and not axes <= along):
+            continue
+        if d != dim and not along & axes:
+            x = x.with_dim(d, extend_sharding(factor, x.shape[d]))
+        dims[d] = (factor,)
+        used |= axes
+    return x, Layout.make(x.mesh, dims)
+
+
+def extend_sharding(factor: DimSharding, size: int) -> DimSharding:
+    """The same cut of a longer dim: the last piece takes what is added."""
+    return DimSharding(size, factor.axes, (*factor.shard_sizes[:-1], factor.shard_sizes[-1] + size - factor.size))
+
+
+def flat_element_indices(index: Tensor, dim: int, owners: Owners, where: Layout) -> Tensor:
+    """The flat global number of the element that each entry of a gather or scatter index names."""
+    at = list(Owners(where, range(where.ndim)).local_indices(index.device))
+    at[dim] = index
+    return owners.flat(at).expand(index.shape).reshape(-1)
+
+
+@rule("gather", partial=True)
+def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
+    """One element for each entry of the index. (The gradient is dense: a sparse one could not be summed over ranks.)"""
+    shape = fn(*meta_tensors(input), dim, *meta_tensors(index)).shape
+    if not input.ndim:
+        result = Layout.make(input.layout.mesh, [(DimSharding(n),) for n in shape], input.layout.partial)
+        return plan_replicated(lambda input, index: fn(input, dim, index), result, index=index)
+    if not index.ndim:  # one element of a vector
+        plan = plan_advanced_index(
+            input, [index], [0], 0, lambda input, indices: fn(input, 0, indices[0]), negative=False
+        )
+        return Plan(
+            lambda input, index: plan.local(input, [index]),
+            plan.result,
+            {"input": plan.source, "index": plan.indices[0]},
+        )
+    if not index.numel():  # torch lets its number of dims differ
+        nothing = Layout.replicate(input.layout.mesh, shape)
+        return Plan(lambda input: input.reshape(-1)[:0].reshape(shape), nothing)
+    dim = normalize_dim(dim, input.ndim)
+    layout = input.layout
+    if layout.is_sharded(dim) and any(op != "sum" for _, op in layout.partial):
+        layout = layout.with_partial(())
+    layout, where = align_gather_layouts(layout, dim, index.layout)
+    along = layout.nontrivial_axes(layout.axes_of(dim))
+    if where.numel > layout.numel:
+        where = shard_over_axes(where, dim, [a for a in along if a not in where.shard_axes])
+    owners = Owners(layout, range(layout.ndim), along)
+    ask = tuple(a for a in owners.axes if a in where.shard_axes)
+    whole_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
+    asked = IndexRequest(Owners(layout, [dim]), ask, where, layout.shape[dim], False, distinct=True, error=RuntimeError)
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    torch_checks = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
+
+    def local(input, index):
+        record_sharding(layout, [dim])
+        if ask and whole_rows:
+            lists = asked.find_or_build(as_row_index(index, dim), index)
+            if lists is not None:
+                return lists.fetch(input, [dim]).movedim(0, dim)
+            index = index.to(torch.int64)
+        elif not torch_checks:
+            index = validate_index(index, layout.shape[dim], where, negative=False, error=RuntimeError)
+        if not owners.axes:
+            return fn(input, dim, index)
+        lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), ask, distinct=True)
+        return lists.fetch(input, owners.dims).reshape(index.shape)
+
+    result = Layout.make(layout.mesh, where.dims, partial)
+    return Plan(local=local, layout=result, operands={"input": layout, "index": where})
+
+
+@composed("take_along_dim")
+def take_along_dim(input, indices, dim=None):
+    """`gather` with the other dims broadcast."""
+    if dim is None:
+        return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
+    if input.ndim != indices.ndim:
+        raise RuntimeError(
+            f"torch.take_along_dim(): input and indices should have the same number of dimensions, but got "
+            f"{input.ndim} dimensions for input, and {indices.ndim} dimensions for indices"
+        )
+    dim = normalize_dim(dim, input.ndim)
+    shapes = [[1 if d == dim else n for d, n in enumerate(t.shape)] for t in (input, indices)]
+    shape = torch.broadcast_shapes(*shapes)
+
+    def widened(t):
+        full = [t.shape[dim] if d == dim else n for d, n in enumerate(shape)]
+        return t if list(t.shape) == full else t.expand(full)
+
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)
+    return torch.gather(widened(input), dim, widened(indices))
+
+
+@composed("take")
+def take(input, index):
+    """Elements by their flat number."""
+    if index.dtype is not torch.int64:
+        raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.dtype}")
+    if not input.numel() and index.numel():
+        raise IndexError("take(): tried to take from an empty tensor")
+    return index_with_tensors(input.reshape(-1), [index], [0])

@@ -1,0 +1,314 @@
+"""x[...] and x[...] = value, with any mix of slices, ints, None, Ellipsis, masks and index tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import trace_state
+from ..._compat import shares_memory
+from ...dispatch.registry import composed, gather_fallback, handler, mesh_of, to_full_tensor
+from ...layout import DimSharding, Layout, starts
+from ...redistribute import redistribute
+from ...tensor import ShardTensor, wrap
+from ..spectral import lazy_spectrum
+from .basic_index import BasicIndexPlan, as_shard_tensor, plan_basic_index
+from .gather_rows import index_result_dim, index_with_tensors
+from .index_put import reduce_partial, run_in_place, run_index_put
+from .mask import masked_put, masked_rows, nonzero
+from .parse_index import ParsedIndex, basic_index_key, is_mask, parse_index
+
+
+@handler("__getitem__")
+def getitem(func, types, args, kwargs):
+    x, index = args
+    if x.__class__ is ShardTensor:
+        if "_deferred" in x.__dict__:
+            found = lazy_spectrum.read_block(x, index)
+            if found is not None:
+                return found
+        key = basic_index_key(index)
+        if key is not None:
+            return cached_basic_plan(x._layout, key).run(x)
+    parsed = parse_index(x.shape, index, x.device)
+    if x.__class__ is not ShardTensor:
+        if not parsed.tensors:  # the ShardTensors were numbers
+            return x[tuple(i if i is None or isinstance(i, int) else slice(*i) for i in parsed.items)]
+        x = as_shard_tensor(x, mesh_of(args, None))
+    whole = all(i == (0, n, 1) for i, n in zip(parsed.items, x.shape, strict=False)) and len(parsed.items) == x.ndim
+    y = x if whole and parsed.tensors else plan_basic_index(x._layout, parsed.items).run(x)
+    if not parsed.tensors:
+        return y
+    if len(parsed.tensors) == 1 and is_mask(parsed.tensors[0][1]):
+        return masked_rows(y, *parsed.tensors[0])
+    return index_with_tensors(y, *masks_to_indices(parsed.tensors))
+
+
+@lru_cache(maxsize=8192)
+def cached_basic_plan(layout: Layout, key: tuple) -> BasicIndexPlan:
+    """The plan of an index of slices, ints, None and Ellipsis: found by the index as it is written."""
+    index = tuple(slice(*k) if k.__class__ is tuple else k for k in key)
+    return plan_basic_index(layout, parse_index(layout.shape, index, torch.device("cpu")).items)
+
+
+def masks_to_indices(tensors: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
+    """Index tensors and the dims they apply to, masks turned into the numbers of their true elements."""
+    found: list[Tensor] = []
+    dims: list[int] = []
+    for dim, tensor in tensors:
+        numbers = nonzero(tensor, as_tuple=True) if is_mask(tensor) else (tensor,)
+        found += numbers
+        dims += range(dim, dim + len(numbers))
+    return found, dims
+
+
+@handler("__setitem__")
+def setitem(func, types, args, kwargs):
+    x, index, value = args
+    if x.__class__ is not ShardTensor:
+        return _setitem_on_plain(func, types, args)
+    if "_deferred" in x.__dict__ and lazy_spectrum.write_block(x, index, value):
+        return None
+    x._check_writable()
+    reduce_partial(x)
+    _assign(x, parse_index(x.shape, index, x.device), _value_as_tensor(value, x))
+
+
+def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
+    """What is assigned, as a tensor; a number is converted as torch converts it, with torch's errors."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, (int, float, complex)):
+        raise TypeError(f"can't assign a {type(value).__name__} to a {type(x).__name__} of {x.dtype}")
+    return torch.full((), value, dtype=x.dtype, device=x.device)
+
+
+def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool = False) -> None:
+    plan = plan_basic_index(x._layout, parsed.items, keepdim=True)
+    if plan.source is not x._layout:  # a slice across the tiles of a merged dim is no view of them
+        moved = wrap(redistribute(x._local_tensor, x._layout, plan.source).clone(), plan.source)
+        _assign(moved, parsed, value, accumulate)
+        x._write(moved)
+        return
+    y = plan.run(x)
+    real = [d for d in range(y.ndim) if d not in plan.kept_dims]  # the dims that torch's result has
+    shape = [y.shape[d] for d in real]
+    tensors = parsed.tensors
+    if not tensors:
+        written = _insert_singleton_dims(_fit_to_shape(value, shape), y.ndim, plan.kept_dims)
+        y.add_(written) if accumulate else y.copy_(written)
+    elif len(tensors) == 1 and is_mask(tensors[0][1]) and not accumulate:
+        ((at, mask),) = tensors
+        if value.numel() != 1:
+            _check_same_dtype(x, value)
+        value = _move_dims_first(value, shape[:at] + [-1] + shape[at + mask.ndim :], at, 1)
+        rest = [d for d in range(y.ndim) if not real[at] <= d < real[at] + mask.ndim]
+        masked_put(
+            y, real[at], mask, _insert_singleton_dims(value, 1 + len(rest), [1 + rest.index(d) for d in plan.kept_dims])
+        )
+    else:
+        _check_same_dtype(x, value)
+        indices, dims = masks_to_indices(tensors)
+        value = index_dims_first(value, shape, indices, dims)
+        n = value.ndim - (len(real) - len(dims))
+        where = [real[d] for d in dims]
+        rest = [d for d in range(y.ndim) if d not in where]
+        value = _insert_singleton_dims(value, n + len(rest), [n + rest.index(d) for d in plan.kept_dims])
+        run_in_place(run_index_put, Tensor.index_put_, y, (value, accumulate, torch.Size(where), *indices), {})
+
+
+def index_dims_first(value: Tensor, shape: Sequence[int], indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
+    """A value for x[indices], x of this shape, with the dims of the indices first and then the others of x."""
+    try:
+        entries = torch.broadcast_shapes(*(i.shape for i in indices))
+    except RuntimeError:
+        shapes = ", ".join(str(list(i.shape)) for i in indices)
+        raise IndexError(
+            f"shape mismatch: indexing tensors could not be broadcast together with shapes {shapes}"
+        ) from None
+    at = index_result_dim(dims)
+    rest = [n for d, n in enumerate(shape) if d not in dims]
+    return _move_dims_first(value, [*rest[:at], *entries, *rest[at:]], at, len(entries))
+
+
+def _check_same_dtype(x: Tensor, value: Tensor) -> None:
+    if value.dtype != x.dtype:
+        raise RuntimeError(
+            f"Index put requires the source and destination dtypes match, got {x.dtype} for the destination and "
+            f"{value.dtype} for the source."
+        )
+
+
+def _fit_to_shape(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """A value that broadcasts to `shape` (-1: any size), without the leading dims it has too many; or torch's error."""
+    asked = list(value.shape)
+    while value.ndim > len(shape) and value.shape[0] == 1:
+        value = value[0]
+    pairs = zip(reversed(value.shape), reversed(shape), strict=False)
+    if value.ndim > len(shape) or any(m not in (n, 1) and n != -1 for m, n in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {asked} cannot be broadcast to indexing result of shape {shape}"
+        )
+    return value
+
+
+def _move_dims_first(value: Tensor, shape: Sequence[int], at: int, n: int) -> Tensor:
+    """A value that broadcasts to `shape`, with all of its dims, the `n` dims from `at` on in front."""
+    value = _fit_to_shape(value, shape)
+    if value.ndim < len(shape):
+        value = value[(None,) * (len(shape) - value.ndim)]
+    order = [*range(at, at + n), *(d for d in range(len(shape)) if not at <= d < at + n)]
+    return value if order == sorted(order) else value.permute(order)
+
+
+def _insert_singleton_dims(value: Tensor, ndim: int, kept: Sequence[int]) -> Tensor:
+    """A value for a view of `ndim` dims, of which torch's result does not have `kept`: of size 1 there."""
+    index: list[Any] = []
+    left = value.ndim
+    for d in reversed(range(ndim)):
+        if d in kept:
+            index.append(None)
+        elif left:
+            index.append(slice(None))
+            left -= 1
+    return value[tuple(reversed(index))] if kept else value
+
+
+# ---------------------------------------------------------------------- into a plain tensor
+
+
+def _setitem_on_plain(func, types, args):
+    """A plain tensor that takes in a ShardTensor becomes one, cut as what it takes in, in place of the caller's.
+
+    Where other tensors look at its memory, or autograd holds it, that would lose the write for them: then what is
+    written is gathered.
+    """
+    x, index, value = args
+    mesh = mesh_of(args, None)
+    held = not trace_state.is_plain(x) or x.is_leaf and x.requires_grad or _has_aliases(x)
+    if not held:
+        made = lazy_spectrum.defer_block_write(x, index, value, mesh)
+        if made is None:
+            parsed = parse_index(x.shape, index, x.device)
+            value = _value_as_tensor(value, x)
+            layout = _layout_like_value(x.shape, parsed, value, mesh)
+            made = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
+            _assign(made, parsed, value)
+        trace_state.drop_fake_reference(x)
+        try:
+            torch.utils.swap_tensors(x, made)
+            return
+        except RuntimeError:  # saved for backward, or known by a weak reference
+            pass
+    gather_fallback(func, types, args, {})
+
+
+def _has_aliases(x: Tensor) -> bool:
+    """Whether other tensors look at a plain tensor's memory: the same answer on every rank.
+
+    A backend's thread that has sent or filled it lets go of it a moment later, on each rank in its own time; for that
+    moment is waited. What the program itself holds, it holds on all ranks.
+    """
+    for _ in range(20):
+        if not shares_memory(x):
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor, mesh: Any) -> Layout:
+    """A layout for a plain tensor in which what it takes in need not move: cut where masks and the value are."""
+    layout = Layout.replicate(mesh, shape)
+    # for each dim of the basic part: the dim of the tensor it is a slice of, and the slice
+    parts: list[tuple[int, tuple[int, int, int]] | None] = []
+    dim = 0
+    for item in parsed.items:
+        if not isinstance(item, int):
+            parts.append(None if item is None else (dim, item))
+        dim += item is not None
+    wanted: list[tuple[int, Tensor, int]] = []  # (dim of the basic part, tensor, dim of it)
+    taken: list[int] = []
+    entries = 0
+    for at, tensor in parsed.tensors:
+        n = tensor.ndim if is_mask(tensor) else 1
+        taken += range(at, at + n)
+        entries = max(entries, 1 if is_mask(tensor) else tensor.ndim)
+        if is_mask(tensor):
+            wanted += [(at + d, tensor, d) for d in range(n)]
+    rest: list[int | None] = [d for d in range(len(parts)) if d not in taken]
+    if taken:
+        rest[index_result_dim(taken) : index_result_dim(taken)] = [None] * entries
+    for d, i in zip(reversed(rest), reversed(range(value.ndim)), strict=False):
+        if d is not None:
+            wanted.append((d, value, i))
+    for d, tensor, i in wanted:
+        part = parts[d]
+        if part is None or not isinstance(tensor, ShardTensor):
+            continue
+        spot, cut = part[0], tensor._unmerged_value()._layout.dims[i]
+        fits = tensor.shape[i] == len(range(*part[1])) and not set(cut[0].axes) & set(layout.shard_axes)
+        if cut[0].axes and fits and not layout.axes_of(spot):
+            layout = layout.with_dim(spot, _unslice_sharding(cut[0], part[1], shape[spot]))
+    return layout
+
+
+def _unslice_sharding(factor: DimSharding, item: tuple[int, int, int], size: int) -> DimSharding:
+    """The cut of a dim of which a slice is cut as `factor`.
+
+    >>> _unslice_sharding(DimSharding(3, (0,), (1, 2)), (1, 7, 2), 9)
+    DimSharding(size=9, axes=(0,), shard_sizes=(3, 6))
+    """
+    start, _, step = item
+    marks = [min(size, start + at * step) for at in starts(factor.shard_sizes)[1:]]
+    ends = zip([0, *marks], [*marks, size], strict=True)
+    return DimSharding(size, factor.axes, tuple(b - a for a, b in ends))
+
+
+# ---------------------------------------------------------------------- index_put
+
+
+@composed("index_put")
+def index_put(input, indices, values, accumulate=False):
+    """x[indices] = values (or +=), out of place."""
+    parsed = _parse_put_indices(input, indices)
+    masks = any(is_mask(t) for _, t in parsed.tensors)
+    mesh = mesh_of((input, *indices, values), None)
+    if parsed.tensors and not any(isinstance(i, int) for i in parsed.items) and (accumulate or not masks):
+        _check_same_dtype(input, values)
+        found, dims = masks_to_indices(parsed.tensors)
+        values = index_dims_first(values, input.shape, found, dims)
+        return run_index_put(
+            torch.index_put, (), (as_shard_tensor(input, mesh), values, accumulate, torch.Size(dims), *found), {}
+        )
+    made = as_shard_tensor(input, mesh)._reduced_value()
+    made = wrap(made._local_tensor.clone(), made._layout)
+    _assign(made, parsed, values, accumulate)
+    return made
+
+
+@handler("index_put_")
+def index_put_(func, types, args, kwargs):
+    """x[indices] = values (or +=)."""
+    return _index_put_(*args, **kwargs)
+
+
+def _index_put_(input, indices, values, accumulate=False):
+    parsed = _parse_put_indices(input, indices)
+    if input.__class__ is ShardTensor:
+        input._check_writable()
+        reduce_partial(input)
+        _assign(input, parsed, values, accumulate)
+        return input
+    result = index_put(input, indices, values, accumulate)
+    return input.copy_(to_full_tensor(result))
+
+
+def _parse_put_indices(input: Tensor, indices: Any) -> ParsedIndex:
+    if not isinstance(indices, (tuple, list)) or not all(isinstance(i, Tensor) for i in indices):
+        raise TypeError("index_put(): indices must be a tuple of tensors")
+    return parse_index(input.shape, tuple(indices), input.device)

@@ -1,0 +1,353 @@
+"""Writing by index tensors: index_put, index_add, index_copy, index_fill, index_reduce, put.
+
+What is written travels, not what it is written into. An entry is written by the rank that holds its place: picked out
+where every rank has all entries, sent there where they are cut over the axis that cuts the indexed dim. What adds up
+is summed first, so that each rank sends one row for each place (see `lists`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.executor import make_handler
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import handler, mesh_of, to_full_tensor
+from ...layout import DimSharding, Layout, chunk
+from ...tensor import ShardTensor
+from .._common.broadcast import align, broadcast_layout
+from .basic_index import normalize_dim
+from .exchange_lists import ExchangeLists, IndexRequest
+from .gather_rows import has_no_empty_shards, plan_replicated
+from .owners import Owners, validate_index
+from .result_placement import (
+    NO_HINT,
+    PlacementHint,
+    choose_result_layout,
+    find_placement_hint,
+    record_sharding,
+    report_placement,
+    swap_value,
+)
+from .scatter_reduce import can_prereduce, scatter_reduce_rows
+
+Dims = list[tuple[DimSharding, ...]]
+
+
+def align_write_layouts(
+    target: Layout,
+    dims: Sequence[int],
+    entries: Layout,
+    values: Layout | None,
+    accumulate: bool,
+    inplace: bool,
+    item: int,
+    hint: PlacementHint,
+) -> tuple[Layout, Layout, Layout | None]:
+    """Where target, entries and values must lie for a write along `dims` of the target.
+
+    `values` has the entries' dims first, then the target's other dims (of size 1 where it broadcasts). adds: writes to
+    one place add up, so that a target no rank has cut may become Partial. fixed: the target is written in place and
+    keeps its layout, unless what is written is larger than it, or it may become another (see `homes`).
+    """
+    n, rest = entries.ndim, [d for d in range(target.ndim) if d not in dims]
+    indexed = {a for d in dims for a in target.axes_of(d)}
+    still = inplace and not hint[0] and (values is None or values.numel <= target.numel)
+    if values is not None and not still:  # the target follows the values where it is not cut, which is free
+        for i, d in enumerate(rest, n):
+            taken = {*target.shard_axes, *target.partial_axes}
+            if values.axes_of(i) and values.shape[i] == target.shape[d] and not target.axes_of(d):
+                if not taken & set(values.axes_of(i)):
+                    target = target.with_dim(d, *values.dims[i])
+    entries = _entry_layout(entries, values, {a for d in rest for a in target.axes_of(d)}, indexed)
+    free = tuple(a for a in entries.shard_axes if a not in indexed)
+    spot = next((d for d in dims if not target.axes_of(d) and target.shape[d] > 1), None)
+    if free and spot is not None and not still and (not accumulate or not indexed):
+        target = choose_result_layout(target, spot, free, entries.numel, item, accumulate, hint)
+    elif free and accumulate and not still:
+        target = Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in free)])
+    elif free:
+        entries = entries.unshard([b for b in range(n) if set(free) & set(entries.axes_of(b))])
+    if values is None:
+        return target, entries, None
+    wanted = [*entries.dims, *(target.dims[d] for d in rest)]
+    sizes = [*entries.shape, *(target.shape[d] for d in rest)]
+    pairs = zip(values.shape, sizes, wanted, strict=True)
+    return target, entries, Layout.make(target.mesh, [f if m == n else (DimSharding(m),) for m, n, f in pairs])
+
+
+def _entry_layout(entries: Layout, values: Layout | None, busy: set[int], indexed: set[int]) -> Layout:
+    """The cut of the entries: as the values are cut, then as the index is, over axes that are not `busy`."""
+    dims: Dims = [(DimSharding(n),) for n in entries.shape]
+    used = set(busy)
+    for source in (values, entries):
+        for b, size in enumerate(entries.shape):
+            if source is None or source.shape[b] != size or len(dims[b]) > 1 or dims[b][0].axes:
+                continue
+            axes = set(source.axes_of(b))
+            if source.nontrivial_axes(axes) and not axes & used:
+                dims[b] = source.dims[b]
+                used |= axes
+    # values that are cut over an axis of the indexed dims, but along another dim, are sent from entry to entry instead
+    for axis in values.nontrivial_axes(values.shard_axes) if values is not None else ():
+        open_ = [b for b, d in enumerate(dims) if d == (DimSharding(entries.shape[b]),) and entries.shape[b] > 1]
+        if axis in indexed and axis not in used and open_:
+            b = max(open_, key=lambda b: entries.shape[b])
+            dims[b] = (DimSharding(entries.shape[b], (axis,), chunk(entries.shape[b], entries.mesh.size(axis))),)
+            used.add(axis)
+    return Layout.make(entries.mesh, dims)
+
+
+class IndexedWrite:
+    """A write along `dims`, planned: the layouts, and how a rank finds what it is to write."""
+
+    def __init__(
+        self,
+        input: Operand,
+        dims,
+        entries: Layout,
+        values: Layout | None,
+        accumulate: bool,
+        inplace: bool,
+        negative: bool = True,
+        sum_duplicates: bool = False,
+        hint: PlacementHint = NO_HINT,
+    ):
+        found = align_write_layouts(
+            input.layout, dims, entries, values, accumulate, inplace, input.dtype.itemsize, hint
+        )
+        self.input_layout, (self.target, self.entries, self.values) = input.layout, found
+        self.owners = Owners(self.target, dims)
+        self.exchange_axes = tuple(a for a in self.owners.axes if a in self.entries.shard_axes)
+        self.dims = tuple(dims)
+        self.negative = negative
+        self.sum_duplicates = sum_duplicates and input.dtype is not torch.bool
+        size = self.target.shape[self.dims[0]]
+        self.request = IndexRequest(
+            self.owners, self.exchange_axes, self.entries, size, negative, distinct=self.sum_duplicates
+        )
+        self.writes_local = inplace and self.target is input.layout
+        self.inplace = inplace
+        self.torch_checks = (
+            has_no_empty_shards(self.target)
+            and not self.owners.axes
+            and not self.entries.nontrivial_axes(self.entries.shard_axes)
+        )
+        self.rest_shape = [n for d, n in enumerate(self.target.local_shape) if d not in dims]
+
+    def writable_target(self, input: Tensor) -> Tensor:
+        """The tensor that is written: the operand itself, or a copy if it must not change."""
+        return input.clone() if self.inplace and not self.writes_local else input
+
+    def local_updates(self, indices: Sequence[Tensor], values: Tensor | None, device: torch.device) -> tuple[list, Any]:
+        """Positions in this rank's block that are written, and the rows for them: all others are left out.
+
+        Index values are judged by torch where all ranks see the same, and by us where they do not.
+        """
+        record_sharding(self.target, self.dims)
+        report_placement(self.input_layout, self.target)
+        # a number where a list of one is meant
+        few = [i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices]
+        found = [i.to(device) for i in few]
+        here = self.entries.local_shape
+        if len(self.dims) == 1 and self.exchange_axes:
+            lists = self.request.lists_for(found[0].expand(here))
+        else:
+            if not self.torch_checks:
+                pairs = zip(self.dims, found, strict=True)
+                found = [validate_index(i, self.target.shape[d], self.entries, self.negative) for d, i in pairs]
+            if not self.owners.axes:
+                return found, values
+            lists = ExchangeLists(
+                self.owners, self.owners.flat(found).expand(here).reshape(-1), self.exchange_axes, self.sum_duplicates
+            )
+        if values is None:
+            return lists.positions, None
+        return lists.positions, lists.deliver(
+            values.expand(*here, *self.rest_shape).reshape(here.numel(), *self.rest_shape)
+        )
+
+
+def run_in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a planned in-place call: the local tensor was written, or the result is written into the target."""
+    if target.__class__ is ShardTensor:
+        target._check_writable()
+        reduce_partial(target)
+    kwargs = add_placement_hint((target, *args), kwargs, True)
+    result = run(func, (), (target, *args), kwargs)
+    if result._local_tensor is (target._local_tensor if target.__class__ is ShardTensor else target):
+        return target
+    if kwargs.get("hint", NO_HINT)[0]:
+        swap_value(target, result)
+        return target
+    return target._write(result) if target.__class__ is ShardTensor else target.copy_(to_full_tensor(result))
+
+
+def add_placement_hint(args: tuple, kwargs: dict, in_place: bool) -> dict:
+    """The arguments of `fn(target, dim, index, source, ...)` with what is known of a place for the rows."""
+    if len(args) < 4 or not all(isinstance(args[i], Tensor) for i in (0, 2, 3)) or not isinstance(args[1], int):
+        return kwargs
+    target, dim, index, source = args[:4]
+    if source.ndim != target.ndim or index.ndim not in (1, target.ndim) or not -target.ndim <= dim < target.ndim:
+        return kwargs
+    home = find_placement_hint(target, dim, args[2:4], mesh_of(args, None), in_place)
+    return kwargs if home is NO_HINT else {**kwargs, "hint": home}
+
+
+def reduce_partial(target: ShardTensor) -> None:
+    """Reduce a Partial that is about to be written."""
+    if target._layout.partial:
+        if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        whole = target._reduced_value()
+        target._local_tensor, target._layout, target._reduced_cache = whole._local_tensor, whole._layout, None
+
+
+# ---------------------------------------------------------------------- index_put
+
+
+def _plan_index_put(input: Operand, value: Operand, accumulate: bool, dims: torch.Size, *indices: Operand, fn):
+    """`value`: entry dims first, then the other dims of `input`, of size 1 where it broadcasts."""
+    entries = align(tuple(i.layout for i in indices)).result
+    write = IndexedWrite(
+        input, dims, entries, value.layout, accumulate, fn.__name__.endswith("_"), sum_duplicates=accumulate
+    )
+    assert write.values is not None
+
+    def local(input, indices, value):
+        target = write.writable_target(input) if write.inplace else input.clone()
+        positions, rows = write.local_updates(indices, value.to(target.device), target.device)
+        block = target.movedim(list(dims), list(range(len(dims))))
+        block.index_put_(tuple(positions), rows, accumulate)
+        return target
+
+    return Plan(
+        local=local,
+        layout=write.target,
+        operands={
+            "input": write.target,
+            "indices": [broadcast_layout(write.entries, i.shape) for i in indices],
+            "value": write.values,
+        },
+    )
+
+
+run_index_put = make_handler(_plan_index_put, partial=False, merged=True)
+
+
+# ---------------------------------------------------------------------- whole rows of one dim
+
+
+def _plan_row_write(
+    input: Operand,
+    dim: int,
+    index: Operand,
+    source: Operand,
+    accumulate: bool,
+    hint: PlacementHint,
+    fn: Callable,
+    write_fn: Callable,
+    merge: Any = (None, True),
+):
+    """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index.
+
+    merge: the reduction, and whether the target's own values take part in it.
+    """
+    name = fn.__name__
+    if not input.ndim or not source.ndim:
+        if input.ndim:
+            return None  # a source without dims fits no row: torch says so
+        return plan_replicated(
+            lambda input, index, source: write_fn(input, dim, index, source), input.layout, index=index, source=source
+        )
+    dim = normalize_dim(dim, input.ndim)
+    if index.ndim > 1:
+        raise IndexError(f"{name}(): Index is supposed to be a vector")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}(): Expected dtype int32/int64 for index")
+    if source.dtype != input.dtype:
+        raise RuntimeError(
+            f"{name}(): self and source expected to have the same dtype, got {input.dtype}, {source.dtype}"
+        )
+    count, other = index.numel(), list(input.shape)
+    other[dim] = count
+    if list(source.shape) != other:
+        raise RuntimeError(f"{name}(): source has shape {list(source.shape)}; {count} indices want {other}")
+    order = [dim, *(d for d in range(input.ndim) if d != dim)]
+    entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
+    write = IndexedWrite(
+        input, [dim], entries, source.layout.permute(order), accumulate, name.endswith("_"), False, accumulate, hint
+    )
+    assert write.values is not None
+    merging = bool(write.exchange_axes) and can_prereduce(merge[0], input.dtype)
+
+    def local(input, index, source):
+        target = write.writable_target(input)
+        if merging:
+            record_sharding(write.target, write.dims)
+            vector = index.reshape(1)[: write.entries.local_shape[0]] if not index.ndim else index
+            lists = write.request._replace(distinct=True).lists_for(vector.to(target.device))
+            rows = source.movedim(dim, 0)
+            if not write.writes_local:
+                return scatter_reduce_rows(target, dim, lists, rows, *merge)
+            return target.copy_(scatter_reduce_rows(target.clone(), dim, lists, rows, *merge))
+        (position,), rows = write.local_updates([index], source.movedim(dim, 0), target.device)
+        return write_fn(target, dim, position, rows.movedim(0, dim))
+
+    back = [order.index(d) for d in range(input.ndim)]
+    where = broadcast_layout(write.entries, index.shape)
+    return Plan(local, write.target, {"input": write.target, "index": where, "source": write.values.permute(back)})
+
+
+def _index_add(input, dim, index, source, *, alpha=1, hint=NO_HINT, fn):
+    return _plan_row_write(input, dim, index, source, True, hint, fn, lambda x, d, i, s: fn(x, d, i, s, alpha=alpha))
+
+
+def _index_copy(input, dim, index, source, *, hint=NO_HINT, fn):
+    return _plan_row_write(input, dim, index, source, False, hint, fn, fn)
+
+
+def _index_reduce(input, dim, index, source, reduce, *, include_self=True, hint=NO_HINT, fn):
+    if reduce not in ("prod", "mean", "amax", "amin"):
+        raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax, amin but got {reduce}.")
+    more: Callable = lambda x, d, i, s: fn(x, d, i, s, reduce, include_self=include_self)  # noqa: E731
+    return _plan_row_write(input, dim, index, source, False, hint, fn, more, (reduce, include_self))
+
+
+def _index_fill(input, dim, index, value, *, fn):
+    if not input.ndim:
+        return plan_replicated(lambda input, index, value: fn(input, dim, index, value), input.layout, index=index)
+    dim = normalize_dim(dim, input.ndim)
+    if index.ndim > 1:
+        raise IndexError("index_fill_(): Index is supposed to be a vector")
+    if isinstance(value, Operand) and value.ndim:
+        raise RuntimeError(
+            f"index_fill_ only supports a 0-dimensional value tensor, but got {value.ndim} dimension(s)."
+        )
+    entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
+    write = IndexedWrite(input, [dim], entries, None, False, fn.__name__.endswith("_"))
+
+    def local(input, index, value):
+        target = write.writable_target(input)
+        (position,), _ = write.local_updates([index], None, target.device)
+        return fn(target, dim, position, value)
+
+    return Plan(local, write.target, {"input": write.target, "index": broadcast_layout(write.entries, index.shape)})
+
+
+def register_with_inplace(name: str, run: Callable) -> None:
+    """A planned function and its in-place form."""
+    handler(name)(lambda func, types, args, kwargs: run(func, types, args, add_placement_hint(args, kwargs, False)))
+    handler(name + "_")(lambda func, types, args, kwargs: run_in_place(run, func, args[0], args[1:], kwargs))
+
+
+for _name, _planner in (
+    ("index_add", _index_add),
+    ("index_copy", _index_copy),
+    ("index_reduce", _index_reduce),
+    ("index_fill", _index_fill),
+):
+    register_with_inplace(_name, make_handler(_planner, partial=False, merged=True))

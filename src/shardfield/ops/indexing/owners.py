@@ -1,0 +1,181 @@
+"""Who holds the elements that an index asks for, and the way to them and back.
+
+An entry of an index is one flat global number over the indexed dims. `Owners` turns it into a mesh coord or a position
+in this rank's block, by arithmetic alone. Where entries lie on the axis that cuts what they ask for, they travel to
+the owners (`AxisExchange`; `lists` has whole journeys): bytes follow the entries, never the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...comm import autograd_collectives, collectives
+from ...comm.route import Region, Route
+from ...layout import DimSharding, Layout, starts
+from ...trace_state import concrete_for
+from .._common.probe import raise_if
+
+
+class Owners:
+    """The block that some dims of a layout span: which coord holds a flat global index over them, and where.
+
+    `axes` are those over which entries may be held by other ranks: all that cut the dims, unless it is known better.
+    """
+
+    def __init__(self, layout: Layout, dims: Sequence[int], axes: Sequence[int] | None = None):
+        self.layout, self.dims = layout, tuple(dims)
+        self.sizes = tuple(layout.shape[d] for d in self.dims)
+        self.axes = (
+            layout.nontrivial_axes(a for d in self.dims for a in layout.axes_of(d)) if axes is None else tuple(axes)
+        )
+
+    def _unravel(self, flat: Tensor) -> list[list[tuple[DimSharding, Tensor]]]:
+        """One index for each factor of each dim."""
+        factors = [self.layout.dims[d] for d in self.dims]
+        if len(factors) == 1 and len(factors[0]) == 1:
+            return [[(factors[0][0], flat)]]
+        found = []
+        for dim in reversed(factors):
+            row = []
+            for factor in reversed(dim):
+                row.append((factor, flat % max(factor.size, 1)))
+                flat = flat.div(max(factor.size, 1), rounding_mode="floor")
+            found.append(row[::-1])
+        return found[::-1]
+
+    def coord(self, flat: Tensor, axis: int) -> Tensor:
+        """The position on `axis` of the rank that holds each entry."""
+        for row in self._unravel(flat):
+            for factor, digit in row:
+                if axis in factor.axes:
+                    ends = torch.tensor(factor.shard_sizes, device=flat.device).cumsum(0)
+                    piece = torch.searchsorted(ends, digit.contiguous(), right=True)
+                    inner = factor.axes[factor.axes.index(axis) + 1 :]
+                    piece = piece.div(math.prod(self.layout.mesh.size(a) for a in inner), rounding_mode="floor")
+                    return piece % self.layout.mesh.size(axis)
+        raise AssertionError(f"axis {axis} does not cut dims {self.dims} of {self.layout}")
+
+    def local_mask(self, flat: Tensor, axes: Iterable[int]) -> Tensor:
+        """Which entries this rank's coords on `axes` hold."""
+        held = torch.ones_like(flat, dtype=torch.bool)
+        for axis in axes:
+            held &= self.coord(flat, axis) == self.layout.coords[axis]
+        return held
+
+    def positions(self, flat: Tensor) -> list[Tensor]:
+        """Where entries that this rank holds lie in its block, dim by dim."""
+        found = []
+        for row in self._unravel(flat):
+            here: Any = 0
+            for factor, digit in row:
+                start = starts(factor.shard_sizes)[self.layout.index(factor.axes)] if factor.axes else 0
+                here = here * self.layout.local_size_of(factor) + digit - start
+            found.append(here)
+        return found
+
+    def flat(self, indices: Sequence[Tensor]) -> Tensor:
+        """Global indices, dim by dim, as one number."""
+        total = indices[0]
+        for index, size in zip(indices[1:], self.sizes[1:], strict=True):
+            total = total * size + index
+        return total
+
+    def local_indices(self, device: torch.device) -> list[Tensor]:
+        """The global indices of this rank's block, dim by dim, each in the shape that broadcasts with the others."""
+        found = []
+        for i, d in enumerate(self.dims):
+            along = torch.zeros(1, dtype=torch.int64, device=device)
+            for factor in self.layout.dims[d]:
+                start = starts(factor.shard_sizes)[self.layout.index(factor.axes)] if factor.axes else 0
+                digit = torch.arange(start, start + self.layout.local_size_of(factor), device=device)
+                along = (along[:, None] * factor.size + digit).flatten()
+            found.append(along.view([-1] + [1] * (len(self.dims) - 1 - i)))
+        return found
+
+
+class AxisExchange(NamedTuple):
+    """One exchange along one axis: this rank's entries sorted by where they go, and the route there and back."""
+
+    order: Tensor
+    inverse: Tensor
+    route: Route
+    group: ProcessGroup
+    is_noop: bool  # no rank of the group sends: all know, for all know all counts
+
+    @staticmethod
+    def to(peers: Tensor, axis: int, layout: Layout) -> AxisExchange:
+        """A hop that takes entry i to coord `peers[i]`. One small message tells each rank what it will get."""
+        group, size, me = layout.mesh.get_group(axis), layout.mesh.size(axis), layout.coords[axis]
+        counts = torch.bincount(peers, minlength=size).tolist()
+        table = collectives.gather_ints(counts, group, peers.device)
+        order = torch.argsort(peers, stable=True)
+        arriving = [row[me] for row in table]
+        send = tuple((Region(((0, at, n),)),) for at, n in zip(starts(counts), counts, strict=True))
+        recv = tuple((Region(((0, at, n),)),) for at, n in zip(starts(arriving), arriving, strict=True))
+        route = Route(send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
+        idle = not any(n for c, row in enumerate(table) for peer, n in enumerate(row) if peer != c)
+        return AxisExchange(order, torch.argsort(order), route, group, idle)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Rows go to their peers. Adjoint: the way back."""
+        return autograd_collectives.exchange(rows.index_select(0, self.order), self.route, self.group)
+
+    def exchange_back(self, rows: Tensor) -> Tensor:
+        """Rows return to where they came from. Adjoint: the way there."""
+        return autograd_collectives.exchange(rows, self.reverse_route, self.group).index_select(0, self.inverse)
+
+    @property
+    def reverse_route(self) -> Route:
+        r = self.route
+        return Route(r.recv, r.send, r.sizes_out, r.sizes_in)
+
+
+def select_rows(block: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> Tensor:
+    """(entries, other dims) of a block: what lies at the positions along `dims`."""
+    if len(dims) == 1:
+        return block.index_select(dims[0], positions[0]).movedim(dims[0], 0)
+    return block.movedim(list(dims), list(range(len(dims))))[tuple(positions)]
+
+
+def gather_counts(count: int, layout: Layout, axes: Sequence[int], device: torch.device) -> tuple[int, ...]:
+    """Every rank's count over `axes`, row-major."""
+    counts = [count]
+    for axis in reversed(axes):
+        counts = [n for row in collectives.gather_ints(counts, layout.mesh.get_group(axis), device) for n in row]
+    return tuple(counts)
+
+
+def validate_index(
+    index: Tensor, size: int, layout: Layout, negative: bool = True, error: type[Exception] = IndexError
+) -> Tensor:
+    """The values of an index laid out as `layout`, negative ones counted from the end; all ranks raise or none.
+
+    Ranks that hold different parts of the index agree by one small reduction.
+    """
+    with concrete_for(index):
+        wrong = any_out_of_bounds(index, size, negative)
+        for axis in layout.nontrivial_axes(layout.shard_axes):
+            wrong = collectives.all_reduce(wrong, layout.mesh.get_group(axis))
+        raise_if(wrong, error, str(out_of_bounds_error(size, error)))
+        return wrap_negative(index, size, negative)
+
+
+def any_out_of_bounds(index: Tensor, size: int, negative: bool) -> Tensor:
+    """Whether any entry names what is not there."""
+    return ((index < (-size if negative else 0)) | (index >= size)).any()
+
+
+def out_of_bounds_error(size: int, error: type[Exception]) -> Exception:
+    return error(f"index out of bounds for dimension with size {size}")
+
+
+def wrap_negative(index: Tensor, size: int, negative: bool) -> Tensor:
+    """An index as int64, counted from the front."""
+    index = index.to(torch.int64)
+    return torch.where(index < 0, index + size, index) if negative else index

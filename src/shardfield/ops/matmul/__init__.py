@@ -1,0 +1,1 @@
+"""Matrix products, einsum, linear algebra, pairwise distances, sparse products."""

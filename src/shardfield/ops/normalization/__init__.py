@@ -1,0 +1,1 @@
+"""Batch, instance, layer and group norm with statistics over sharded dims."""

@@ -1,0 +1,242 @@
+"""Normalisation for each channel, with statistics of the batch or running ones.
+
+Buffers of running statistics are written in place, on every rank the same: what one device would have written. They
+are whole on every rank as modules have them, or cut in any way; a Partial cannot take in values and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...comm import collectives
+from ...dispatch.plan import Operand, Plan, process_groups
+from ...dispatch.registry import handler, rule
+from ...errors import ShardingError
+from ...layout import Layout
+from ...redistribute import redistribute
+from .._common.probe import probe_shapes, sharding_axes
+from .affine_params import AffineParams, empty_result, fix_grad_format, norm_plan, probe_dtypes
+from .sharded_norm import ShardedNorm
+from .stat_groups import BatchStats, InstanceStats
+
+
+class RunningStats:
+    """The buffers of running statistics, seen from the channels that this rank works on."""
+
+    def __init__(self, channels: Layout, mean: Operand | None, variance: Operand | None):
+        self.channels = channels
+        self.sources = [b.layout for b in (mean, variance) if b is not None]
+        for layout in self.sources:
+            if layout.partial:
+                raise ShardingError(
+                    f"running statistics that are {layout} cannot be written: make them Replicate or Shard"
+                )
+        self.in_place = all(s is channels for s in self.sources)
+
+    @torch.no_grad()
+    def redistribute(self, *buffers: Tensor | None) -> list[Tensor | None]:
+        """This rank's channels of them: the buffers themselves, or copies that `store` brings back."""
+        if self.in_place:
+            return list(buffers)
+        return [
+            redistribute(b, s, self.channels).clone()
+            for b, s in zip(buffers, self.sources, strict=True)
+            if b is not None
+        ]
+
+    @torch.no_grad()
+    def store(self, buffers: list[Tensor | None], mine: list[Tensor | None]) -> None:
+        """Write this rank's channels, and those that others have worked on: one message an axis that cuts channels."""
+        if self.in_place:
+            return
+        both = torch.stack([m for m in mine if m is not None])
+        for i, (buffer, source) in enumerate(zip(buffers, self.sources, strict=True)):
+            if i == 0 or source is not self.sources[0]:
+                moved = redistribute(both, self.channels.insert(0, 2), source.insert(0, 2))
+            if buffer is not None:
+                buffer.copy_(moved[i])
+
+
+@torch.no_grad()
+def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], momentum: float) -> None:
+    """Running statistics take in those of a batch."""
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer is not None:
+            buffer.mul_(1 - momentum).add_(value.reshape(-1).to(buffer.dtype), alpha=momentum)
+
+
+# ---------------------------------------------------------------------- batch_norm
+
+
+@rule(F.batch_norm, partial=True, merged=True, exact=True)
+def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
+               eps=1e-5, *, fn):  # fmt: skip
+    """In training one small message an axis each way; the parameters' gradients are in the one backward."""
+    probe_shapes(fn, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@rule(torch.batch_norm, partial=True, merged=True, exact=True)
+def torch_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *,
+                     fn):  # fmt: skip
+    """The same with its arguments in another order."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@rule(torch.native_batch_norm, partial=True, merged=True)
+def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, *, fn):
+    """The same with mean and 1 / std as results; torch keeps none where it does not train."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, fn)
+
+
+def _plan_batch_norm(
+    input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, fn=torch.batch_norm
+):
+    native = fn is not torch.batch_norm
+
+    def call(input, *tensors):
+        out = fn(input, *tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
+        fix_grad_format(out[0] if native else out, input)
+        return out
+
+    if input.ndim < 2:  # torch takes a vector of nothing
+        return None
+    tiny = probe_dtypes(call, input, weight, bias, running_mean, running_var)
+    result, layout = tiny[0].dtype, input.layout.with_partial(())
+    affine = AffineParams(layout, [layout.dims[1]], weight, bias)
+    channels = affine.layout
+    if native:
+        kept = channels if tiny[1].numel() else Layout.replicate(layout.mesh, (0,))
+        out: Any = [layout, kept, kept]
+    else:
+        out = layout
+    if not training:
+
+        def settled(input, weight, bias, running_mean, running_var):
+            weight, bias = affine.replicate_in(weight, bias)
+            if not input.numel():
+                value = empty_result(input, [weight, bias], result)
+                if not native:
+                    return value
+                # on a device torch gives what it used, elsewhere nothing
+                used = (running_mean, (running_var + eps).rsqrt()) if kept.numel else tiny[1:]
+                return value, *(s.detach().to(t.dtype, copy=True) for s, t in zip(used, tiny[1:], strict=True))
+            return call(input, weight, bias, running_mean, running_var)
+
+        return norm_plan(settled, input, layout, out, running_mean=channels, running_var=channels)
+    running = RunningStats(channels, running_mean, running_var)
+    scheme = BatchStats(layout)
+    if not scheme.axes or not input.numel():
+
+        def whole(input, weight, bias, running_mean, running_var):
+            weight, bias = affine.replicate_in(weight, bias)
+            mine = running.redistribute(running_mean, running_var)
+            if input.shape[1]:
+                value = call(input, weight, bias, *mine)
+            else:
+                value = empty_result(input, [weight, bias], result)
+                value = (value, *(t.new_empty(0) for t in tiny[1:])) if native else value
+            running.store([running_mean, running_var], mine)
+            return value
+
+        return norm_plan(whole, input, layout, out)
+    shared = ShardedNorm(scheme, eps, result, input.device, channels)
+    unbiased = scheme.total / max(scheme.total - 1, 1)
+
+    def across(input, weight, bias, running_mean, running_var):
+        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
+        mine = running.redistribute(running_mean, running_var)
+        update_running_stats(mine, [mean, variance * unbiased], momentum)
+        running.store([running_mean, running_var], mine)
+        if not native:
+            return value
+        return value, *(
+            s.reshape(-1).to(t.dtype) for s, t in zip((mean, (variance + eps).rsqrt()), tiny[1:], strict=True)
+        )
+
+    return norm_plan(across, input, layout, out)
+
+
+# ---------------------------------------------------------------------- instance_norm
+
+
+@rule(F.instance_norm, partial=True, merged=True, exact=True)
+def instance_norm(input: Operand, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True,
+                  momentum=0.1, eps=1e-5, *, fn):  # fmt: skip
+    """One small message an axis that cuts places; running statistics are means over the samples of all ranks."""
+    probe_shapes(fn, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+
+
+@rule(torch.instance_norm, partial=True, merged=True, exact=True)
+def torch_instance_norm(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+                        cudnn_enabled, *, fn):  # fmt: skip
+    """The same with its arguments in another order."""
+    probe_shapes(fn, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
+    return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+
+
+def _plan_instance_norm(
+    input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
+) -> Plan | None:
+    if not use_input_stats:  # then samples have nothing of their own
+        return _plan_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
+
+    def call(input, *tensors):
+        # torch looks at it as one sample, in the order that it has then
+        input = input.contiguous()
+        out = torch.instance_norm(input, *tensors, True, momentum, eps, torch.backends.cudnn.enabled)
+        return fix_grad_format(out, input)
+
+    result = probe_dtypes(call, input, weight, bias, running_mean, running_var)[0].dtype
+    if not input.numel():
+        return None
+    layout = input.layout.with_partial(())
+    affine = AffineParams(layout, [layout.dims[1]], weight, bias)
+    scheme = InstanceStats(layout)
+    tracked = running_mean is not None or running_var is not None
+    if not scheme.axes and not tracked:
+
+        def whole(input, weight, bias):
+            weight, bias = affine.replicate_in(weight, bias)
+            if not input.numel():
+                return empty_result(input, [weight, bias], result)
+            return call(input, weight, bias, None, None)
+
+        return norm_plan(whole, input, layout, layout)
+    running = RunningStats(affine.layout, running_mean, running_var)
+    shared = ShardedNorm(scheme, eps, result, input.device, affine.layout)
+    unbiased = scheme.total / max(scheme.total - 1, 1)
+    samples, over = layout.shape[0], process_groups(layout, sharding_axes(layout, [0]))
+
+    def across(input, weight, bias, running_mean, running_var):
+        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
+        if tracked:
+            both = torch.stack([mean, variance * unbiased]).sum(1) / samples
+            for group in over:
+                both = collectives.all_reduce(both, group)
+            mine = running.redistribute(running_mean, running_var)
+            update_running_stats(mine, list(both), momentum)
+            running.store([running_mean, running_var], mine)
+        return value
+
+    return norm_plan(across, input, layout, layout)
+
+
+# ---------------------------------------------------------------------- SyncBatchNorm
+
+
+@handler("batch_norm_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt",
+         "batch_norm_backward_reduce", "batch_norm_backward_elemt")  # fmt: skip
+def refuse_sync_batch_norm(func, types, args, kwargs):
+    """The steps of nn.SyncBatchNorm, which would count on every rank what is cut already."""
+    raise ShardingError(
+        f"{func.__name__}: nn.SyncBatchNorm works on the pieces of ranks. nn.BatchNorm on a ShardTensor takes its "
+        "statistics over all ranks of the mesh: use that, without convert_sync_batchnorm"
+    )

@@ -1,0 +1,202 @@
+"""Normalisation along the last dims and over groups of channels.
+
+Where what shares a mean lies on one rank, torch's own kernel runs there; else the ranks share statistics (see
+`standardise.py`). Parameters are cut like the dims they belong to, and their gradients are summed over the ranks that
+use them. What one device raises is raised while planning, by all ranks: shapes are judged as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...comm import autograd_collectives
+from ...comm.route import RowRequest, fetch_route
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import composed, rule
+from ...layout import starts
+from ...redistribute import unmerge_dims
+from .._common.probe import probe_shapes, reduced_layout, sharding_axes
+from ..shape.flip_roll import shard_by_one_axis
+from .affine_params import AffineParams, empty_result, norm_plan, probe_dtypes
+from .sharded_norm import ShardedNorm
+from .stat_groups import GroupStats, RowStats
+
+# ---------------------------------------------------------------------- over the last dims
+
+
+@rule(F.layer_norm, merged=True)
+def layer_norm(input: Operand, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, *, fn):
+    """torch's kernel along whole dims; along cut ones, one small message an axis each way."""
+    return _plan_layer_norm(input, normalized_shape, weight, bias, eps, F.layer_norm)
+
+
+@rule(torch.native_layer_norm, merged=True)
+def native_layer_norm(input: Operand, normalized_shape, weight, bias, eps, *, fn):
+    """The same with mean and 1 / std as results, which have no gradient."""
+    return _plan_layer_norm(input, normalized_shape, weight, bias, eps, torch.native_layer_norm)
+
+
+def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float, fn) -> Plan:
+    number = len(normalized_shape)
+    probe_shapes(fn, input, normalized_shape, weight, bias, eps)
+    dtypes = [t.dtype for t in probe_dtypes(fn, input, [1] * number, weight, bias, eps)]
+    layout = input.layout
+    dims = range(layout.ndim - number, layout.ndim)
+    statistics = reduced_layout(layout, dims, True, None)
+    out = [layout, statistics, statistics] if len(dtypes) > 1 else layout
+    affine = AffineParams(layout, layout.dims[dims.start :], weight, bias)
+    if not sharding_axes(layout, dims) or not input.numel():
+
+        def whole(input, weight, bias):
+            return fn(input, input.shape[-number:], *affine.replicate_in(weight, bias), eps)
+
+        return norm_plan(whole, input, layout, out)
+    shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], input.device, affine.layout)
+
+    def across(input, weight, bias):
+        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
+        if len(dtypes) == 1:
+            return value
+        pair = zip((mean, (variance + eps).rsqrt()), dtypes[1:], strict=True)
+        return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
+
+    return norm_plan(across, input, layout, out)
+
+
+@rule(F.rms_norm, merged=True)
+def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
+    """The same with no mean: the sums of squares travel."""
+    number = len(normalized_shape)
+    probe_shapes(F.rms_norm, input, normalized_shape, weight, eps)
+    result = probe_dtypes(F.rms_norm, input, [1] * number, weight, eps)[0].dtype
+    layout = input.layout
+    dims = range(layout.ndim - number, layout.ndim)
+    affine = AffineParams(layout, layout.dims[dims.start :], weight, None)
+    if not sharding_axes(layout, dims) or not input.numel():
+
+        def whole(input, weight):
+            return F.rms_norm(input, input.shape[-number:], affine.replicate_in(weight, None)[0], eps)
+
+        return norm_plan(whole, input, layout, layout)
+    if input.dtype.is_complex:  # torch takes the mean of x * x there, which is no size of anything
+        return None
+    tiny = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    shared = ShardedNorm(
+        RowStats(layout, number),
+        tiny if eps is None else eps,
+        result,
+        input.device,
+        centered=False,
+        param_layout=affine.layout,
+    )
+    return norm_plan(lambda input, weight: shared(input, *affine.redistribute(weight, None))[0], input, layout, layout)
+
+
+# ---------------------------------------------------------------------- over groups of channels
+
+
+@rule(F.group_norm, merged=True)
+def group_norm(input: Operand, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True, *, fn):
+    """torch's kernel where groups are whole; else shared, also by ranks between which a cut goes through a group."""
+    probe_shapes(fn, input, num_groups, weight, bias, eps)
+    result = probe_dtypes(torch.group_norm, input, 1, weight, bias, eps)[0].dtype
+    return _plan_group_norm(input, weight, bias, num_groups, eps, [result])
+
+
+@rule(torch.native_group_norm, merged=True)
+def native_group_norm(input: Operand, weight, bias, N, C, HxW, group, eps, *, fn):
+    """The same with mean and 1 / std as results."""
+    probe_shapes(fn, input, weight, bias, N, C, HxW, group, eps)
+    dtypes = [t.dtype for t in probe_dtypes(fn, input, weight, bias, 1, 1, 1, 1, eps)]
+    return _plan_group_norm(input, weight, bias, group, eps, dtypes)
+
+
+def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtypes: list[torch.dtype]) -> Plan | None:
+    layout = unmerge_dims(input.layout, [1])
+    affine = AffineParams(layout, [layout.dims[1]], weight, bias)
+    if not input.numel():
+        if len(dtypes) > 1:
+            return None
+
+        def nothing(input, weight, bias):
+            return empty_result(input, affine.replicate_in(weight, bias), dtypes[0])
+
+        return norm_plan(nothing, input, layout, layout)
+    scheme = GroupStats(layout, number)
+    statistics = scheme.statistics()
+    out: Any = [layout, statistics, statistics] if len(dtypes) > 1 else layout
+    if not scheme.axes and len(dtypes) == 1:
+
+        def whole(input, weight, bias):
+            weight, bias = affine.replicate_in(weight, bias)
+            if weight is None and bias is not None:  # torch's kernel has no gradient for a bias alone
+                weight = torch.ones_like(bias)
+            if not input.numel():
+                return empty_result(input, [weight, bias], dtypes[0])
+            return torch.group_norm(input, scheme.local_groups, weight, bias, eps)
+
+        return norm_plan(whole, input, layout, out)
+    shared = ShardedNorm(scheme, eps, dtypes[0], input.device, affine.layout)
+
+    def across(input, weight, bias):
+        value = shared(input, *affine.redistribute(weight, bias))[0]
+        if len(dtypes) == 1:
+            return value
+        pair = zip(shared.statistics(shared.view(input))[:2], dtypes[1:], strict=True)  # torch's have a gradient
+        return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
+
+    return norm_plan(across, input, layout, out)
+
+
+# ---------------------------------------------------------------------- over neighbouring channels, and of weights
+
+
+@rule(F.local_response_norm, merged=True)
+def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, fn):
+    """Channels look at their neighbours: those that other ranks hold are fetched."""
+    probe_shapes(fn, input, size, alpha, beta, k)
+    layout = shard_by_one_axis(input.layout, [1])
+    if not layout.is_sharded(1):
+
+        def whole(input):
+            return fn(input, size, alpha, beta, k) if input.numel() else input.clone()
+
+        return Plan(local=whole, operands={"input": layout}, layout=layout)
+    (factor,) = layout.dims[1]
+    (axis,) = layout.nontrivial_axes(factor.axes)
+    before, after = size // 2, (size - 1) // 2
+    # beyond the ends of the dim there are zeros, as torch has it
+    asked = [
+        [RowRequest(s - before, before + n + after)] if n else []
+        for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)
+    ]
+    route = fetch_route(
+        1, factor.shard_sizes, layout.coords[axis], asked, [n + before + after if n else 0 for n in factor.shard_sizes]
+    )
+    group = layout.mesh.get_group(axis)
+    here = layout.local_shape[1]
+
+    def local(input):
+        seen = autograd_collectives.exchange(input, route, group)
+        out = fn(seen, size, alpha, beta, k) if seen.numel() else seen.clone()
+        return out.narrow(1, before if here else 0, here)
+
+    return Plan(local=local, operands={"input": layout}, layout=layout)
+
+
+@composed("_weight_norm")
+def weight_norm(v, g, dim=0):
+    """A weight of given size along `dim` and the direction of another."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+@composed("norm_except_dim")
+def norm_except_dim(v, pow=2, dim=0):
+    """The norm over all dims but one (-1: over all)."""
+    if dim == -1:
+        return torch.linalg.vector_norm(v, pow)
+    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    return torch.linalg.vector_norm(v, pow, others, True) if others else v.abs()

@@ -1,0 +1,1 @@
+"""The parts of torch's tensor protocol that are no ops: autograd entry points, hooks, metadata, TorchScript."""

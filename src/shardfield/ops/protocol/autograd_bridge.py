@@ -1,0 +1,176 @@
+"""Where autograd's own entry points meet ShardTensors: `autograd.grad`, `autograd.backward`, users' Functions.
+
+The graph lives on local tensors, so `grad` and `backward` are asked of those. A user's `autograd.Function` is recorded
+by C++ on whatever tensors it is given; for ShardTensors a node on each side carries the graph across:
+
+    local --_ToWrapper--> wrapper --the Function--> wrapper --_ToLocal--> local
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat import function_apply, module_hook_function, replace_function_apply, serialize_double_backward
+from ...comm import autograd_collectives
+from ...dispatch import registry
+from ...dispatch.plan import process_groups
+from ...dispatch.registry import as_operand, handler, map_tensors, run_backward, seed_gradient, to_full_tensor
+from ...redistribute import redistribute
+from ...tensor import ShardTensor, wrap
+from .module_hooks import apply_hook_identity
+
+serialize_double_backward()
+
+
+@handler(torch.autograd.backward)
+def backward(func, types, args, kwargs):
+    _backward(*args, **kwargs)
+
+
+def _backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None):
+    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if grad_tensors is None:
+        gradients = [None] * len(outputs)
+    else:
+        gradients = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors)
+    run_backward(outputs, gradients, retain_graph, create_graph, inputs)
+
+
+@handler(torch.autograd.grad)
+def grad(func, types, args, kwargs):
+    return _grad(*args, **kwargs)
+
+
+def _grad(
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+):
+    """Gradients lie like the inputs they belong to."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if grad_outputs is None:
+        grad_outputs = [None] * len(outputs)
+    seeds = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+    if is_grads_batched:
+        return _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize_grads)
+    pairs = [seed_gradient(o, s) for o, s in zip(outputs, seeds, strict=True)]
+    grads = torch.autograd.grad(
+        [local for local, _ in pairs],
+        [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs],
+        [seed for _, seed in pairs],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+
+    def placed(t: Any, g: Any) -> Any:
+        if g is None or not isinstance(t, ShardTensor):
+            return g
+        return wrap(
+            autograd_collectives.replicate_out(g, process_groups(t._layout, t._layout.partial_axes)), t._grad_layout
+        )
+
+    return tuple(placed(t, g) for t, g in zip(inputs, grads, strict=True))
+
+
+def _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize):
+    """Gradients for every row of the seeds, stacked: one backward after the other, since messages cannot be vmapped."""
+    counts = {0 if s is None or not s.ndim else s.shape[0] for s in seeds}
+    if len(counts) > 1 or 0 in counts:
+        shapes = [None if s is None else tuple(s.shape) for s in seeds]
+        raise RuntimeError(f"autograd.grad: is_grads_batched wants grad_outputs of equally many rows, not {shapes}")
+    (count,) = counts
+    keep = create_graph if retain_graph is None else retain_graph
+    how = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize}
+    rows = [
+        _grad(outputs, inputs, [s[i] for s in seeds], retain_graph=keep or i < count - 1, **how) for i in range(count)
+    ]
+    return tuple(None if grads[0] is None else torch.stack(grads) for grads in zip(*rows, strict=True))
+
+
+# ---------------------------------------------------------------------- users' Functions
+
+
+class _ToWrapper(torch.autograd.Function):
+    """Forward: the wrapper of a local tensor, recorded by C++. Adjoint: the local tensor of its gradient."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, local, source):
+        ctx.layout = source._grad_layout
+        return wrap(source._local_tensor, source._layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        local, layout = as_operand(grad, ctx.layout.mesh)
+        return redistribute(local, layout, ctx.layout), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """Forward: a wrapper's local tensor. Adjoint: the wrapper of its gradient."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, wrapper):
+        ctx.layout = wrapper._grad_layout
+        return wrapper._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wrap(grad, ctx.layout)
+
+
+class _ToPlain(torch.autograd.Function):
+    """A plain operand of a Function that also takes ShardTensors: a gradient that comes back sharded is made whole."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return to_full_tensor(grad) if isinstance(grad, ShardTensor) else grad
+
+
+def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply` for arguments among which there may be ShardTensors."""
+    plain = function_apply.__get__(None, function)
+    if not any(isinstance(a, ShardTensor) for a in args):
+        return plain(*args, **kwargs)
+    needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if not needed or not torch.is_grad_enabled():
+        return plain(*args, **kwargs)
+    if function is module_hook_function:
+        return apply_hook_identity(*args)
+
+    def across(value: Any) -> Any:
+        if isinstance(value, ShardTensor) and value.requires_grad:
+            return _ToWrapper.apply(value._local_tensor, value)
+        if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.requires_grad:
+            return _ToPlain.apply(value)
+        return value
+
+    registry.bridge_depth += 1
+    try:
+        out = plain(*[across(a) for a in args], **kwargs)
+    finally:
+        registry.bridge_depth -= 1
+    return map_tensors(out, lambda t: wrap(_ToLocal.apply(t), t._layout) if isinstance(t, ShardTensor) else t)
+
+
+replace_function_apply(apply)

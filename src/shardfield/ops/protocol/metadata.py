@@ -1,0 +1,109 @@
+"""Questions about a tensor that its layout or this rank's piece can answer: no message, no arithmetic."""
+
+from __future__ import annotations
+
+import torch
+
+from ..._compat import tensor_getter
+from ...dispatch.registry import HANDLERS, handler
+from ...errors import ShardingError
+from ...tensor import ShardTensor, wrap
+from ..spectral.lazy_spectrum import proxy_local
+
+# answered by the local tensor as they are
+METHODS = """
+element_size get_device is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg
+is_pinned is_shared is_signed dense_dim has_names is_coalesced can_cast __dir__ _is_view _is_zerotensor
+""".split()
+ATTRIBUTES = """
+is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
+is_vulkan is_xla is_xpu itemsize layout name names _base
+""".split()
+
+
+def answer_from_local(func, types, args, kwargs):
+    first, *rest = args
+    return func(proxy_local(first), *rest, **kwargs)
+
+
+for _name in METHODS:
+    handler(_name)(answer_from_local)
+for _name in ATTRIBUTES:
+    if (_getter := tensor_getter(_name)) is not None:
+        HANDLERS[_getter] = answer_from_local
+
+
+@handler("numel")
+def numel(func, types, args, kwargs):
+    return args[0]._layout.numel
+
+
+@handler("is_same_size")
+def is_same_size(func, types, args, kwargs):
+    return args[0].shape == args[1].shape
+
+
+@handler("is_nonzero")
+def is_nonzero(func, types, args, kwargs):
+    if args[0].numel() != 1:
+        raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
+    return bool(args[0].item())
+
+
+def nbytes(func, types, args, kwargs):
+    return args[0]._layout.numel * args[0].dtype.itemsize
+
+
+def data(func, types, args, kwargs):
+    return wrap(args[0]._local_tensor.data, args[0]._layout)
+
+
+def set_data(func, types, args, kwargs):
+    """`x.data = y`: x becomes y, pieces and layout, and keeps its place in no graph."""
+    target, value = args
+    if not isinstance(value, ShardTensor) or value.shape != target.shape:
+        raise ShardingError(f"x.data = y: y must be a ShardTensor of shape {tuple(target.shape)}")
+    local = value._redistribute_to(target._layout)._local_tensor
+    target._local_tensor.data = local
+    target._dtype, target._device = local.dtype, local.device
+
+
+HANDLERS[tensor_getter("nbytes")] = nbytes
+HANDLERS[tensor_getter("data")] = data
+HANDLERS[tensor_getter("data", "__set__")] = set_data
+
+
+@handler("data_ptr", "storage", "untyped_storage", "storage_offset", "set_", "__dlpack__", "__dlpack_device__")
+def refuse_memory_access(func, types, args, kwargs):
+    raise ShardingError(f"{func.__name__}: a ShardTensor has no memory of its own; ask x.to_local()")
+
+
+@handler("to")
+def to(func, types, args, kwargs):
+    """dtype, device, memory format, or like another tensor; the layout stays."""
+    target, *rest = args
+    if not isinstance(target, ShardTensor):  # plain.to(sharded)
+        return func(target, rest[0]._local_tensor, *rest[1:], **kwargs)
+    rest = [r._local_tensor if isinstance(r, ShardTensor) else r for r in rest]
+    if "other" in kwargs and isinstance(kwargs["other"], ShardTensor):
+        kwargs = kwargs | {"other": kwargs["other"]._local_tensor}
+    if target._layout.partial:
+        target = target._reduced_value()
+    local = func(target._local_tensor, *rest, **kwargs)
+    return target if local is target._local_tensor else wrap(local, target._layout)
+
+
+@handler("type_as")
+def type_as(func, types, args, kwargs):
+    return args[0].to(args[1].dtype)
+
+
+@handler("cpu", "cuda", "pin_memory")
+def to_device(func, types, args, kwargs):
+    target = args[0]._reduced_value()
+    return wrap(func(target._local_tensor, *args[1:], **kwargs), target._layout)
+
+
+@handler(torch.result_type)
+def result_type(func, types, args, kwargs):
+    return func(*[a._local_tensor.new_empty(a.shape, device="meta") if isinstance(a, ShardTensor) else a for a in args])

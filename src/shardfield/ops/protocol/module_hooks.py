@@ -1,0 +1,99 @@
+"""Full backward hooks of modules that are given ShardTensors, or return them.
+
+torch passes a module's inputs, and its outputs, through an identity of its own, finds that node behind the result by
+its name, and hooks it. So the identity is recorded on the local tensors, where the graph is, under the same name; and
+what hooks it is handed ShardTensors, which lie like the inputs or outputs that the gradients belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat import check_legacy_backward_hooks, function_apply, set_node_hook
+from ...dispatch.registry import as_operand, map_tensors, to_full_tensor
+from ...errors import ShardingError
+from ...layout import Layout
+from ...redistribute import redistribute
+from ...tensor import ShardTensor, wrap
+
+Layouts = tuple[Layout | None, ...]
+
+
+class BackwardHookFunction(torch.autograd.Function):
+    """Forward and adjoint: identity, of local and plain tensors. `layouts`: of their gradients, None for plain ones."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, layouts, *tensors):
+        ctx.layouts = layouts
+        ctx.mark_non_differentiable(*[t for t in tensors if not t.requires_grad])
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *grads
+
+
+def apply_hook_identity(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """torch's `BackwardHookFunction.apply` for tensors among which there are ShardTensors."""
+    layouts = tuple(t._grad_layout if isinstance(t, ShardTensor) else None for t in tensors)
+    passed = BackwardHookFunction.apply(
+        layouts, *[t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    )
+    return tuple(_rewrap(t, p) if isinstance(t, ShardTensor) else p for t, p in zip(tensors, passed, strict=True))
+
+
+def _rewrap(tensor: ShardTensor, local: Tensor) -> ShardTensor:
+    if not tensor.requires_grad:
+        return tensor
+    made = wrap(local, tensor._layout)
+    made._copied_view, made._narrowed = tensor._copied_view, tensor._narrowed
+    return made
+
+
+def _wrap_hook(layouts: Layouts, hook: Callable) -> Callable:
+    """A hook on ShardTensors as one on the local tensors of the node (`layouts` are no tensors and do not count)."""
+
+    def run(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> Any:
+        changed = hook(_wrap_grads(grad_inputs, layouts), _wrap_grads(grad_outputs, layouts))
+        if changed is None:
+            return None
+        return tuple(_grad_to_local(g, layout) for g, layout in zip(changed, layouts, strict=True))
+
+    return run
+
+
+def _wrap_grads(grads: Sequence[Tensor | None], layouts: Layouts) -> tuple[Tensor | None, ...]:
+    return tuple(
+        g if g is None or layout is None else wrap(g, layout) for g, layout in zip(grads, layouts, strict=True)
+    )
+
+
+def _grad_to_local(grad: Tensor | None, layout: Layout | None) -> Tensor | None:
+    if grad is None:
+        return None
+    if layout is None:
+        return to_full_tensor(grad) if isinstance(grad, ShardTensor) else grad
+    if grad.shape != layout.shape:
+        raise RuntimeError(f"a backward hook returned a gradient of shape {tuple(grad.shape)} for {layout}")
+    local, now = as_operand(grad, layout.mesh)
+    return redistribute(local, now, layout)
+
+
+def _refuse_old_hooks(module: nn.Module, inputs: Any, result: Any) -> None:
+    found: list[Tensor] = []
+    map_tensors((inputs, result), lambda t: found.append(t) if isinstance(t, ShardTensor) else None)
+    if found:
+        raise ShardingError(
+            f"{type(module).__name__}: register_backward_hook gives the gradients of whatever was computed last, which "
+            f"for ShardTensors is a call on this rank's piece; use register_full_backward_hook"
+        )
+
+
+set_node_hook(BackwardHookFunction, lambda node, hook: _wrap_hook(node.layouts, hook))
+check_legacy_backward_hooks(_refuse_old_hooks)

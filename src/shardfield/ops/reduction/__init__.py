@@ -1,0 +1,1 @@
+"""Reductions over sharded dims: sums, extremes, moments, norms, softmax, quantiles, histograms, comparisons."""

@@ -1,0 +1,154 @@
+"""Counting into bins. Each rank counts what it has, into bins that all agree on; the counts are Partial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...comm import autograd_collectives, collectives
+from ...comm.autograd_collectives import Groups
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import as_operand, handler, mesh_of, rule, to_full_tensor
+from ...layout import DimSharding, Layout
+from ...redistribute import redistribute
+from ...tensor import ShardTensor, wrap
+from .._common.blockwise import move_shard_off
+from .._common.probe import probe, shard_groups
+
+
+def counts_layout(layout: Layout, shape: Sequence[int]) -> Layout:
+    """The layout of counts of a tensor laid out as `layout`."""
+    partial = [(a, "sum") for a in layout.nontrivial_axes(layout.shard_axes)]
+    return Layout.make(layout.mesh, [(DimSharding(n),) for n in shape], partial)
+
+
+def global_range(input: Tensor, over: Groups) -> tuple[Tensor, Tensor]:
+    """The least and the greatest element of all ranks' rows, column by column: (columns,) each; NaN if there is one."""
+    top = float("inf") if input.is_floating_point() else torch.iinfo(input.dtype).max
+    bottom = float("-inf") if input.is_floating_point() else torch.iinfo(input.dtype).min
+    low = input.amin(0) if len(input) else input.new_full(input.shape[1:], top)
+    high = input.amax(0) if len(input) else input.new_full(input.shape[1:], bottom)
+    for group in over:
+        low, high = collectives.all_reduce(low, group, "min"), collectives.all_reduce(high, group, "max")
+    return low, high
+
+
+@rule("histc", merged=True)
+def histc(input: Operand, bins=100, min=0, max=0, *, fn):
+    """Equal limits stand for the range of the data."""
+    probe(fn, input, bins, min, max)
+    layout, over = input.layout, shard_groups(input.layout)
+
+    def local(input):
+        low, high = min, max
+        if low == high and layout.numel:
+            low, high = (t.item() for t in global_range(input.detach().flatten(), over))
+        if low == high:
+            low, high = low - 1, high + 1
+        return fn(input, bins, low, high)
+
+    return Plan(local=local, layout=counts_layout(layout, [bins]))
+
+
+@rule("histogram", merged=True)
+def histogram(input: Operand, bins, *, range=None, weight=None, density=False, fn):
+    """(counts, edges). A density needs the sum of all counts, so it is whole."""
+    layout = weight.layout if weight is not None and input.layout.is_replicated else input.layout
+    over = shard_groups(layout)
+    if weight is not None and weight.shape != input.shape:
+        raise RuntimeError(f"torch.histogram: weight has shape {tuple(weight.shape)}, the input {tuple(input.shape)}")
+    edged = isinstance(bins, Operand)
+    probe(fn, input, bins, range=range, weight=weight)
+    edges = Layout.replicate(layout.mesh, bins.shape if edged else (bins + 1,))
+    counts = counts_layout(layout, (edges.shape[0] - 1,))
+    operands = {"input": layout} | ({"bins": edges} if edged else {})
+    operands |= {"weight": layout} if weight is not None else {}
+
+    def local(input, bins, weight):
+        given = {} if edged else {"range": range or _default_range(input.flatten(), layout, over)}
+        found, at = fn(input, bins, **given, weight=weight)
+        if density:
+            found = _density(found, [at], over)
+        return torch.return_types.histogram((found, at))
+
+    return Plan(local=local, operands=operands, layout=(counts.with_partial(()) if density else counts, edges))
+
+
+def _default_range(rows: Tensor, layout: Layout, over: Groups) -> list[float]:
+    """The range torch chooses for data, [low, high] for each column: theirs, widened where all are equal."""
+    low, high = (t.reshape(-1).tolist() for t in global_range(rows.detach(), over))
+    if not layout.numel:
+        return [0.0, 1.0] * len(low)
+    return [edge for a, b in zip(low, high, strict=True) for edge in ((a - 0.5, b + 0.5) if a == b else (a, b))]
+
+
+def _density(counts: Tensor, edges: Sequence[Tensor], over: Groups) -> Tensor:
+    """Counts as a density, whole on every rank."""
+    counts = autograd_collectives.reduce(counts, over)
+    counts = counts / counts.sum()
+    for d, at in enumerate(edges):
+        counts = counts / at.diff().reshape([-1] + [1] * (counts.ndim - 1 - d))
+    return counts
+
+
+@handler("histogramdd")
+def histogramdd(func, types, args, kwargs):
+    return _histogramdd(func, mesh_of(args, kwargs), *args, **kwargs)
+
+
+def _histogramdd(func, mesh, input, bins, range=None, weight=None, density=False):
+    """Points, (..., coordinates), are counted where they are; the coordinates of each must be together."""
+    local, layout = as_operand(input, mesh)
+    edges = (
+        [to_full_tensor(b) if isinstance(b, ShardTensor) else b for b in bins] if isinstance(bins, Sequence) else bins
+    )
+    last = layout.ndim - 1
+    few = local.new_ones([min(n, 2) for n in layout.shape[:-1]] + list(layout.shape[-1:]))
+    shaped = func(few.detach(), edges, range=range)  # or torch's error
+    if weight is not None and weight.shape != layout.shape[:-1]:
+        raise RuntimeError(f"torch.histogramdd: weight has shape {tuple(weight.shape)}, input {tuple(layout.shape)}")
+    target = (move_shard_off(layout, last) or layout.unshard([last])) if layout.is_sharded(last) else layout
+    local, over = redistribute(local, layout, target), shard_groups(target)
+    if weight is not None:
+        weight, where = as_operand(weight, mesh)
+        weight = redistribute(weight, where, target.drop_dims([last]))
+    if range is None and not any(isinstance(b, Tensor) for b in (edges if isinstance(edges, Sequence) else ())):
+        range = _default_range(local.flatten(0, -2) if local.ndim > 1 else local, target, over)
+    counts, at = func(local, edges, range=range, weight=weight)
+    if density:
+        counts = _density(counts, at, over)
+    lies = counts_layout(target, shaped[0].shape)
+    return torch.return_types.histogramdd(
+        (
+            wrap(counts, lies.with_partial(()) if density else lies),
+            tuple(wrap(e, Layout.replicate(mesh, e.shape)) for e in at),
+        )
+    )
+
+
+@handler("bincount")
+def bincount(func, types, args, kwargs):
+    return _bincount(mesh_of(args, kwargs), *args, **kwargs)
+
+
+def _bincount(mesh, input, weights=None, minlength=0):
+    """The largest element tells how many bins there are: all ranks agree on it first."""
+    local, layout = as_operand(input, mesh, merged=True)
+    weight, where = (None, layout) if weights is None else as_operand(weights, mesh, merged=True)
+    if layout.is_replicated and where.shape == layout.shape:
+        local, layout = redistribute(local, layout, where), where
+    if layout.ndim == 1 and where.shape != layout.shape:
+        raise RuntimeError("weights should be 1-d and have the same length as input")
+    tiny = torch.zeros([min(n, 1) for n in layout.shape], dtype=local.dtype, device=local.device)
+    few = None if weight is None else torch.ones_like(tiny, dtype=weight.dtype)
+    dtype = torch.bincount(tiny, few, minlength).dtype  # or torch's error
+    low, high = global_range(local, shard_groups(layout)) if layout.numel else (torch.tensor(0), torch.tensor(-1))
+    if low < 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    size = max(int(high) + 1, minlength)
+    if weight is not None:
+        weight = redistribute(weight, where, layout)
+    counts = torch.bincount(local, weight, size).to(dtype)  # of nothing torch counts in integers, weights or not
+    return wrap(counts, counts_layout(layout, [size]))

@@ -1,0 +1,86 @@
+"""Quantiles: order statistics found by counting, then torch's arithmetic between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...comm import autograd_collectives
+from ...dispatch.plan import Operand, Plan, process_groups
+from ...dispatch.registry import rule
+from ...layout import Layout
+from .._common.blockwise import Blocks, as_rows, move_shard_off, simplify_dim
+from .._common.probe import probe, reduced_layout
+from ..sorting.order_statistics import count_nans, counting_cost_bytes, kth_index, select_columns
+
+
+@rule("quantile", "nanquantile", merged=True)
+def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linear", fn):
+    """The result has a new first dim if `q` is 1-D; it is whole over the axes that cut `dim`."""
+    probe(fn, input, q, dim, keepdim, interpolation=interpolation)
+    many = isinstance(q, Operand) and q.ndim == 1
+    wanted = q.numel() if isinstance(q, Operand) else 1
+    operands = {"q": Layout.replicate(input.layout.mesh, q.shape)} if isinstance(q, Operand) else {}
+    layout, cut = input.layout, not input.layout.is_replicated
+    if dim is not None:
+        layout, dim, cut = simplify_dim(layout, dim)
+
+    def reduced(layout: Layout) -> Layout:
+        dims = range(layout.ndim) if dim is None else (dim,) if layout.ndim else ()
+        result = reduced_layout(layout, tuple(dims), keepdim, None)
+        return result.insert(0, wanted) if many else result
+
+    target: Layout | None = None if cut else layout
+    if cut and dim is not None:
+        target = move_shard_off(layout, dim)
+        if target is not None:
+            held = layout.shape[dim] * input.dtype.itemsize / len(layout.shard_sizes(dim))
+            target = target if held <= counting_cost_bytes(input.dtype, 2 * wanted) else None
+    if target is not None:
+        result = reduced(target)
+
+        def whole(input, q):
+            if input.numel():
+                return fn(input, q, dim, keepdim, interpolation=interpolation)
+            _validate_q(fn, input, q)
+            # nothing, but in the graph with all that it is made of elsewhere: adjoints are moves that all ranks make
+            read = input.sum() + (q.sum() if isinstance(q, Tensor) and interpolation == "linear" else 0)
+            return input.new_zeros(result.local_shape) + read
+
+        return Plan(local=whole, operands={"input": target, **operands}, layout=result)
+
+    result = reduced(layout)
+    blocks = Blocks.over_all_shards(layout) if dim is None else Blocks.along(layout, dim)
+    # `q` meets values that are the same on all the blocks' ranks: only the other axes divide the work
+    over = process_groups(layout, result.shard_axes)
+
+    def counted(input, q):
+        _validate_q(fn, input, q)
+        if isinstance(q, Tensor):
+            (q,) = autograd_collectives.replicate_in([q], over)
+        rows = input.reshape(1, -1) if dim is None else as_rows(input, dim)
+        out = _interpolate_ranks(rows, q, blocks, interpolation, fn.__name__ == "nanquantile")
+        return (out.t() if many else out).reshape(result.local_shape)
+
+    return Plan(local=counted, operands={"input": layout, **operands}, layout=result, whole=("q",))
+
+
+def _validate_q(fn, input: Tensor, q) -> None:
+    """torch's word on the values of `q`, which are the same on all ranks."""
+    fn(input.detach().new_zeros(1), q.detach() if isinstance(q, Tensor) else q)
+
+
+def _interpolate_ranks(rows: Tensor, q: Tensor | float, blocks: Blocks, interpolation: str, skip: bool) -> Tensor:
+    """(rows, quantiles), by the arithmetic of torch's own kernel."""
+    n = sum(blocks.shard_sizes)
+    at = q.reshape(1, -1) if isinstance(q, Tensor) else rows.new_full((1, 1), q)
+    nans = count_nans(rows, blocks)
+    rank = at * (n - nans - 1) if skip else torch.where(nans > 0, n - 1.0, at * (n - 1))
+    rank = rank.masked_fill(rank < 0, 0)
+    if interpolation in ("lower", "higher", "nearest"):
+        rank = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](rank)
+        return select_columns(rows, kth_index(rows, rank.long(), blocks), blocks)
+    ranks = torch.cat([rank.detach().long(), rank.detach().ceil().long()], 1)
+    below, above = select_columns(rows, kth_index(rows, ranks, blocks), blocks).chunk(2, 1)
+    weight = torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - rank.detach().long()
+    return torch.lerp(below, above, weight)

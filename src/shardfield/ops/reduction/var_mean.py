@@ -1,0 +1,103 @@
+"""Mean and variance by merging moments: each rank's count, mean and sum of squared deviations (Welford, Chan).
+
+A difference of E[x^2] and E[x]^2 loses all digits when the mean is large; this does not. Counts are known from the
+layout, so one message carries each rank's mean and deviations, and backward sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import rule
+from ...layout import Layout
+from .._common.probe import HALF_DTYPES, gather_stacked, probe, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
+
+
+def shard_counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> list[int]:
+    """How many elements along `dims` each rank over `axes` holds, in the order of `stacked`."""
+    found = []
+    for at in product(*(range(layout.mesh.size(a)) for a in reversed(axes))):
+        coords = list(layout.coords)
+        for axis, coord in zip(reversed(axes), at, strict=True):
+            coords[axis] = coord
+        shape = layout.local_shape_at(coords)
+        found.append(math.prod(shape[d] for d in dims))
+    return found
+
+
+def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor, Tensor]:
+    """The mean along `dims` (kept as 1) and the sum of squared deviations from it, over all ranks. Real input only.
+
+    Half precision is taken in fp32, and fp32 is merged in fp64: a mean of 1000 rounded to fp32 would cost four digits.
+    """
+    axes = sharding_axes(layout, dims)
+    value = input.float() if input.dtype in HALF_DTYPES else input
+    wide = torch.float64 if axes else value.dtype
+    count = math.prod(value.shape[d] for d in dims)
+    # about a point near the local mean, so that the local mean keeps its digits too; any point gives the same moments
+    near = value.detach().mean(dims, keepdim=True) if value.numel() else value.new_zeros(())
+    off = value - near
+    if value.numel():
+        spread, mean = torch.var_mean(off, dims, correction=0, keepdim=True)
+    else:
+        spread = mean = off.sum(dims, keepdim=True) / (1 if axes else count)  # of nothing at all: NaN
+    mean, deviations = near.to(wide) + mean.to(wide), spread.to(wide) * count
+    if not axes:
+        return mean, deviations
+    means, all_deviations = gather_stacked(torch.stack([mean, deviations]), layout, axes).unbind(1)
+    weights = torch.tensor(shard_counts(layout, dims, axes), dtype=wide, device=value.device)
+    weights = weights.view(-1, *[1] * mean.ndim)
+    number = weights.sum()
+    start = means[:1].detach()
+    mean = start[0] + ((means - start) * weights).sum(0) / number
+    deviations = (all_deviations + weights * (means - mean).square()).sum(0)
+    return mean, deviations
+
+
+class VarArgs:
+    """How var, std, var_mean and std_mean are to be taken: their overloads read once."""
+
+    def __init__(self, dim, unbiased, keepdim, correction):
+        if isinstance(dim, bool):  # var(x, unbiased)
+            dim, unbiased = None, dim
+        self.dim, self.keepdim = dim, bool(keepdim)
+        self.correction = 1 if correction is None else correction
+        if unbiased is not None:
+            self.correction = int(unbiased)
+
+    def validate(self, fn: Callable, input: Operand) -> torch.dtype:
+        out = probe(fn, input, dim=self.dim, correction=self.correction, keepdim=self.keepdim)
+        return (out[0] if isinstance(out, tuple) else out).dtype
+
+
+@rule("var", "std", "var_mean", "std_mean", merged=True)
+def var(input: Operand, dim=None, unbiased=None, keepdim=False, *, correction=None, fn):
+    """Moments of all ranks merged; a complex variance is that of the two parts together."""
+    how = VarArgs(dim, unbiased, keepdim, correction)
+    result = how.validate(fn, input)
+    layout = input.layout
+    dims = reduced_dims(layout.ndim, how.dim)
+    out = reduced_layout(layout, dims, how.keepdim, None)
+    name = fn.__name__
+    count = math.prod(layout.shape[d] for d in dims)
+    freedom = max(0.0, count - how.correction)
+    cut = sharding_axes(layout, dims)
+
+    def local(input):
+        if not cut and input.numel():  # torch warns about an empty piece, which is none of the user's business
+            return fn(input, dim=how.dim, correction=how.correction, keepdim=how.keepdim)
+        parts = torch.view_as_real(input.resolve_conj()) if input.is_complex() else input
+        mean, deviations = moments(parts, dims, layout)
+        if input.is_complex():
+            mean, deviations = torch.view_as_complex(mean), deviations.sum(-1)
+        spread = (deviations / freedom).to(result)
+        spread = (safe_sqrt(spread) if name.startswith("std") else spread).reshape(out.local_shape)
+        return (spread, mean.to(input.dtype).reshape(out.local_shape)) if name.endswith("mean") else spread
+
+    return Plan(local=local, layout=(out, out) if name.endswith("mean") else out)

@@ -1,0 +1,1 @@
+"""Views, permutations, concatenation, splits, flips and rolls, diagonals."""

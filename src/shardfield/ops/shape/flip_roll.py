@@ -1,0 +1,280 @@
+"""The same elements elsewhere: flip, roll, repeat, triangles. Only rows that change hands travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...comm import autograd_collectives
+from ...comm.route import RowRequest, fetch_route
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import HANDLERS, composed, gather_fallback, handler, rule, to_full_tensor
+from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
+from ...redistribute import unmerge_dims
+from ...tensor import ShardTensor, wrap
+from .view import meta_tensor
+
+LocalFn = Callable[[Tensor], Tensor]
+SourceRuns = Callable[[int, int], list[RowRequest]]
+
+
+def shard_by_one_axis(layout: Layout, dims: Sequence[int]) -> Layout:
+    """The layout with each of `dims` simple and cut by one axis at most: inner axes go to a dim that is free, or go."""
+    found = unmerge_dims(layout, dims)
+    for dim in dims:
+        (factor,) = found.dims[dim]
+        wide = found.nontrivial_axes(factor.axes)
+        if len(wide) < 2:
+            continue
+        depth = factor.axes.index(wide[0]) + 1
+        kept, inner = factor.axes[:depth], factor.axes[depth:]
+        parts = [found.mesh.size(a) for a in inner]
+        found = found.with_dim(
+            dim, DimSharding(factor.size, kept, outer_shard_sizes(factor.shard_sizes, math.prod(parts)))
+        )
+        free = [d for d in range(found.ndim) if d not in dims and not found.axes_of(d)]
+        roomy = [d for d in free if found.shape[d] >= math.prod(parts)]
+        if roomy:
+            found = found.with_dim(
+                roomy[0], DimSharding(found.shape[roomy[0]], inner, nested_chunk(found.shape[roomy[0]], parts))
+            )
+    return found
+
+
+def plan_row_fetch(layout: Layout, dim: int, source_runs: SourceRuns, sizes: Sequence[int]) -> tuple[LocalFn, Layout]:
+    """A dim cut by one axis becomes cut as `sizes`; `source_runs(start, stop)` names the old indices of a range of
+    new ones."""
+    (factor,) = layout.dims[dim]
+    (axis,) = layout.nontrivial_axes(factor.axes)
+    requests = [source_runs(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
+    route = fetch_route(dim, factor.shard_sizes, layout.coords[axis], requests, sizes)
+    group = layout.mesh.get_group(axis)
+    result = layout.with_dim(dim, DimSharding(sum(sizes), factor.axes, tuple(sizes)))
+    return lambda t: autograd_collectives.exchange(t, route, group), result
+
+
+def int_args(*args) -> tuple[int, ...]:
+    """Integers that came one by one or in a sequence."""
+    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+
+
+def compose(*steps: LocalFn) -> LocalFn:
+    """One after the other."""
+
+    def run(input: Tensor) -> Tensor:
+        for step in steps:
+            input = step(input)
+        return input
+
+    return run
+
+
+# ---------------------------------------------------------------------- flip and roll
+
+
+@rule("flip", partial=True, merged=True)
+def flip(input: Operand, *args, **kwargs):
+    """Along a cut dim, each rank asks for the rows that are its own seen from the other end."""
+    dims = int_args(*args, *kwargs.values())
+    meta_tensor(input).flip(dims)
+    turned = sorted({d % max(input.ndim, 1) for d in dims})
+    source = shard_by_one_axis(input.layout, turned)
+    whole = [d for d in turned if not source.is_sharded(d)]
+    steps: list[LocalFn] = [lambda t: t.flip(whole)]
+    steps += [
+        plan_row_fetch(source, d, flip_runs(source.shape[d]), source.shard_sizes(d))[0]
+        for d in turned
+        if d not in whole
+    ]
+    return Plan(local=compose(*steps), takes=["input"], operands={"input": source}, layout=source)
+
+
+def flip_runs(size: int) -> SourceRuns:
+    """The indices that a range shows after a flip."""
+    return lambda start, stop: [RowRequest(size - stop, stop - start, 0, True)]
+
+
+@rule("roll", partial=True, merged=True)
+def roll(input: Operand, shifts, dims=()):
+    """Along a cut dim, each rank asks for the rows that roll into its range."""
+    meta_tensor(input).roll(shifts, dims)
+    by: dict[int, int] = {}
+    for dim, shift in zip(*((v,) if isinstance(v, int) else v for v in (dims, shifts)), strict=True):
+        by[dim % input.ndim] = by.get(dim % input.ndim, 0) + shift
+    source = shard_by_one_axis(input.layout, list(by))
+    whole = [d for d in by if not source.is_sharded(d)]
+    steps: list[LocalFn] = [lambda t: t.roll([by[d] for d in whole], whole) if whole else t]
+    steps += [
+        plan_row_fetch(source, d, roll_runs(source.shape[d], by[d]), source.shard_sizes(d))[0]
+        for d in by
+        if d not in whole
+    ]
+    return Plan(local=compose(*steps), takes=["input"], operands={"input": source}, layout=source)
+
+
+def roll_runs(size: int, shift: int) -> SourceRuns:
+    """The indices that a range shows after a roll."""
+    return lambda start, stop: periodic_runs(start - shift, stop - start, size)
+
+
+def periodic_runs(start: int, length: int, size: int) -> list[RowRequest]:
+    """At most `size` indices on a circle of `size`."""
+    if not length:
+        return []
+    start %= size
+    first = min(length, size - start)
+    return [RowRequest(start, first)] + ([RowRequest(0, length - first, first)] if length > first else [])
+
+
+_roll_dims = HANDLERS[torch.roll]
+
+
+@handler("roll")
+def roll_handler(func, types, args, kwargs):
+    """Without dims, the flattened tensor rolls."""
+    named = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
+    dims = named.get("dims")
+    if dims is not None and not (isinstance(dims, (tuple, list)) and not dims):
+        return _roll_dims(func, types, args, kwargs)
+    x = named["input"]
+    torch.empty(x.shape, device="meta").roll(named["shifts"])
+    return x.flatten().roll(named["shifts"], 0).reshape(x.shape) if x.ndim else x.clone()
+
+
+@composed("fliplr")
+def fliplr(input):
+    torch.empty(input.shape, device="meta").fliplr()
+    return input.flip(1)
+
+
+@composed("flipud")
+def flipud(input):
+    torch.empty(input.shape, device="meta").flipud()
+    return input.flip(0)
+
+
+@composed("rot90")
+def rot90(input, k=1, dims=(0, 1)):
+    torch.empty(input.shape, device="meta").rot90(k, dims)
+    first, second = dims
+    turns = k % 4
+    if turns == 0:
+        return input.clone()
+    if turns == 2:
+        return input.flip((first, second))
+    return input.flip(second if turns == 1 else first).transpose(first, second)
+
+
+# ---------------------------------------------------------------------- again
+
+
+@rule("repeat", partial=True, merged=True)
+def repeat(input: Operand, *args, **kwargs):
+    """Local: a repeated dim is a new whole one merged with it."""
+    repeats = int_args(*args, *kwargs.values())
+    meta_tensor(input).repeat(repeats)
+    skip = len(repeats) - input.ndim
+    old = [(DimSharding(1),)] * skip + list(input.layout.dims)
+    layout = input.layout.with_dims([(DimSharding(k), *factors) for k, factors in zip(repeats, old, strict=True)])
+    return Plan(local=lambda input: input.repeat(repeats), layout=layout)
+
+
+@composed("tile")
+def tile(input, *args, **kwargs):
+    dims = int_args(*args, *kwargs.values())
+    return input.repeat((1,) * (input.ndim - len(dims)) + dims)
+
+
+@rule("repeat_interleave", partial=True, merged=True)
+def repeat_interleave_int(input: Operand, repeats, dim, *, output_size=None):
+    """Local: every element of a dim becomes a whole dim merged behind it."""
+    meta_tensor(input).repeat_interleave(repeats, dim)
+    dim %= input.ndim
+    layout = input.layout.with_dim(dim, *input.layout.dims[dim], DimSharding(repeats))
+    return Plan(local=lambda input: input.repeat_interleave(repeats, dim), layout=layout)
+
+
+_run_interleave_int = HANDLERS[torch.repeat_interleave]
+
+
+@handler("repeat_interleave")
+def repeat_interleave(func, types, args, kwargs):
+    """One number of repeats for all elements, or a tensor of them, whose values decide the shape."""
+    named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    if "repeats" not in named or not isinstance(named.get("input"), Tensor):
+        return gather_fallback(func, types, args, kwargs)  # the form that turns repeats into indices
+    x, repeats, dim = named["input"], named["repeats"], named.get("dim")
+    if dim is None:
+        x, dim = x.flatten(), 0
+    if isinstance(repeats, Tensor) and repeats.numel() == 1 and isinstance(x, ShardTensor):
+        repeats = int(repeats)
+    if not isinstance(repeats, Tensor):
+        return _run_interleave_int(func, types, (x, repeats, dim), {})
+    counts = to_full_tensor(repeats) if isinstance(repeats, ShardTensor) else repeats
+    if not isinstance(x, ShardTensor):
+        return func(x, counts, dim)
+    dim = range(x.ndim)[dim]
+    if counts.ndim != 1 or len(counts) != x.shape[dim]:
+        raise RuntimeError("repeats must have the same size as input along dim, but got " + str(tuple(counts.shape)))
+    total = named.get("output_size")
+    if total is not None and total != int(counts.sum()):
+        raise RuntimeError("repeat_interleave: allocated size does not match required size")
+    x = x._redistribute_to(unmerge_dims(x._layout, [dim]))
+    (factor,) = x._layout.dims[dim]
+    ends = [0, *counts.cumsum(0).tolist()]
+    cut = [ends[s + n] - ends[s] for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)]
+    start, stop = x._layout.span(dim)
+    local = x._local_tensor.repeat_interleave(counts[start:stop], dim)
+    return wrap(local, x._layout.with_dim(dim, DimSharding(ends[-1], factor.axes, tuple(cut))))
+
+
+# ---------------------------------------------------------------------- triangles
+
+
+@rule("tril", "triu", partial=True, merged=True)
+def tril_triu(input: Operand, diagonal=0, *, fn):
+    """Each rank sees the diagonal from where its block lies."""
+    fn(meta_tensor(input), diagonal)
+    source = unmerge_dims(input.layout, [input.ndim - 2, input.ndim - 1])
+    diagonal = max(-input.shape[-2], min(diagonal, input.shape[-1]))  # beyond these nothing changes, or overflows
+    seen = diagonal + source.span(input.ndim - 2).start - source.span(input.ndim - 1).start
+    return Plan(local=lambda input: fn(input, seen), operands={"input": source}, layout=source)
+
+
+@handler("tril_", "triu_")
+def tril_triu_(func, types, args, kwargs):
+    target = args[0]
+    of = torch.tril if func.__name__ == "tril_" else torch.triu
+    return target._write(of(target, *args[1:], **kwargs))
+
+
+# ---------------------------------------------------------------------- channels and pixels
+
+
+@composed("pixel_shuffle")
+def pixel_shuffle(input, upscale_factor):
+    shape = F.pixel_shuffle(torch.empty(input.shape, device="meta"), upscale_factor).shape
+    *lead, c, h, w = input.shape
+    r, n = upscale_factor, len(lead)
+    cells = input.reshape(*lead, c // r**2, r, r, h, w)
+    return cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(shape)
+
+
+@composed("pixel_unshuffle")
+def pixel_unshuffle(input, downscale_factor):
+    shape = F.pixel_unshuffle(torch.empty(input.shape, device="meta"), downscale_factor).shape
+    *lead, c, h, w = input.shape
+    r, n = downscale_factor, len(lead)
+    cells = input.reshape(*lead, c, h // r, r, w // r, r)
+    return cells.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3).reshape(shape)
+
+
+@composed("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(input, groups):
+    torch.channel_shuffle(torch.empty(input.shape, device="meta"), groups)
+    b, c, *rest = input.shape
+    return input.reshape(b, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)

@@ -1,0 +1,284 @@
+"""Views. A cut goes where its dim goes; a merged dim remembers its tiles, so merging and splitting are free.
+
+What a view does to a shape is asked of torch, on a tensor without data: how arguments are read and which errors are
+raised is torch's, on every rank. The results share memory with their operand wherever nothing had to move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..._compat import tensor_getter
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import HANDLERS, composed, rule
+from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
+from ...redistribute import is_local, redistribute
+
+
+def meta_tensor(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
+    """A tensor without data that looks like the operand."""
+    if strides is None:
+        return torch.empty(operand.shape, dtype=operand.dtype, device="meta")
+    return torch.empty_strided(operand.shape, strides, dtype=operand.dtype, device="meta")
+
+
+def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The shortest runs of old and new dims, in order, that hold the same number of elements (none of size 0).
+
+    >>> segments([2, 3, 4], [6, 4])
+    [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None))]
+    """
+    found: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, then = (i, j), (old[i], new[j])
+        i, j = i + 1, j + 1
+        while then[0] != then[1]:
+            if then[0] < then[1]:
+                then, i = (then[0] * old[i], then[1]), i + 1
+            else:
+                then, j = (then[0], then[1] * new[j]), j + 1
+        found.append((slice(first[0], i), slice(first[1], j)))
+    if i < len(old) or j < len(new):  # what is left has size 1 and goes with its neighbour
+        at = (found[-1][0].start, found[-1][1].start) if found else (0, 0)
+        found[-1:] = [(slice(at[0], len(old)), slice(at[1], len(new)))]
+    return found
+
+
+def merged_dim_groups(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of old dims that must lie one inside the other in memory, for a view to be one.
+
+    >>> merged_dim_groups([2, 3, 1, 4, 5], [6, 4, 5])
+    ((0, 1),)
+    """
+    if 0 in new:
+        return ()
+    groups = [tuple(d for d in range(a.start, a.stop) if old[d] > 1) for a, _ in segments(old, new)]
+    return tuple(g for g in groups if len(g) > 1)
+
+
+def view_layouts(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
+    """Three layouts: the operand's with some dims flattened, the same after what must move has moved, the view's.
+
+    The first two are the same where every cut falls between the new dims. `shape` has at least one dim.
+    """
+    flat: list[tuple[DimSharding, ...]] = []
+    moved: list[tuple[DimSharding, ...]] = []
+    found: list[tuple[DimSharding, ...]] = []
+    if 0 in shape:
+        flat = moved = [tuple(f for d in layout.unshard(range(layout.ndim)).dims for f in d)]
+        found = [(DimSharding(n),) for n in shape]
+        return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
+    for before, after in segments(layout.shape, shape):
+        dims, sizes = layout.dims[before], shape[after]
+        if len(dims) == len(sizes) == 1:
+            groups: list[tuple[DimSharding, ...]] | None = list(dims)
+        else:
+            groups = regroup([f for d in dims for f in d], sizes)
+        if groups is not None:
+            flat += dims
+            moved += dims
+        else:
+            factors = canonicalize(f for d in dims for f in d)
+            groups = _reshard_for_view(layout, factors, sizes)
+            flat.append(factors)
+            moved.append(tuple(f for g in groups for f in g))
+        found += groups
+    return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
+
+
+def _reshard_for_view(
+    layout: Layout, factors: Sequence[DimSharding], sizes: Sequence[int]
+) -> list[tuple[DimSharding, ...]]:
+    """Cuts that fall between dims of `sizes`: the nearest to `factors`, or where those would be lopsided, even ones."""
+
+    def largest(factors: Sequence[DimSharding]) -> int:
+        return math.prod(max(shard_sizes_of(f)) for f in factors)
+
+    axes = tuple(a for f in factors for a in f.axes)
+    parts = [layout.mesh.size(a) for a in axes]
+    wanted = math.prod(parts)
+    best = next((k for k, n in enumerate(sizes) if n >= wanted), max(range(len(sizes)), key=sizes.__getitem__))
+    even: list[tuple[DimSharding, ...]]
+    even = [
+        (DimSharding(n, axes, nested_chunk(n, parts)) if k == best else DimSharding(n),) for k, n in enumerate(sizes)
+    ]
+    near = regroup(factors, sizes, snap=True)
+    if near is not None:
+        most = largest([f for g in near for f in g])
+        if most <= max(1.5 * largest(factors), largest([f for g in even for f in g])):
+            return near
+    return even
+
+
+def plan_scalar(layout: Layout) -> Plan:
+    """A tensor of one element as a scalar: the rank that holds it adds it, the others add nothing."""
+    holders = layout.nontrivial_axes(layout.shard_axes)
+    result = Layout.make(layout.mesh, [], [*layout.partial, *((a, "sum") for a in holders)])
+    if not holders:
+        return Plan(local=lambda input: input.reshape(()), layout=result, view=True, copied=bool(layout.partial))
+    return Plan(local=single_element, layout=result, copied=True)
+
+
+def single_element(input: Tensor) -> Tensor:
+    """The sum of no or one element, in its own dtype."""
+    return input.any() if input.dtype is torch.bool else input.sum(dtype=input.dtype)
+
+
+@rule("reshape", "view", "flatten", "ravel", "unflatten", partial=True, merged=True)
+def view(input: Operand, *args, fn, **kwargs):
+    """Local, where every cut falls between the new dims."""
+    if args and isinstance(args[0], torch.dtype) or "dtype" in kwargs:
+        return view_dtype(input, *args, **kwargs)
+    shape = fn(meta_tensor(input), *args, **kwargs).shape
+    layout = input.layout
+    if not shape:
+        return plan_scalar(layout)
+    flat, moved, result = view_layouts(layout, shape)
+    joined = merged_dim_groups(layout.shape, shape)
+    # torch's reshape copies what it cannot view: then nobody expects a write to reach the operand
+    return Plan(
+        local=_local_reshape(layout, flat, moved, result),
+        layout=result,
+        view=fn.__name__ == "view",
+        may_view=True,
+        joined=joined,
+        unsure=any(
+            min(shard_sizes_of(f)) < 2
+            for group in joined
+            for d in group
+            for f in layout.dims[d]
+            if layout.is_sharded(d)
+        ),
+        copied=bool(layout.numel) and loses_writes(flat, moved),
+    )
+
+
+def loses_writes(source: Layout, target: Layout) -> bool:
+    """True if a write into a view, made after a move from `source` to `target`, would be lost. Alike on all ranks.
+
+    What is still to be reduced is changed as a whole, in new memory.
+    """
+    return bool(source.partial) or not is_local(source, target)
+
+
+def has_short_shards(layout: Layout) -> bool:
+    """True if some rank's piece is shorter than two along a dim of which that cannot be said."""
+    return any(min(shard_sizes_of(f)) < 2 for d in layout.sharded_dims for f in layout.dims[d])
+
+
+def _local_reshape(layout: Layout, flat: Layout, moved: Layout, result: Layout) -> Callable[[Tensor], Tensor]:
+    shape, between = result.local_shape, flat.local_shape
+    if flat is moved:
+        return lambda input: torch.reshape(input, shape)  # the method takes twice as long to read a Size
+    return lambda input: redistribute(input.reshape(between), flat, moved).reshape(shape)
+
+
+def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
+    """The same bits as another type: the last dim grows or shrinks with the size of an element."""
+    shape = meta_tensor(input).view(dtype).shape
+    layout = source = input.layout.with_partial(())
+    if shape != input.shape:
+        *dims, last = layout.dims
+        if shape[-1] > input.shape[-1]:
+            layout = layout.with_dims([*dims, (*last, DimSharding(shape[-1] // input.shape[-1]))])
+        elif input.numel():
+            sizes = [shape[-1], input.shape[-1] // shape[-1]]
+            groups = regroup(last, sizes) or regroup(last, sizes, snap=True)
+            if groups is None or any(f.axes for f in groups[1]):
+                groups = [(DimSharding(n),) for n in sizes]
+            source = layout.with_dims([*dims, (*groups[0], *groups[1])])
+            layout = layout.with_dims([*dims, groups[0]])
+        else:
+            source, layout = layout.unshard([-1]), layout.with_dims([*dims, (DimSharding(shape[-1]),)])
+    resized, local_shape = shape != input.shape, layout.local_shape
+
+    def local(input):
+        if resized and not input.numel():  # torch refuses the strides of some empty tensors
+            return input.new_empty(local_shape, dtype=dtype)
+        return (input.contiguous() if resized else input).view(dtype)
+
+    return Plan(
+        local=local,
+        operands={"input": source},
+        layout=layout,
+        view=True,
+        unsure=resized and has_short_shards(source),
+        copied=loses_writes(input.layout, source),
+    )
+
+
+def _atleast_nd(fn: Callable) -> Callable:
+    def each(*tensors):
+        if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+            shape = fn(torch.empty(tensors[0].shape, device="meta")).shape
+            return tensors[0] if shape == tensors[0].shape else tensors[0].reshape(shape)
+        return tuple(each(t) for t in (tensors[0] if len(tensors) == 1 else tensors))
+
+    return each
+
+
+for _fn in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
+    composed(_fn)(_atleast_nd(_fn))
+
+
+@composed("view_as", "reshape_as")
+def view_as(input, other):
+    return input.reshape(other.shape)
+
+
+# ---------------------------------------------------------------------- complex numbers as pairs
+
+
+@rule("view_as_real", partial=True, merged=True)
+def view_as_real(input: Operand):
+    torch.view_as_real(meta_tensor(input))
+    layout = input.layout
+    return Plan(
+        local=lambda input: torch.view_as_real(input),
+        layout=layout.insert(layout.ndim, 2),
+        view=True,
+        copied=bool(layout.partial),
+    )
+
+
+@rule("view_as_complex", partial=True, merged=True)
+def view_as_complex(input: Operand):
+    """Both parts of a number must be on one rank."""
+    torch.view_as_complex(meta_tensor(input))
+    source = input.layout.unshard([-1])
+
+    def local(input):
+        fits = input.stride(-1) == 1 and not any(s % 2 for s in (*input.stride()[:-1], input.storage_offset()))
+        return torch.view_as_complex(input if fits else input.contiguous())
+
+    return Plan(
+        local=local,
+        operands={"input": source},
+        layout=source.drop_dims([-1]),
+        view=True,
+        unsure=has_short_shards(source),
+        copied=loses_writes(input.layout, source),
+    )
+
+
+@rule("real", "imag", tensor_getter("real"), tensor_getter("imag"), partial=True, merged=True)
+def real_imag(input: Operand, *, fn):
+    """Of each number by itself."""
+    fn(meta_tensor(input))
+    layout = input.layout
+    return Plan(local=fn, takes=["input"], layout=layout, view=True, copied=bool(layout.partial))
+
+
+def set_real_imag(func, types, args, kwargs):
+    """`x.real = y`."""
+    target, value = args
+    (target.real if func == tensor_getter("real", "__set__") else target.imag).copy_(value)
+
+
+for _name in ("real", "imag"):
+    HANDLERS[tensor_getter(_name, "__set__")] = set_real_imag

@@ -1,0 +1,66 @@
+"""Views' relatives: those that copy, and those that change the tensor they are called on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...dispatch.registry import composed, handler, map_tensors
+from ...tensor import ShardTensor, wrap
+
+VIEW_COPIES = """
+as_strided diagonal expand narrow permute select split split_with_sizes squeeze t transpose unbind unfold
+unsqueeze view view_as_complex view_as_real
+""".split()
+
+
+def copy_of_view(name: str):
+    """A view's function, followed by a clone."""
+    view = getattr(torch.Tensor, name, None) or getattr(torch, name)
+
+    def run(func, types, args, kwargs):
+        return map_tensors(view(*args, **kwargs), lambda t: t.clone())
+
+    return run
+
+
+for _name in VIEW_COPIES:
+    handler(_name + "_copy")(copy_of_view(_name))
+
+
+@composed("alias_copy", "detach_copy")
+def alias_copy(input):
+    return input.clone()
+
+
+@composed("slice_copy")
+def slice_copy(input, dim=0, start=None, end=None, step=1):
+    dim = range(input.ndim)[dim]
+    return input[(slice(None),) * dim + (slice(start, end, step),)].clone()
+
+
+def inplace_view(name: str):
+    """The tensor itself takes the shape of its view."""
+    view = getattr(torch.Tensor, name)
+
+    def run(func, types, args, kwargs):
+        target = args[0]
+        if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        out = view(target._reduced_value(), *args[1:], **kwargs)
+        out._check_writable()
+        _swap_value(target, out)
+        return target
+
+    return run
+
+
+def _swap_value(target: ShardTensor, value: ShardTensor) -> None:
+    """`target` is from now on what `value` is: its C++ sizes too, which only a swap can change."""
+    local: Tensor = value._local_tensor
+    layout = value._layout
+    torch.utils.swap_tensors(target, wrap(local, layout))
+
+
+for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):
+    handler(_name + "_")(inplace_view(_name))

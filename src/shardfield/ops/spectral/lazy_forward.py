@@ -1,0 +1,239 @@
+"""A spectrum that is not there yet: the transform of a field along cut dims, until it is known what of it is wanted.
+
+A block of it is a truncated transform. On one device that block would be a view of the spectrum, so the two keep an
+eye on each other: what is written into a block is put into the spectrum when that is taken, and once it is taken a
+write into either makes the block the view it should be. The field is copied if it is written while a spectrum waits, or
+if its local tensor is handed out, through which it could be. Whenever ranks are about to send, they compare what for.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat import storage_id
+from ...comm.alike import ConsensusCheck, start_consensus
+from ...comm.grad_deferral import has_deferred
+from ...dispatch.plan import process_groups
+from ...dispatch.write_tracking import EXPOSED_STORAGES, WRITE_OBSERVERS
+from ...errors import ShardingError
+from ...layout import Layout
+from ...tensor import ShardTensor, wrap
+from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, format_index, overlaps, parse_block, roll_dims
+from .mode_placement import choose_placement
+from .truncation import truncated_fft_unchecked
+
+# Where fields lay whose modes were taken, by the sizes of their spectra: a spectrum of these sizes that is put together
+# from modes belongs to such a field. Were it another, its inverse would be as right, and lie differently.
+FIELD_LAYOUTS: OrderedDict[tuple, Layout] = OrderedDict()
+MAX_FIELD_LAYOUTS = 64
+
+
+class LazySpectrum:
+    """The spectrum of a field along `dims`, rolled by `shifts`. `compute` takes it of a field; `is_inverse`: an
+    inverse one."""
+
+    def __init__(
+        self, source: ShardTensor, dims, norm, real: bool, is_inverse: bool, layout: Layout, compute: Callable
+    ):
+        local = source._local_tensor
+        if local.is_inference() and local.untyped_storage() in EXPOSED_STORAGES:  # nobody counts its writes
+            local = local.clone()
+        self.source: ShardTensor | None = wrap(local, source._layout)
+        self.dims, self.norm, self.real, self.is_inverse = tuple(dims), norm, real, is_inverse
+        self.layout, self.compute = layout, compute
+        self.shifts: dict[int, int] = {}
+        self.blocks: list[SpectrumBlock] = []  # until it is taken
+        self.block_refs: list[weakref.ref[SpectrumBlock]] = []  # after that
+        self.local: Tensor | None = None  # the spectrum, once it is taken
+        self.version = None if local.is_inference() else local._version
+        self.grad_enabled = torch.is_grad_enabled()
+        WRITE_OBSERVERS.add(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad_enabled and self.field.requires_grad
+
+    @property
+    def field(self) -> ShardTensor:
+        assert self.source is not None
+        return self.source
+
+    def __repr__(self) -> str:
+        kind = "inverse " if self.is_inverse else "half " if self.real else ""
+        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        return f"the {kind}spectrum of {self.field._layout} along {self.dims}, norm {self.norm}{turned}"
+
+    def roll(self, by: Mapping[int, int]) -> LazySpectrum | None:
+        """The same, rolled further; None where blocks of it were taken, which are views of this one."""
+        if self.blocks:
+            return None
+        other = LazySpectrum(self.field, self.dims, self.norm, self.real, self.is_inverse, self.layout, self.compute)
+        other.shifts = {d: n for d in sorted({*self.shifts, *by}) if (n := self.shifts.get(d, 0) + by.get(d, 0))}
+        other.grad_enabled, other.version = self.grad_enabled and torch.is_grad_enabled(), self.version
+        return other
+
+    def materialize(self) -> ShardTensor:
+        """The spectrum itself."""
+        wrote = any(b.maybe_written for b in self.blocks)  # or may have: ranks can differ in that
+        anyone = start_consensus(self.layout.mesh, f"all of {self}", problem=self._write_conflict(), flag=wrote).wait()
+        with torch.set_grad_enabled(self.grad_enabled):
+            made = roll_dims(self.compute(self.field), self.shifts)._redistribute_to(self.layout)
+        if anyone:
+            for block in self.blocks:
+                made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
+        self.local, self.source = made._local_tensor, None
+        # from here on it lives as long as what shows its blocks (or itself); a circle would wait for garbage collection
+        for block in self.blocks:
+            block.spectrum = self
+        self.block_refs, self.blocks = [weakref.ref(b) for b in self.blocks], []
+        return made
+
+    def read_block(self, index: Any) -> ShardTensor | None:
+        """The modes at an index, whole on every rank or in shares; None where it is no block or the block is large."""
+        words = f"{self}{format_index(index)}{'' if self._records_grad() else ', no grad'}"
+        with start_consensus(self.layout.mesh, words, problem=self._write_conflict()) as check:
+            return self._read_block(index, check)
+
+    def _read_block(self, index: Any, check: ConsensusCheck) -> ShardTensor | None:
+        shape = self.layout.shape
+        runs = parse_block(shape, index)
+        field = self.field
+        if (
+            runs is None
+            or set(self.shifts) - set(self.dims)
+            or not block_is_cheaper(field._layout, self.dims, shape, runs)
+        ):
+            return None
+        grad = self._records_grad()
+        known = next((b for b in self.blocks if b.runs == runs and b.grad_enabled == grad), None)
+        if known is None:
+            if any(overlaps(b.runs, runs) for b in self.blocks):
+                return None
+            sign = -1 if self.is_inverse else 1
+            modes = [tuple(sign * (i - self.shifts.get(d, 0)) % shape[d] for i in runs[d]) for d in self.dims]
+            others = tuple(slice(None) if d in self.dims else as_slice(r) for d, r in enumerate(runs))
+            with torch.set_grad_enabled(grad):
+                found = truncated_fft_unchecked(
+                    field, self.dims, modes, opposite_norm(self.norm) if self.is_inverse else self.norm
+                )
+                check.wait()  # the comparison flew while this rank summed
+                found = found._redistribute_to(self._block_layout(found, grad))[others]
+                if found._local_tensor._is_view():  # its memory is to be that of the block alone
+                    found = found.clone()
+            known = SpectrumBlock(runs, found, grad)
+            self.blocks.append(known)
+            self._record_field_layout(field._layout)
+        return known.as_view()
+
+    def _block_layout(self, modes: ShardTensor, grad: bool) -> Layout:
+        """Where a block goes that is still to be summed. What it will be mixed with is not known here: a weight, most
+        likely, whose gradient is owed at once unless parameters' gradients are averaged over these ranks later."""
+        layout = modes._layout
+        owed = grad and not has_deferred(process_groups(layout, layout.partial_axes))
+        return choose_placement(
+            layout, self.dims, modes.element_size(), grad_bytes=math.inf if owed else 0.0, grad=grad
+        )
+
+    def _records_grad(self) -> bool:
+        return self.grad_enabled and torch.is_grad_enabled()
+
+    def _record_field_layout(self, layout: Layout) -> None:
+        if not self.is_inverse:
+            home = (layout.mesh, self.dims, tuple(self.layout.shape[d] for d in self.dims), self.real)
+            FIELD_LAYOUTS[home] = layout.with_partial(())
+            FIELD_LAYOUTS.move_to_end(home)
+            if len(FIELD_LAYOUTS) > MAX_FIELD_LAYOUTS:
+                FIELD_LAYOUTS.popitem(last=False)
+
+    def _write_conflict(self) -> str | None:
+        """What was done here to the field since its transform was asked for, by a way that nobody watches."""
+        if self.version is None or self.field._version == self.version:
+            return None
+        return (
+            "the local tensor of the field was written into after its transform was asked for and before that was "
+            "used; write into the field itself, or transform a clone() of it"
+        )
+
+    # ------------------------------------------------------------------ writes
+
+    def before_write(self, target: Tensor) -> None:
+        """This memory is about to be written. What is done here sends nothing: ranks may differ in what still lives."""
+        self.before_export(target)
+        at = storage_address(target)
+        if self.local is not None and (
+            at == storage_address(self.local) or any(at == storage_address(b.local) for b in self._live_blocks())
+        ):
+            self._rebind_views()
+
+    def before_export(self, target: Tensor) -> None:
+        """This memory may be written from now on without a word, on some ranks or on all."""
+        if self.source is None:
+            return
+        at = storage_address(target)
+        if at == storage_address(self.source._local_tensor) and self._write_conflict() is None:
+            with torch.set_grad_enabled(self.grad_enabled):
+                self.source = wrap(self.source._local_tensor.clone(), self.source._layout)
+            if self.version is not None:
+                self.version = self.source._version
+        for block in self.blocks:
+            block.maybe_written |= at == storage_address(block.local)
+
+    def _live_blocks(self) -> list[SpectrumBlock]:
+        return [b for b in (r() for r in self.block_refs) if b is not None]
+
+    def _rebind_views(self) -> None:
+        """Make views of the blocks."""
+        assert self.local is not None
+        whole = wrap(self.local, self.layout)
+        left, self.block_refs = self._live_blocks(), []
+        while left:
+            block = left.pop()
+            for tensor in [t for t in (r() for r in block.views) if t is not None]:
+                view = whole[tuple(map(as_slice, block.runs))]
+                tensor._local_tensor, tensor._layout = view._local_tensor, view._layout
+                tensor._copied_view, tensor._narrowed = view._copied_view, view._narrowed
+            # what is left of its references are views of views: each holds one (a count that is the same on all ranks)
+            if sys.getrefcount(block) > 2:
+                raise ShardingError(
+                    "a spectrum is written of which a part was taken before, and of that part another, which on one "
+                    "device would see the write. Take it from the spectrum by one index, or clone() it"
+                )
+
+
+class SpectrumBlock:
+    """Modes of a spectrum that were handed out, and the tensors that show them. As `_copied_view` of those and of
+    what is made of them it says whether writing there would be lost."""
+
+    def __init__(self, runs: IndexRanges, modes: ShardTensor, grad: bool):
+        self.runs, self.grad_enabled = runs, grad
+        self.spectrum: LazySpectrum | None = None  # the spectrum, once it is there
+        self.local, self.layout = modes._local_tensor, modes._layout
+        self.views: list[weakref.ref] = []
+        self.maybe_written = False
+
+    def as_view(self) -> ShardTensor:
+        made = wrap(self.local, self.layout)
+        made._copied_view = self  # type: ignore[assignment]
+        self.views.append(weakref.ref(made))
+        return made
+
+    def write_is_lost(self) -> bool:
+        return self.spectrum is not None
+
+
+def opposite_norm(norm: str | None) -> str | None:
+    """The norm with which a transform the other way scales as this one does."""
+    return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return storage_id(tensor)

@@ -1,0 +1,139 @@
+"""A spectrum that is put together: zeros with some blocks of modes, until its field is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...comm.alike import start_consensus
+from ...layout import DimSharding, Layout
+from ...tensor import ShardTensor, wrap
+from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, overlaps, parse_block, roll_dims
+from .truncation import resized_layout, truncated_ifft_unchecked
+
+
+class SparseSpectrum:
+    """A spectrum that is zero but for some blocks, rolled by `shifts`; its field is to lie as `field_layout`.
+
+    `dims` are those of which it holds modes, `real` says that the last of them is half a spectrum.
+    """
+
+    def __init__(self, layout: Layout, dtype, device, dims: Sequence[int], field_layout: Layout, real: bool):
+        self.layout, self.dtype, self.device = layout, dtype, device
+        self.dims, self.field_layout, self.real = tuple(dims), field_layout, real
+        self.blocks: list[tuple[IndexRanges, ShardTensor]] = []
+        self.shifts: dict[int, int] = {}
+        self.grad_enabled = torch.is_grad_enabled()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad_enabled and any(value.requires_grad for _, value in self.blocks)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether its blocks are whole on every rank: then its field is had without a message."""
+        return all(value._layout.is_replicated for _, value in self.blocks)
+
+    def __repr__(self) -> str:
+        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        kind = "half a spectrum" if self.real else "a spectrum"
+        where = " and ".join(str([(r.start, r.stop, r.step) for r in runs]) for runs, _ in self.blocks)
+        return f"{kind} of {tuple(self.layout.shape)} along {self.dims} with modes at {where or 'no place'}{turned}"
+
+    def roll(self, by: Mapping[int, int]) -> SparseSpectrum:
+        """The same, rolled further."""
+        other = SparseSpectrum(self.layout, self.dtype, self.device, self.dims, self.field_layout, self.real)
+        other.blocks = list(self.blocks)
+        other.shifts = {d: n for d in sorted({*self.shifts, *by}) if (n := self.shifts.get(d, 0) + by.get(d, 0))}
+        return other
+
+    def write_block(self, index: Any, value: Any) -> bool:
+        """Take in a block; False where it is none, is large, or meets another."""
+        runs = parse_block(self.layout.shape, index)
+        if self.shifts or runs is None or value.__class__ is not ShardTensor or not value._dtype.is_complex:
+            return False
+        if tuple(map(len, runs)) != tuple(value.shape) or not block_is_cheaper(
+            self.field_layout, self.dims, self.layout.shape, runs
+        ):
+            return False
+        if any(len(r) != n for d, (r, n) in enumerate(zip(runs, self.layout.shape, strict=True)) if d not in self.dims):
+            return False
+        if any(overlaps(runs, other) for other, _ in self.blocks):
+            return False
+        self.blocks.append((runs, value.to(self.dtype).clone()))
+        return True
+
+    def materialize(self) -> ShardTensor:
+        """The spectrum itself."""
+        start_consensus(self.layout.mesh, f"all of {self}").wait()
+        with torch.set_grad_enabled(self.grad_enabled):
+            zeros = torch.zeros(self.layout.local_shape, dtype=self.dtype, device=self.device)
+            made = wrap(zeros, self.layout)
+            for runs, value in self.blocks:
+                made[tuple(map(as_slice, runs))] = value
+            return roll_dims(made, self.shifts)._redistribute_to(self.layout)
+
+    def inverse(self, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
+        """The field, of these sizes along `dims`; along some of the dims: a `SparseSpectrum` that has modes of the
+        others.
+
+        None where the blocks do not tell.
+        """
+        left = tuple(d for d in self.dims if d not in dims)
+        if set(dims) - set(self.dims) or (real and not (self.real and dims[-1] == self.dims[-1])):
+            return None
+        if (self.real and not real and self.dims[-1] in dims) or set(self.shifts) - set(self.dims) or not self.blocks:
+            return None
+        goal = [self._out_size(d, n, real and d == dims[-1]) for d, n in zip(dims, sizes, strict=True)]
+        if min(goal) < 1:
+            return None
+        like = resized_layout(self.field_layout, dims, goal)
+        made: list[tuple[IndexRanges, Any]] = []
+        for runs, value in self.blocks:
+            modes = []
+            for d, n in zip(dims, goal, strict=True):
+                places = [(i + self.shifts.get(d, 0)) % self.layout.shape[d] for i in runs[d]]
+                fit = [j for j, p in enumerate(places) if p < (n // 2 + 1 if real and d == dims[-1] else n)]
+                if len(fit) < len(places):  # the array is cropped, as torch.fft does
+                    value = value.index_select(d, torch.tensor(fit, dtype=torch.int64, device=self.device))
+                modes.append(tuple(places[j] for j in fit))
+            over = list(runs)
+            for d, n in zip(dims, goal, strict=True):
+                over[d] = range(n)
+            made.append((over, truncated_ifft_unchecked(value, dims, modes, goal, norm, real, like)))
+        total = _merge_blocks(made)
+        if not left:
+            return total[0][1] if len(total) == 1 else None
+        return self._partial_inverse(left, like, total)
+
+    def _partial_inverse(
+        self, left: tuple[int, ...], like: Layout, made: list[tuple[IndexRanges, Any]]
+    ) -> SparseSpectrum | None:
+        """What is left after some dims were evaluated."""
+        if any(overlaps(a, b) for i, (a, _) in enumerate(made) for b, _ in made[:i]):
+            return None
+        layout = made[0][1]._layout
+        for d in left:
+            layout = layout.with_dim(d, DimSharding(self.layout.shape[d]))
+        other = SparseSpectrum(layout, self.dtype, self.device, left, like, self.real)
+        other.blocks, other.shifts = made, {d: n for d, n in self.shifts.items() if d in left}
+        return other
+
+    def _out_size(self, dim: int, size: int | None, half: bool) -> int:
+        if size is not None:
+            return size
+        return 2 * (self.layout.shape[dim] - 1) if half else self.layout.shape[dim]
+
+
+def _merge_blocks(blocks: list[tuple[IndexRanges, Any]]) -> list[tuple[IndexRanges, Any]]:
+    """Blocks at the same place added up."""
+    found: list[tuple[IndexRanges, Any]] = []
+    for runs, value in blocks:
+        same = next((i for i, (other, _) in enumerate(found) if other == runs), None)
+        if same is None:
+            found.append((runs, value))
+        else:
+            found[same] = (runs, found[same][1] + value)
+    return found

@@ -1,0 +1,167 @@
+"""One training step of a model on one rank of a mesh, as `shardfield train` takes it, watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .._compat.fake import data_dependent_errors
+from ..errors import ShardfieldError
+from ..layout import DimSharding, Layout, balanced
+from ..tensor import ShardTensor, wrap
+from ..train.complex_params import real_pairs
+from ..train.config import DOMAIN_AXES
+from ..train.loop import to_full_tensor
+from ..train.parallel import Strategy, clip_grad_norm_, parallelize
+from ..train.task import TaskSpec
+from .fake_world import simulated, without_data
+from .recorder import Seen, watch
+
+
+@dataclass
+class Subject:
+    """What is planned for: how a model and its loss are made, for how many samples a step, and how they are trained."""
+
+    name: str
+    outline: Callable[[], TaskSpec]
+    batch: int
+    dims: tuple[int, ...] = (1, 2)  # of a sample, which the domain may cut; the first is the one cut first
+    strategy: Strategy = "fsdp"
+    dtype: torch.dtype = torch.float32
+    mixed_precision: torch.dtype | None = None
+    recompute: bool = False
+    field: tuple[int, ...] = field(default=(), repr=False)  # the shape of a sample's first tensor, once known
+
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths of the dims that may be cut."""
+        if not self.field:
+            with without_data():
+                self.field = next(iter(self.outline().sample_shapes.values()))
+        return tuple(self.field[d] for d in self.dims)
+
+
+class Step:
+    """A subject on a mesh of data x domain ranks, ready to take steps. All ranks of the mesh make one."""
+
+    def __init__(self, subject: Subject, mesh: DeviceMesh):
+        self.subject, self.mesh = subject, mesh
+        axes = (mesh.mesh_dim_names or ())[1:]
+        # made in its dtype: torch cannot convert parameters that have no data
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(subject.dtype)
+        try:
+            outline = subject.outline()
+        finally:
+            torch.set_default_dtype(before)
+        self.loss = outline.loss
+        self.model: nn.Module = parallelize(
+            real_pairs(outline.model).train(),
+            mesh,
+            domain=axes,
+            strategy=subject.strategy,
+            mixed_precision=subject.mixed_precision,
+            checkpoint=subject.recompute,
+            sync=False,  # every rank makes the model from the same seed, or from nothing
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        samples = subject.batch // mesh.size(0)
+        domain = mesh[axes]
+        self.batch = {
+            name: _make_batch(domain, (samples, *shape), subject, name in outline.integer_keys)
+            for name, shape in outline.sample_shapes.items()
+        }
+        # optimizer state is there from the second step on, and so from the first that counts
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self) -> Tensor:
+        """Forward, backward, clipping, optimizer, and the sums that tell how it goes."""
+        self.optimizer.zero_grad()
+        first = next(iter(self.batch.values()))
+        loss = self.loss(self.model(first), self.batch)
+        loss.backward()
+        total = to_full_tensor(loss.detach()).double()
+        norm = clip_grad_norm_(self.model, 1.0)
+        told = torch.stack([total, norm.to(total)])
+        dist.all_reduce(told)
+        self.optimizer.step()
+        return told
+
+
+def _make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, integers: bool) -> ShardTensor:
+    """A batch of ones: fields are cut over the domain in pieces of like sizes, anything else is whole on every rank."""
+    dims: list[tuple[DimSharding, ...]] = [(DimSharding(n),) for n in shape]
+    if len(shape) > 2:
+        for axis, dim in zip(range(domain.ndim), subject.dims, strict=False):
+            if domain.size(axis) > 1:
+                n = shape[dim + 1]
+                dims[dim + 1] = (DimSharding(n, (axis,), balanced(n, domain.size(axis))),)
+    layout = Layout.make(domain, dims)
+    dtype = torch.int64 if integers else subject.dtype
+    return wrap(torch.ones(layout.local_shape, dtype=dtype), layout)
+
+
+def record_step(subject: Subject, shape: Sequence[int]) -> Seen:
+    """Watch one step on this rank of the world at hand, real or simulated; `shape` is (data, domain, ...)."""
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
+    real = dist.get_backend() != "fake"
+    with nullcontext() if real else without_data(), watch() as seen:
+        step = Step(subject, mesh)
+        # in the first, rules plan; after it, DDP lays its buckets out anew, which it tells the others in the second
+        for _ in range((2 if subject.strategy == "ddp" else 1) if real else 0):
+            step.run()
+        seen.restart()
+        step.run()
+    return seen
+
+
+def count(subject: Subject, shape: Sequence[int], rank: int) -> Seen:
+    """What a rank of a mesh (data, domain, ...) computes, sends and keeps in a step, on tensors without data."""
+    try:
+        with simulated(torch.Size(shape).numel(), rank):
+            return record_step(subject, shape)
+    except data_dependent_errors() as error:
+        raise ShardfieldError(
+            f"{subject.name}: a call's result hangs on numbers, and a plan is made without data: {error}"
+        ) from error
+
+
+def time_step(
+    subject: Subject,
+    shape: Sequence[int],
+    rank: int,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of a rank's step on this machine, on real tensors, with no message sent, several times."""
+    with simulated(torch.Size(shape).numel(), rank):
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
+        step = Step(subject, mesh)
+        times: list[float] = []
+        for _ in range(repeats + 2):
+            begun = clock()
+            step.run()
+            times.append(clock() - begun)
+    return times[2:]
+
+
+def representative_ranks(shape: Sequence[int]) -> list[int]:
+    """The ranks that stand for all: the first, the last and the one in the middle of the first domain."""
+    domain = shape[1:]
+
+    def at(coords: Sequence[int]) -> int:
+        flat = 0
+        for coord, size in zip(coords, domain, strict=True):
+            flat = flat * size + coord
+        return flat
+
+    return list(dict.fromkeys(at([f(n) for n in domain]) for f in (lambda n: n // 2, lambda n: 0, lambda n: n - 1)))

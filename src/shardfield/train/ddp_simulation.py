@@ -1,0 +1,63 @@
+"""What DistributedDataParallel sends and keeps, for steps that are only counted.
+
+Its reducer reaches into the memory of gradients, and tensors without data have none. So there the buckets are laid out
+as it lays them out, and each is summed when the last of its gradients has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = (
+    1 << 20,
+    25 << 20,
+)  # DDP's limits: its first bucket is small, so that messages begin early
+
+
+class SimulatedDDP:
+    """The buckets of a model's gradients, filled from the last parameter to the first, one dtype each."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup):
+        self.group = group
+        self.pending: list[int] = []  # gradients still to come, by bucket
+        self.bucket_counts: list[int] = []
+        self.flat_buckets: list[Tensor] = []
+        open_: dict[torch.dtype, list[Tensor]] = {}
+        limits: dict[torch.dtype, int] = {}
+        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+            filling = open_.setdefault(parameter.dtype, [])
+            filling.append(parameter)
+            if sum(p.numel() * p.element_size() for p in filling) >= limits.get(parameter.dtype, FIRST_BUCKET_BYTES):
+                self._close_bucket(open_.pop(parameter.dtype))
+                limits[parameter.dtype] = BUCKET_BYTES
+        for filling in open_.values():
+            self._close_bucket(filling)
+        self.buffers: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            self.buffers.setdefault(buffer.dtype, []).append(buffer)
+        model.register_forward_pre_hook(self._sync_buffers)
+
+    def _close_bucket(self, parameters: list[Tensor]) -> None:
+        number = len(self.flat_buckets)
+        self.flat_buckets.append(parameters[0].new_empty(sum(p.numel() for p in parameters)))
+        self.bucket_counts.append(len(parameters))
+        self.pending.append(len(parameters))
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(number))
+
+    def _gradient_ready(self, number: int) -> None:
+        self.pending[number] -= 1
+        if not self.pending[number]:
+            self.pending[number] = self.bucket_counts[number]
+            dist.all_reduce(self.flat_buckets[number], group=self.group)
+
+    def _sync_buffers(self, module: nn.Module, args: Any) -> None:
+        """DDP gives all ranks the buffers of the first before each forward."""
+        for buffers in self.buffers.values():
+            flat = torch.cat([b.reshape(-1) for b in buffers])
+            dist.broadcast(flat, group_src=0, group=self.group)

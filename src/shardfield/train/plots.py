@@ -1,0 +1,75 @@
+"""Pictures of a run: what was predicted, and how the loss fell. Without matplotlib there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .log import read_curves
+
+PlotFields = dict[str, tuple[Tensor, tuple[list[int], list[int]]]]
+
+
+def plot_prediction(folder: Path, plot_fields: PlotFields, samples: int = 2) -> None:
+    """Input, truth, prediction and error of the first test samples, with the shard boundaries drawn."""
+    plt = _pyplot()
+    if plt is None:
+        return
+    x, y, prediction = (plot_fields[name][0].float().cpu() for name in ("x", "y", "prediction"))
+    samples = min(samples, len(x))
+    figure, axes = plt.subplots(samples, 4, figsize=(13, 3.1 * samples), squeeze=False, layout="constrained")
+    for row, panels in enumerate(axes):
+        truth, guess = y[row, 0], prediction[row, 0]
+        error = (guess - truth).abs()
+        low, high = truth.min().item(), truth.max().item()
+        relative = ((guess - truth).norm() / truth.norm()).item()
+        fields = [
+            ("input", x[row, 0], {"cmap": "Greys"}),
+            ("truth", truth, {"vmin": low, "vmax": high}),
+            ("prediction", guess, {"vmin": low, "vmax": high}),
+            (f"|error|, relative L2 {relative:.4f}", error, {"cmap": "magma"}),
+        ]
+        for panel, (title, field, how) in zip(panels, fields, strict=True):
+            image = panel.imshow(field.numpy(), **how)
+            figure.colorbar(image, ax=panel, shrink=0.8)
+            panel.set(title=title, xticks=[], yticks=[])
+            rows, columns = plot_fields["x"][1]
+            for at in rows:
+                panel.axhline(at - 0.5, color="tab:red", linewidth=1, linestyle="--")
+            for at in columns:
+                panel.axvline(at - 0.5, color="tab:red", linewidth=1, linestyle="--")
+    _save_figure(plt, figure, folder / "prediction.png")
+
+
+def plot_curves(folder: Path) -> None:
+    """The training loss and the test metrics of metrics.jsonl, by step."""
+    plt = _pyplot()
+    losses, tests = read_curves(folder / "metrics.jsonl")
+    if plt is None or not losses:
+        return
+    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
+    panel.semilogy(*zip(*losses, strict=True), linewidth=0.8, label="training loss")
+    for name, points in tests.items():
+        panel.semilogy(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    panel.set(xlabel="step")
+    panel.legend()
+    panel.grid(alpha=0.3)
+    _save_figure(plt, figure, folder / "curve.png")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save_figure(plt: Any, figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,289 @@
+"""The measuring part of `shardfield bench`: turns, medians, the tables, the page, and that traffic is counted right."""
+
+import json
+import re
+import runpy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from shardfield import ShardfieldError, ShardTensor, cli, scatter_tensor, sync_module_over_mesh
+from shardfield.bench import BENCHMARKS, measure, overhead, page, table
+from shardfield.bench import command as bench
+from shardfield.bench.ranks import domain_mesh, make_sharded_field
+from shardfield.bench.traffic import CommCounter, checked_traffic, comm_counts
+from shardfield.comm import collectives as wire
+from shardfield.testing import run_on_ranks
+from tests.launch import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_candidates_take_turns():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    found = measure.interleave(calls, 3, lambda call: call() or float(len(order)), warmup=1)
+    assert order == list("abbaabba"), "rounds of all, by turns in another order; the first is not counted"
+    assert found == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
+
+
+def test_medians_and_ratios():
+    assert measure.spread([5.0]) == (5.0, 5.0, 5.0)
+    assert measure.spread([1.0, 9.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
+    found = table.Table("halo", {"rounds": 3}, "cpu")
+    # a slow spell in round 2 slows both: medians of each say 2, and so does every round
+    found.add_times("step", {"a": [1.0, 10.0, 1.1], "b": [2.0, 20.0, 2.2]}, "a", "s", {"b": 1.9})
+    found.add_counts("sent", {"a": 1000, "b": 250}, "kB", "a", {"b": 0.25})
+    a, b, _, sent = found.rows
+    assert (a.median, a.ratio, a.met) == (1.1, None, None)
+    assert (b.ratio, b.ratio_low, b.ratio_high, b.against, b.met) == (2.0, 2.0, 2.0, "a", False)
+    assert (sent.median, sent.unit, sent.ratio, sent.met) == (0.25, "kB", 0.25, True)
+    assert "2; bar 1.9: not met" in str(found) and "0.25; bar 0.25: met" in str(found)
+    told = measure.max_over_ranks([{"a": [1.0, 5.0]}, {"a": [3.0, 4.0]}])
+    assert told == {"a": [3.0, 5.0]}, "a round lasts as long as on its slowest rank"
+
+
+def made(name="halo", label="Some Maker", gpu=None, quick=False):
+    found = table.Table(name, {"ranks": (2, 4), "rounds": 3}, "cuda" if gpu else "cpu", quick, commit="abc")
+    found.machine = {"cpu": label, "cores": 2, "memory_gb": 4, "gpu": gpu, "load": 0.5}
+    found.add_times(
+        "step", {"plain torch": [1e-3] * 3, "shardfield": [2e-3] * 3}, "plain torch", bars={"shardfield": 1.5}
+    )
+    found.found("one sample", "4 ranks", "trains")
+    found.add_skipped("PhysicsNeMo", "not installed")
+    return found
+
+
+def test_a_peer_that_cannot_is_left_out_and_said_so():
+    def fail():
+        raise RuntimeError(
+            "[enforce fail at /x/pair.cc:801] state. Pair is not connected ([127.0.0.1]:65414 < there)\nmore"
+        )
+
+    good, bad = overhead.runnable_calls({overhead.PLAIN: int, overhead.DTENSOR: fail})
+    assert list(good) == [overhead.PLAIN]
+    assert bad == {overhead.DTENSOR: "RuntimeError: state. Pair is not connected"}, (
+        "its first line, no address, no file"
+    )
+    with pytest.raises(RuntimeError):
+        overhead.runnable_calls({overhead.OURS: fail})
+
+
+def test_what_is_kept(tmp_path):
+    path = made().write(tmp_path)
+    assert path.name == "halo.some-maker-2-cores.json"
+    whole = json.loads(path.read_text())
+    assert whole.keys() == {
+        *("name", "date", "commit", "device", "machine", "versions", "settings", "skipped", "rows"),
+    }
+    assert whole["settings"] == {"ranks": [2, 4], "rounds": 3, "quick": False}
+    assert {"python", "torch", "shardfield"} <= whole["versions"].keys()
+    row = whole["rows"][1]
+    want = {"case", "candidate", "median", "low", "high", "unit", "ratio", "ratio_low", "ratio_high", "against", "bar"}
+    assert row.keys() == want | {"met"}
+    assert (row["median"], row["unit"], row["ratio"], row["bar"], row["met"]) == (2.0, "ms", 2.0, 1.5, False)
+    again = table.read_table(path)
+    assert again.as_json() == whole | {"rows": again.as_json()["rows"]} and again.rows == made().rows
+    assert made(quick=True).rows[1].bar is None, "bars are for the sizes they were set for"
+
+
+def test_machines_stand_side_by_side(tmp_path):
+    made().write(tmp_path)
+    made(gpu={"name": "NVIDIA H200", "count": 1, "memory_gb": 139}).write(tmp_path)
+    (tmp_path / "history.toml").write_text(
+        '[[change]]\nwhat = "a call"\nbefore = "2 us"\nafter = "1 us"\nby = "less"\nwhere = "a machine"\n'
+    )
+    text = page.page(tmp_path)
+    assert "| case | candidate | H200 | ratio | Some Maker, 2 cores | ratio |" in text
+    assert (
+        "|  | shardfield | 2 ms | 2 of plain torch; bar 1.5: not met | 2 ms | 2 of plain torch; bar 1.5: not met |"
+        in text
+    )
+    assert "| halo | step | shardfield over plain torch | at most 1.5 | **2**, not met | **2**, not met |" in text
+    assert "| one sample | 4 ranks | trains |  | trains |  |" in text
+    assert "commit abc, load 0.5 when it began." in text
+    assert "Not measured there: PhysicsNeMo: not installed." in text
+    assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text
+
+
+def test_every_benchmark_can_be_started_as_a_file(monkeypatch):
+    for name in BENCHMARKS:
+        asked = []
+        monkeypatch.setattr(cli, "main", asked.append)
+        monkeypatch.setattr("sys.argv", [f"{name}.py", "--quick"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+        assert asked == [["bench", name, "--quick"]]
+
+
+def test_the_page_is_made_of_the_files():
+    kept = (ROOT / "docs" / "performance.md").read_text()
+    assert page.page(RESULTS) == kept, "run `make performance`"
+    assert all(f"\n## {name}\n" in kept for name in BENCHMARKS), "every benchmark has results"
+
+
+def test_results_tell_hardware_and_nothing_else():
+    for path in RESULTS.iterdir():
+        told = re.findall(r"/(?:home|root|work|tmp|usr)/|\d+\.\d+\.\d+\.\d+|https?:", path.read_text())
+        assert not told, f"{path.name} has {told}"
+
+
+def test_the_command(capsys, tmp_path):
+    assert cli.main(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^{name} ", listed, re.M) for name in BENCHMARKS)
+    for words, why in (
+        (["hallo"], "did you mean 'halo'?"),
+        (["zzzz"], "there are overhead, redistribute"),
+        (["halo", "--rounds", "0"], "--rounds 0 should be 1 or more"),
+        (["--page", str(tmp_path / "page.md")], "--out DIR"),
+        (["halo", "fft", "--delay-ms", "3"], "unrecognized arguments: --delay-ms 3"),
+    ):
+        assert cli.main(["bench", *words]) == 2, words
+        assert why in capsys.readouterr().err
+    assert bench.parse_settings("halo", ["--ranks", "2", "3", "--delay-ms", "1"]) == {"ranks": (2, 3), "delay_ms": 1.0}
+    with pytest.raises(ShardfieldError, match="halo has no setting 'modes'"):
+        bench.run_benchmark("halo", modes=3)
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs(capsys, tmp_path):
+    words = [
+        "bench",
+        "--quick",
+        "redistribute",
+        "--ranks",
+        "2",
+        "--size",
+        "16",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert cli.main(words) == 0
+    (path,) = tmp_path.iterdir()
+    rows = {(r.case, r.candidate): r for r in table.read_table(path).rows}
+    swap = "2 ranks, Shard(0) to Shard(1), 16 x 16"
+    assert rows[swap, "shardfield"].ratio > 0 and rows[swap, "shardfield"].unit == "ms"
+    assert rows[f"{swap}: sent", "shardfield"].median == 16 * 16 / 4 * 4 / 1e3, "a quarter of the matrix, as floats"
+    assert "skipped: DTensor in 2 ranks, skewed" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- traffic
+
+
+def calls():
+    """Calls on ShardTensors that send in every way we have, and what torch's own count can see of each."""
+    mesh = domain_mesh("cpu")
+    x = make_sharded_field(mesh, (2, 4, 9, 8)).requires_grad_()
+    weight = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    whole = torch.arange(12.0).reshape(6, 2)
+    linear = torch.nn.Linear(2, 2)
+    return {
+        "conv, both ways": lambda: F.conv2d(x, weight, padding=1).square().sum().backward(),
+        "norm, both ways": lambda: F.group_norm(x, 2).square().sum().backward(),
+        "softmax along the cut": lambda: torch.softmax(x, 2),
+        "sum to a number": lambda: x.sum().full_tensor(),
+        "swap": lambda: x.redistribute(placements=[Shard(3)]),
+        "gather, uneven": lambda: x.full_tensor(),
+        "gather, even": lambda: make_sharded_field(mesh, (6, 2), 0).full_tensor(),
+        "half precision": lambda: x.detach().bfloat16().sum().full_tensor(),
+        "scatter": lambda: scatter_tensor(whole if dist.get_rank() == 0 else None, 0, mesh, (Shard(0),)),
+        "module": lambda: sync_module_over_mesh(linear, mesh),
+    }
+
+
+def agreeing():
+    """On a rank: what torch's CommDebugMode counts, and our meter, by kind; `traffic` has compared bytes before."""
+    found = {}
+    for name, call in calls().items():
+        call()
+        sent = checked_traffic(call)
+        with CommDebugMode() as mode:
+            call()
+        collectives = {kind: row[0] for kind, row in sent.kinds.items() if kind not in ("exchange", "deliver")}
+        found[name] = (collectives, comm_counts(mode), sent.messages)
+    assert wire.meter is None
+    return found
+
+
+def test_our_count_is_torchs():
+    found = [case for ranks in (2, 3) for told in run_on_ranks(agreeing, ranks) for case in told.items()]
+    for name, (ours, torchs, _) in found:
+        assert ours == torchs, name
+    assert {kind for _, (ours, _, _) in found for kind in ours} == {"all_reduce", "all_gather", "broadcast"}
+    assert {name for name, (_, _, messages) in found if messages} == {name for name, _ in found}, "all send something"
+
+
+def disagreeing():
+    """On a rank: a meter that leaves out a message is found out."""
+    x = make_sharded_field(domain_mesh("cpu"), (2, 4, 8, 8))
+    real = wire._record_sent
+
+    try:
+        wire._record_sent = lambda kind, messages, nbytes: real(kind, messages, nbytes - 1)
+        checked_traffic(lambda: x.sum().full_tensor())
+    except AssertionError as error:
+        return str(error)
+    finally:
+        wire._record_sent = real
+    return ""
+
+
+def test_a_wrong_count_is_found():
+    assert "torch was seen to send {'all_reduce': [1, 4]}" in run_on_ranks(disagreeing, 2)[0]
+
+
+def dtensors():
+    """On a rank: bytes of DTensor's moves of a 8 x 8 matrix, known by hand."""
+    mesh = domain_mesh("cpu")
+    rows, parts = (
+        distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]),
+        DTensor.from_local(torch.ones(8, 8), mesh, [Partial()]),
+    )
+    found = []
+    for x, placement in ((rows, Replicate()), (parts, Shard(0)), (parts, Replicate())):
+        with CommCounter() as mode:
+            x.redistribute(placements=[placement]).to_local()
+        found.append(mode.kinds)
+    return found
+
+
+def test_dtensors_traffic_is_seen():
+    for told in run_on_ranks(dtensors, 2):
+        assert told == [{"all_gather": [1, 128]}, {"reduce_scatter": [1, 128]}, {"all_reduce": [1, 256]}]
+
+
+# ---------------------------------------------------------------------- memory and late messages
+
+
+def watching():
+    """On a rank: the peak of a call that holds 3 and then 1 MB, and how late a late message is."""
+
+    def hold():
+        first = [torch.empty(1_000_000, dtype=torch.uint8) for _ in range(3)]
+        del first
+        torch.empty(1_000_000, dtype=torch.uint8)
+
+    held = measure.peak_memory(hold, "cpu")
+    x = ShardTensor.from_local(torch.ones(2, 2), domain_mesh("cpu"), [Shard(0)])
+    call = x.sum
+    real = wire.start_all_reduce
+    with measure.delay_messages(0.05):
+        start = time.perf_counter()
+        call().full_tensor()
+        seconds = time.perf_counter() - start
+    assert wire.start_all_reduce is real
+    return held, seconds
+
+
+def test_memory_and_late_messages():
+    for held, seconds in run_on_ranks(watching, 2):
+        assert 3_000_000 <= held < 3_100_000
+        assert seconds >= 0.05

@@ -1,0 +1,201 @@
+"""How calls come in: methods go to their handlers directly, and what was planned once is found again, for little."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from shardfield import ShardingError, ShardTensor, explain
+from shardfield._compat import no_torch_function
+from shardfield.dispatch import executor, registry
+from shardfield.layout import Layout
+from shardfield.ops.elementwise import pointwise
+from shardfield.testing import run_on_ranks
+from tests.harness import world_mesh
+
+ROWS = (Shard(0),)
+
+
+def field(mesh=(1,), placements=ROWS, shape=(4, 6), lengths=None) -> ShardTensor:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) - 3
+    x = ShardTensor.from_local(whole, world_mesh(mesh), [Replicate()] * len(mesh))
+    layout = Layout.of(world_mesh(mesh), placements, shape, lengths)
+    return ShardTensor(x._redistribute_to(layout)._local_tensor.clone(), layout)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Loud(ShardTensor):
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def methods():
+    x = field()
+    plain = torch.ones(4, 6, dtype=torch.float64)
+    whole = x.full_tensor()
+    assert "sum" in vars(ShardTensor) and "__sub__" in vars(ShardTensor) and "__rsub__" not in vars(ShardTensor)
+    for call in (
+        lambda t: t - plain,
+        lambda t: plain - t,
+        lambda t: 2 - t,
+        lambda t: plain / t,
+        lambda t: t**2,
+        lambda t: 2**t,
+        lambda t: plain.T @ t,
+        lambda t: t @ plain.T,
+        lambda t: -t[1:, ::2],
+        lambda t: t.sum(dim=1, keepdim=True),
+        lambda t: t.add(other=plain, alpha=2),
+    ):
+        assert torch.equal(call(x).full_tensor(), call(whole))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        x + object()
+    with Seen() as mode:
+        x.sum()
+        x * 2
+        x[0]
+    assert [n.strip("_") for n in mode.names if n not in ("__get__", "size", "dim")][:1] == ["sum"]
+    assert {"mul", "getitem"} <= {n.strip("_") for n in mode.names}
+    loud = torch.Tensor._make_wrapper_subclass(Loud, x.shape, dtype=x.dtype)
+    loud.__dict__.update(vars(x))
+    assert torch.equal(loud.sum().full_tensor(), whole.sum()) and "sum" in Loud.seen
+    with no_torch_function(), pytest.raises(ShardingError, match="reached torch's dispatcher"):
+        x.requires_grad_().sum()
+    other = field()
+    other.data = field().float()
+    assert other.dtype == other._local_tensor.dtype == torch.float32
+    with explain() as report:
+        x.detach().mul(2).sum()
+    assert [r.op for r in report.rows] == ["detach", "mul", "sum"]
+
+
+def test_methods():
+    run_on_ranks(methods, 1)
+
+
+def written():
+    """`inplace=True` is a write, whatever the layout."""
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = field((2,), (placement,))
+        kept = x.full_tensor().clone()
+        assert F.relu(x, inplace=True) is x and torch.equal(x.full_tensor(), kept.relu())
+    partial = ShardTensor.from_local(torch.tensor([-1.0, 2.0]), world_mesh((2,)), [Partial()])
+    assert F.leaky_relu(partial, 0.5, inplace=True) is partial
+    assert torch.equal(partial.full_tensor(), torch.tensor([-1.0, 4.0]))
+    leaf = field((2,)).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        F.relu(leaf, inplace=True)
+    x = field((2,), shape=(6,), lengths={0: (2, 4)})
+    copied = x.view(2, 3)  # a row lies on two ranks: something moves
+    for view in (copied, copied.view(3, 2), copied.view(-1), copied.t(), torch.transpose(dim0=0, dim1=1, input=copied)):
+        with pytest.raises(ShardingError, match="would be lost"):
+            view.mul_(2)
+        with pytest.raises(ShardingError, match="would be lost"):
+            F.relu(view, inplace=True)
+
+
+def test_inplace():
+    run_on_ranks(written, 2)
+
+
+def entered():
+    """A known meeting still sums the gradients of what is whole, and moves what lies elsewhere."""
+    plain = torch.linspace(0, 1, 6, dtype=torch.float64)
+    for _ in range(2):  # planned, then found
+        x, bias = field((2,)).requires_grad_(), plain.clone().requires_grad_()
+        other = field((2,), (Shard(1),)).requires_grad_()
+        torch.where(x > 2, x * bias, 0.5 * other + 1.0).sum().backward()
+        a, b, c = (t.detach().clone().requires_grad_() for t in (x.full_tensor(), plain, other.full_tensor()))
+        torch.where(a > 2, a * b, 0.5 * c + 1.0).sum().backward()
+        for mine, theirs in ((x.grad.full_tensor(), a.grad), (bias.grad, b.grad), (other.grad.full_tensor(), c.grad)):
+            torch.testing.assert_close(mine, theirs)
+    assert torch.where(x > 2, 1.0, other).full_tensor().equal(torch.where(a > 2, 1.0, c))
+    assert torch.where(x > 2, other, 1.0).full_tensor().equal(torch.where(a > 2, c, 1.0))
+
+
+def test_known_meetings():
+    run_on_ranks(entered, 2)
+
+
+def bounded():
+    tables = executor.PLAN_CACHE, pointwise.BROADCAST_PLANS, pointwise.INPLACE_PLANS
+    kept = [table.copy() for table in tables], executor.PLAN_CACHE_SIZE, pointwise.MAX_CACHED_PLANS
+    for table in tables:  # what earlier tests left would be known, and not counted
+        table.clear()
+    executor.PLAN_CACHE_SIZE = pointwise.MAX_CACHED_PLANS = 16
+    ones = torch.ones(2, dtype=torch.float64)
+    try:
+        for n in range(1, 40):
+            x = field(shape=(n, 2))
+            assert torch.equal((x + ones).sum(0).full_tensor(), x.full_tensor().sum(0) + n)
+            x += ones
+        return [len(table) for table in tables]
+    finally:
+        for table, before in zip(tables, kept[0], strict=True):
+            table.update(before)
+        _, executor.PLAN_CACHE_SIZE, pointwise.MAX_CACHED_PLANS = kept
+
+
+def test_caches_are_bounded():
+    (sizes,) = run_on_ranks(bounded, 1)
+    assert all(0 < n <= 16 for n in sizes), sizes
+
+
+def twins():
+    """Meshes that are equal and two objects, as in a program that lays its ranks out twice."""
+    first = world_mesh((2,))
+    second = DeviceMesh("cpu", [0, 1], mesh_dim_names=first.mesh_dim_names)
+    assert first == second
+    plain = torch.ones(19, dtype=torch.float64)
+    for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is that of the first mesh
+        layout = Layout.of(mesh, [Shard(0)], (rows, 19))
+        x = ShardTensor(torch.ones(layout.local_shape, dtype=torch.float64), layout)
+        pointwise.BROADCAST_PLANS.clear()
+        assert torch.equal((x + plain).full_tensor(), torch.full(layout.shape, 2.0, dtype=torch.float64))
+        assert len(pointwise.BROADCAST_PLANS) == 1
+
+
+def test_calls_are_known_on_a_mesh_that_equals_another():
+    run_on_ranks(twins, 2)
+
+
+def hit():
+    """Microseconds from a call that has a plan to the running of it."""
+    x = field()
+    func = torch.Tensor.transpose
+    handler, run, times = registry.HANDLERS[func], executor.BoundPlan.run, []
+    x.transpose(0, 1)
+    executor.BoundPlan.run = lambda self, locals_, source: None
+    try:
+        for _ in range(200):
+            start = time.perf_counter()
+            for _ in range(50):
+                handler(func, (), (x, 0, 1), {})
+            times.append((time.perf_counter() - start) / 50 * 1e6)
+    finally:
+        executor.BoundPlan.run = run
+    return min(times)
+
+
+def test_a_known_plan_is_found_in_5_us():
+    (us,) = run_on_ranks(hit, 1)
+    assert us < 5

@@ -1,0 +1,149 @@
+"""The FFTs of a field that is cut over ranks equal those of the whole field, forward and backward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardfield.comm import collectives
+from shardfield.distributed import DistributedManager, utils
+from shardfield.distributed.fft import DistributedIRFFT2, DistributedRFFT2
+from shardfield.distributed.utils import compute_split_shapes
+from shardfield.errors import ShardingError, WorldError
+from shardfield.testing import run_on_ranks
+from tests.distributed.test_utils import groups, piece
+from tests.rank_checks import assert_gradients, assert_second_order, random_like
+
+# Global field sizes, and what s asks for: uneven, padded, cropped, both, fewer rows than ranks, and a single column.
+FIELDS = [
+    ((6, 8), None),
+    ((5, 7), (5, 7)),
+    ((4, 6), (7, 9)),
+    ((7, 9), (4, 5)),
+    ((3, 10), (8, 3)),
+    ((1, 5), (2, 6)),
+    ((6, 1), (3, 1)),
+]
+NORMS = ["ortho", "backward", "forward"]
+
+
+def whole_gradient(fn, x, cotangent):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(fn(x), x, cotangent)[0]
+
+
+def cuts(size):
+    """Even as the package cuts, and one that leaves ranks empty."""
+    world = dist.get_world_size()
+    return [compute_split_shapes(size, world), [0] * (world - 1) + [size], [size] + [0] * (world - 1)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equal_to_torch(world):
+    run_on_ranks(equal_to_torch, world)
+
+
+def equal_to_torch():
+    world = dist.get_world_size()
+    with groups(spatial_parallel=world):
+        for i, (size, s) in enumerate(FIELDS):
+            for dim, norm in zip(((-2, -1), (1, 2), (2, 0)), NORMS[i % 3 :] + NORMS[: i % 3], strict=True):
+                shape = [2, 2, 2]
+                for d, n in zip(dim, size, strict=True):
+                    shape[d] = n
+                x = torch.randn(shape, dtype=torch.float64)
+                compare(DistributedRFFT2.apply, torch.fft.rfft2, x, s, dim, norm)
+                if s is not None or size[1] > 1:  # a spectrum of one column says nothing about the size
+                    z = torch.randn(shape, dtype=torch.complex128)
+                    compare(DistributedIRFFT2.apply, torch.fft.irfft2, z, s, dim, norm)
+
+
+def compare(ours, torchs, x, s, dim, norm):
+    def reference(x):
+        return torchs(x, s, dim, norm)
+
+    expected = reference(x)
+    cotangent = random_like(expected, 5, same_on_all_ranks=True)
+    gradient = whole_gradient(reference, x, cotangent)
+    rows = compute_split_shapes(expected.shape[dim[0]], dist.get_world_size())
+    for lengths in cuts(x.shape[dim[1]]):
+        mine = piece(x, dim[1], lengths).clone().requires_grad_()
+        got = ours(mine, s, dim, norm)
+        torch.testing.assert_close(got, piece(expected, dim[0], rows), rtol=1e-12, atol=1e-12)
+        got.backward(piece(cotangent, dim[0], rows))
+        torch.testing.assert_close(mine.grad, piece(gradient, dim[1], lengths), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients(world):
+    run_on_ranks(gradients, world)
+
+
+def gradients():
+    world = dist.get_world_size()
+    with groups(spatial_parallel=world):
+        x = torch.randn(3, compute_split_shapes(4, world)[dist.get_rank()], dtype=torch.float64)
+        z = torch.randn_like(x, dtype=torch.complex128)
+        assert_gradients(lambda x: DistributedRFFT2.apply(x, (4, 3), (0, 1), "forward"), x)
+        assert_gradients(lambda z: DistributedIRFFT2.apply(z, (2, 5), (0, 1)), z)
+        assert_second_order(lambda x: DistributedRFFT2.apply(x, None, (0, 1)).abs(), x)
+
+
+def test_there_and_back_in_single_precision():
+    run_on_ranks(there_and_back, 3)
+
+
+def there_and_back():
+    with groups(spatial_parallel=3):
+        x = torch.randn(2, 6, 9)
+        spectrum = DistributedRFFT2.apply(piece(x, 2, [3, 3, 3]), (6, 9), (1, 2))
+        assert spectrum.dtype == torch.complex64
+        whole = utils.all_gather_v_wrapper(spectrum, [2, 2, 2], dim=1)
+        torch.testing.assert_close(whole, torch.fft.rfft2(x, norm="ortho"), rtol=1e-5, atol=1e-5)
+        # The spectrum lies cut along dim 1; the inverse takes it cut along dim 2.
+        pieces, _ = utils.distributed_transpose(spectrum, 2, 1)
+        back = DistributedIRFFT2.apply(torch.cat(pieces, 1), (6, 9), (1, 2))
+        torch.testing.assert_close(back, piece(x, 1, [2, 2, 2]), rtol=1e-5, atol=1e-5)
+
+
+def test_only_columns_that_count_travel():
+    run_on_ranks(bytes_sent, 2)
+
+
+def bytes_sent():
+    sent = []
+    with groups(spatial_parallel=2):
+        for s in ((4, 8), (4, 4)):
+            collectives.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
+            DistributedRFFT2.apply(torch.zeros(4, 4, dtype=torch.float64), s, (0, 1))
+            collectives.meter = None
+    rank = dist.get_rank()
+    exchanges = [nbytes for kind, nbytes in sent if kind == "exchange"]
+    assert exchanges == [2 * 4 * 16, 2 * 4 * 16 if rank == 0 else 0]
+
+
+def test_refused():
+    run_on_ranks(refused, 2)
+
+
+def refused():
+    rank = dist.get_rank()
+    x = torch.zeros(4, 4)
+    DistributedManager.initialize()
+    with pytest.raises(WorldError, match="spatial_parallel"):
+        DistributedRFFT2.apply(x, None, (0, 1))
+    DistributedManager.cleanup()
+    with groups(spatial_parallel=2):
+        for bad, match in (
+            (lambda: DistributedRFFT2.apply(x, (4, 8 + rank), (0, 1)), r"do not agree on s\n  rank 0: .*s \[4, 8\]"),
+            (lambda: DistributedRFFT2.apply(x, None, (0, 1) if rank else (1, 0)), "do not agree on dim"),
+            (lambda: DistributedRFFT2.apply(torch.zeros(4 + rank, 4), None, (0, 1)), "do not agree on other dims"),
+            (lambda: DistributedRFFT2.apply(x, None, (0, 2)), "no dim 2"),
+        ):
+            with pytest.raises(ShardingError, match=match):
+                bad()
+        for bad, match in (
+            (lambda: DistributedRFFT2.apply(x, None, (1, 1)), "not two dims"),
+            (lambda: DistributedRFFT2.apply(x, (0, 4), (0, 1)), "no transform"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                bad()

@@ -1,0 +1,88 @@
+"""Attention: sequence, heads, batch and features cut, masks, causal, grouped heads."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case
+
+attend = F.scaled_dot_product_attention
+SOME = {"layouts": 6}
+FEW = {"layouts": 4}
+
+
+def hidden(shape, generator):
+    """A mask as it comes: some rows see nothing at all."""
+    seen = torch.rand(shape, generator=generator) > 0.4
+    seen[..., 1, :] = False
+    return seen
+
+
+def minus_inf(shape, generator):
+    bias = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return bias.masked_fill(~hidden(shape, generator), -math.inf)
+
+
+def padded(shape, generator):
+    return torch.arange(shape[1]) < torch.tensor([[3], [5], [1]])
+
+
+def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
+    """Queries, keys and values."""
+    columns = rows if columns is None else columns
+    return [T(*lead, n, features, dtype=dtype) for n in (rows, columns, columns)]
+
+
+CASES = [
+    case(attend, *qkv(2, 4), how={"layouts": 12}),
+    case(attend, *qkv(2, 3, rows=5, columns=9), how=SOME),
+    case(attend, *qkv(4, rows=9, columns=3), how=SOME),
+    case(attend, *qkv(rows=6), how=SOME),
+    case(attend, *qkv(2, 2, 3, rows=4, columns=5), how=FEW),
+    case(attend, T(2, 3, 6, 4), T(2, 1, 5, 4), T(1, 3, 5, 3), how=SOME),
+    case(attend, T(6, 4), T(2, 3, 5, 4), T(2, 3, 5, 4), how=FEW),
+    case(attend, *qkv(2, 3), scale=0.3, how=FEW),
+    case(attend, *qkv(2, 4), is_causal=True, how={"layouts": 12}),
+    case(attend, *qkv(3, rows=9, columns=5), is_causal=True, how=SOME),
+    case(attend, *qkv(3, rows=5, columns=9), is_causal=True, how=SOME),
+    case(attend, *qkv(2, rows=1, columns=8), how=SOME),
+    case(attend, *qkv(2, rows=8, columns=1), how=FEW),
+    case(attend, *qkv(2, 2, rows=3, columns=0), how=FEW),
+    case(attend, *qkv(2, 2, rows=0, columns=3), how=FEW),
+    case(attend, T(2, 4, 6, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, how=SOME),
+    case(attend, T(2, 4, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, is_causal=True, how=SOME),
+    case(attend, T(6, 6, 4), T(3, 7, 4), T(3, 7, 4), enable_gqa=True, how=FEW),
+    # features that do not lie side by side
+    case(
+        lambda q, k, v: attend(q.mT, k.mT, v.mT),
+        T(2, 3, 4, 7),
+        T(2, 3, 4, 5),
+        T(2, 3, 4, 5),
+        how=SOME | {"name": "attention of patches, channels first"},
+    ),
+    case(
+        lambda x: attend(*[x.flatten(2).mT.unsqueeze(1)] * 3),
+        T(2, 3, 4, 3),
+        how=SOME | {"name": "attention of a field's patches"},
+    ),
+    # groups of two sizes: no rule
+    case(attend, T(4, 6, 4), T(2, 7, 4), T(4, 7, 4), enable_gqa=True, how=FEW | {"gather": True}),
+    case(attend, *qkv(2, 3), T(7, 7, fill=hidden), how=SOME),
+    case(attend, *qkv(2, 3, columns=5), T(2, 1, 1, 5, fill="bool"), how=SOME),
+    case(attend, *qkv(2, 3, columns=5), T(2, 3, 7, 5, fill=minus_inf), how={"layouts": 12}),
+    case(attend, *qkv(2, 3, columns=5), T(1, 3, 7, 5), how=SOME),
+    case(attend, *qkv(2, 3, columns=5), T(3, 7, 1), how=FEW),
+    case(attend, *qkv(2, 3, columns=5), T(1, 5, grad=False), how=FEW),
+    case(attend, *qkv(2, 2, 3, rows=4, columns=5), T(2, 1, 3, 4, 5), how=FEW),
+    case(attend, *qkv(2, 3), T(7, 7, fill=hidden), is_causal=True, how=FEW),
+    case(attend, *qkv(2, 3, columns=5), T(7, 4), how=FEW),
+    case(attend, *qkv(2, 3, dtype=torch.float32), T(7, 7, dtype=torch.float32), how=FEW | {"tolerance": 1e-5}),
+    case(attend, *qkv(2, 4, dtype=torch.bfloat16), how=FEW | {"tolerance": 3e-2}),
+    case(attend, *qkv(2, 4, dtype=torch.float16), is_causal=True, how=FEW | {"tolerance": 4e-3}),
+    case(attend, *qkv(2, 3), T(7, 7, fill="ints"), how=FEW),
+    case(attend, T(2, 3, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, how=FEW),
+    case(attend, *qkv(2, 3), dropout_p=1.5, how=FEW),
+    case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill=padded), how=FEW),
+    case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill="bool"), how=FEW),
+]

@@ -1,0 +1,408 @@
+"""Attention beyond the case table: what it sends, who does how much, which way, dropout, second derivatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from shardfield import ShardTensor, explain, strict
+from shardfield.comm import collectives
+from shardfield.dispatch.executor import PLAN_CACHE
+from shardfield.layout import Layout
+from shardfield.ops.attention import ring as ring_attention
+from shardfield.ops.attention import strategy
+from shardfield.ops.attention.block_kernels import FlashCpu
+from shardfield.testing import run_on_ranks
+from tests.harness import T, check_case, draw_layout, local_shard, to_full_tensor, world_mesh
+from tests.harness import case as row
+
+attend = F.scaled_dot_product_attention
+
+
+def held(value: torch.Tensor, mesh, placements, lengths=None, grad: bool = True) -> ShardTensor:
+    layout = Layout.of(mesh, placements, value.shape, lengths)
+    return ShardTensor(local_shard(value, layout).requires_grad_(grad), layout)
+
+
+def drawn(*shapes: Sequence[int], dtype=torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes]
+
+
+class Metered:
+    """Messages and bytes that this rank sends inside."""
+
+    def __enter__(self):
+        self.messages = self.bytes = 0
+        collectives.meter = self.add
+        return self
+
+    def add(self, kind, messages, nbytes):
+        self.messages += messages
+        self.bytes += nbytes
+
+    def __exit__(self, *_):
+        collectives.meter = None
+
+
+# ---------------------------------------------------------------------- what is sent
+
+LENGTHS = (5, 9, 0, 10)  # 3 heads: no other way than a ring for 4 ranks
+
+
+def ring_traffic():
+    mesh = world_mesh((4,))
+    q, k, v = (held(x, mesh, [Shard(2)], {2: LENGTHS}) for x in drawn(*[(2, 3, 24, 8)] * 3))
+    with Metered() as forward:
+        out = attend(q, k, v)
+    with Metered() as backward:
+        out._local_tensor.sum().backward()
+    return (forward.messages, forward.bytes), (backward.messages, backward.bytes)
+
+
+def test_ring_sends_keys_and_values_to_every_rank_once():
+    told = run_on_ranks(ring_traffic, 4)
+    per_row = 2 * 2 * 3 * 8 * 8  # keys and values, batch, heads, features, bytes
+    total = sum(LENGTHS)
+    for rank, (forward, backward) in enumerate(told):
+        # A rank sends its own block to the three others, straight.
+        own = LENGTHS[rank]
+        assert forward == (3 * (own > 0), 3 * own * per_row)
+        # Backward does so again, and sends to every other rank the gradient of its block.
+        others = [n for i, n in enumerate(LENGTHS) if i != rank]
+        assert backward == (3 * (own > 0) + sum(n > 0 for n in others), (3 * own + sum(others)) * per_row)
+    assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values a rank
+
+
+def sent_before_work():
+    """On a rank: how many messages had left when each block was begun, forward and backward."""
+    mesh = world_mesh((4,))
+    q, k, v = (held(x, mesh, [Shard(2)]) for x in drawn(*[(2, 3, 24, 8)] * 3))
+    found: list[list[int]] = []
+    for name in ("forward", "backward"):
+        with Metered() as sent, pytest.MonkeyPatch.context() as patch:
+            before, counts = getattr(FlashCpu, name), []
+
+            def spy(*args, before=before, sent=sent, counts=counts):
+                counts.append(sent.messages)
+                return before(*args)
+
+            patch.setattr(FlashCpu, name, spy)
+            if name == "forward":
+                out = attend(q, k, v)
+            else:
+                out._local_tensor.sum().backward()
+        found.append(counts)
+    return found
+
+
+def test_messages_fly_while_blocks_are_worked_on():
+    # Two blocks ahead, from the first on; and backward the gradients of the blocks before the last.
+    assert run_on_ranks(sent_before_work, 4) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
+
+
+def local_traffic(placements, mesh_shape):
+    mesh = world_mesh(mesh_shape)
+    q, k, v = (held(x, mesh, placements) for x in drawn(*[(4, 4, 10, 8)] * 3))
+    with Metered() as both, strict():
+        attend(q, k, v)._local_tensor.sum().backward()
+        attend(q, k, v, is_causal=True)._local_tensor.sum().backward()
+    return both.messages
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh"), [([Shard(0)], (4,)), ([Shard(1)], (4,)), ([Shard(0), Shard(1)], (2, 2))], ids=str
+)
+def test_batch_and_heads_send_nothing(placements, mesh):
+    assert run_on_ranks(local_traffic, 4, placements, mesh) == [0] * 4
+
+
+def replicated_keys():
+    mesh = world_mesh((3,))
+    q, k, v = drawn((2, 2, 9, 4), (2, 2, 5, 4), (2, 2, 5, 4))
+    with Metered() as forward:
+        out = attend(held(q, mesh, [Shard(2)]), k, v)
+    return forward.messages, tuple(out.placements)
+
+
+def test_whole_keys_send_nothing():
+    assert run_on_ranks(replicated_keys, 3) == [(0, (Shard(2),))] * 3
+
+
+# ---------------------------------------------------------------------- who does how much
+
+
+def shares(mesh_shape, placements, rows, columns, whole_keys, lengths):
+    """On a rank: the scores it computes, in all and against the block of each stop."""
+    mesh = world_mesh(mesh_shape)
+    works = []
+    before = ring_attention.attend
+    from shardfield.ops.attention import sdpa
+
+    def spy(work, *args):
+        works.append(work)
+        return before(work, *args)
+
+    sdpa.attend = spy
+    try:
+        q, k, v = drawn(*[(1, 1, n, 2) for n in (rows, columns, columns)])
+        q = held(q, mesh, placements, lengths)
+        k, v = (x if whole_keys else held(x, mesh, placements) for x in (k, v))
+        out = attend(q, k, v, is_causal=True)
+        assert out._layout is q._layout
+    finally:
+        sdpa.attend = before
+    (work,) = works
+    return work.scores, [sum(t.area for t in tiles) for tiles in work.tiles]
+
+
+CAUSAL = {
+    "even": ((4,), [Shard(2)], 1024, 1024, False, None),
+    "uneven": ((4,), [Shard(2)], 1024, 1024, False, {2: (10, 900, 0, 114)}),
+    "three ranks": ((3,), [Shard(2)], 1000, 1000, False, None),
+    "whole keys": ((4,), [Shard(2)], 1024, 1024, True, None),
+    "more queries": ((4,), [Shard(2)], 1500, 1024, False, None),
+    "more keys": ((4,), [Shard(2)], 1024, 1500, False, None),
+    "two axes": ((2, 2), [Shard(2), Shard(2)], 1024, 1024, False, None),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_work_is_equal(name):
+    mesh, placements, rows, columns, *_ = CAUSAL[name]
+    ranks = math.prod(mesh)
+    told = run_on_ranks(shares, ranks, *CAUSAL[name])
+    everything = sum(min(r + 1, columns) for r in range(rows))
+    mean = everything / ranks
+    assert sum(total for total, _ in told) == everything  # every score once
+    assert all(abs(total - mean) <= 0.05 * mean for total, _ in told)
+    if len(mesh) == 1:  # ranks go in step: each stop is as much work for all of them
+        for stop in zip(*(stops for _, stops in told), strict=True):
+            assert max(stop) - min(stop) <= 0.06 * mean
+
+
+# ---------------------------------------------------------------------- which way
+
+
+def way_of(shapes, placements, mesh_shape, kwargs):
+    mesh = world_mesh(mesh_shape)
+    q, k, v = (x if p is None else held(x, mesh, p) for x, p in zip(drawn(*shapes), placements, strict=True))
+    with explain() as report:
+        attend(q, k, v, **kwargs)
+    (line,) = report.rows
+    return line.ending
+
+
+S = [Shard(2)]
+WAYS = [
+    # name, shapes of q, k, v, placements
+    ("ring", [(1, 3, 64, 8)] * 3, [S, S, S]),
+    ("ring", [(1, 4, 4096, 8)] * 3, [S, S, S]),  # long: keys travel behind the arithmetic
+    ("heads", [(3, 64, 256, 64)] * 3, [S, S, S]),  # short, many heads: fewer bytes
+    ("keys gathered", [(1, 2, 4096, 8), (1, 2, 16, 8), (1, 2, 16, 8)], [S, S, S]),
+    ("merge", [(1, 2, 4, 8), (1, 2, 4096, 8), (1, 2, 4096, 8)], [None, S, S]),
+    ("merge", [(1, 2, 4, 8), (1, 2, 4096, 8), (1, 2, 4096, 8)], [S, S, S]),
+    ("local", [(1, 4, 64, 8)] * 3, [[Shard(1)]] * 3),
+    ("local", [(1, 4, 64, 8)] * 3, [S, None, None]),
+]
+
+
+@pytest.mark.parametrize(("way", "shapes", "placements"), WAYS)
+def test_the_cheapest_way_is_taken_and_told(way, shapes, placements):
+    assert run_on_ranks(way_of, 4, shapes, placements, (4,), {}) == [f"rule: {way}"] * 4
+
+
+def forced(way, mesh_shape, tensors, kwargs, layouts):
+    """On a rank: complaints of a row whose calls all take one way where it is open to them, and how many did."""
+    price, taken = strategy.estimate_cost, [0]
+
+    def preferring(found, *args):
+        return price(found, *args) - (1e15 if way in found.summary else 0)
+
+    def call(*args, **given):
+        with explain() as report:
+            out = attend(*args, **given)
+        taken[0] += any(way in r.ending for r in report.rows)
+        return out
+
+    strategy.estimate_cost = preferring
+    PLAN_CACHE.clear()
+    try:
+        asked = row(call, *tensors, how={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
+        return check_case(asked, mesh_shape), taken[0]
+    finally:
+        strategy.estimate_cost = price
+        PLAN_CACHE.clear()
+
+
+FORCED = {
+    "self": ([T(2, 4, 7, 4, cut=(1, 2)) for _ in range(3)], {}),
+    "causal": ([T(2, 4, 7, 4, cut=(2,)) for _ in range(3)], {"is_causal": True}),
+    "bias": ([T(2, 2, 6, 4, cut=(2,)), *(T(2, 2, 5, 4, cut=(2,)) for _ in range(2)), T(2, 6, 5)], {}),
+    "groups": ([T(2, 8, 6, 4, cut=(2,)), *(T(2, 4, 5, 4, cut=(2,)) for _ in range(2))], {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("what", FORCED)
+@pytest.mark.parametrize("way", ["ring", "heads", "keys gathered", "merge"])
+def test_every_way_is_right(way, what, mesh):
+    told = run_on_ranks(forced, math.prod(mesh), way, mesh, *FORCED[what], 6, timeout=60)
+    assert not [c for complaints, _ in told for c in complaints]
+    assert way == "heads" or all(taken for _, taken in told)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def kept_for_backward():
+    mesh = world_mesh((4,))
+    q, k, v = (held(x, mesh, [Shard(2)]) for x in drawn(*[(1, 3, 64, 8)] * 3))
+    seen: dict[int, int] = {}
+
+    def note(t):
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        attend(q, k, v)
+    return sum(seen.values()), q._local_tensor.nbytes
+
+
+def test_no_blocks_of_others_are_kept():
+    for kept, piece in run_on_ranks(kept_for_backward, 4):
+        assert kept <= 4.5 * piece  # q, k, v, out and a number for each row
+
+
+# ---------------------------------------------------------------------- dropout
+
+
+def dropped(mesh_shape, placements, key_placements, seed):
+    mesh = world_mesh(mesh_shape)
+    q, k, v = drawn((2, 2, 12, 4), (2, 2, 9, 4), (2, 2, 9, 4))
+    q = held(q, mesh, placements)
+    k, v = (held(x, mesh, key_placements) for x in (k, v))
+    torch.manual_seed(seed)
+    out = attend(q, k, v, dropout_p=0.4)
+    out.backward(torch.ones(out.shape, dtype=out.dtype))
+    grads = [to_full_tensor(x.grad) for x in (q, k, v)]
+    torch.manual_seed(seed)
+    x, y, z = (held(to_full_tensor(t.detach()), mesh, [Replicate()] * mesh.ndim) for t in (q, k, v))
+    composed = F.dropout((x @ y.mT / 2).softmax(-1), 0.4) @ z
+    composed.backward(torch.ones(out.shape, dtype=out.dtype))
+    return [to_full_tensor(out.detach()), *grads], [
+        to_full_tensor(composed.detach()),
+        *(to_full_tensor(t.grad) for t in (x, y, z)),
+    ]
+
+
+CUTS = [
+    ((1,), [Shard(2)], [Shard(2)]),
+    ((3,), [Shard(2)], [Shard(2)]),
+    ((2,), [Shard(1)], [Shard(1)]),
+    ((3,), [Replicate()], [Shard(2)]),
+    ((2, 2), [Shard(2), Shard(0)], [Shard(2), Shard(0)]),
+]
+
+
+def test_dropout_is_the_same_for_every_cut():
+    ((_, expected),) = run_on_ranks(dropped, 1, *CUTS[0], 3)
+    for cut in CUTS:
+        for got, composed in run_on_ranks(dropped, math.prod(cut[0]), *cut, 3):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(composed, expected, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+def half_error(dtype):
+    mesh = world_mesh((4,))
+    exact = drawn(*[(1, 3, 96, 16)] * 3)
+    given = [x.to(dtype) for x in exact]
+    reference = attend(*[x.double() for x in given])
+    one = (attend(*given).double() - reference).abs().max()
+    out = attend(*[held(x, mesh, [Shard(2)]) for x in given])
+    assert out.dtype is dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = attend(*[held(x.float(), mesh, [Shard(2)]) for x in exact])
+    assert cast.dtype is torch.bfloat16
+    torch.testing.assert_close(to_full_tensor(cast).double(), attend(*exact), rtol=0.05, atol=0.05)
+    return one.item(), (to_full_tensor(out).double() - reference).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_folded_in_fp32(dtype):
+    for one, ring in run_on_ranks(half_error, 4, dtype):
+        assert ring <= 2 * one
+
+
+# ---------------------------------------------------------------------- derivatives of derivatives
+
+
+def second(fn, inputs):
+    out = fn(*inputs)
+    generator = torch.Generator().manual_seed(1)
+    seed = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    first = torch.autograd.grad(torch.sin(out), inputs, seed, create_graph=True)
+    loss = sum((g * g * torch.randn(g.shape, dtype=g.dtype, generator=generator)).sum() for g in first)
+    return [*first, *torch.autograd.grad(loss, inputs)]
+
+
+SECOND = {
+    "plain": ([(2, 3, 5, 4)] + [(2, 3, 4, 4)] * 2, lambda q, k, v: attend(q, k, v)),
+    "causal": ([(2, 2, 6, 4)] * 3, lambda q, k, v: attend(q, k, v, is_causal=True)),
+    "bias": ([(2, 3, 5, 4)] + [(2, 3, 4, 4)] * 2 + [(3, 5, 4)], lambda q, k, v, m: attend(q, k, v, m)),
+    "itself": ([(2, 3, 6, 4)], lambda x: attend(x, x, x)),
+}
+
+
+def compare_second(name, mesh_shape, draws):
+    import random
+
+    mesh = world_mesh(mesh_shape)
+    shapes, fn = SECOND[name]
+    values = drawn(*shapes)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's kernels have no second derivative
+        wanted = second(fn, [x.clone().requires_grad_() for x in values])
+        for number in range(draws):
+            rng = random.Random(f"{name} {number}")
+            layouts = [draw_layout(mesh, T(*s, cut=(len(s) - 2,)), rng, partial=False) for s in shapes]
+            given = [ShardTensor(local_shard(x, y).requires_grad_(), y) for x, y in zip(values, layouts, strict=True)]
+            for got, ref in zip(second(fn, given), wanted, strict=True):
+                torch.testing.assert_close(to_full_tensor(got), ref, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives(name, mesh):
+    run_on_ranks(compare_second, math.prod(mesh), name, mesh, 5, timeout=60)
+
+
+# ---------------------------------------------------------------------- other forms of the call
+
+
+def biases():
+    mesh = world_mesh((3,))
+    q, k, v = drawn((2, 2, 5, 4), (2, 2, 8, 4), (2, 2, 8, 4))
+    shards = [held(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    for make in (causal_upper_left, causal_lower_right):
+        bias = make(5, 8)
+        torch.testing.assert_close(to_full_tensor(attend(*shards, bias)), attend(q, k, v, bias), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError):
+        attend(*shards, causal_upper_left(5, 8), is_causal=True)
+    total = shards[0]._layout.with_dims(Layout.replicate(mesh, q.shape).dims)
+    assert attend(held(q, mesh, [Partial()]), k, v)._layout is total  # summed, then local
+    return dist.get_rank()
+
+
+def test_causal_biases():
+    assert run_on_ranks(biases, 3) == [0, 1, 2]

@@ -1,0 +1,45 @@
+"""New tensors like a given one."""
+
+import warnings
+
+import torch
+
+from tests.harness import T, case
+
+FREE = {"free": True, "layouts": 4, "grad": False}
+
+
+def filled(fn, *args, **kwargs):
+    """An empty tensor has no values to compare: give it some."""
+    return lambda x: torch.full_like(fn(x, *args, **kwargs), 3)
+
+
+def copy_constructed(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises against it
+        return x.new_tensor(x.long())
+
+
+def named(name, fn, *args):
+    return case(fn, *args, how=FREE | {"name": name})
+
+
+CASES = [
+    case(torch.zeros_like, T(4, 5), how=FREE),
+    case(torch.ones_like, T(4, 5), dtype=torch.int32, how=FREE),
+    case(torch.full_like, T(4, 5), 2.5, how=FREE),
+    case(torch.full_like, T(4, 5), fill_value=7, dtype=torch.int64, how=FREE),
+    case(torch.zeros_like, T(2, 3, 4, 5), memory_format=torch.channels_last, how=FREE),
+    named("empty_like", filled(torch.empty_like), T(4, 5)),
+    case(torch.Tensor.new_zeros, T(4, 5), (4, 5), how=FREE),
+    case(torch.Tensor.new_zeros, T(4, 5), 4, 5, how=FREE),
+    case(torch.Tensor.new_ones, T(4, 5), 3, how=FREE),
+    case(torch.Tensor.new_ones, T(4, 5), size=(4, 5), dtype=torch.int64, how=FREE),
+    case(torch.Tensor.new_full, T(4, 5), (4, 5), 2.0, how=FREE),
+    case(torch.Tensor.new_full, T(4, 5), (2, 2), fill_value=2.0, how=FREE),
+    named("new_empty", filled(torch.Tensor.new_empty, (4, 5)), T(4, 5)),
+    named("new_empty of another shape", filled(torch.Tensor.new_empty, 2, 3), T(4, 5)),
+    case(torch.Tensor.new_tensor, T(4, 5), [[1, 2], [3, 4]], how=FREE),
+    named("new_tensor of a tensor", copy_constructed, T(4, 5, fill="ints", dtype=torch.int32)),
+    named("lies alike", lambda x: x.new_zeros(x.shape) + torch.ones_like(x) + x.long(), T(4, 5, fill="ints")),
+]

@@ -1,0 +1,175 @@
+"""Pointwise functions: the whole table by name, then how operands of different layouts meet."""
+
+import torch
+import torch.nn.functional as F
+
+from shardfield.ops.elementwise import pointwise as table
+from tests.harness import T, case
+
+# Where a function is defined or smooth: most are tried in (0, 1).
+FILL = {"acosh": "over one", "arccosh": "over one", "special_multigammaln": "over one", "mvlgamma": "over one"}
+ARGUMENTS = {
+    "mvlgamma": (1,),
+    "special_multigammaln": (1,),
+    "polygamma": None,
+    "special_polygamma": None,
+    "threshold": (0.5, 2.0),
+    "clamp": (0.2, 0.7),
+    "clip": (0.2, 0.7),
+    "clamp_max": (0.6,),
+    "clamp_min": (0.4,),
+    "type": (torch.float32,),
+}
+INTEGERS = {
+    "bitwise_not",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "bitwise_left_shift",
+    "bitwise_right_shift",
+    "gcd",
+    "lcm",
+}
+NO_GRAD = {
+    "floor_divide",
+    "heaviside",
+    "nextafter",
+    "igamma",
+    "igammac",
+    "special_gammainc",
+    "special_gammaincc",
+    "special_zeta",
+}
+FEW = {"layouts": 2, "free": False}
+
+
+def over_one(shape, generator):
+    return 2 + torch.rand(shape, dtype=torch.float64, generator=generator)
+
+
+def function(name):
+    for space in (torch, F, torch.special, torch.Tensor):
+        short = name.removeprefix("special_") if space is torch.special else name
+        found = getattr(space, short, None)
+        if found is not None:
+            return found
+    return None
+
+
+def unary(name):
+    fn = function(name)
+    extra = ARGUMENTS.get(name, ())
+    fill = over_one if FILL.get(name) == "over one" else "unit"
+    x = T(5, 6, fill="ints") if name in INTEGERS else T(5, 6, fill=fill, grad=name not in NO_GRAD)
+    how = FEW | {"name": name}
+    if extra is None:
+        return case(fn, 1, x, how=how)
+    return case(fn, x, *extra, how=how)
+
+
+def binary(name):
+    fn = function(name)
+    how = FEW | {"name": name}
+    if name in INTEGERS or name == "ldexp":
+        first = T(5, 6, fill="ints") if name in INTEGERS else T(5, 6)
+        return case(fn, first, T(5, 6, fill="ints"), how=how)
+    grad = name not in NO_GRAD and not name.startswith("special_")
+    if "polynomial" in name:
+        return case(fn, T(5, 6, fill="unit", grad=False), T(6, fill="ints", grad=False), how=how | {"grad": False})
+    low = over_one if name in ("special_zeta",) else "unit"
+    return case(fn, T(5, 6, fill=low, grad=grad), T(5, 1, fill="positive", grad=grad), how=how)
+
+
+SKIP = {"rsub", "fake_quantize_per_tensor_affine", "logsigmoid", "special_spherical_bessel_j0"}
+CASES = [unary(n) for n in [*table.UNARY, *table.LINEAR_UNARY] if n not in SKIP and function(n) is not None]
+CASES += [binary(n) for n in table.BINARY if n not in SKIP and function(n) is not None]
+
+
+def named(name, **more):
+    return {"name": name} | more
+
+
+def chain(x, y):
+    """Several in-place steps on a value that is in the graph."""
+    z = x * 1
+    z.add_(y).mul_(2).sub_(y, alpha=0.5)
+    z /= 3
+    z.clamp_(min=-0.3)
+    z.sigmoid_()
+    return z
+
+
+def activations(x):
+    """What layers that save memory call: their results are also what they were given."""
+    changed = [x * 1, x * 2, x * 3, x * 4, x * 5, x * 6]
+    F.elu_(changed[0])
+    F.leaky_relu_(changed[1], 0.1)
+    F.hardtanh_(changed[2], -0.5, 0.5)
+    torch.celu_(changed[3])
+    torch.selu_(changed[4])
+    return [*changed, torch.threshold_(changed[5], 0.2, 0.3)]
+
+
+def into_out(x, y):
+    out = torch.zeros_like(x)
+    torch.add(x, y, out=out)
+    return out
+
+
+def by_operators(x, y):
+    a = (x + y) * 2 - y / 3 + (-x) ** 2
+    b = 1 - x + 2 / (y * y + 1) + (3.0 - y) * 0.5
+    return a, b, x > y, (x < y) | (x == y), ~(x >= y), abs(x), x.detach() // 2, x % 3, 2**y
+
+
+def through_complex(x, y):
+    z = torch.complex(x, y)
+    return z.abs(), (z * z.conj()).real, torch.view_as_real(z * 2), z.imag + z.angle()
+
+
+CASES += [
+    case(torch.rsub, T(5, 6), T(6), how=named("rsub")),
+    case(F.logsigmoid, T(5, 6), how=named("logsigmoid")),
+    case(torch.fake_quantize_per_tensor_affine, T(5, 6), 0.1, 2, -8, 8, how=named("fake_quantize")),
+    case(torch.add, T(5, 6), T(5, 6), alpha=2.5, how=named("add alpha")),
+    case(torch.mul, T(5, 1, 6), T(4, 1)),
+    case(torch.sub, T(5, 6), 2.5),
+    case(torch.where, T(5, 6, fill="bool"), T(5, 6), T(6)),
+    case(torch.where, T(5, 6, fill="bool"), T(5, 6), 0.5),
+    case(torch.div, T(5, 6), T(5, 6, fill="positive")),
+    case(torch.div, T(5, 6), 0.7, rounding_mode="floor", how=named("div floor")),
+    case(torch.addcmul, T(5, 6), T(6), T(5, 1), value=0.5),
+    case(torch.addcdiv, T(5, 6), T(6), T(5, 1, fill="positive"), value=0.5),
+    case(torch.lerp, T(5, 6), T(6), T(5, 1)),
+    case(torch.lerp, T(5, 6), T(5, 6), 0.3),
+    case(torch.masked_fill, T(5, 6), T(6, fill="bool"), 0.5),
+    case(torch.Tensor.masked_fill, T(5, 6), T(5, 6, fill="bool"), T(grad=True)),
+    case(torch.clamp, T(5, 6), T(5, 6), T(6, fill="positive"), how=named("clamp tensors")),
+    case(torch.add, T(3, 4, 5), T(3, 4, 5), how={"layouts": 40, "name": "different cuts"}),
+    case(torch.mul, T(3, 4, 5), T(4, 5), how={"layouts": 40, "name": "broadcast, different cuts"}),
+    case(torch.sub, T(4, 1, 5), T(1, 6, 1), how={"layouts": 20, "name": "outer"}),
+    case(torch.add, T(5, 6), T(), how=named("0-d operand")),
+    case(torch.add, T(), T(5), how=named("0-d first")),
+    case(torch.add, T(5, 6), T(5, 6, dtype=torch.float32), how=named("promotion", tolerance=1e-6)),
+    case(torch.add, T(5, 6, fill="ints"), T(5, 6), how=named("int + float")),
+    case(torch.mul, T(5, 6, dtype=torch.complex128), T(5, 6), how=named("complex * real")),
+    case(torch.add, T(0, 6), T(0, 6), how=named("no rows")),
+    case(torch.frexp, T(5, 6), how=named("frexp", grad=False)),
+    case(F.prelu, T(2, 3, 4), T(3), how=named("prelu")),
+    case(F.prelu, T(2, 3, 4), T(3, dtype=torch.float32), how=named("prelu of two dtypes")),
+    case(
+        torch.autocast("cpu", torch.bfloat16)(lambda x, w: F.prelu(x, w)),
+        T(2, 3, 4, dtype=torch.float32),
+        T(3, dtype=torch.float32),
+        how=named("prelu under autocast") | {"tolerance": 3e-2},
+    ),
+    case(F.glu, T(4, 6), how=named("glu")),
+    case(chain, T(5, 6), T(5, 6), how={"layouts": 20}),
+    case(chain, T(5, 6), T(6), how={"layouts": 20}),
+    case(activations, T(5, 6), how=named("in-place functions that are no methods", free=True, partial=False)),
+    case(into_out, T(5, 6), T(5, 6), how=named("out=", grad=False)),
+    case(by_operators, T(5, 6), T(5, 6, fill="positive"), how={"layouts": 20}),
+    case(through_complex, T(5, 6), T(5, 6)),
+    case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), how=named("casts", tolerance=1e-6)),
+    case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), how=named("comparisons")),
+]

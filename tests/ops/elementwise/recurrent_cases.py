@@ -1,0 +1,44 @@
+"""Recurrent layers and single steps of them: sequences, steps and features cut, weights cut or whole."""
+
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+ONE = 1, 0.0, False, False  # a layer, no dropout, not in training, one direction
+
+
+def weights(gates: int, features: int, hidden: int, out: int | None = None):
+    """Of one layer in one direction, with biases; `out` features where a last product makes fewer."""
+    rows = gates * hidden
+    projected = [] if out is None else [T(out, hidden, cut=())]
+    sizes = [(rows, features), (rows, out or hidden), (rows,), (rows,)]
+    return [T(*size, cut=()) for size in sizes] + projected
+
+
+def whole_lstm(x):
+    """The module as it is, its packed form too."""
+    torch.manual_seed(3)
+    module = torch.nn.LSTM(4, 3, bidirectional=True, batch_first=True).double()
+    packed = pack_padded_sequence(x, torch.tensor([5, 4, 2]), batch_first=True)
+    return module(x)[0], pad_packed_sequence(module(packed)[0])[0]
+
+
+CASES = [
+    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE),
+    case(torch.lstm, T(3, 5, 4), [T(4, 3, 2), T(4, 3, 2)],
+         [*weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2)],
+         True, 2, 0.0, True, True, True, how=FEW),
+    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2, cut=()), T(1, 3, 3, cut=())], weights(4, 4, 3, 2), True, *ONE, how=FEW),
+    case(torch.lstm, T(5, 3, 4), [T(1, 2, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE, how=FEW),
+    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], [T(8, 4), T(8, 2)], False, *ONE, how=FEW),
+    case(torch.gru, T(5, 3, 4), T(1, 3, 2), weights(3, 4, 2), True, *ONE),
+    case(torch.rnn_tanh, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, how=FEW),
+    case(torch.rnn_relu, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, how=FEW),
+    case(torch.lstm_cell, T(3, 4), [T(3, 2), T(3, 2)], *weights(4, 4, 2)),
+    case(torch.gru_cell, T(3, 4), T(3, 2), *weights(3, 4, 2)[:2], how=FEW),
+    case(torch.rnn_tanh_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), how=FEW),
+    case(torch.rnn_relu_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), how=FEW),
+    case(whole_lstm, T(3, 5, 4), how=FEW | {"gather": True}),
+]  # fmt: skip

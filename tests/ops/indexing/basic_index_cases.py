@@ -1,0 +1,110 @@
+"""Basic indexing: slices, ints, None, Ellipsis, and the named forms."""
+
+from operator import getitem
+
+import torch
+
+from tests.harness import T, case
+
+FREE = {"free": True, "layouts": 6}
+
+
+def at(*index, shape=(5, 6, 4)):
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], how=FREE)
+
+
+def write_through(x, index):
+    """Writing into a view reaches the tensor it is a view of."""
+    y = x * 1
+    y[index].mul_(2)
+    return y
+
+
+def grow_through(x, index):
+    y = x.clone()
+    part = y[index]
+    part += 1
+    return part * y.sum()
+
+
+def add_to_row(x, v):
+    y = x * 1
+    y[2] += v
+    y[:, 1] *= 2
+    y[:, :, 3] -= y[:, :, 0]
+    return y
+
+
+def differences(x):
+    """As a loss on derivatives takes them at the ends of a domain that is not periodic."""
+    d = torch.zeros_like(x)
+    d[:, 1:-1] = (x[:, 2:] - x[:, :-2]) / 2
+    d[:, 0] = (-3 * x[:, 0] + 4 * x[:, 1] - x[:, 2]) / 2
+    d[:, -1] = (3 * x[:, -1] - 4 * x[:, -2] + x[:, -3]) / 2
+    return d
+
+
+def chained(x):
+    return x[1:][:, ::2][..., 1:3] + x[1:, ::2, 1:3].detach()
+
+
+S = slice
+CASES = [
+    at(S(1, 4)),
+    at(S(None), S(1, 4)),
+    at(S(None, None, 2)),
+    at(S(1, None, 3), S(-2, None), S(None, -1)),
+    at(S(None), S(0, 100, 7)),
+    at(S(3, 1)),
+    at(S(4, 4), 2),
+    at(0),
+    at(-1),
+    at(2, 3),
+    at(2, 3, 1),
+    at(S(1, 3), -2),
+    at(Ellipsis, 1),
+    at(Ellipsis, S(1, 3)),
+    at(1, Ellipsis, S(None, None, 2)),
+    at(None),
+    at(S(None), None, 2, None),
+    at(None, S(1, 3), Ellipsis, None),
+    at(Ellipsis),
+    at(()),
+    at(torch.tensor(3)),
+    at(S(None), torch.tensor(-1)),
+    at(S(torch.tensor(1), torch.tensor(4))),
+    at(0, shape=(5,)),
+    at(S(1, 2), shape=(1, 3)),
+    at(S(None), 0, shape=(3, 0)),
+    at(S(0, 5), shape=(0, 3)),
+    case(getitem, T(5, 4, fill="ints"), 2, how=FREE),
+    case(getitem, T(5, 4, fill="bool"), (S(None), 1), how=FREE),
+    case(getitem, T(5, 4, dtype=torch.complex128), (-1, S(1, None)), how=FREE),
+    case(getitem, T(5, 6), 5),  # out of range: every rank says so
+    case(getitem, T(5, 6), (0, -7)),
+    case(getitem, T(5, 6), (0, 0, 0)),
+    case(getitem, T(5, 6), S(None, None, -1)),
+    case(getitem, T(), 0),
+    case(getitem, T(), None),
+    case(getitem, T(5, 6), 1.5),
+    case(torch.Tensor.select, T(5, 6, 4), 1, 3, how=FREE),
+    case(torch.select, T(5, 6, 4), -1, -2, how=FREE),
+    case(torch.select, T(5, 6, 4), 1, 6),
+    case(torch.narrow, T(5, 6, 4), 1, 2, 3, how=FREE),
+    case(torch.Tensor.narrow, T(5, 6, 4), -1, -3, 2, how=FREE),
+    case(torch.narrow, T(5, 6), 0, 4, 2),
+    case(torch.narrow, T(5, 6), 0, torch.tensor(1), 2),
+    case(write_through, T(5, 6), (S(None), S(1, 4)), how=FREE | {"partial": False}),
+    case(write_through, T(5, 6), (S(1, None, 2), S(None, None, 3)), how=FREE | {"partial": False}),
+    case(write_through, T(5, 6), 2, how=FREE | {"partial": False}),
+    case(write_through, T(5, 6, 4), (S(1, None), -1), how=FREE | {"partial": False}),
+    case(write_through, T(5, 6, 4), (1, None, S(None), 2), how=FREE | {"partial": False}),
+    case(add_to_row, T(5, 6, 4), T(6, 4), how={"partial": False}),
+    case(differences, T(5, 6), how={"partial": False}),
+    case(grow_through, T(5, 6), (S(2, 4), S(1, 3)), how={"partial": False}),
+    case(chained, T(5, 6, 4), how=FREE | {"partial": False}),
+    case(lambda x: x.reshape(4, 30)[:, 6:18], T(4, 5, 6), how={"name": "slice of a merged dim"}),
+    case(lambda x: x.reshape(4, 30)[1:, 5:29:3], T(4, 5, 6), how={"name": "slice across a merged dim"}),
+    case(lambda x: x.reshape(4, 30)[::2, 17], T(4, 5, 6), how={"name": "row of a merged dim"} | FREE),
+    case(lambda x: x.reshape(4, 30)[1], T(4, 5, 6), how={"name": "merged dim kept"} | FREE),
+]

@@ -1,0 +1,148 @@
+"""Writing elements by index and by mask: scatter, scatter_add, scatter_reduce, put, masked_scatter."""
+
+import torch
+
+from tests.harness import T, case, double_backward
+
+HOW = {"layouts": 6}
+M = dict(fill="bool", dtype=torch.bool)
+
+
+def I(*shape, high=5, low=0):  # noqa: E743
+    """Index values in [low, high)."""
+    return T(*shape, fill=lambda shape, generator: torch.randint(low, high, shape, generator=generator))
+
+
+def P(*shape, dim, high):
+    """Index values that differ along `dim`: what a place written twice holds is not defined."""
+
+    def fill(shape, generator):
+        keys = torch.rand([high if d == dim else n for d, n in enumerate(shape)], generator=generator)
+        return keys.argsort(dim).narrow(dim, 0, shape[dim]).contiguous()
+
+    return T(*shape, fill=fill)
+
+
+def on_copy(name):
+    """An in-place method, on a copy."""
+
+    def call(x, *args, **kwargs):
+        y = x * 1
+        out = getattr(y, name)(*args, **kwargs)
+        assert out is y
+        return y
+
+    call.__name__ = name
+    return call
+
+
+def on_transposed(name):
+    """An in-place method on a tensor that is not stored in the order of its dims."""
+
+    def call(x, *args, **kwargs):
+        y = (x * 1).transpose(0, 1)
+        getattr(y, name)(*args, **kwargs)
+        return y
+
+    call.__name__ = name + " transposed"
+    return call
+
+
+def whole_rows(fn, dim=0):
+    """An index that is one vector, expanded: it names rows."""
+
+    def call(x, index, *args, **kwargs):
+        shape = [-1 if d == dim else n for d, n in enumerate(x.shape)]
+        index = index.view([-1 if d == dim else 1 for d in range(x.ndim)]).expand(shape)
+        return fn(x, dim, index, *args, **kwargs)
+
+    call.__name__ = getattr(fn, "__name__", "rows") + " of rows"
+    return call
+
+
+def into_zeros(name, *args, **kwargs):
+    """Into a new tensor, in place."""
+
+    def call(index, src):
+        index = index.view(-1, 1).expand_as(src)
+        return src.new_zeros(5, src.shape[1]).__getattribute__(name)(0, index, src, *args, **kwargs)
+
+    call.__name__ = name + " into zeros"
+    return call
+
+
+def into_plain(index, src):
+    """Into a plain tensor, in place, which is read again."""
+    out = torch.zeros(5, 3, dtype=src.dtype, device=src.device)
+    same = out.index_add_(0, index, src)
+    assert same is out
+    return out * 2
+
+
+FIXED = torch.tensor([0, 4, 4, 1, 0, 4, 2])
+SRC = T(5, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
+ROWS = T(9, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
+CASES = [
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), how=HOW),
+    case(whole_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), how=HOW),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), how=HOW),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, how=HOW),
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9, high=6), T(9, 3), how=HOW),  # out of range
+    *(
+        case(whole_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, how=HOW)
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for own in (True, False)
+    ),
+    case(whole_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", how=HOW),
+    case(
+        double_backward(lambda x, s: whole_rows(torch.scatter_reduce)(x, FIXED, s, "amax")), T(5, 3), T(7, 3), how=HOW
+    ),
+    case(double_backward(lambda x, s: whole_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), how=HOW),
+    case(into_zeros("scatter_add_"), I(9), T(9, 3), how=HOW),
+    case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, how=HOW),
+    case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), how=HOW),
+    case(into_plain, I(9), T(9, 3), how=HOW),
+    case(torch.scatter, T(5, 6, 4), 0, P(3, 6, 4, dim=0, high=5), T(3, 6, 4), how=HOW),
+    case(torch.scatter, T(5, 6, 4), 1, P(4, 5, 3, dim=1, high=6), T(5, 6, 4, grad=False), how=HOW),
+    case(torch.Tensor.scatter, T(5, 6), -1, P(5, 6, dim=1, high=6), T(5, 6), how=HOW),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), 2.5, how=HOW),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), value=2.5, how=HOW),
+    case(torch.scatter, T(5, 6), 0, I(0, 6), T(0, 6), how=HOW),
+    case(torch.scatter, T(5, 6), 0, I(3, 6, high=7), T(3, 6), how=HOW),  # out of range
+    case(torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), how=HOW),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), T(2, 6), how=HOW),
+    case(torch.scatter, T(5), 0, P(4, dim=0, high=5), T(4), how=HOW),
+    case(torch.scatter, T(5), 0, I(), T(), how=HOW),
+    case(torch.scatter_add, T(), 0, I(1, high=1), T(1), how=HOW),
+    case(torch.scatter_add, T(5, 6), 0, I(0), T(0), how=HOW),
+    case(torch.scatter, T(5, 6, grad=False), 0, I(3, 6), T(3, 6, grad=False), reduce="add", how=HOW),
+    case(on_copy("scatter_"), T(5, 6), 0, P(3, 5, dim=0, high=5), T(4, 6, grad=False), how=HOW),
+    case(on_copy("scatter_"), T(5, 6), 1, I(5, 2, high=6), 1.5, how=HOW),
+    case(on_copy("scatter_"), T(3, 2), 0, P(3, 2, dim=0, high=3), T(3, 2), how=HOW),
+    case(on_transposed("scatter_"), T(6, 5), 0, P(3, 6, dim=0, high=5), T(3, 6), how=HOW | {"partial": False}),
+    case(torch.scatter_add, T(5, 6, 4), 0, I(7, 6, 4), T(7, 6, 4), how=HOW),
+    case(torch.scatter_add, T(5, 6, 4), 1, I(4, 8, 3, high=6), T(5, 9, 4, grad=False), how=HOW),
+    case(torch.scatter_add, T(5), 0, I(9), T(9), how=HOW),
+    case(torch.scatter_add, T(5, fill="ints"), 0, I(9), T(9, fill="ints"), how=HOW),
+    case(on_copy("scatter_add_"), T(5, 6), 0, I(3, 6), T(3, 6), how=HOW),
+    case(on_copy("scatter_add_"), T(3, 2), 0, I(9, 2, high=3), T(9, 2), how=HOW),
+    case(on_transposed("scatter_add_"), T(6, 5), 1, I(5, 7, high=6), T(5, 7), how=HOW | {"partial": False}),
+    *(
+        case(torch.scatter_reduce, T(5, 6, fill="distinct"), 0, I(7, 6), T(7, 6), reduce, include_self=own, how=HOW)
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for own in (True, False)
+    ),
+    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8, grad=False), "sum", how=HOW),
+    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8), "median", how=HOW),
+    case(on_copy("scatter_reduce_"), T(5, 6, fill="distinct"), 0, I(3, 6), T(3, 6), "amax", how=HOW),
+    case(torch.Tensor.put, T(5, 6), P(4, dim=0, high=30), T(4), how=HOW),
+    case(torch.Tensor.put, T(5, 6), I(2, 4, low=-30, high=30), T(8), accumulate=True, how=HOW),
+    case(torch.Tensor.put, T(5, 6), I(4), T(5), how=HOW),
+    case(on_copy("put_"), T(5, 6), P(4, dim=0, high=30), T(2, 2), how=HOW),
+    case(torch.masked_scatter, T(5, 6), T(5, 6, **M), T(40), how=HOW),
+    case(torch.masked_scatter, T(5, 6), T(6, **M), T(5, 6), how=HOW),
+    case(torch.masked_scatter, T(6), T(5, 6, **M), T(5, 6), how=HOW),
+    case(torch.Tensor.masked_scatter, T(5, 6), T(5, 6, **M), T(2), how=HOW),
+    case(on_copy("masked_scatter_"), T(5, 6), T(5, 6, **M), T(40), how=HOW),
+    case(on_copy("masked_scatter_"), T(5, 6), T(5, 1, **M), T(40), how=HOW),
+]

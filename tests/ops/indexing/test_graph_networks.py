@@ -1,0 +1,364 @@
+"""Graph networks on nodes and edges in uneven pieces: what one device gives; only rows along the borders are sent."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from shardfield import ShardTensor, explain, partition_points, strict
+from shardfield.layout import Layout
+from shardfield.ops.indexing import result_placement
+from shardfield.testing import run_on_ranks
+from tests.harness import local_shard, to_full_tensor, world_mesh
+
+NODES, EDGES, WIDTH = 11, 40, 3
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    layers = [nn.Linear(inputs, 8), nn.SiLU(), nn.Linear(8, outputs), nn.LayerNorm(outputs)]
+    return nn.Sequential(*layers)
+
+
+class MeshGraphNet(nn.Module):
+    """One processor block: edges learn from their ends, nodes from the sum of their edges, both with residuals."""
+
+    def __init__(self):
+        super().__init__()
+        self.edge, self.node = mlp(3 * WIDTH, WIDTH), mlp(2 * WIDTH, WIDTH)
+
+    def forward(self, nodes, edge_index, edges):
+        source, target = edge_index
+        edges = edges + self.edge(torch.cat([nodes[source], nodes[target], edges], -1))
+        summed = torch.zeros(nodes.shape, dtype=nodes.dtype).index_add_(0, target, edges)
+        return nodes + self.node(torch.cat([nodes, summed], -1)), edges
+
+
+class Gathered(nn.Module):
+    """The same aggregation by the functions of elements: gather, scatter_reduce of any kind, take_along_dim."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, nodes, edge_index, edges):
+        source, target = (row.view(-1, 1).expand(-1, WIDTH) for row in edge_index)
+        message = torch.relu(self.mix(torch.gather(nodes, 0, source))) * edges
+        found = [torch.zeros_like(nodes).scatter_reduce(0, target, message, how) for how in ("mean", "amax", "amin")]
+        found.append(nodes.new_ones(nodes.shape).scatter_add(0, target, torch.take_along_dim(nodes, source[:, :1], 0)))
+        found.append(nodes.index_reduce(0, edge_index[1], message, "amax"))
+        return torch.cat(found, 1)
+
+
+@functools.cache
+def pyg() -> Any:
+    """torch_geometric, which imports parts of torch that warn of their end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch_geometric.nn
+    return torch_geometric.nn
+
+
+class Two(nn.Module):
+    """Two layers with an activation that makes ties between them."""
+
+    def __init__(self, name: str, edge: int = 0, **how):
+        super().__init__()
+        layer = getattr(pyg(), name)
+        self.first, self.second = layer(WIDTH, 4, **how), layer(4 * how.get("heads", 1), 2, **how)
+        self.edge = edge
+
+    def forward(self, nodes, edge_index, edges):
+        more = {1: (edges[:, 0].exp(),), 3: (edges,)}.get(self.edge, ())
+        return self.second(torch.relu(self.first(nodes, edge_index, *more)), edge_index, *more)
+
+
+MODELS = {
+    "MeshGraphNet": MeshGraphNet,
+    "elements": Gathered,
+    "GCNConv": lambda: Two("GCNConv"),
+    "GCNConv, weighted": lambda: Two("GCNConv", edge=1),
+    "SAGEConv mean": lambda: Two("SAGEConv"),
+    "SAGEConv max": lambda: Two("SAGEConv", aggr="max"),
+    "GATConv": lambda: Two("GATConv", heads=2),
+    "GATConv, edge features": lambda: Two("GATConv", edge=3, edge_dim=WIDTH),
+}
+CUTS = {2: ((8, 3), (13, 27)), 3: ((6, 0, 5), (20, 3, 17)), 4: ((6, 1, 0, 4), (20, 0, 3, 17))}
+
+
+def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
+    """Cuts of nodes, and of edges (None: every rank has all of them)."""
+
+    def of(placements, size, lengths):
+        return Layout.of(mesh, placements, size, {0: lengths})
+
+    if mesh.ndim == 1:
+        nodes, edges = CUTS[mesh.size()]
+        node_cut = of([Shard(0)], (NODES,), nodes)
+        return [(node_cut, of([Shard(0)], (EDGES,), edges)), (node_cut, None)]
+    nodes, edges = CUTS[2]
+    one, other = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    nested = of([Shard(0), Shard(0)], (NODES,), CUTS[4][0])
+    return [
+        (of(one, (NODES,), nodes), of(one, (EDGES,), edges)),
+        (of(one, (NODES,), nodes), of(other, (EDGES,), edges)),
+        (nested, of([Shard(0), Shard(0)], (EDGES,), CUTS[4][1])),
+        (nested, None),
+    ]
+
+
+def placed(value: torch.Tensor, along: Layout | None, dim: int) -> torch.Tensor:
+    """A tensor cut along `dim` as a layout of one dim is."""
+    if along is None:
+        return value.clone()
+    layout = Layout.replicate(along.mesh, value.shape).with_dim(dim, *along.dims[0])
+    return ShardTensor(local_shard(value, layout), layout)
+
+
+def results(model: nn.Module, nodes, edge_index, edges) -> tuple[list[torch.Tensor], Any]:
+    """Outputs, then the gradients of nodes, edge features and parameters; and where the first output lies."""
+    model.zero_grad()
+    given = [nodes.requires_grad_(), edges.requires_grad_()]
+    out = model(nodes, edge_index, edges)
+    out = out if isinstance(out, tuple) else (out,)
+    weights = [torch.linspace(-1, 2, o.numel(), dtype=o.dtype).view(o.shape) for o in out]
+    sum((o * w).sum() for o, w in zip(out, weights, strict=True)).backward()
+    grads = [t.grad for t in (*given, *model.parameters()) if t.grad is not None]
+    return [to_full_tensor(t).detach().clone() for t in (*out, *grads)], getattr(out[0], "_layout", None)
+
+
+def graph() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    nodes, edges = (torch.randn(n, WIDTH, dtype=torch.float64, generator=generator) for n in (NODES, EDGES))
+    return [nodes, torch.randint(NODES, (2, EDGES), generator=generator), edges]
+
+
+@functools.cache
+def part_of_four(mesh_shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh among four ranks, which have torch_geometric imported by then: two pairs, three ranks, or all."""
+    if mesh_shape == (2,):
+        return world_mesh((2, 2))["w"]
+    return DeviceMesh("cpu", torch.arange(3)) if mesh_shape == (3,) else world_mesh(mesh_shape)
+
+
+def compare(mesh_shape: tuple[int, ...]) -> list[str]:
+    """On a rank: what differs from one device."""
+    wrong: list[str] = []
+    mesh = part_of_four(mesh_shape)
+    if mesh.get_coordinate() is None:
+        return wrong
+    nodes, edge_index, edges = graph()
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make().double()
+        wanted, _ = results(model, nodes.clone(), edge_index, edges.clone())
+        for along, cut in layouts(mesh):
+            given = [placed(nodes, along, 0), placed(edge_index, cut, 1), placed(edges, cut, 0)]
+            with strict():
+                found, where = results(model, *given)
+            if len(found) != len(wanted):
+                wrong.append(f"{name} with {along}, {cut}: {len(found)} values, should be {len(wanted)}")
+            for i, (a, b) in enumerate(zip(found, wanted, strict=False)):
+                if not torch.allclose(a, b, rtol=1e-10, atol=1e-10):
+                    wrong.append(f"{name} with {along}, {cut}: value {i} is off by {(a - b).abs().max()}")
+            beside = cut is not None and set(cut.shard_axes) - set(along.shard_axes)
+            if where.dims[0] != along.dims[0] and not beside:
+                wrong.append(f"{name} with {along}, {cut}: nodes now lie {where}")
+    return wrong
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_models(mesh):
+    for wrong in run_on_ranks(compare, 4, mesh, timeout=120):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---------------------------------------------------------------------- what is sent
+
+KEPT, NEW = "rule: rows by kept lists", "rule: rows by new lists"
+ROW = WIDTH * 8
+SAID = 5  # bytes of four flags that three ranks agree on
+
+
+def sent(call, *values) -> tuple[str, int, int]:
+    """How an index call was done, and the bytes this rank sent for it, forward and backward."""
+    with explain() as report:
+        local = call(*values)._local_tensor
+        torch.autograd.backward(local, torch.ones_like(local))
+    (row,) = [r for r in report.rows if "rows" in r.ending]
+    return row.ending, row.bytes, row.back_bytes
+
+
+def halo() -> None:
+    """On a rank of three: what travels are distinct rows that lie elsewhere, each once; kept lists send no index."""
+    mesh, me = world_mesh((3,)), torch.distributed.get_rank()
+    nodes, edge_index, edges = graph()
+    along, cut = layouts(mesh)[0]
+    index, messages = placed(edge_index, cut, 1), placed(edges, cut, 0)
+    named = [[set(piece[end].tolist()) for piece in edge_index.split(CUTS[3][1], 1)] for end in (0, 1)]
+    owned = [set(range(*along.span(0, (r,)))) for r in range(3)]
+    for end in (0, 1):
+        halo_of(index[end], named[end], owned, me, placed(nodes, along, 0), messages)
+
+
+def halo_of(index, named, owned, me, nodes, messages) -> None:
+    """The same for one end of the edges: `named` and `owned` are each rank's nodes."""
+    others = [r for r in range(3) if r != me]
+    asked = sum(len(named[me] & owned[r]) for r in others)
+    given = sum(len(named[r] & owned[me]) for r in others)
+    lists = 2 * 3 * 8 + asked * 8  # three counts to two ranks, and the numbers asked for
+    wide = index.view(-1, 1).expand(-1, WIDTH)
+    ways = [
+        lambda x: x.index_select(0, index),
+        lambda x: x.index_select(0, index),
+        lambda x: x[index],
+        lambda x: torch.gather(x, 0, wide),
+        lambda x: x.unsqueeze(0).index_select(1, index),
+    ]
+    told = [sent(way, nodes.detach().requires_grad_()) for way in ways]
+    kept = (KEPT, given * ROW + SAID, asked * ROW)
+    assert told == [(NEW, given * ROW + SAID + lists, asked * ROW), *[kept] * 4]
+    # sums go the other way, into what lies where the nodes lie, or is known to
+    ways = [
+        lambda m: nodes.index_add(0, index, m),
+        lambda m: torch.zeros(NODES, WIDTH, dtype=m.dtype).index_add_(0, index, m),
+        lambda m: m.new_zeros(NODES, WIDTH).scatter_add_(0, wide, m),
+        lambda m: m.new_zeros(NODES, WIDTH).scatter_reduce_(0, wide, m, "amax", include_self=False),
+    ]
+    told = [sent(way, messages.detach().requires_grad_()) for way in ways]
+    # of a plain tensor the ranks must tell each other whether anyone else looks at it
+    wanted = [(KEPT, asked * ROW + SAID + plain, given * ROW) for plain in (0, 1, 0)]
+    assert told[:3] == wanted, (told, wanted)
+    assert told[3][:2] == (KEPT, asked * ROW + SAID)
+
+
+def test_rows_along_borders_travel_once():
+    run_on_ranks(halo, 3, timeout=60)
+
+
+def stale() -> None:
+    """On a rank of three: lists go with the values of an index, whoever writes it, on however many ranks."""
+    mesh = world_mesh((3,))
+    nodes, edge_index, _ = graph()
+    along, cut = layouts(mesh)[0]
+    x = placed(nodes, along, 0)
+    index = placed(edge_index, cut, 1)
+
+    def same():
+        taken = x[index[0]]
+        assert torch.equal(to_full_tensor(taken), nodes[to_full_tensor(index)[0]])
+
+    same()
+    index[0] = (index[0] + 1) % NODES  # through the wrapper, by all
+    same()
+    index.to_local().fill_(2)  # behind it, by all
+    same()
+    if torch.distributed.get_rank() == 0:  # and by one rank alone
+        index.to_local()[:, :1] = 7
+    same()
+    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
+    os.environ["SHARDFIELD_CHECK_SIZES"] = "0"
+    try:  # kept lists are used without a word, rows alone are sent
+        ending, forward, backward = sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())
+        assert ending == KEPT and forward % ROW == backward % ROW == 0
+    finally:
+        del os.environ["SHARDFIELD_CHECK_SIZES"]
+    index[0] = 5
+    with torch.inference_mode():
+        same()  # makes lists that a training step can use
+    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
+    with torch.inference_mode():  # nobody counts writes here
+        index = placed(edge_index, cut, 1)
+        same()
+        index.to_local().fill_(3)
+        same()
+    with pytest.raises(IndexError):  # what is wrong on one rank is raised on all
+        bad = edge_index.clone()
+        bad[0, 0] = NODES
+        x[placed(bad, cut, 1)[0]]
+
+
+def test_lists_are_not_stale():
+    run_on_ranks(stale, 3, timeout=60)
+
+
+def compact() -> None:
+    """On a rank of three: points in the order of `partition_points` have few neighbours elsewhere."""
+    mesh, side = world_mesh((3,)), 24
+    at = torch.stack(torch.meshgrid(*[torch.arange(float(side))] * 2, indexing="ij"), -1).view(-1, 2)
+    shuffled = at[torch.randperm(len(at), generator=torch.Generator().manual_seed(0))]
+    order, points = partition_points(shuffled, mesh)
+    everyone = to_full_tensor(points)
+    near = (torch.cdist(everyone, everyone) < 1.1).nonzero().T  # each cell and its neighbours, in the new numbers
+    count = torch.bincount(near[0], minlength=len(at))
+    cut = [int(c.sum()) for c in count.split(list(points._layout.shard_sizes(0)))]
+    edges = Layout.of(mesh, [Shard(0)], (near.shape[1],), {0: cut})
+    index = placed(near, edges, 1)
+    rows = placed(everyone.double(), points._layout.drop_dims([1]), 0)
+    rows[index[1]]
+    with explain() as report:
+        out = rows[index[1]]
+    # borders of a third of the cells: a few rows of them, not the two thirds that lie elsewhere
+    assert 0 < report.bytes < 5 * side * 2 * 8 and torch.equal(to_full_tensor(out), everyone.double()[near[1]])
+
+
+def test_compact_pieces_have_short_borders():
+    run_on_ranks(compact, 3, timeout=60)
+
+
+def small_or_large() -> None:
+    """On a rank of three: sums into few rows stay addends, sums into many are cut, and reports say so."""
+    mesh = world_mesh((3,))
+    result_placement._SHARDING_BY_SIZE.clear()
+    for count, width, ending in ((7, 2, "rule: addends of the whole"), (7, 20_000, NEW)):
+        cut = Layout.of(mesh, [Shard(0)], (12,), {0: (5, 0, 7)})
+        src, index = torch.randn(12, width), torch.arange(12) % count
+        with explain() as report:
+            out = torch.zeros(count, width).index_add_(0, placed(index, cut, 0), placed(src, cut, 0))
+        (row,) = [r for r in report.rows if r.op == "index_add_"]
+        assert row.ending == ending
+        torch.testing.assert_close(to_full_tensor(out), torch.zeros(count, width).index_add_(0, index, src))
+        result_placement._SHARDING_BY_SIZE.clear()
+
+
+def test_few_rows_stay_addends():
+    run_on_ranks(small_or_large, 3, timeout=60)
+
+
+def written_again() -> None:
+    """On a rank of three: what is written in place reaches all who look, once, twice, and after it was read."""
+    mesh = world_mesh((3,))
+    nodes, edge_index, edges = graph()
+    along, cut = layouts(mesh)[0]
+    index, messages = placed(edge_index[0], cut, 0), placed(edges, cut, 0)
+    x = placed(nodes, along, 0)
+    wanted = torch.zeros(NODES, WIDTH, dtype=nodes.dtype).index_add_(0, edge_index[0], edges)
+    for known in (False, True):
+        result_placement._SHARDING_BY_SIZE.clear()
+        if known:
+            x[index]
+        for make in (lambda: torch.zeros(NODES, WIDTH, dtype=nodes.dtype), lambda: x.new_zeros(NODES, WIDTH)):
+            total = make()
+            for times in (1, 2, 3):
+                assert total.index_add_(0, index, messages) is total
+                torch.testing.assert_close(to_full_tensor(total.sum(0)), times * wanted.sum(0))
+                torch.testing.assert_close(to_full_tensor(total), times * wanted)
+            total = make()
+            seen = [total[:4], total.view(-1), total.detach()]
+            total.index_add_(0, index, messages)
+            for view, part in zip(seen, (wanted[:4], wanted.view(-1), wanted), strict=True):
+                torch.testing.assert_close(to_full_tensor(view), part)
+        local = torch.zeros(NODES, WIDTH, dtype=nodes.dtype)
+        ShardTensor(local, Layout.replicate(mesh, local.shape)).index_add_(0, index, messages)
+        torch.testing.assert_close(local, wanted)
+
+
+def test_written_in_place():
+    run_on_ranks(written_again, 3, timeout=60)

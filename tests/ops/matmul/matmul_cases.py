@@ -1,0 +1,332 @@
+"""Products: linear, matmul and their kin, einsum, distances, and linear algebra on batches of matrices."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case, double_backward
+
+C = torch.complex128
+FEW = {"layouts": 5}
+
+
+def ties(shape, generator):
+    return torch.randint(3, shape, generator=generator).double()
+
+
+def plain(*shape):
+    """A parameter: whole and plain."""
+    return T(*shape, cut=())
+
+
+def free(**how):
+    """Nothing is sent in forward, whatever is cut."""
+    return {"free": True, **how}
+
+
+def into(fn):
+    """An in-place form on a copy, so that gradients reach what it was copied from."""
+
+    def call(first, *args, **kwargs):
+        return fn(first.clone(), *args, **kwargs)
+
+    call.__name__ = fn.__name__
+    return call
+
+
+LINEAR = [
+    case(F.linear, T(3, 5, 6), plain(7, 6), plain(7), how=free(layouts=20)),
+    case(F.linear, T(5, 6), T(7, 6), T(7), how={"layouts": 20}),
+    case(F.linear, T(5, 6), T(7, 6)),
+    case(F.linear, T(6), T(7, 6), T(7)),
+    case(F.linear, T(4, 6), T(6)),
+    case(F.linear, T(4, 6), T(6), T()),
+    case(F.linear, T(2, 3, 4, 5), T(1, 5), bias=T(1)),
+    case(F.linear, T(3, 5), T(7, 6)),
+    case(torch.nn.functional.linear, T(5, 6, dtype=C), T(3, 6, dtype=C), T(3, dtype=C)),
+    case(F.bilinear, T(4, 3), T(4, 5), T(2, 3, 5), T(2)),
+    case(F.bilinear, T(2, 4, 3), T(2, 4, 5), T(2, 3, 5)),
+    case(F.bilinear, T(4, 3, dtype=torch.float32), T(4, 5), T(2, 3, 5)),
+    case(
+        lambda x, w, b: F.linear(x.reshape(2, 20, 3), w, b).reshape(2, 4, 5, 6),
+        T(2, 4, 5, 3, cut=(0, 1, 2)),
+        plain(6, 3),
+        plain(6),
+        how=free(name="linear on merged dims", partial=False),
+    ),
+    case(
+        lambda x, w: torch.relu(F.linear(x.flatten(1, 2), w)) @ w,
+        T(2, 4, 5, 3),
+        plain(6, 3),
+        how={"name": "two products on merged dims"},
+    ),
+    case(
+        lambda x, y: torch.einsum("bnc,bnd->bcd", x.reshape(2, 20, 3), y.reshape(2, 20, 2)),
+        T(2, 4, 5, 3),
+        T(2, 4, 5, 2),
+        how={"name": "merged dims summed over"},
+    ),
+]
+
+MATMUL = [
+    case(torch.matmul, T(5, 6), T(6, 4), how={"layouts": 30}),
+    case(torch.matmul, T(5, 6), T(6)),
+    case(torch.matmul, T(6), T(6, 4)),
+    case(torch.matmul, T(6), T(6)),
+    case(torch.matmul, T(3, 5, 6), T(3, 6, 4)),
+    case(torch.matmul, T(2, 1, 5, 6), T(3, 6, 4)),
+    case(torch.matmul, T(1, 5, 6), T(4, 6, 3)),
+    case(torch.matmul, T(3, 2, 5, 6), T(6)),
+    case(torch.matmul, T(6), T(2, 3, 6, 4)),
+    case(torch.matmul, T(3, 5, 0), T(3, 0, 4), how=FEW),
+    case(torch.matmul, T(5, 6), T(5, 6), how=FEW),
+    case(torch.Tensor.__matmul__, T(5, 6), T(6, 4)),
+    case(torch.Tensor.__rmatmul__, T(6, 4), T(5, 6)),
+    case(torch.linalg.matmul, T(2, 5, 6), T(6, 4), how=FEW),
+    case(torch.mm, T(5, 6), T(6, 4)),
+    case(torch.mm, T(5, 6, fill="ints"), T(6, 4, fill="ints")),
+    case(torch.mm, T(5, 6, dtype=C), T(6, 4, dtype=C)),
+    case(torch.mm, T(5, 6), mat2=T(6, 4), how=FEW),
+    case(torch.mm, T(5, 6), T(5, 4), how=FEW),
+    case(torch.bmm, T(3, 5, 6), T(3, 6, 4)),
+    case(torch.mv, T(5, 6), T(6)),
+    case(torch.dot, T(7), T(7)),
+    case(torch.dot, T(7), T(6), how=FEW),
+    case(torch.vdot, T(7, dtype=C), T(7, dtype=C)),
+    case(torch.outer, T(5), T(6)),
+    case(torch.ger, T(5), T(6), how=FEW),
+    case(torch.inner, T(3, 4, 6), T(5, 6)),
+    case(torch.inner, T(3, 6), T(), how=FEW),
+    case(torch.inner, T(6), T(6), how=FEW),
+    case(torch.linalg.vecdot, T(4, 6, dtype=C), T(4, 6, dtype=C)),
+    case(torch.linalg.vecdot, T(4, 1, 6), T(5, 6)),
+    case(torch.linalg.vecdot, T(4, 5, 6), T(4, 5, 6), dim=1),
+    case(torch.linalg.multi_dot, [T(5, 6), T(6, 3), T(3, 4)]),
+    case(torch.linalg.multi_dot, [T(6), T(6, 3), T(3, 4), T(4)]),
+    case(torch.linalg.multi_dot, [T(6), T(6, 3)], how=FEW),
+    case(torch.kron, T(3, 4), T(2, 5)),
+    case(torch.kron, T(4), T(3, 2), how=FEW),
+    case(torch.trace, T(6, 6), how=free()),
+    # torch 2.11 has a wrong gradient for matrices that are not square
+    case(torch.trace, T(5, 6), how=free(grad=torch.__version__ >= "2.13")),
+    case(torch.trace, T(7, 4), how=free(grad=torch.__version__ >= "2.13")),
+    case(torch.trace, T(7, 4, fill="ints"), how=free(layouts=5)),
+    case(torch.cross, T(4, 3, 3), T(4, 3, 3), dim=1),
+    case(torch.cross, T(5, 3), T(5, 3), dim=1),
+    case(torch.linalg.cross, T(5, 3), T(3)),
+    case(torch.linalg.cross, T(3, 4), T(3, 4), dim=0),
+    case(torch.linalg.cross, T(3), T(3), how=FEW),
+]
+
+ADDED = [
+    case(torch.addmm, T(5, 4), T(5, 6), T(6, 4), how={"layouts": 20}),
+    case(torch.addmm, T(4), T(5, 6), T(6, 4), beta=0.5, alpha=2.0),
+    case(torch.addmm, T(5, 4), T(5, 6), T(6, 4), beta=0, how=FEW),
+    case(torch.addmm, T(5, 4, fill="ints"), T(5, 6, fill="ints"), T(6, 4, fill="ints"), alpha=3, how=FEW),
+    case(torch.addmv, T(5), T(5, 6), T(6)),
+    case(torch.addmv, T(), T(5, 6), T(6), beta=3, how=FEW),
+    case(torch.addr, T(5, 4), T(5), T(4), alpha=0.5),
+    case(torch.baddbmm, T(3, 5, 4), T(3, 5, 6), T(3, 6, 4)),
+    case(torch.baddbmm, T(1, 4), T(3, 5, 6), T(3, 6, 4), alpha=2, how=FEW),
+    case(torch.addbmm, T(5, 4), T(3, 5, 6), T(3, 6, 4), beta=2),
+    case(into(torch.Tensor.addmm_), T(5, 4), T(5, 6), T(6, 4), alpha=2),
+    case(into(torch.Tensor.addmv_), T(5), T(5, 6), T(6), how=FEW),
+    case(into(torch.Tensor.addr_), T(5, 4), T(5), T(4), how=FEW),
+    case(into(torch.Tensor.baddbmm_), T(3, 5, 4), T(3, 5, 6), T(3, 6, 4), how=FEW),
+    case(into(torch.Tensor.addbmm_), T(5, 4), T(3, 5, 6), T(3, 6, 4), how=FEW),
+]
+
+EINSUM = [
+    case(torch.einsum, "ij,jk->ik", T(5, 6), T(6, 4), how={"layouts": 20}),
+    case(torch.einsum, "ij,jk", T(5, 6), T(6, 4), how=FEW),
+    case(torch.einsum, "ba,Bb", T(5, 6), T(4, 5), how=FEW),
+    case(torch.einsum, "becd,abcd->aecd", T(3, 2, 4, 5), T(2, 3, 4, 5)),
+    case(torch.einsum, "...ij,...jk->...ik", T(2, 3, 5, 6), T(3, 6, 4)),
+    case(torch.einsum, "...ij,...jk", T(2, 5, 6), T(1, 6, 4), how=FEW),
+    case(torch.einsum, "i...,i...->...", T(5, 3, 4), T(5, 4), how=FEW),
+    case(torch.einsum, "...i->i", T(2, 3, 5), how=FEW),
+    case(torch.einsum, "ii->i", T(6, 6)),
+    case(torch.einsum, "ii", T(6, 6)),
+    case(torch.einsum, "iij,jki->kj", T(4, 4, 3), T(3, 2, 4)),
+    case(torch.einsum, "iji,i->ij", T(4, 3, 4), T(4), how=FEW),
+    case(torch.einsum, "ij->ji", T(5, 6), how=FEW),
+    case(torch.einsum, "ij->", T(5, 6), how=FEW),
+    case(torch.einsum, "i,j->ij", T(5), T(6), how=FEW),
+    case(torch.einsum, "i,i->", T(7), T(7), how=FEW),
+    case(torch.einsum, "ij,ij->ij", T(5, 6), T(5, 1), how=FEW),
+    case(torch.einsum, "bi,bj,ijo->bo", T(4, 3), T(4, 5), T(3, 5, 2)),
+    case(torch.einsum, "abcd,ae,bf,cg,dh->efgh", T(2, 3, 2, 3), T(2, 4), T(3, 4), T(2, 5), T(3, 2), how={"layouts": 6}),
+    case(torch.einsum, "ij,jk->ik", T(5, 6, dtype=C), T(6, 4, dtype=C), how=FEW),
+    case(torch.einsum, "ij,jk->ik", [T(5, 6), T(6, 4)], how=FEW),
+    case(torch.einsum, T(5, 6), [0, 1], T(6, 4), [1, 2], [2, 0], how=FEW),
+    case(torch.einsum, "ij,jk->ik", T(5, 6), T(5, 4), how=FEW),
+    case(torch.einsum, " i j , j k -> i k ", T(5, 6), T(6, 4), how=FEW),
+    case(torch.tensordot, T(3, 4, 5), T(4, 5, 2), how=FEW),
+    case(torch.tensordot, T(3, 4, 5), T(5, 6, 3), dims=([0, -1], [2, 0])),
+    case(torch.tensordot, T(3, 4), T(5, 2), dims=0, how=FEW),
+    case(torch.tensordot, T(3, 4, 1), T(4, 5, 2), dims=([1, 2], [0, 1]), how=FEW),
+    case(torch.tensordot, T(3, 4), T(5, 2), dims=1, how=FEW),
+]
+
+DISTANCES = [
+    case(torch.cdist, T(5, 3), T(6, 3), how={"layouts": 20}),
+    case(torch.cdist, T(2, 5, 3), T(6, 3)),
+    case(torch.cdist, T(2, 1, 5, 3), T(4, 6, 3), p=1.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=3.0),
+    case(torch.cdist, T(2, 16), T(3, 16), how={"layouts": 12}),
+    case(torch.cdist, T(2, 16), T(3, 16), p=1.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=float("inf"), how=FEW),
+    case(torch.cdist, T(2, 16, fill=ties), T(3, 16, fill=ties), p=float("inf"), how={"name": "cdist with ties"}),
+    case(torch.cdist, T(2, 16), T(3, 16), p=0.0, how=FEW),
+    case(torch.cdist, T(2, 16), T(3, 16), p=0.5, how=FEW),
+    case(torch.cdist, T(5, 3), T(6, 3), compute_mode="use_mm_for_euclid_dist", how=FEW | {"tolerance": 1e-7}),
+    case(torch.cdist, T(30, 2), T(4, 2), how=FEW | {"tolerance": 1e-7}),
+    case(lambda x: torch.cdist(x, x), T(4, 9), how=FEW | {"name": "cdist of points to themselves"}),
+    case(lambda x: torch.cdist(x[:2], x), T(4, 40), how={"name": "cdist of cut features, some distances zero"}),
+    case(torch.cdist, T(5, 3), T(6, 4), how=FEW),
+    case(F.pairwise_distance, T(5, 6), T(5, 6)),
+    case(F.pairwise_distance, T(5, 6), T(6), p=1.0, keepdim=True, how=FEW),
+    case(F.cosine_similarity, T(5, 6), T(5, 6)),
+    case(F.cosine_similarity, T(3, 5, 6), T(6), dim=-1, how=FEW),
+    case(F.cosine_similarity, T(5, 6), T(5, 6), dim=0, eps=10.0, how=FEW),
+]
+
+
+def apart(shape, generator):
+    """Matrices far from singular, with eigenvalues and singular values far from each other."""
+    rows, columns = shape[-2:]
+    eye = torch.eye(rows, columns, dtype=torch.float64) * torch.arange(1.0, columns + 1) * 3
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * 0.3 + eye
+
+
+def definite(shape, generator):
+    """Symmetric, positive definite, eigenvalues far from each other."""
+    half = apart(shape, generator)
+    return half @ half.mT
+
+
+def triangular(shape, generator):
+    return apart(shape, generator).tril()
+
+
+def on(fn, make, *shape, how=FEW, **kwargs):
+    """A row for a function of one batch of matrices."""
+    return case(fn, T(*shape, fill=make), how=how, **kwargs)
+
+
+def unsigned(fn):
+    """Factors are unique up to signs: what does not depend on them."""
+
+    def call(x, *args, **kwargs):
+        return [abs(part) for part in fn(x, *args, **kwargs)]
+
+    call.__name__ = fn.__name__
+    return call
+
+
+LA = torch.linalg
+ALONE = FEW | {"gather": True}  # one matrix, cut: nothing to divide but the matrix itself
+NO_GRAD = FEW | {"grad": False}  # torch has no gradient, or overwrites what its own gradient needs
+BATCHES = [
+    *(on(fn, apart, 5, 3, 3) for fn in (torch.det, LA.det, torch.slogdet, LA.slogdet, torch.inverse, LA.inv)),
+    *(on(fn, definite, 5, 3, 3) for fn in (torch.logdet, LA.cholesky, LA.eigvalsh, LA.cholesky_ex)),
+    on(LA.inv, apart, 2, 3, 4, 4, how={"layouts": 10}),
+    on(LA.inv, apart, 4, 4, how=ALONE),
+    on(LA.inv_ex, apart, 5, 3, 3),
+    on(LA.svdvals, apart, 5, 4, 3),
+    on(LA.pinv, apart, 5, 4, 3),
+    on(torch.pinverse, apart, 5, 4, 3),
+    on(LA.matrix_exp, apart, 5, 3, 3),
+    on(torch.matrix_exp, apart, 5, 3, 3),
+    on(LA.matrix_rank, apart, 5, 4, 3),
+    on(LA.cond, apart, 5, 3, 3),
+    on(LA.cond, apart, 5, 3, 3, p=1, how=NO_GRAD),
+    on(LA.lu, apart, 5, 3, 3),
+    on(LA.lu_factor, apart, 5, 3, 3),
+    on(LA.lu_factor_ex, apart, 5, 3, 3),
+    on(LA.ldl_factor, definite, 5, 3, 3, how=NO_GRAD),
+    on(LA.qr, apart, 5, 4, 3),
+    on(LA.qr, apart, 5, 3, 3, mode="complete"),
+    on(torch.geqrf, apart, 5, 4, 3, how=NO_GRAD),
+    on(torch.cholesky_inverse, triangular, 5, 3, 3),
+    on(LA.eigvals, definite, 5, 3, 3),
+    on(unsigned(LA.eigh), definite, 5, 3, 3),
+    on(unsigned(LA.svd), apart, 5, 3, 3),
+    on(unsigned(LA.svd), apart, 5, 4, 3, full_matrices=False),
+    on(unsigned(torch.svd), apart, 5, 4, 3),
+    case(LA.matrix_power, T(5, 3, 3, fill=apart), 3, how=FEW),
+    case(torch.matrix_power, T(5, 3, 3, fill=apart), -2, how=FEW),
+    case(LA.matrix_power, T(5, 5), 5, how=FEW),
+    case(torch.matrix_power, T(5, 5), 1, how=FEW),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3, 4), how={"layouts": 10}),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 3), how=FEW),
+    case(LA.solve, T(3, 3, fill=apart), T(5, 3, 2), how=ALONE),
+    case(LA.solve, T(3, 3, fill=apart, cut=()), T(5, 3, 2), how=FEW),
+    case(LA.solve, T(3, 3, fill=apart), T(3, 6), how=ALONE),
+    case(LA.solve, T(3, 3, fill=apart, cut=()), T(3, 6, cut=(1,)), how=FEW | {"name": "solve, cut columns"}),
+    case(LA.solve, T(3, 3, fill=apart), T(3), how=ALONE),
+    case(LA.solve, T(5, 3, 3, fill=apart), T(5, 4, 3), left=False, how=FEW),
+    case(LA.solve, B=T(5, 3, 3), A=T(5, 3, 3, fill=apart), how=FEW),
+    case(LA.solve_ex, T(5, 3, 3, fill=apart), T(5, 3, 4), how=FEW),
+    case(LA.solve_triangular, T(5, 3, 3, fill=triangular), T(5, 3, 4), upper=False, how=FEW),
+    case(LA.lstsq, T(5, 4, 3, fill=apart), T(5, 4, 2), how=FEW),
+    case(torch.cholesky_solve, T(5, 3, 4), T(5, 3, 3, fill=triangular), how=FEW),
+    case(
+        lambda a, b: LA.lu_solve(*LA.lu_factor(a), b),
+        T(5, 3, 3, fill=apart),
+        T(5, 3, 4),
+        how=FEW | {"name": "lu_solve"},
+    ),
+    case(
+        lambda a, b: LA.ldl_solve(*LA.ldl_factor(a), b),
+        T(5, 3, 3, fill=definite),
+        T(5, 3, 4),
+        how=FEW | {"name": "ldl_solve", "grad": False},
+    ),
+    case(lambda a: torch.lu_unpack(*LA.lu_factor(a)), T(5, 3, 3, fill=apart), how=FEW | {"name": "lu_unpack"}),
+    case(
+        lambda a: LA.householder_product(*torch.geqrf(a)),
+        T(5, 4, 3, fill=apart),
+        how=FEW | {"name": "householder_product", "grad": False},
+    ),
+    case(LA.vander, T(2, 5), N=4, how=FEW),
+    case(torch.vander, T(5), how=NO_GRAD),
+    on(LA.det, apart, 5, 3, 4),
+    *(on(double_backward(fn), apart, 5, 3, 3, how=FEW | {"name": f"twice {fn.__name__}"}) for fn in (LA.det, LA.inv)),
+    case(double_backward(LA.solve), T(5, 3, 3, fill=apart), T(5, 3, 4), how=FEW | {"name": "twice solve"}),
+]
+
+CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]
+
+CASES += [case(torch.chain_matmul, T(3, 4), T(4, 5), T(5, 2), how={"layouts": 4})]
+
+
+def there_and_back(x, there, back):
+    """A transform by a constant table, which sums over a dim, and one that brings it back, or another in its place."""
+    modes = torch.einsum("...mk,mlk->...lm", x, there)
+    modes = torch.complex(modes.contiguous(), 2 * modes).transpose(-1, -2)
+    return torch.einsum("...ml,mkl->...km", modes.real.contiguous(), back), modes.imag
+
+
+TABLE = {"grad": False, "cut": ()}
+CONSTANT = torch.arange(72, dtype=torch.float64).sin().view(4, 3, 6)
+
+CASES += [
+    case(there_and_back, T(2, 3, 4, 6), T(4, 3, 6, **TABLE), T(4, k, 3, **TABLE), how={"layouts": 12})
+    for k in (6, 5, 2)
+] + [
+    case(
+        double_backward(lambda x: there_and_back(x, CONSTANT, CONSTANT.transpose(1, 2))[0]),
+        T(2, 4, 6),
+        how={"layouts": 12, "name": "there and back, twice"},
+    ),
+    case(
+        lambda x, w, there, back: torch.einsum(
+            "bolm,mkl->bokm", torch.einsum("bilm,oil->bolm", torch.einsum("bimk,mlk->bilm", x, there), w), back
+        ),
+        T(2, 3, 4, 6),
+        T(3, 3, 3, cut=()),
+        T(4, 3, 6, **TABLE),
+        T(4, 6, 3, **TABLE),
+        how={"layouts": 12, "name": "there, weighted, and back"},
+    ),
+]

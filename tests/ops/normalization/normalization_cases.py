@@ -1,0 +1,198 @@
+"""Normalisation layers: what shares a mean cut anywhere, parameters cut or whole, running statistics."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case, double_backward
+
+FEW = {"layouts": 5}
+NO_PARTIAL = {"partial": False}
+BUFFERS = T(4, grad=False, cut=()), T(4, fill="positive", grad=False, cut=())
+CUT_BUFFERS = T(4, grad=False), T(4, fill="positive", grad=False)
+
+
+def named(name: str, fn):
+    fn.__name__ = name
+    return fn
+
+
+def tracking(fn, **how):
+    """`fn` with running statistics, which are results too."""
+
+    def call(x, mean, variance, weight=None, bias=None):
+        mean, variance = mean.clone(), variance.clone()
+        out = fn(x, mean, variance, weight, bias, **how)
+        return out, mean, variance
+
+    return named(f"{fn.__name__} {how}", call)
+
+
+def first(fn):
+    """The first result with its gradient, the others without: torch's own statistics do not have the right one."""
+
+    def call(*args):
+        out, *rest = fn(*args)
+        return out, *(r.detach() for r in rest)
+
+    return named(fn.__name__, call)
+
+
+def half(fn, *args, dtype=torch.bfloat16):
+    """`fn` on half precision, less what rounds differently at the end."""
+    return named(f"{fn.__name__} of halves", lambda x, *rest: fn(x.to(dtype), *args, *rest).double())
+
+
+def autocast(fn):
+    def call(*args):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return fn(*args)
+
+    return named(f"{fn.__name__} under autocast", call)
+
+
+def written(fn):
+    """A result that the next layer writes into, as ReLU(inplace=True) does."""
+    return named("relu_ of a norm", lambda x, w: F.relu(fn(x, w), inplace=True))
+
+
+def by_places(fn, *args):
+    """A norm whose gradient lies with its channels last, while its input does not, also in pieces of one sample."""
+
+    def call(x, *parameters):
+        return x.flatten(2) @ fn(x, *args, *parameters).flatten(2).transpose(1, 2)
+
+    return named(f"{fn.__name__} by places", call)
+
+
+CASES = [
+    # along the last dims
+    case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
+    case(F.layer_norm, T(3, 4, 5), (4, 5), T(4, 5), T(4, 5)),
+    case(F.layer_norm, T(3, 4, 5), [5], how=FEW),
+    case(F.layer_norm, T(3, 4, 5), (3, 4, 5), weight=T(3, 4, 5), how=FEW),
+    case(F.layer_norm, T(5, 6), (6,), None, T(6), how=FEW),
+    case(F.layer_norm, T(6), (6,), T(6), T(6), how=FEW),
+    case(F.layer_norm, T(3, 0), (0,), how=FEW),
+    case(F.layer_norm, T(0, 3), (3,), T(3), how=FEW),
+    case(F.layer_norm, T(5, 6), (5,), how=FEW),
+    case(F.layer_norm, T(5, 6), (6,), T(5), how=FEW),
+    case(F.layer_norm, T(5, 6, fill="ints"), (6,), how=FEW),
+    case(torch.layer_norm, T(5, 6), (6,), T(6), T(6), 0.1, how=FEW),
+    case(first(torch.native_layer_norm), T(3, 4, 5), (4, 5), T(4, 5), T(4, 5), 0.1),
+    case(lambda x, w: F.layer_norm(x.reshape(12, 5), (5,), w), T(3, 4, 5), T(5), how={"name": "layer_norm of tokens"}),
+    case(
+        lambda x, w: F.layer_norm(x.reshape(3, 20), (20,), w), T(3, 4, 5), T(20), how={"name": "layer_norm of a merge"}
+    ),
+    case(half(F.layer_norm, (6,)), T(5, 6), how=FEW | {"tolerance": 4e-2}),
+    case(half(F.layer_norm, (6,)), T(5, 6), *[T(6, dtype=torch.float32)] * 2, how=FEW | {"tolerance": 4e-2}),
+    case(autocast(F.layer_norm), T(5, 6, dtype=torch.float32), (6,), how=FEW | {"tolerance": 1e-5}),
+    case(F.rms_norm, T(5, 6), (6,), T(6)),
+    case(F.rms_norm, T(3, 4, 5), (4, 5), eps=0.1),
+    case(F.rms_norm, T(3, 4, 5), (5,), T(5), how=FEW),
+    case(F.rms_norm, T(3, 4, dtype=torch.complex128), (4,), how=FEW | {"gather": True}),  # no size of anything
+    case(half(F.rms_norm, (6,)), T(5, 6), how=FEW | {"tolerance": 4e-2}),
+    # over groups of channels
+    case(F.group_norm, T(3, 6, 5), 2, T(6), T(6)),
+    case(F.group_norm, T(2, 8, 3, 2), 4, T(8), T(8)),
+    case(F.group_norm, T(3, 6), 3, T(6), T(6)),
+    case(F.group_norm, T(3, 6, 5), 6, T(6), how=FEW),
+    case(F.group_norm, T(2, 9, 2, 2), 3),
+    case(F.group_norm, T(1, 6, 2), 1, T(6), T(6)),
+    case(F.group_norm, T(3, 5, 2), 2, how=FEW),
+    case(F.group_norm, T(1, 3), 3, how=FEW),
+    case(F.group_norm, T(0, 4, 3), 2, T(4), how=FEW),
+    case(torch.group_norm, T(3, 6, 5), 2, T(6), T(6), 0.1, how=FEW),
+    case(torch.native_group_norm, T(3, 6, 5), T(6), T(6), 3, 6, 5, 3, 0.1),
+    case(
+        lambda x, w, b: F.group_norm(x.flatten(1, 2), 3, w, b), T(2, 3, 2, 4), T(6), T(6), how={"name": "merged groups"}
+    ),
+    case(half(F.group_norm, 2), T(3, 6, 5), how=FEW | {"tolerance": 4e-2}),
+    # for each channel
+    case(F.batch_norm, T(5, 4, 3), None, None, T(4), T(4), True),
+    case(F.batch_norm, T(5, 4), None, None, T(4), None, True),
+    case(F.batch_norm, T(5, 4, 2, 2), None, None, None, T(4), True, how=FEW),
+    case(tracking(F.batch_norm, training=True), T(5, 4, 3), *BUFFERS, T(4), T(4)),
+    case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *CUT_BUFFERS, how=NO_PARTIAL),
+    case(tracking(F.batch_norm, training=False), T(5, 4, 3), *BUFFERS, T(4), T(4)),
+    case(F.batch_norm, T(5, 4, 3), *CUT_BUFFERS, T(4), T(4)),
+    case(F.batch_norm, T(1, 4), None, None, None, None, True, how=FEW),
+    case(F.batch_norm, T(2, 4, 3), None, None, T(3), None, True, how=FEW),
+    case(F.batch_norm, T(2, 4, 3), None, None, how=FEW),
+    case(F.batch_norm, T(0, 4, 3), None, None, T(4), None, True, how=FEW),
+    case(torch.batch_norm, T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1, False, how=FEW),
+    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1),
+    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), *CUT_BUFFERS, False, 0.1, 0.1, how=FEW),
+    case(
+        lambda x, w: F.batch_norm(x.flatten(2), None, None, w, None, True),
+        T(2, 4, 3, 2),
+        T(4),
+        how={"name": "batch of merged places"},
+    ),
+    case(by_places(F.batch_norm, None, None, None, None, True), T(2, 4, 3, 2, cut=(0,)), how=FEW),
+    case(by_places(F.batch_norm), T(2, 4, 3, 2, cut=(0,)), *BUFFERS, T(4), T(4), how=FEW),
+    case(by_places(F.instance_norm), T(2, 4, 3, 2, cut=(0,)), how=FEW),
+    case(half(F.batch_norm, None, None, None, None, True), T(5, 4, 3), how=FEW | {"tolerance": 4e-2}),
+    case(F.instance_norm, T(3, 4, 5), weight=T(4), bias=T(4)),
+    case(F.instance_norm, T(2, 4, 3, 2)),
+    case(tracking(F.instance_norm), T(3, 4, 5), *BUFFERS, T(4), T(4)),
+    case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, how=NO_PARTIAL),
+    case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
+    case(F.instance_norm, T(3, 4, 1), how=FEW),
+    case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, how=FEW),
+    # what nn.SyncBatchNorm is made of, and takes for whole what is in pieces
+    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, how=FEW | {"refused": True, "grad": False}),
+    # over neighbouring channels
+    case(F.local_response_norm, T(2, 7, 3), 3, 0.5),
+    case(F.local_response_norm, T(2, 7, 3, 2), 4, 0.5, 0.6, 2.0),
+    case(F.local_response_norm, T(2, 3, 2, 2), 9, 0.5, how=FEW),
+    case(F.local_response_norm, T(2, 7), 2, how=FEW),
+    # of weights
+    case(torch._weight_norm, T(4, 3, 2), T(4, 1, 1)),
+    case(torch._weight_norm, T(4, 3), T(1, 3), 1, how=FEW),
+    case(torch._weight_norm, T(4, 3), T(), -1, how=FEW),
+    case(torch.norm_except_dim, T(4, 3, 2), 2, 1, how=FEW),
+    # written into
+    case(written(lambda x, w: F.batch_norm(x, None, None, w, None, True)), T(5, 4, 3), T(4), how=FEW),
+    case(written(lambda x, w: F.group_norm(x, 2, w)), T(3, 6, 5), T(6), how=FEW),
+    case(written(lambda x, w: F.layer_norm(x, (6,), w)), T(5, 6), T(6), how=FEW),
+    # again
+    case(
+        double_backward(lambda x, w, b: F.layer_norm(x, (4, 3), w, b)),
+        T(3, 4, 3),
+        T(4, 3),
+        T(4, 3),
+        how={"name": "layer_norm twice"},
+    ),
+    case(double_backward(lambda x, w: F.rms_norm(x, (4,), w)), T(3, 4), T(4), how={"name": "rms_norm twice"}),
+    case(
+        double_backward(lambda x, w, b: F.group_norm(x, 2, w, b)),
+        T(2, 6, 3),
+        T(6),
+        T(6),
+        how={"name": "group_norm twice"},
+    ),
+    case(
+        double_backward(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
+        T(3, 4, 2),
+        T(4),
+        T(4),
+        how={"name": "batch_norm twice"},
+    ),
+    case(
+        double_backward(lambda x, w, b: F.instance_norm(x, None, None, w, b)),
+        T(2, 3, 4),
+        T(3),
+        T(3),
+        how={"name": "instance_norm twice"},
+    ),
+    case(
+        double_backward(lambda x: F.layer_norm(x, (4,), x.sum(0))),
+        T(3, 4),
+        how={"name": "a weight made of the input twice"},
+    ),
+    case(
+        double_backward(lambda x: F.local_response_norm(x, 3, 0.5)),
+        T(2, 4, 3),
+        how={"name": "local_response_norm twice"},
+    ),
+]

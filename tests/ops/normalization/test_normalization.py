@@ -1,0 +1,244 @@
+"""Normalisation layers as modules, over several steps; how exact they are, and what they send."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.modules._functions import SyncBatchNorm
+
+from shardfield import ShardTensor, strict
+from shardfield.comm import collectives
+from shardfield.layout import Layout
+from shardfield.testing import run_on_ranks
+from tests.harness import local_shard, world_mesh
+
+# name -> (module, shape of its input, lengths of two dims that are cut, those that the module looks along among them)
+MODULES = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (5, 4), {0: (4, 1), 1: (3, 1)}),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 4), {0: (1, 3), 2: (5, 0)}),
+    "BatchNorm2d, cumulative": (lambda: nn.BatchNorm2d(3, momentum=None), (2, 3, 5, 4), {2: (2, 3), 3: (4, 0)}),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (2, 3, 2, 3, 4), {1: (1, 2), 3: (2, 1)}),
+    "BatchNorm2d, untracked": (
+        lambda: nn.BatchNorm2d(3, track_running_stats=False),
+        (2, 3, 5, 4),
+        {0: (1, 1), 2: (2, 3)},
+    ),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 6), (2, 6, 5, 3), {1: (4, 2), 2: (1, 4)}),
+    "LayerNorm": (lambda: nn.LayerNorm((5, 4)), (3, 5, 4), {1: (3, 2), 2: (0, 4)}),
+    "LayerNorm over the last": (lambda: nn.LayerNorm(4), (3, 5, 4), {0: (3, 0), 1: (2, 3)}),
+    "RMSNorm": (lambda: nn.RMSNorm((5, 4)), (3, 5, 4), {1: (3, 2), 2: (1, 3)}),
+    "InstanceNorm2d": (
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        (3, 3, 4, 5),
+        {0: (1, 2), 2: (3, 1)},
+    ),
+    "InstanceNorm1d of one sample": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 7), {0: (1, 2), 1: (6, 1)}),
+    "LocalResponseNorm": (lambda: nn.LocalResponseNorm(3, alpha=0.5), (2, 5, 3, 4), {1: (1, 4), 3: (2, 2)}),
+}
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def same(got, ref, tolerance=1e-10) -> bool:
+    return torch.allclose(whole(got), ref, rtol=tolerance, atol=tolerance)
+
+
+def train(name: str) -> tuple[list[str], list[torch.Tensor]]:
+    """On a rank of 2 x 2: what differs from one device in three steps of training and a call in eval; the buffers."""
+    make, shape, cut = MODULES[name]
+    torch.manual_seed(0)
+    ours = make().double()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    theirs = copy.deepcopy(ours)
+    layout = Layout.of(world_mesh((2, 2)), [Shard(d) for d in cut], shape, cut)
+    wrong = []
+    for step in range(4):
+        x, seed = torch.randn(shape).double() * 2 + 3, torch.randn(shape).double()
+        if step == 3:
+            ours.eval(), theirs.eval()
+        xs = [ShardTensor(local_shard(x, layout).requires_grad_(), layout), x.clone().requires_grad_()]
+        with strict():
+            outs = [ours(xs[0]), theirs(xs[1])]
+        if outs[0].placements != layout.placements:
+            wrong.append(f"step {step}: placed {outs[0].placements}")
+        outs[0].backward(seed)
+        outs[1].backward(seed)
+        found = {"result": outs, "gradient": [x.grad for x in xs]}
+        names = [n for n, _ in theirs.named_parameters()]
+        found |= {n: [m.get_parameter(n).grad for m in (ours, theirs)] for n in names}
+        found |= {n: [m.get_buffer(n) for m in (ours, theirs)] for n, _ in theirs.named_buffers()}
+        wrong += [f"step {step}: {n}" for n, (a, b) in found.items() if not same(a, b)]
+        with torch.no_grad():
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                mine -= 0.1 * mine.grad
+                other -= 0.1 * other.grad
+        ours.zero_grad(), theirs.zero_grad()
+    return wrong, list(ours.buffers())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    told = run_on_ranks(train, 4, name, timeout=60)
+    assert [wrong for wrong, _ in told] == [[]] * 4
+    for _, buffers in told:  # the same on every rank to the last bit
+        assert all(torch.equal(a, b) for a, b in zip(buffers, told[0][1], strict=True))
+
+
+# ---------------------------------------------------------------------- how exact
+
+# name -> (call, shape): fields of mean 1000 and standard deviation 1 in fp32
+FAR = {
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (4, 6, 40, 30)),
+    "group_norm": (lambda x: F.group_norm(x, 2), (4, 6, 40, 30)),
+    "group_norm with cut groups": (lambda x: F.group_norm(x.transpose(1, 2), 2), (4, 20, 6, 30)),
+    "instance_norm": (lambda x: F.instance_norm(x), (4, 6, 40, 30)),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), (40, 6, 40, 10)),
+}
+
+
+def errors(name: str, dtype: torch.dtype) -> list[float]:
+    """On a rank: the largest error of the value and the gradient here, and on one device."""
+    call, shape = FAR[name]
+    torch.manual_seed(0)
+    exact = (torch.randn(shape) + 1000).to(dtype).double().requires_grad_()
+    seed = torch.randn(call(exact).shape).to(dtype).double()
+    call(exact).backward(seed)
+    layout = Layout.of(world_mesh((2,)), [Shard(2)], shape, {2: (shape[2] // 4, shape[2] - shape[2] // 4)})
+    one = exact.detach().to(dtype).requires_grad_()
+    many = ShardTensor(local_shard(exact.detach().to(dtype), layout).requires_grad_(), layout)
+    found = []
+    for x in (many, one):
+        out = call(x)
+        out.backward(seed.to(dtype))
+        ref = call(exact)
+        found += [(whole(a).double() - b).abs().max().item() for a, b in ((out, ref), (x.grad, exact.grad))]
+    return found
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_far_from_zero(name):
+    """As exact as one device where the mean is a thousand times the deviation."""
+    for value, gradient, one_value, one_gradient in run_on_ranks(errors, 2, name, torch.float32, timeout=60):
+        assert value <= 2 * one_value < 1e-3
+        assert gradient <= 2 * one_gradient < 1e-2
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_halves(name):
+    """Statistics of half precision are taken in fp32."""
+    for value, gradient, one_value, one_gradient in run_on_ranks(errors, 2, name, torch.bfloat16, timeout=60):
+        assert value <= 2 * one_value and gradient <= 2 * one_gradient
+
+
+def in_memory() -> tuple[bool, float]:
+    """On a rank: whether channels stay last, and how much autocast around it all changes a layer_norm in fp32."""
+    mesh = world_mesh((2,))
+    layout = Layout.of(mesh, [Shard(2)], (2, 4, 6, 5))
+    local = torch.randn(layout.local_shape).to(memory_format=torch.channels_last).requires_grad_()
+    out = F.batch_norm(ShardTensor(local, layout), None, None, training=True)
+    out.backward(ShardTensor(torch.randn_like(local), layout))
+    last = [t.is_contiguous(memory_format=torch.channels_last) for t in (out._local_tensor, local.grad)]
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    layout = Layout.of(mesh, [Shard(1)], x.shape)
+    found = []
+    for enabled in (True, False):
+        held = ShardTensor(local_shard(x, layout).requires_grad_(), layout)
+        weight = torch.linspace(1, 2, 16, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            (F.layer_norm(held, (16,), weight) ** 3).sum().backward()
+        found.append(torch.cat([held.grad.full_tensor().flatten(), weight.grad]))
+    return all(last), (found[0] - found[1]).abs().max().item()
+
+
+def test_memory_format_and_autocast():
+    assert run_on_ranks(in_memory, 2, timeout=60) == [(True, 0.0)] * 2
+
+
+# ---------------------------------------------------------------------- what is sent
+
+# name -> (call with weight and bias of 6, messages forward and backward for x (4, 6, 8, 6) cut along dims 2, 1, 0)
+SENT = {
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(1, 1), (0, 1), (1, 1)]),
+    "batch_norm in eval": (
+        lambda x, w, b: F.batch_norm(x, w.detach(), w.detach().abs(), w, b),
+        [(0, 1), (0, 1), (0, 1)],
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(1, 1), (0, 1), (0, 1)]),
+    "group_norm with cut groups": (lambda x, w, b: F.group_norm(x, 3, w, b), [(1, 1), (1, 2), (0, 1)]),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), [(1, 1), (0, 1), (0, 1)]),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [(0, 1), (0, 1), (0, 1)]),
+    "layer_norm of planes": (
+        lambda x, w, b: F.layer_norm(x, (8, 6), None, (w + b).expand(8, 6)),
+        [(1, 2), (0, 1), (0, 1)],
+    ),
+    "rms_norm": (lambda x, w, b: F.rms_norm(x, (8, 6)), [(1, 1), (0, 0), (0, 0)]),
+}
+
+
+def count(name: str, dim: int) -> tuple[int, int]:
+    """On a rank: the messages that it sends forward and backward."""
+    shape = (4, 6, 8, 6)
+    lengths = (shape[dim] // 2 - 1 + shape[dim] % 2, shape[dim] // 2 + 1) if dim != 1 else (3, 3)
+    layout = Layout.of(world_mesh((2,)), [Shard(dim)], shape, {dim: lengths})
+    x = ShardTensor(
+        local_shard(torch.randn(shape, generator=torch.Generator().manual_seed(0)), layout).requires_grad_(), layout
+    )
+    w, b = (torch.arange(1.0, 7.0).requires_grad_() for _ in range(2))
+    sent: list[int] = []
+    collectives.meter = lambda kind, messages, nbytes: sent.append(messages)
+    try:
+        out = SENT[name][0](x, w, b)
+        forward = sum(sent)
+        torch.autograd.backward(out._local_tensor, torch.ones_like(out._local_tensor))
+        return forward, sum(sent) - forward
+    finally:
+        collectives.meter = None
+
+
+@pytest.mark.parametrize("at", range(3), ids=["place", "channel", "sample"])
+@pytest.mark.parametrize("name", SENT)
+def test_messages(name, at):
+    assert run_on_ranks(count, 2, name, (2, 1, 0)[at], timeout=60) == [SENT[name][1][at]] * 2
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def refusals() -> list[str]:
+    mesh = world_mesh((2,))
+    layout = Layout.of(mesh, [Shard(2)], (1, 3, 2))
+    x = ShardTensor(torch.ones(layout.local_shape), layout)
+    partial = ShardTensor(torch.ones(3), Layout.of(mesh, [Replicate()], (3,)).with_partial([0]))
+    one = ShardTensor(torch.ones(1, 3, 1) if mesh.get_local_rank() else torch.ones(1, 3, 0),
+                      Layout.of(mesh, [Shard(2)], (1, 3, 1), {2: (0, 1)}))  # fmt: skip
+    told = []
+    for call in (
+        lambda: F.batch_norm(one, None, None, training=True),
+        lambda: F.batch_norm(x, partial, partial, training=True),
+        lambda: F.layer_norm(x, (3,)),
+        lambda: nn.SyncBatchNorm(3)(x),
+        lambda: SyncBatchNorm.apply(x, None, None, None, None, 0.1, 0.1, mesh.get_group(0), 2),
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_refusals():
+    first, second = run_on_ranks(refusals, 2, timeout=60)
+    assert first == second
+    assert "Expected more than 1 value per channel" in first[0]
+    assert first[1].startswith("ShardingError") and "make them Replicate or Shard" in first[1]
+    assert "normalized_shape" in first[2]
+    assert "expected input tensor to be on GPU" in first[3]  # torch's own word, on CPU
+    assert "without convert_sync_batchnorm" in first[4]

@@ -1,0 +1,30 @@
+"""Whole tensors compared, and statistics made of other calls."""
+
+import torch
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+
+
+def filled(x):
+    y = x * 1
+    y.fill_(2.5)
+    z = x * 3
+    z[:2].zero_()
+    return y, z, torch.fill(x, 1.5)
+
+
+CASES = [
+    case(torch.equal, T(4, 5), T(4, 5), how=FEW),
+    case(lambda x: torch.equal(x, x + 0), T(4, 5), how=FEW | {"name": "equal to itself"}),
+    case(torch.allclose, T(4, 5), T(4, 5), how=FEW),
+    case(torch.Tensor.sum_to_size, T(3, 4, 5), (4, 1), how=FEW),
+    case(torch.cov, T(3, 6), how=FEW),
+    case(torch.cov, T(3, 6), fweights=T(6, fill="ints", grad=False), correction=0, how=FEW),
+    case(torch.cov, T(3, 6), aweights=T(6, fill="positive", grad=False), how=FEW),
+    case(torch.cov, T(6), how=FEW),
+    case(torch.corrcoef, T(3, 6), how=FEW),
+    case(torch.corrcoef, T(1, 6), how=FEW),
+    case(filled, T(4, 5), how=FEW | {"partial": False}),  # a view of a Partial cannot be written: refused
+]

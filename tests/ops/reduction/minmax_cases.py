@@ -1,0 +1,78 @@
+"""Largest and smallest elements: values, global indices, and gradients among ties."""
+
+import math
+
+import torch
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+
+
+def ties(shape, generator):
+    """Few different values, so that most extremes are attained several times, on several ranks."""
+    return torch.randint(3, shape, generator=generator).double()
+
+
+def holes(shape, generator):
+    value = torch.randint(3, shape, generator=generator).double()
+    return value.masked_fill(torch.rand(shape, generator=generator) < 0.2, math.nan)
+
+
+def lowest(shape, generator):
+    """All elements are what an empty piece would answer."""
+    return torch.full(shape, -math.inf, dtype=torch.float64)
+
+
+def into(x, dim):
+    """max through `out=` into tensors in pieces."""
+    x = x.detach()
+    first = torch.max(x, dim)
+    out = (first[0] * 0, first[1] * 0)
+    return torch.max(x, dim, out=out)
+
+
+CASES = [
+    case(torch.max, T(5, 6)),
+    case(torch.max, T(5, 6, fill=ties)),
+    case(torch.min, T(3, 2, 4, fill=ties)),
+    case(torch.min, T(5, 6, fill=holes), how=FEW),
+    case(torch.max, T(5, 6), dim=0),
+    case(torch.max, T(5, 6, fill=ties), 1, True),
+    case(torch.min, T(5, 6, fill=ties), dim=-2),
+    case(torch.max, T(5, 6, fill=holes), dim=0),
+    case(torch.max, T(5, 6, fill=lowest), dim=0),
+    case(torch.max, T(5, 6, fill="ints"), dim=0, how=FEW),
+    case(torch.min, T(5, 6, fill="bool"), dim=1, how=FEW),
+    case(torch.max, T(5, 6, dtype=torch.float16), dim=1, how=FEW | {"tolerance": 1e-3}),
+    case(torch.max, T(5, 6, dtype=torch.int16, fill="ints"), dim=1, how=FEW),
+    case(torch.max, T(3, 0, 4), dim=1, how=FEW),
+    case(torch.max, T(0), how=FEW),
+    case(torch.max, T(3, 4), dim=2, how=FEW),
+    case(torch.max, T(3, 4, dtype=torch.complex128), how=FEW),
+    case(torch.max, T(), how=FEW),
+    case(torch.max, T(), dim=0, how=FEW),
+    case(torch.max, T(5, 1, 6), T(4, 1)),
+    case(torch.min, T(5, 6), other=T(5, 6)),
+    case(into, T(5, 6), 1, how=FEW),
+    case(lambda x: x.reshape(3, 20).max(1), T(3, 4, 5, fill=ties), how={"name": "max of a merged dim"}),
+    case(torch.amax, T(5, 6, fill=ties), dim=0),
+    case(torch.amin, T(3, 4, 5, fill=ties), dim=(0, 2), keepdim=True),
+    case(torch.amax, T(5, 6, fill=ties)),
+    case(torch.amax, T(5, 6, fill="ints"), dim=1, how=FEW),
+    case(torch.amax, T(0, 3), dim=1, how=FEW),
+    case(torch.amax, T(0, 3), dim=0, how=FEW),
+    # torch 2.11 has no derivative of aminmax
+    case(torch.aminmax, T(5, 6, fill=ties), dim=0, how={"grad": torch.__version__ >= "2.13"}),
+    case(torch.aminmax, T(5, 6, fill=ties), how={"grad": torch.__version__ >= "2.13"}),
+    case(torch.aminmax, T(5, 6, fill="ints"), dim=1, keepdim=True, how=FEW),
+    case(torch.aminmax, T(5, 6, fill="bool"), how=FEW),
+    case(torch.argmax, T(5, 6)),
+    case(torch.argmax, T(3, 2, 5, fill=ties)),
+    case(torch.argmin, T(3, 2, 5, fill=ties), keepdim=True),
+    case(torch.argmin, T(5, 6, fill=ties), dim=1),
+    case(torch.argmax, T(5, 6, fill=holes), dim=0, keepdim=True),
+    case(torch.argmax, T(5, 6, fill="ints"), dim=0, how=FEW),
+    case(torch.argmax, T(3, 2, fill="bool"), how=FEW),
+    case(lambda x: x.reshape(20, 3).argmax(), T(4, 5, 3, fill=ties), how={"name": "argmax of a merged dim"}),
+]

@@ -1,0 +1,57 @@
+"""Second derivatives through reductions, norms, softmax and losses: the gradient is the result, and has gradients."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case
+
+FEW = {"layouts": 4}
+
+
+def ties(shape, generator):
+    return torch.randint(3, shape, generator=generator).double()
+
+
+def zeros(shape, generator):
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * (torch.rand(shape, generator=generator) > 0.2)
+
+
+def block(shape, generator):
+    """The first half is all zero, and so may be a whole piece."""
+    value = torch.randn(shape, dtype=torch.float64, generator=generator)
+    value[: shape[0] // 2] = 0
+    return value
+
+
+def slope(fn, **kwargs):
+    """A row that returns the gradient of a cube of `fn`'s values."""
+
+    def call(x, *args):
+        out = fn(x, *args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad((out**3).sum(), x, create_graph=True)[0]
+
+    call.__name__ = f"slope of {fn.__name__} " + " ".join(f"{k}={v}" for k, v in kwargs.items())
+    return call
+
+
+CASES = [
+    case(slope(torch.sum, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.mean, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.prod, dim=0), T(5, 4, fill=zeros), how=FEW),
+    case(slope(torch.amax, dim=0), T(5, 4, fill=ties), how=FEW),
+    case(slope(torch.max), T(5, 4, fill=ties), how=FEW),
+    case(slope(torch.max, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.var, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.std), T(5, 4), how=FEW),
+    case(slope(torch.linalg.vector_norm, ord=2), T(5, 4), how=FEW),
+    case(slope(torch.linalg.vector_norm, ord=2), T(4, 6, fill=block), how=FEW),
+    case(slope(torch.linalg.vector_norm, ord=3, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.softmax, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.log_softmax, dim=0), T(5, 4), how=FEW),
+    case(slope(torch.logsumexp, dim=0), T(5, 4), how=FEW),
+    case(slope(F.normalize, dim=0), T(5, 4), how=FEW),
+    case(slope(F.mse_loss), T(5, 4), T(5, 4), how=FEW),
+    case(slope(F.cross_entropy), T(5, 4), T(5, fill="ints", high=4), how=FEW),
+    case(slope(F.cosine_similarity), T(5, 4), T(5, 4), how=FEW),
+]

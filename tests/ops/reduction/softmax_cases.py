@@ -1,0 +1,55 @@
+"""Softmax, log-softmax, log-sum-exp, along cut dims too."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+
+
+def masked(shape, generator):
+    """Whole stretches of -inf, as a mask leaves them: some pieces hold nothing else."""
+    value = torch.randn(shape, dtype=torch.float64, generator=generator)
+    value[: shape[0] // 2] = -math.inf
+    return value
+
+
+def large(shape, generator):
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * 1000
+
+
+CASES = [
+    case(torch.softmax, T(5, 6), 0),
+    case(torch.softmax, T(5, 6, 3), -1),
+    case(torch.softmax, T(5, 6, fill=large), 0, how=FEW),
+    case(torch.softmax, T(6, 5, fill=masked), 0),
+    case(torch.softmax, T(6, 5, fill=masked), 1, how=FEW),
+    case(torch.softmax, T(5, 6, fill="ints"), 0, dtype=torch.float64, how=FEW),
+    case(torch.softmax, T(5, 6, fill="ints"), 0, how=FEW),
+    case(torch.softmax, T(5, 6), 2, how=FEW),
+    case(torch.softmax, T(0, 6), 0, how=FEW),
+    case(torch.softmax, T(), 0, how=FEW),
+    case(torch.softmax, T(6, 5, dtype=torch.float16), 0, how=FEW | {"tolerance": 2e-3}),
+    case(torch.Tensor.softmax, T(5, 6), dim=0, how=FEW),
+    case(torch.special.softmax, T(5, 6), 1, how=FEW),
+    case(F.softmax, T(5, 6), 0),
+    case(F.softmax, T(5, 6, dtype=torch.float32), dim=1, dtype=torch.float64, how=FEW | {"tolerance": 1e-6}),
+    case(F.softmin, T(5, 6), dim=0),
+    case(torch.nn.Softmax(dim=1), T(5, 6), how=FEW | {"name": "nn.Softmax"}),
+    case(torch.log_softmax, T(5, 6), 0),
+    case(torch.log_softmax, T(6, 5, fill=masked), 0, how=FEW),
+    case(torch.log_softmax, T(5, 6, fill=large), 1, how=FEW),
+    case(F.log_softmax, T(2, 5, 6), dim=-1),
+    case(lambda x: x.reshape(3, 20).softmax(1), T(3, 4, 5), how={"name": "softmax of a merged dim", "partial": False}),
+    case(torch.logsumexp, T(5, 6), 0),
+    case(torch.logsumexp, T(5, 6, 3), (0, -1), True),
+    case(torch.logsumexp, T(6, 5, fill=masked), 0),
+    case(torch.logsumexp, T(5, 6, fill=large), 1, how=FEW),
+    case(torch.logsumexp, T(5, 6, fill="ints"), 1, how=FEW | {"tolerance": 1e-6}),
+    case(torch.logsumexp, T(5, 6, dtype=torch.complex128), 0, how=FEW),
+    case(torch.logsumexp, T(6, 5, dtype=torch.float16), 0, how=FEW | {"tolerance": 2e-3}),
+    case(torch.special.logsumexp, T(5, 6), 0, how=FEW),
+]

@@ -1,0 +1,44 @@
+"""Variances by merging moments."""
+
+import torch
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+
+
+def far(shape, generator):
+    """Mean 1000, deviation 1: a difference of squares has no digit left in float32."""
+    return (torch.randn(shape, dtype=torch.float64, generator=generator) + 1000).float()
+
+
+def still(shape, generator):
+    """No deviation: the gradient of std is 0 there, not NaN."""
+    return torch.ones(shape, dtype=torch.float64)
+
+
+CASES = [
+    case(torch.var, T(5, 6)),
+    case(torch.var, T(5, 6), False),
+    case(torch.var, T(5, 6, 3), (0, 2), True, True),
+    case(torch.var, T(5, 6), dim=1, correction=0),
+    case(torch.var, T(5, 6), dim=0, keepdim=True, correction=2, how=FEW),
+    case(torch.var, T(8, 6, dtype=torch.complex128), dim=0, how=FEW),
+    case(torch.var, T(7, 5, dtype=torch.bfloat16), dim=0, how=FEW | {"tolerance": 3e-2}),
+    case(torch.var, T(64, 6, fill=far), dim=0, how={"tolerance": 4e-7, "grad": False}),
+    case(torch.std_mean, T(40, 12, fill=far), how={"tolerance": 4e-7, "grad": False}),
+    # one device rounds the mean to float32 before it takes deviations from it in backward
+    case(torch.var, T(64, 6, fill=far), dim=0, how=FEW | {"tolerance": 1e-5}),
+    case(torch.var, T(3, 0), dim=1, how=FEW | {"grad": False}),
+    case(torch.var, T(3, 4, fill="ints"), how=FEW),
+    case(torch.var, T(3, 4), dim=5, how=FEW),
+    case(torch.std, T(5, 6), dim=0),
+    case(torch.std, T(5, 6), unbiased=False),
+    case(torch.std, T(5, 6, fill=still), dim=0, how=FEW),
+    case(torch.std, T(5, 6), dim=1, correction=1, keepdim=True),
+    case(torch.var_mean, T(5, 6), dim=0),
+    case(torch.var_mean, T(0, 6), dim=0, how=FEW | {"grad": False}),
+    case(torch.var_mean, T(4, 3, dtype=torch.complex128), how=FEW),
+    case(torch.std_mean, T(5, 6, 2), dim=(-1, 0), keepdim=True),
+    case(torch.std_mean, T(5, 6), False, how=FEW),
+]

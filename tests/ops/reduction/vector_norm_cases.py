@@ -1,0 +1,75 @@
+"""Norms and distances."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case
+
+FEW = {"layouts": 5}
+
+
+def ties(shape, generator):
+    return torch.randint(3, shape, generator=generator).double() - 1
+
+
+vector_norm, matrix_norm, norm = torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm
+
+CASES = [
+    case(vector_norm, T(5, 6)),
+    case(vector_norm, T(5, 6), 2, 0),
+    case(vector_norm, T(5, 6, fill=ties), 2, 1, how=FEW),
+    case(vector_norm, T(5, 6), 3, (0, 1), True),
+    case(vector_norm, T(5, 6), 1, 0),
+    case(vector_norm, T(5, 6, fill=ties), 0, 0),
+    case(vector_norm, T(5, 6, fill=ties), 0, how=FEW),
+    case(vector_norm, T(5, 6, fill=ties), math.inf, 0),
+    case(vector_norm, T(5, 6, fill=ties), -math.inf),
+    case(vector_norm, T(5, 6), 0.5, 0),
+    case(vector_norm, T(5, 6), 1.5, 1, how=FEW),
+    case(vector_norm, T(5, 6), -2, 0),
+    # zeros: a norm that is 0 has gradient 0, also where negative orders make it so by a single element
+    *(case(vector_norm, T(4, 5, fill=ties), ord, 1, how=FEW) for ord in (-2, -0.5, 0.5, 1.5, 3)),
+    case(norm, T(5, fill=lambda shape, _: torch.zeros(shape).double()), -1, how=FEW),
+    case(vector_norm, T(5, 6, dtype=torch.complex128), 2, 0, how=FEW),
+    case(vector_norm, T(5, 6, dtype=torch.complex128), math.inf, 0, how=FEW),
+    case(vector_norm, T(5, 6, dtype=torch.float32), 2, 0, dtype=torch.float64, how=FEW | {"tolerance": 1e-6}),
+    case(vector_norm, T(5, 6, dtype=torch.float16), 2, 0, how=FEW | {"tolerance": 2e-3}),
+    case(vector_norm, T(3, 0), 2, 1, how=FEW),
+    case(vector_norm, T(3, 0), math.inf, 1, how=FEW),
+    case(vector_norm, T(3, 4, fill="ints"), how=FEW),
+    case(vector_norm, T(), how=FEW),
+    case(matrix_norm, T(5, 6)),
+    case(matrix_norm, T(2, 5, 6), "fro", (0, 2), True, how=FEW),
+    case(matrix_norm, T(2, 5, 6), 1),
+    case(matrix_norm, T(2, 5, 6), -1, (1, 0), how=FEW),
+    case(matrix_norm, T(4, 5, 6), math.inf, (-2, -1), True),
+    case(matrix_norm, T(5, 6), -math.inf, how=FEW),
+    case(matrix_norm, T(5, 0), 1, how=FEW),
+    case(matrix_norm, T(5, 0), math.inf, how=FEW),
+    case(matrix_norm, T(5, 0), -1, how=FEW),
+    case(matrix_norm, T(5, 2, 3, cut=(0,)), "nuc", how=FEW | {"partial": False}),
+    case(matrix_norm, T(5, 2, 3, cut=(0,)), 2, how=FEW | {"partial": False}),
+    case(matrix_norm, T(4, 3), "nuc", how=FEW | {"gather": True}),  # an SVD of one matrix that is in pieces
+    case(norm, T(5, 6)),
+    case(norm, T(5, 6, 2), how=FEW),
+    case(norm, T(5, 6), 1),
+    case(norm, T(7), 1, how=FEW),
+    case(norm, T(5, 6), "fro", how=FEW),
+    case(norm, T(5, 6), math.inf, 1, how=FEW),
+    case(norm, T(5, 6, 2), 1, how=FEW),
+    case(torch.norm, T(5, 6)),
+    case(torch.norm, T(5, 6), "fro", how=FEW),
+    case(torch.norm, T(5, 6), 3, 1),
+    case(torch.norm, T(5, 6), math.inf, (0,), True, how=FEW),
+    case(torch.Tensor.norm, T(5, 6), dim=0, keepdim=True, how=FEW),
+    case(torch.frobenius_norm, T(5, 6), (0, 1), how=FEW),
+    case(torch.dist, T(5, 6), T(5, 6)),
+    case(torch.dist, T(5, 6), T(6), 3, how=FEW),
+    case(F.normalize, T(5, 6)),
+    case(F.normalize, T(5, 6, 2), p=1, dim=0, how=FEW),
+    case(F.normalize, T(5, 6, fill=ties), dim=-1, how=FEW),
+]
+
+CASES += [case(torch.nuclear_norm, T(4, 3), how={"layouts": 3, "gather": True})]  # singular values of one cut matrix

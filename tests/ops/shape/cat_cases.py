@@ -1,0 +1,77 @@
+"""Several tensors in one."""
+
+import torch
+
+from tests.harness import T, case, double_backward
+
+FEW = {"layouts": 5}
+INTS = {"fill": "ints", "dtype": torch.int64}
+
+
+CASES = [
+    case(torch.cat, [T(5, 3), T(2, 3)], how={"layouts": 20}),
+    case(torch.cat, [T(3, 5), T(3, 2), T(3, 4)], 1, how={"layouts": 20}),
+    case(torch.cat, [T(3, 5), T(3, 5)], dim=-1, how=FEW),
+    case(torch.cat, [T(1, 4), T(6, 4)], how=FEW),
+    case(torch.cat, [T(8, 4, cut=(0,)), T(1, 4, cut=())], how=FEW | {"free": True, "partial": False}),
+    case(torch.cat, [T(6), T(1), T(0)], how=FEW),
+    case(torch.cat, [T(0), T(3, 4), T(2, 4)], how=FEW),
+    case(torch.cat, [T(0, 4), T(3, 4)], how=FEW),
+    case(torch.cat, [T(0), T(0)], how=FEW),
+    case(torch.cat, [T(4, 3)], how=FEW),
+    case(torch.cat, [T(4, 3, dtype=torch.float32), T(2, 3)], how=FEW | {"partial": False}),
+    case(torch.cat, [T(4, 3, **INTS), T(2, 3)], how=FEW),
+    case(torch.cat, [T(4, 3, fill="bool"), T(2, 3, **INTS)], how=FEW),
+    case(torch.cat, [T(4, 3), T(2, 4)], how=FEW),
+    case(torch.cat, [T(4, 3), T(2)], how=FEW),
+    case(torch.cat, [T(4, 3), T(2, 3)], 2, how=FEW),
+    case(torch.cat, [T(2, 3, 4), T(2, 1, 4), T(2, 2, 4)], 1, how=FEW),
+    case(torch.concat, [T(4, 3), T(2, 3)], how=FEW),
+    case(torch.concatenate, [T(4, 3), T(2, 3)], axis=0, how=FEW),
+    case(
+        lambda x, y: torch.cat([x.flatten(1), y.flatten(1)], 0),
+        T(2, 3, 4),
+        T(3, 3, 4),
+        how=FEW | {"name": "cat beside a merged dim"},
+    ),
+    case(
+        lambda x, y: torch.cat([x.flatten(1), y], 1),
+        T(2, 3, 4),
+        T(2, 5),
+        how=FEW | {"name": "cat along a merged dim"},
+    ),
+    case(
+        lambda x: torch.cat([x[1:], x[:1]]) + torch.cat(x.chunk(2)[::-1]),
+        T(6, 3),
+        how=FEW | {"name": "cat of slices"},
+    ),
+    case(torch.stack, [T(4, 3), T(4, 3)], how={"layouts": 16}),
+    case(torch.stack, [T(4, 3), T(4, 3), T(4, 3)], -1, how=FEW),
+    case(torch.stack, [T(4), T(4)], 1, how=FEW),
+    case(torch.stack, [T(), T(), T()], how=FEW),
+    case(torch.stack, [T(4, dtype=torch.float32), T(4)], how=FEW | {"partial": False}),
+    case(torch.stack, [T(4), T(3)], how=FEW),
+    case(torch.stack, [T(4), T(4)], 2, how=FEW),
+    case(lambda x: torch.stack([2 * r for r in x.unbind()], 1), T(5, 3), how=FEW | {"name": "rows apart and together"}),
+    case(lambda x: torch.stack(x.unbind()[::-1]), T(5, 3), how=FEW | {"name": "rows in another order"}),
+    case(torch.hstack, [T(3), T(4)], how=FEW),
+    case(torch.hstack, [T(2, 3), T(2, 4)], how=FEW),
+    case(torch.hstack, [T(), T()], how=FEW),
+    case(torch.vstack, [T(3), T(2, 3)], how=FEW),
+    case(torch.row_stack, [T(3), T(3)], how=FEW),
+    case(torch.dstack, [T(3), T(3)], how=FEW),
+    case(torch.dstack, [T(2, 3), T(2, 3, 2)], how=FEW),
+    case(torch.column_stack, [T(3), T(3, 2), T(3)], how=FEW),
+    case(torch.block_diag, T(2, 3), T(3), T(), T(3, 1), how=FEW),
+    case(torch.block_diag, T(2, 3, 1), T(3), how=FEW),
+    case(torch.meshgrid, T(3), T(4), T(), indexing="ij", how=FEW),
+    case(torch.meshgrid, [T(3), T(4)], indexing="xy", how=FEW),
+    case(torch.cartesian_prod, T(3), T(4), T(2), how=FEW),
+    case(torch.cartesian_prod, T(3), how=FEW),
+    case(torch.combinations, T(4), how=FEW | {"gather": True}),  # a choice of pairs has no order of its own to keep
+    case(double_backward(lambda x, y: torch.cat([x, y])), T(5), T(2), how={"layouts": 12, "name": "cat, twice"}),
+    case(
+        double_backward(lambda x, y: torch.cat([x, y], 1)), T(2, 5), T(2, 3), how=FEW | {"name": "cat of rows, twice"}
+    ),
+    case(double_backward(lambda x: torch.stack(x.unbind(), 1)), T(4, 3), how=FEW | {"name": "unbind and stack, twice"}),
+]

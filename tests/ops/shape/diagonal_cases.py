@@ -1,0 +1,58 @@
+"""Diagonals, windows, and views written out of place."""
+
+import torch
+
+from tests.harness import T, case
+
+FREE = {"free": True, "layouts": 6}
+HOW = {"layouts": 6}
+
+
+def write_diagonal(x):
+    y = x * 1
+    y.diagonal(1).mul_(3)
+    return y
+
+
+CASES = [
+    case(torch.diagonal, T(5, 6), how=FREE),
+    case(torch.diagonal, T(5, 6, 4), 1, how=FREE),
+    case(torch.diagonal, T(5, 6, 4), -2, 2, 0, how=FREE),
+    case(torch.Tensor.diagonal, T(3, 5, 4), offset=2, dim1=-1, dim2=1, how=FREE),
+    case(torch.diagonal, T(5, 6), 9, how=FREE),
+    case(torch.diagonal, T(5, 6), 0, 1, 1),
+    case(torch.linalg.diagonal, T(3, 5, 4), offset=-1, how=FREE),
+    case(write_diagonal, T(5, 6), how=FREE | {"partial": False}),
+    case(torch.diag, T(5, 6), how=FREE),
+    case(torch.diag, T(5), 2, how=FREE),
+    case(torch.Tensor.diag, T(5, 6), -1, how=FREE),
+    case(torch.diag, T(5, 6, 4)),
+    case(torch.diag_embed, T(4, 5), how=FREE),
+    case(torch.diag_embed, T(5), -2, how=FREE),
+    case(torch.diag_embed, T(3, 4), 1, 0, 2, how=FREE),
+    case(torch.diag_embed, T(3, 4), 0, 1, 0, how=FREE),
+    case(torch.diagflat, T(2, 3), 1, how=HOW),
+    case(torch.Tensor.unfold, T(9, 4), 0, 3, 1, how=HOW),
+    case(torch.Tensor.unfold, T(9, 4), 0, 2, 2, how=HOW),
+    case(torch.Tensor.unfold, T(4, 8), -1, 2, 3, how=HOW),
+    case(torch.Tensor.unfold, T(8, 5), 0, 7, 1, how=HOW),
+    case(torch.Tensor.unfold, T(8, 5), 0, 8, 3, how=HOW),
+    case(torch.Tensor.unfold, T(8, 5), 0, 1, 4, how=HOW),
+    case(torch.Tensor.unfold, T(8, 5), 0, 9, 1),
+    case(lambda x: x.unfold(0, 3, 2).unfold(1, 2, 1), T(9, 6), how=HOW | {"name": "unfold twice"}),
+    case(torch.select_scatter, T(5, 6, 4), T(5, 4), 1, 3, how=HOW),
+    case(torch.select_scatter, T(5, 6), T(6), 0, -2, how=HOW),
+    case(torch.select_scatter, T(5, 6), T(1), 0, 1, how=HOW),
+    case(torch.slice_scatter, T(5, 6, 4), T(5, 2, 4), 1, 1, 5, 2, how=HOW),
+    case(torch.slice_scatter, T(5, 6), T(3, 6), start=2, how=HOW),
+    case(torch.slice_scatter, T(5, 6), T(2, 6), start=2, how=HOW),
+    case(torch.diagonal_scatter, T(5, 6), T(5), how=HOW),
+    case(torch.diagonal_scatter, T(5, 6, 4), T(5, 4), 0, 0, 2, how=HOW | {"name": "diagonal_scatter mid"}),
+    case(torch.diagonal_scatter, T(4, 6, 4), T(6, 3), -1, 0, 2, how=HOW),
+    case(torch.select_copy, T(5, 6), 0, 2, how=FREE),
+    # torch 2.11 has no derivative of narrow_copy
+    case(torch.narrow_copy, T(5, 6), 1, 2, 3, how=FREE | {"grad": torch.__version__ >= "2.13"}),
+    case(torch.diagonal_copy, T(5, 6), 1, how=FREE),
+    case(torch.unfold_copy, T(8, 5), 0, 3, 2, how=HOW),
+    case(torch.slice_copy, T(5, 6), 1, 1, 5, 2, how=FREE),
+]

@@ -1,0 +1,94 @@
+"""The same elements elsewhere."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case, double_backward
+
+FEW = {"layouts": 5}
+FREE = {"free": True, "layouts": 5}
+
+
+def named(name, fn, *args, how=None):
+    return case(fn, *args, how={"name": name} | (how or FEW))
+
+
+CASES = [
+    case(torch.flip, T(5, 6), (0,), how=FEW),
+    case(torch.flip, T(5, 6), (0, -1), how=FEW),
+    case(torch.flip, T(3, 4, 5), [1], how=FEW),
+    case(torch.Tensor.flip, T(5, 6), 0, 1, how=FEW),
+    case(torch.flip, T(5, 6), (), how=FEW),
+    case(torch.flip, T(5, 6), dims=(1,), how=FEW),
+    case(torch.flip, T(5, 6), (2,), how=FEW),
+    case(torch.flip, T(0, 6), (0,), how=FEW),
+    case(torch.fliplr, T(5, 6), how=FEW),
+    case(torch.fliplr, T(5), how=FEW),
+    case(torch.flipud, T(5, 6), how=FEW),
+    case(torch.rot90, T(4, 5), how=FEW),
+    case(torch.rot90, T(2, 4, 5), 2, (1, 2), how=FEW),
+    case(torch.rot90, T(4, 5), -1, [1, 0], how=FEW),
+    case(torch.rot90, T(4, 5), 4, how=FEW),
+    case(torch.rot90, T(4, 5), 1, (0, 0), how=FEW),
+    case(torch.roll, T(5, 6), 2, 0, how={"layouts": 16}),
+    case(torch.roll, T(5, 6), (-1, 8), (0, 1), how=FEW),
+    case(torch.roll, T(5, 6), (1, 3), (1, 1), how=FEW),
+    case(torch.roll, T(5, 6), np.int64(2), np.int64(1), how=FEW),
+    case(lambda x: x.roll(torch.tensor(2), 1), T(5, 6), how=FEW | {"name": "roll, shift computed"}),
+    case(torch.roll, T(3, 4), 5, how=FEW),
+    case(torch.roll, T(5, 6), (1, 2), 0, how=FEW),
+    case(torch.roll, T(0, 6), 1, 0, how=FEW),
+    case(torch.Tensor.roll, T(7), shifts=3, dims=0, how=FEW),
+    case(torch.Tensor.repeat, T(3, 4), 2, 3, how=FREE),
+    case(torch.Tensor.repeat, T(4), (2, 1, 2), how=FREE),
+    case(torch.Tensor.repeat, T(3, 4), 0, 2, how=FREE),
+    case(torch.Tensor.repeat, T(3, 4), 2, how=FEW),
+    named("repeat, then use", lambda x: torch.sin(x.repeat(2, 1)).cumsum(0), T(3, 4)),
+    case(torch.tile, T(3, 4), (2,), how=FREE),
+    case(torch.tile, T(3), dims=(2, 2), how=FREE),
+    case(torch.repeat_interleave, T(3, 4), 2, dim=0, how=FREE),
+    case(torch.repeat_interleave, T(3, 4), 3, how=FREE),
+    case(torch.Tensor.repeat_interleave, T(3, 4), 2, -1, how=FREE),
+    case(torch.repeat_interleave, T(3, 4), 0, dim=1, how=FREE),
+    case(
+        torch.repeat_interleave,
+        T(4, 3),
+        T(4, cut=(), fill=lambda s, g: torch.tensor([2, 0, 1, 3])),
+        dim=0,
+        how=FEW,
+    ),
+    case(torch.repeat_interleave, T(4, 3), T(4, cut=(), fill=lambda s, g: torch.tensor([2, 0, 1, 3])), how=FEW),
+    case(torch.tril, T(5, 6), how=FREE),
+    case(torch.tril, T(2, 5, 4), 1, how=FREE),
+    case(torch.triu, T(5, 6), -2, how=FREE),
+    case(torch.triu, T(2, 5, 4), diagonal=2, how=FREE),
+    case(torch.triu, T(5), how=FEW),
+    named("triangle of merged", lambda x: torch.sin(x.flatten(1)).tril(), T(4, 2, 3)),
+    named("tril_", lambda x: x.clone().tril_(), T(5, 6)),
+    case(F.pixel_shuffle, T(2, 8, 3, 4), 2, how=FEW),
+    case(F.pixel_shuffle, T(2, 6, 3, 4), 2, how=FEW),
+    case(F.pixel_unshuffle, T(2, 3, 4, 6), 2, how=FEW),
+    case(F.channel_shuffle, T(2, 6, 3), 3, how=FEW),
+    # ---- neighbours
+    case(torch.diff, T(5, 6), how=FEW),
+    case(torch.diff, T(5, 6), dim=0, how=FEW),
+    case(torch.diff, T(5, 6), 2, 0, how=FEW),
+    case(torch.diff, T(3, 2), 5, 0, how=FEW),
+    case(torch.diff, T(5), n=0, how=FEW),
+    case(torch.diff, T(4, 3), dim=0, prepend=T(2, 3), append=T(1, 3), how=FEW),
+    case(torch.diff, T(5, fill="bool"), how=FEW),
+    case(torch.diff, T(5), 1, 1, how=FEW),
+    case(torch.trapezoid, T(4, 5), how=FEW),
+    case(torch.trapezoid, T(4, 5), dx=0.5, dim=0, how=FEW),
+    case(torch.trapezoid, T(4, 5), T(4, 5), how=FEW),
+    case(torch.trapezoid, T(4, 5), T(4), dim=0, how=FEW),
+    case(torch.trapz, T(1, 5), dim=0, how=FEW),
+    case(torch.trapezoid, T(5, fill="ints"), how=FEW),
+    case(double_backward(lambda x: x.roll(2, 0).flip(1)), T(5, 4), how=FEW | {"name": "roll and flip, twice"}),
+    case(
+        double_backward(lambda x: x.diff(dim=0).repeat(2, 1).tril()),
+        T(5, 4),
+        how=FEW | {"name": "diff and repeat, twice"},
+    ),
+]

@@ -1,0 +1,70 @@
+"""How much travels: views, joins and rearrangements send the rows that change hands and nothing else."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard
+
+from shardfield import ShardTensor, strict
+from shardfield.comm import collectives
+from shardfield.layout import Layout
+from shardfield.redistribute import redistribute
+from shardfield.testing import run_on_ranks
+from tests.harness import world_mesh
+
+ROW = 3 * 8  # bytes of a row of three float64
+
+
+def rows(size: int, *cut: int) -> ShardTensor:
+    """`size` rows of three, cut by the lengths given; without any, whole on every rank."""
+    mesh = world_mesh((2,))
+    full = torch.arange(size * 3, dtype=torch.float64).view(size, 3)
+    layout = Layout.of(mesh, [Shard(0) if cut else Replicate()], full.shape, {0: cut} if cut else None)
+    return ShardTensor(redistribute(full, Layout.replicate(mesh, full.shape), layout), layout)
+
+
+def sent(calls) -> list[int]:
+    """The bytes this rank sends in each call."""
+    found = []
+    for call in calls:
+        total = []
+        collectives.meter = lambda kind, messages, nbytes, total=total: total.append(nbytes)
+        try:
+            with strict():
+                call()
+        finally:
+            collectives.meter = None
+        found.append(sum(total))
+    return found
+
+
+def on_rank() -> list[int]:
+    big, small, other = rows(8, 5, 3), rows(1, 0, 1), rows(8, 2, 6)
+    tokens = rows(12, 5, 7)
+    return sent(
+        [
+            lambda: big.roll(1, 0),
+            lambda: big.diff(dim=0),  # the row at the cut goes to the other side: either way it is one
+            lambda: torch.cat([big, small]),  # the one row is where it must be
+            lambda: torch.cat([small, big]),  # it goes to the other end, the eight rows stay
+            lambda: torch.cat([big, rows(2)]),
+            lambda: torch.stack([big, other]),  # the smaller cut follows the first: three rows
+            lambda: F.pad(big, (0, 0, 3, 3)),
+            lambda: F.pad(big.t(), (3, 2), "replicate").to_local(),  # which is made when someone wants it
+            lambda: F.pad(big.t(), (4, 4), "reflect").to_local(),  # rank 1 has three rows of the five it mirrors
+            lambda: F.pad(big.t(), (1, 0), "circular").to_local(),
+            lambda: tokens.view(3, 4, 3),  # a cut at 5 moves to 4
+            lambda: tokens.view(2, 2, 3, 3).flip(1),  # here to 6, and halves are whole on a rank
+            lambda: big.t().flatten().view(3, 8).t(),
+            lambda: [part.unsqueeze(0) for part in big.chunk(3)],
+            lambda: big.repeat(2, 2).repeat_interleave(2, 1),
+            lambda: torch.stack([row * 2 for row in big.unbind()]),
+        ]
+    )
+
+
+def test_bytes_sent():
+    first, second = run_on_ranks(on_rank, 2, timeout=60)
+    assert first == [ROW, ROW, 0, 0, 0, 0, 0, 0, 2 * ROW, 0, ROW, 0, 0, 0, 0, 0]
+    assert second == [ROW, 0, 0, ROW, 0, 3 * ROW, 0, 0, 0, ROW, 0, ROW, 0, 0, 0, 0]

@@ -1,0 +1,124 @@
+"""Views."""
+
+import torch
+
+from tests.harness import T, case, double_backward
+
+FREE = {"free": True, "layouts": 5}
+FEW = {"layouts": 5}
+
+
+def named(name, fn, *args, how=None):
+    return case(fn, *args, how={"name": name} | (how or FEW))
+
+
+def round_trip(x):
+    return torch.relu(x.reshape(2, 3, 24) * 2).reshape(2, 3, 4, 6)
+
+
+CASES = [
+    # ---- other sizes, same order
+    case(torch.reshape, T(2, 3, 4, 6), (2, 3, 24), how=FREE),
+    case(torch.Tensor.view, T(2, 6, 4), 12, 4, how=FREE),
+    case(torch.reshape, T(24, 5), (4, 6, 5), how={"layouts": 12}),
+    case(torch.reshape, T(4, 6, 5), (-1,), how=FREE),
+    case(torch.reshape, T(4, 6), (6, 4), how={"layouts": 12}),
+    case(torch.reshape, T(2, 12), (3, 8), how=FEW),
+    case(torch.reshape, T(4, 1, 6), (2, 12, 1), how=FEW),
+    case(torch.reshape, T(24), (2, 12), how=FEW),
+    case(torch.reshape, T(8, 3), (2, 2, 6, 1), how=FEW),
+    case(torch.reshape, T(0, 3), (3, 0, 2), how=FREE),
+    case(torch.reshape, T(1, 1), (), how=FREE),
+    case(torch.reshape, T(), (1, 1), how=FREE),
+    case(torch.reshape, T(4, 6), (5, 5), how=FEW),
+    case(torch.reshape, T(4, 6), (-1, 5), how=FEW),
+    case(torch.Tensor.view, T(4, 6), (-1, -1), how=FEW),
+    case(torch.Tensor.view, T(0, 3), (0, -1), how=FEW),
+    # torch reads a tensor of no dims as a number
+    named("reshape, size computed", lambda x: x.reshape(torch.tensor(2), -1), T(4, 6)),
+    named("view, sizes computed", lambda x: x.view(*torch.tensor([2, 12])), T(4, 6)),
+    named("expand, size computed", lambda x: x.expand(torch.tensor(3), -1, 5), T(4, 1)),
+    named("transpose, dim computed", lambda x: x.transpose(torch.tensor(0), 1), T(4, 6)),
+    case(torch.Tensor.view_as, T(4, 6), T(8, 3), how=FEW),
+    case(torch.Tensor.reshape_as, T(4, 6), T(24), how=FREE),
+    case(torch.flatten, T(2, 3, 4), how=FREE),
+    case(torch.flatten, T(2, 3, 4, 5), 1, -2, how=FREE),
+    case(torch.flatten, T(), how=FREE),
+    case(torch.flatten, T(2, 3), 1, 0, how=FEW),
+    case(torch.ravel, T(3, 4), how=FREE),
+    case(torch.unflatten, T(5, 12), 1, (3, -1), how=FEW),
+    case(torch.Tensor.unflatten, T(12, 5), 0, (2, 2, 3), how=FEW),
+    case(torch.unflatten, T(5, 12), 1, (5, 2), how=FEW),
+    case(torch.atleast_1d, T(), how=FREE),
+    case(torch.atleast_2d, T(5), how=FREE),
+    case(torch.atleast_3d, T(5), how=FREE),
+    case(torch.atleast_3d, [T(5), T(2, 3), T()], how=FREE),
+    named("round trip", round_trip, T(2, 3, 4, 6), how=FREE | {"partial": False}),
+    named("merge three", lambda x: torch.sin(x.flatten()).view(3, 4, 5), T(3, 4, 5), how=FREE | {"partial": False}),
+    named("merge, split otherwise", lambda x: torch.sin(x.flatten()).view(6, 2, 5), T(3, 4, 5)),
+    named("merge some, then more", lambda x: x.flatten(0, 1).flatten(1).flatten(), T(3, 4, 2, 3), how=FREE),
+    named("permute merged", lambda x: x.flatten(1, 2).permute(2, 1, 0).reshape(3, 20, 2), T(2, 4, 5, 3), how=FREE),
+    named("merged to simple", lambda x: x.flatten().flip(0), T(4, 6)),
+    named("two merged meet", lambda x, y: x.flatten() + y.flatten(), T(4, 6), T(4, 6), how={"layouts": 12}),
+    named("merged meets simple", lambda x, y: x.flatten() * y, T(4, 6), T(24), how={"layouts": 12}),
+    # ---- other order, same sizes
+    case(torch.permute, T(3, 4, 5), (2, 0, 1), how=FREE),
+    case(torch.Tensor.permute, T(3, 4, 5), -1, 0, 1, how=FREE),
+    case(torch.Tensor.permute, T(3, 4), 0, 0, how=FEW),
+    case(torch.transpose, T(3, 4, 5), 0, -1, how=FREE),
+    case(torch.transpose, T(3, 4, 5), 0, 3, how=FEW),
+    case(torch.swapaxes, T(3, 4, 5), 1, 2, how=FREE),
+    case(torch.swapdims, T(3, 4), 0, 1, how=FREE),
+    case(torch.t, T(3, 4), how=FREE),
+    case(torch.t, T(3), how=FREE),
+    case(torch.t, T(3, 4, 5), how=FEW),
+    case(torch.movedim, T(3, 4, 5), 0, 2, how=FREE),
+    case(torch.movedim, T(3, 4, 5), (0, 1), (2, 0), how=FREE),
+    case(torch.moveaxis, T(3, 4, 5), 2, 0, how=FREE),
+    case(torch.adjoint, T(2, 3, 4, dtype=torch.complex128), how=FREE),
+    named("x.T", lambda x: x.T, T(3, 4), how=FREE),
+    named("x.mT", lambda x: x.mT, T(2, 3, 4), how=FREE),
+    named("x.H", lambda x: x.H, T(3, 4, dtype=torch.complex128), how=FREE),
+    named("x.mH", lambda x: x.mH, T(2, 3, 4, dtype=torch.complex128), how=FREE),
+    named("x.mT of a vector", lambda x: x.mT, T(3)),
+    case(torch.squeeze, T(1, 4, 1, 3), how=FREE),
+    case(torch.squeeze, T(4, 1, 3), 1, how=FREE),
+    case(torch.squeeze, T(4, 1, 3), 0, how=FREE),
+    case(torch.squeeze, T(1, 4, 1), (0, 2), how=FREE),
+    case(torch.squeeze, T(1, 1), how=FREE),
+    case(torch.squeeze, T(1, dtype=torch.int64, fill="ints"), how=FREE),
+    case(torch.squeeze, T(1, fill="bool"), 0, how=FREE),
+    case(torch.squeeze, T(4, 1), 2, how=FEW),
+    named("squeeze, then use", lambda x: torch.sin(x.squeeze(0)).sum(0), T(1, 4, 3)),
+    case(torch.unsqueeze, T(3, 4), 1, how=FREE),
+    case(torch.unsqueeze, T(3, 4), -1, how=FREE),
+    case(torch.unsqueeze, T(3, 4), 3, how=FEW),
+    case(torch.unsqueeze, T(), 0, how=FREE),
+    # ---- the same elements again
+    case(torch.Tensor.expand, T(4, 1), 4, 5, how=FEW),
+    case(torch.Tensor.expand, T(4), (3, -1), how=FREE),
+    case(torch.Tensor.expand, T(1, 4, 1), 2, 3, -1, 5, how=FEW),
+    case(torch.Tensor.expand, T(), 3, 2, how=FREE),
+    case(torch.Tensor.expand, T(4), 3, 5, how=FEW),
+    case(torch.Tensor.expand, T(1, 3), 0, 3, how=FEW),
+    case(torch.Tensor.expand_as, T(4, 1), T(3, 4, 5), how=FEW),
+    case(torch.broadcast_to, T(1, 5), (4, 5), how=FEW),
+    case(torch.broadcast_tensors, T(4, 1), T(5), T(3, 1, 1), how=FEW),
+    # ---- complex numbers and bits
+    case(torch.view_as_real, T(3, 4, dtype=torch.complex128), how=FREE),
+    case(torch.view_as_real, T(3, 4), how=FEW),
+    case(torch.view_as_complex, T(3, 4, 2), how=FEW),
+    case(torch.view_as_complex, T(3, 4, 3), how=FEW),
+    case(torch.real, T(3, 4, dtype=torch.complex128), how=FREE),
+    case(torch.imag, T(3, 4, dtype=torch.complex128), how=FREE),
+    case(torch.imag, T(3, 4), how=FEW),
+    named("x.real", lambda x: x.real * 2, T(3, 4, dtype=torch.complex128), how=FREE),
+    named("x.imag", lambda x: x.imag, T(3, 4, dtype=torch.complex128), how=FREE),
+    named("x.real of a real", lambda x: x.real, T(3, 4), how=FREE),
+    case(torch.Tensor.view, T(3, 4, dtype=torch.float32), torch.int32, how=FREE | {"partial": False}),
+    case(torch.Tensor.view, T(3, 4), torch.int32, how=FREE | {"partial": False}),
+    case(torch.Tensor.view, T(3, 4, fill="ints", dtype=torch.int32), torch.int64, how=FEW),
+    case(torch.Tensor.view, T(3, 5, fill="ints", dtype=torch.int32), torch.int64, how=FEW),
+    named("views, twice", double_backward(lambda x: x.view(24).view(6, 4).t().flatten().view(2, 12)), T(4, 6)),
+    named("squeeze, twice", double_backward(lambda x: x.squeeze(1).unsqueeze(0).expand(3, 4, 3)), T(4, 1, 3)),
+]

@@ -1,0 +1,190 @@
+"""Spherical harmonics of torch-harmonics, as they are, on fields cut along latitudes, longitudes or both."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from shardfield import explain, strict
+from shardfield.testing import run_on_ranks
+from tests.harness import world_mesh
+from tests.ops.stencil.test_conv import field
+
+LATITUDES, LONGITUDES, TILES = [Shard(-2)], [Shard(-1)], [Shard(-2), Shard(-1)]
+CUTS = [
+    ((4,), LATITUDES, None),
+    ((4,), LATITUDES, [5, 0, 1, 6]),
+    ((4,), LONGITUDES, [3, 9, 5, 7]),
+    ((2, 2), TILES, None),
+]
+
+
+def harmonics():
+    """The package, whose import warns of what torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch_harmonics
+        import torch_harmonics.distributed
+        import torch_harmonics.examples.models
+    return torch_harmonics
+
+
+def on_sphere(mesh, placements, lengths, shape, dtype=torch.float64):
+    """The whole field and its pieces; `placements` count from the last dim."""
+    placed = [Shard(p.dim % len(shape)) for p in placements]
+    return field(mesh, placed, shape, lengths and {placed[0].dim: lengths}, dtype)
+
+
+def off(pairs) -> float:
+    """The largest difference, relative to the largest value of each pair."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+# ---------------------------------------------------------------------- transforms
+
+
+def transformed(vector: bool, mesh, placements, lengths) -> tuple[float, float]:
+    """How far coefficients, the field made of them and its gradient are from one device's."""
+    th = harmonics()
+    analysis, synthesis = (th.RealVectorSHT, th.InverseRealVectorSHT) if vector else (th.RealSHT, th.InverseRealSHT)
+    how = {"lmax": 7, "mmax": 6, "grid": "legendre-gauss"}
+    there, back = analysis(12, 24, **how).double(), synthesis(12, 24, **how).double()
+    full, x = on_sphere(mesh, placements, lengths, (3, 2, 12, 24))
+    with strict():
+        modes = there(x.requires_grad_())
+        made = back(modes)
+        (made.square().sum() + modes.abs().square().sum()).backward()
+    expected = there(full.requires_grad_())
+    whole = back(expected)
+    (whole.square().sum() + expected.abs().square().sum()).backward()
+    return off([(modes.full_tensor(), expected), (made.full_tensor(), whole), (x.grad.full_tensor(), full.grad)])
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+@pytest.mark.parametrize("vector", [False, True])
+def test_transforms(vector, mesh, placements, lengths):
+    assert max(run_on_ranks(transformed, 4, vector, mesh, placements, lengths)) < 1e-12
+
+
+def sent(size) -> tuple[int, list[int], list]:
+    """Bytes of a transform and its inverse, forward and backward, and where modes and field lie."""
+    th = harmonics()
+    there, back = th.RealSHT(*size, lmax=6, mmax=6).double(), th.InverseRealSHT(*size, lmax=6, mmax=6).double()
+    _, x = on_sphere((4,), LATITUDES, None, (1, 2, *size))
+    with explain() as report, strict():
+        modes = there(x.requires_grad_())
+        made = back(modes)
+        made.backward(torch.ones(made.shape, dtype=torch.float64))
+    rows = report.rows
+    return (
+        sum(r.bytes for r in rows),
+        sum(r.back_bytes for r in rows),
+        [modes.placements, made.placements, tuple(made.to_local().shape)],
+    )
+
+
+def test_sums_over_latitudes_send_modes():
+    """An all-reduce of the coefficients, real and imaginary parts, each way: whatever the grid."""
+    modes = 2 * 6 * 6 * 16
+    for size in ((12, 24), (48, 96)):
+        for forward, backward, where in run_on_ranks(sent, 4, size):
+            assert 0 < forward <= 2 * modes and 0 < backward <= 2 * modes
+            assert where == [(Partial(),), (Shard(2),), (1, 2, size[0] // 4, size[1])]
+
+
+# ---------------------------------------------------------------------- torch-harmonics' own distributed modules
+
+
+def beside_its_own(vector: bool) -> float:
+    """How far this rank's part of coefficients, field and gradient are from what the package's own ranks make."""
+    th = harmonics()
+    own = th.distributed
+    mesh = world_mesh((2, 2))
+    if not own.is_initialized():  # for good: its `finalize` would destroy the groups of our mesh
+        own.init(mesh.get_group(0), mesh.get_group(1))
+    kind = "Vector" if vector else ""
+    how = (12, 24, 6, 6)
+    theirs = [getattr(own, f"Distributed{name}{kind}SHT")(*how).double() for name in ("Real", "InverseReal")]
+    ours = [getattr(th, f"{name}{kind}SHT")(*how).double() for name in ("Real", "InverseReal")]
+    _, x = on_sphere((2, 2), TILES, None, (3, 2, 12, 24))
+    block = x.to_local().clone().requires_grad_()
+    modes = ours[0](x.requires_grad_())
+    made = ours[1](modes)
+    other_modes = theirs[0](block)
+    other = theirs[1](other_modes)
+    made.square().sum().backward()
+    other.square().sum().backward()
+    p, a = mesh.get_coordinate()
+    rows, columns = theirs[0].l_shapes, theirs[0].m_shapes
+    whole = modes.full_tensor().split(rows, -2)[p].split(columns, -1)[a]
+    here = made.redistribute(placements=x.placements).to_local()
+    return off([(whole, other_modes), (here, other), (x.grad.to_local(), block.grad)])
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_its_own_distributed_modules_agree(vector):
+    assert max(run_on_ranks(beside_its_own, 4, vector)) < 1e-12
+
+
+# ---------------------------------------------------------------------- models
+
+
+class Layers(nn.Module):
+    """Two spectral layers between grids, in float64: what a model of spherical harmonics is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        th = harmonics()
+        self.down = th.RealSHT(12, 24, lmax=6, mmax=6)
+        self.inner = th.InverseRealSHT(8, 16, lmax=6, mmax=6, grid="legendre-gauss")
+        self.again = th.RealSHT(8, 16, lmax=6, mmax=6, grid="legendre-gauss")
+        self.up = th.InverseRealSHT(12, 24, lmax=6, mmax=6)
+        self.weights = nn.ParameterList(torch.randn(3, 3, 6, dtype=torch.complex128) for _ in range(2))
+        self.mlp = nn.Sequential(nn.Conv2d(3, 6, 1), nn.GELU(), nn.Conv2d(6, 3, 1))
+        self.norm = nn.InstanceNorm2d(3, affine=True)
+
+    def forward(self, x):
+        modes = self.down(x)
+        residual = self.inner(modes)
+        inner = self.inner(torch.einsum("...ilm,oil->...olm", modes, self.weights[0]))
+        inner = self.mlp(self.norm(inner)) + residual
+        return F.gelu(self.up(torch.einsum("...ilm,oil->...olm", self.again(inner), self.weights[1]))) + x
+
+
+def trained(make, dtype, mesh, placements, lengths, channels) -> float:
+    """How far a model's output and all gradients are from one device's."""
+    full, x = on_sphere(mesh, placements, lengths, (2, channels, 12, 24), dtype)
+    torch.manual_seed(0)
+    model = make()
+    if dtype is torch.float64:
+        model.double()
+    alone = copy.deepcopy(model)
+    with strict():
+        out = model(x.requires_grad_())
+        out.square().mean().backward()
+    expected = alone(full.requires_grad_())
+    expected.square().mean().backward()
+    pairs = [(out.full_tensor(), expected), (x.grad.full_tensor(), full.grad)]
+    return off(pairs + [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)])
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+def test_spectral_layers(mesh, placements, lengths):
+    assert max(run_on_ranks(trained, 4, Layers, torch.float64, mesh, placements, lengths, 3)) < 1e-10
+
+
+def sfno() -> nn.Module:
+    """The package's example, which works in float32."""
+    make = harmonics().examples.models.SphericalFourierNeuralOperator
+    return make((12, 24), scale_factor=2, in_chans=2, out_chans=2, embed_dim=6, num_layers=3, pos_embed="spectral")
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+def test_sfno(mesh, placements, lengths):
+    assert max(run_on_ranks(trained, 4, sfno, torch.float32, mesh, placements, lengths, 2)) < 2e-5

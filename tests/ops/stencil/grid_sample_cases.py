@@ -1,0 +1,200 @@
+"""Rows of the table: sampling at the points of grids."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness import T, case, double_backward
+
+FEW = {"layouts": 4}
+FIELD = {"layouts": 12}
+
+
+def anywhere(shape, generator):
+    """Points in the field and around it."""
+    return torch.rand(shape, dtype=torch.float64, generator=generator) * 3 - 1.5
+
+
+def near(shape, generator):
+    """Points not far from where they stand."""
+    *batch, height, width, _ = shape
+    rows = torch.linspace(-1, 1, height, dtype=torch.float64).view(-1, 1).expand(height, width)
+    columns = torch.linspace(-1, 1, width, dtype=torch.float64).expand(height, width)
+    grid = torch.stack([columns, rows], -1).expand(shape)
+    return grid + 0.1 * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def ties(shape, generator):
+    """Points on cells, on edges and half way between."""
+    return torch.randint(-10, 11, shape, generator=generator).double() / 8
+
+
+def nowhere(shape, generator):
+    """Points that are not numbers among others."""
+    grid = anywhere(shape, generator)
+    grid[..., 0, :, 0], grid[..., 1, :, 1], grid[..., -1, 0, :] = math.nan, math.inf, -math.inf
+    return grid
+
+
+def spoiled(shape, generator):
+    """A field with an infinity and a NaN in it."""
+    field = torch.randn(shape, dtype=torch.float64, generator=generator)
+    field[..., 2, 1], field[..., 5, 4] = math.inf, math.nan
+    return field
+
+
+def rotated(x, angle):
+    """A field turned about its centre."""
+    c, s = angle.cos(), angle.sin()
+    theta = torch.stack([torch.stack([c, -s, 0 * c], -1), torch.stack([s, c, 0 * c], -1)], -2)
+    return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
+
+
+PADDINGS = ("zeros", "border", "reflection")
+CASES = [
+    # ---- any cut of field and grid
+    case(F.grid_sample, T(2, 3, 6, 5), T(2, 4, 7, 2, fill=anywhere), align_corners=False, how=FIELD),
+    case(F.grid_sample, T(2, 3, 8, 6), T(2, 8, 6, 2, fill=near), align_corners=True, how=FIELD),
+    case(F.grid_sample, T(2, 2, 3, 4, 5), T(2, 3, 2, 4, 3, fill=anywhere), align_corners=False, how=FIELD),
+    case(F.grid_sample, T(1, 1, 3, 2), T(1, 9, 8, 2, fill=anywhere), align_corners=False, how=FIELD),
+    # ---- every mode
+    *(
+        case(
+            F.grid_sample,
+            T(1, 2, 6, 5, cut=(2, 3)),
+            T(1, 4, 5, 2, fill=anywhere, cut=(1, 2)),
+            mode=mode,
+            padding_mode=padding,
+            align_corners=corners,
+            how=FEW,
+        )
+        for mode in ("bilinear", "nearest", "bicubic")
+        for padding in PADDINGS
+        for corners in (False, True)
+    ),
+    *(
+        case(
+            F.grid_sample,
+            T(1, 2, 4, 3, 5, cut=(2, 3, 4)),
+            T(1, 2, 4, 3, 3, fill=anywhere, cut=(1, 2, 3)),
+            mode=mode,
+            padding_mode=padding,
+            align_corners=corners,
+            how=FEW,
+        )
+        for mode in ("bilinear", "nearest")
+        for padding in PADDINGS
+        for corners in (False, True)
+    ),
+    # ---- points on cells, on edges, half way between; points that are not numbers; a field with infinities
+    *(
+        case(
+            F.grid_sample,
+            T(1, 2, 8, 4, cut=(2, 3)),
+            T(1, 4, 5, 2, fill=fill, cut=(1, 2)),
+            mode=mode,
+            padding_mode=padding,
+            align_corners=corners,
+            how=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
+        )
+        for mode in ("bilinear", "nearest", "bicubic")
+        for padding in PADDINGS
+        for corners, fill in ((False, ties), (True, ties), (False, nowhere))
+    ),
+    *(
+        case(
+            F.grid_sample,
+            T(1, 1, 4, 3, 4, cut=(2, 3, 4)),
+            T(1, 2, 4, 3, 3, fill=fill, cut=(1, 2, 3)),
+            mode=mode,
+            padding_mode=padding,
+            align_corners=False,
+            how=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
+        )
+        for mode in ("bilinear", "nearest")
+        for padding in PADDINGS
+        for fill in (ties, nowhere)
+    ),
+    *(
+        case(
+            F.grid_sample,
+            T(1, 2, 6, 5, fill=spoiled, grad=False, cut=(2, 3)),
+            T(1, 4, 5, 2, fill=anywhere, cut=(1, 2), grad=False),
+            mode=mode,
+            padding_mode="zeros",
+            align_corners=False,
+            how=FEW | {"name": "grid_sample spoiled"},
+        )
+        for mode in ("bilinear", "nearest", "bicubic")
+    ),
+    # ---- one cell, no points, no samples, no channels
+    case(
+        F.grid_sample,
+        T(1, 2, 1, 1),
+        T(1, 3, 2, 2, fill=anywhere),
+        padding_mode="reflection",
+        align_corners=True,
+        how=FEW,
+    ),
+    case(F.grid_sample, T(1, 2, 4, 3), T(1, 0, 2, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(0, 2, 4, 3), T(0, 3, 2, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 0, 4, 3), T(1, 3, 2, 2, fill=anywhere), align_corners=False, how=FEW),
+    # ---- only one of the two has a gradient
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5, grad=False),
+        T(1, 4, 5, 2, fill=anywhere),
+        mode="nearest",
+        align_corners=False,
+        how=FEW,
+    ),
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 2, fill=anywhere, grad=False),
+        mode="nearest",
+        align_corners=False,
+        how=FEW,
+    ),
+    case(F.grid_sample, T(1, 2, 6, 5, grad=False), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
+    # ---- other dtypes, other spellings
+    case(
+        lambda x, g: F.grid_sample(x.float(), g.float(), align_corners=False),
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 2, fill=anywhere),
+        how=FEW | {"name": "grid_sample float32", "tolerance": 1e-5},
+    ),
+    case(
+        lambda x, g: F.grid_sample(x.bfloat16(), g.bfloat16(), align_corners=False),
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 2, fill=ties),
+        how=FEW | {"name": "grid_sample bfloat16", "tolerance": 5e-2, "grad": False},
+    ),
+    case(torch.grid_sampler, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 0, 1, False, how=FEW),
+    case(torch.grid_sampler_2d, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 2, 0, True, how=FEW),
+    case(torch.grid_sampler_3d, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), 0, 0, True, how=FEW),
+    # ---- bad calls
+    case(F.grid_sample, T(1, 2, 6, 5), T(2, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 3, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 0, 5), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), mode="linear", align_corners=False, how=FEW),
+    case(
+        F.grid_sample, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), mode="bicubic", align_corners=False, how=FEW
+    ),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill="ints"), align_corners=False, how=FEW),
+    # ---- grids that are made
+    case(F.affine_grid, T(3, 2, 3), [3, 1, 4, 5], align_corners=False, how=FEW),
+    case(F.affine_grid, T(2, 3, 4), (2, 1, 4, 2, 5), align_corners=True, how=FEW),
+    case(F.affine_grid, T(2, 2, 3), [2, 1, 0, 5], align_corners=False, how=FEW),
+    case(F.affine_grid, T(2, 3, 3), [2, 1, 4, 5], align_corners=False, how=FEW),
+    case(rotated, T(2, 2, 6, 5), T(2), how=FIELD),
+    # ---- twice
+    case(
+        double_backward(lambda x, g: F.grid_sample(x, g, align_corners=False)),
+        T(1, 2, 5, 4),
+        T(1, 3, 4, 2, fill=anywhere),
+        how=FEW | {"name": "grid_sample, twice", "grad": torch.__version__ >= "2.13"},  # torch 2.11 has no second one
+    ),
+]

@@ -1,0 +1,227 @@
+"""Checkpoints: what is saved loads on another mesh and under another strategy, and nothing else loads at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardfield.testing import run_on_ranks
+from shardfield.train import CheckpointError, Checkpoints, full_state_dict, load_full_state_dict, storage
+from tests.train.test_parallelize import batch, field, loss_of, parallelize, seeded
+
+
+def begin(shape, strategy):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
+    model = parallelize(seeded(), mesh, strategy=strategy)
+    return mesh, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(number, mesh, model, optimizer):
+    """One step on samples 0 to 3, divided over the data axis."""
+    each = 4 // mesh["data"].size()
+    first = each * mesh.get_local_rank("data")
+    x, y = batch(number, range(first, first + each))
+    optimizer.zero_grad()
+    loss_of(model, field(x, mesh["spatial"]), y).backward()
+    optimizer.step()
+
+
+def whole_state(model, optimizer):
+    """Parameters and Adam's state, whole on every rank, by the plain model's names."""
+    options = StateDictOptions(full_state_dict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return copy.deepcopy((full_state_dict(model), state))
+
+
+def saves(folder, shape, strategy):
+    """Two steps, a checkpoint, two more steps while it is written: the state that must come out in the end."""
+    mesh, model, optimizer = begin(shape, strategy)
+    kept = Checkpoints(folder, keep=2)
+    for number in range(2):
+        step(number, mesh, model, optimizer)
+    kept.save(2, model, optimizer, {"seen": 8, "names": ["a"]}, {"mean": torch.arange(3.0)})
+    held = whole_state(model, optimizer)
+    for number in (2, 3):
+        step(number, mesh, model, optimizer)
+    kept.wait()
+    if dist.get_rank() == 0:
+        torch.save(held, folder / "held.pt")
+    return {n: v.clone() for n, v in full_state_dict(model).items()}
+
+
+def goes_on(folder, shape, strategy):
+    mesh, model, optimizer = begin(shape, strategy)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0  # the checkpoint's counts
+    kept, mean = Checkpoints(folder), torch.zeros(3)
+    latest = kept.latest()
+    assert kept.load(latest, model, optimizer, {"mean": mean}) == {"seen": 8, "names": ["a"]}
+    assert mean.tolist() == [0, 1, 2] and {g["lr"] for g in optimizer.param_groups} == {0.01}
+    held = torch.load(folder / "held.pt")
+    torch.testing.assert_close(whole_state(model, optimizer), held, rtol=0, atol=0)
+    assert len(held[1]) == len(list(model.parameters())) and all(s["exp_avg_sq"].any() for s in held[1].values())
+    for number in (2, 3):
+        step(number, mesh, model, optimizer)
+    return {n: v.clone() for n, v in full_state_dict(model).items()}
+
+
+@pytest.mark.slow
+def test_another_mesh_and_another_strategy(tmp_path):
+    first, *others = run_on_ranks(saves, 4, tmp_path, (2, 2), "fsdp", timeout=90)
+    assert first["blocks.0.modes"].dtype == torch.complex128
+    for world, shape, strategy in [(1, (1, 1), "fsdp"), (2, (1, 2), "fsdp"), (4, (2, 2), "ddp"), (4, (2, 2), "hsdp")]:
+        for state in run_on_ranks(goes_on, world, tmp_path, shape, strategy, timeout=90):
+            torch.testing.assert_close(state, first, rtol=1e-9, atol=1e-11)
+    # and from one process to several
+    alone = run_on_ranks(saves, 1, tmp_path / "one", (1, 1), "ddp")[0]
+    torch.testing.assert_close(alone, first, rtol=1e-9, atol=1e-11)
+    state = run_on_ranks(goes_on, 2, tmp_path / "one", (2, 1), "fsdp")[0]
+    torch.testing.assert_close(state, first, rtol=1e-9, atol=1e-11)
+
+
+def plain_state(folder):
+    """A plain model's weights go into a parallelized one and come back as they were."""
+    plain = {n: v + 1 for n, v in seeded().state_dict().items()}
+    for strategy in ("fsdp", "ddp"):
+        _, model, _ = begin((1, 2), strategy)
+        load_full_state_dict(model, plain)
+        torch.testing.assert_close(full_state_dict(model), plain)
+    seeded().load_state_dict(full_state_dict(model))
+
+
+def test_the_state_of_a_plain_model(tmp_path):
+    run_on_ranks(plain_state, 2, tmp_path)
+
+
+def background(folder):
+    """A save takes the state as it is at the call, keeps the newest, and a slow disk does not stop the run."""
+    write = storage.CheckpointWriter.write_data
+
+    def slowly(self, plan, planner):
+        time.sleep(2.0 if self.folder.name == "step-000001" else 0.0)
+        return write(self, plan, planner)
+
+    storage.CheckpointWriter.write_data = slowly
+    try:
+        model, kept = nn.Linear(2, 2), Checkpoints(folder, keep=2)
+        for number in range(1, 5):
+            with torch.no_grad():
+                model.weight.fill_(number)
+            begun = time.monotonic()
+            kept.save(number, model)
+            took = time.monotonic() - begun
+            with torch.no_grad():
+                model.weight.fill_(-1)
+            if number == 1:
+                assert took < 1.5, took
+                assert not list(folder.glob("step-*[0-9]"))
+        kept.wait()
+    finally:
+        storage.CheckpointWriter.write_data = write
+    dist.barrier()
+    assert list(kept.steps()) == [3, 4]
+    for number, path in kept.steps().items():
+        kept.load(path, model)
+        assert (model.weight == number).all()
+
+
+def test_saving_goes_on_in_the_background(tmp_path):
+    run_on_ranks(background, 2, tmp_path)
+
+
+def interrupted(folder):
+    """A disk that fails on one rank is an error on all, and what was there stays."""
+    model, kept = nn.Linear(4, 4), Checkpoints(folder)
+    kept.save(1, model)
+    kept.wait()
+    write = storage.tensor_bytes
+
+    def full(tensor):
+        if dist.get_rank() == 1 or dist.get_world_size() == 1:
+            raise OSError(28, "No space left on device")
+        return write(tensor)
+
+    storage.tensor_bytes = full
+    try:
+        parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), domain=None)
+        kept.save(2, model)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            kept.wait()
+    finally:
+        storage.tensor_bytes = write
+    assert list(kept.steps()) == [1]
+    kept.save(3, model)  # the run may go on
+    kept.wait()
+    assert list(kept.steps()) == [1, 3] and not list(folder.glob("*.part"))
+
+
+def test_a_full_disk(tmp_path):
+    run_on_ranks(interrupted, 2, tmp_path)
+
+
+def refused(folder):
+    kept = Checkpoints(folder)
+    kept.save(1, nn.Linear(2, 3))
+    kept.wait()
+    path = kept.latest()
+
+    def why(model=None):
+        with pytest.raises(CheckpointError) as caught:
+            kept.load(path, nn.Linear(2, 3) if model is None else model)
+        return str(caught.value)
+
+    told = [why(nn.Linear(2, 4)), why(nn.Linear(2, 3, bias=False)), why(nn.Sequential(nn.Linear(2, 3)))]
+    data = next(path.glob("rank-*.bin"))
+    bytes_ = data.read_bytes()
+    data.write_bytes(bytes_[:-1])
+    told.append(why())
+    data.write_bytes(bytes_[:-1] + b"\0" if bytes_[-1] else bytes_[:-1] + b"\1")
+    told.append(why())
+    data.unlink()
+    told.append(why())
+    data.write_bytes(bytes_)
+    index = path / "index.json"
+    text = index.read_text()
+    for broken in (text[: len(text) // 2], json.dumps({"format": "other"}), text.replace("rank-0.bin", "../x.bin")):
+        index.write_text(broken)
+        told.append(why())
+    index.unlink()
+    told.append(why())
+    return str(path), told
+
+
+def test_what_is_refused(tmp_path):
+    ((path, told),) = run_on_ranks(refused, 1, tmp_path)
+    assert all(t.startswith(path) for t in told), told
+    expected = [
+        "holds model.bias of shape (3,), wanted is (4,)",
+        "has 1 tensors that are not wanted (model.bias",
+        "lacks 2 tensors (model.0.bias",
+        "truncated",
+        "is not as it was saved",
+        "is missing",
+        "cannot be read",
+        "not in the format",
+        "outside the checkpoint",
+        "has no index.json",
+    ]
+    for text, part in zip(told, expected, strict=True):
+        assert part in text, (part, text)
+
+
+def test_nothing_is_pickled():
+    source = Path(storage.__file__).parent
+    for path in source.glob("*.py"):
+        assert "pickle" not in path.read_text().replace("nothing pickled", ""), path

@@ -1,0 +1,356 @@
+"""The training loop: the same losses on any mesh, after any interruption; and an orderly end to everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from shardfield import ShardfieldError
+from shardfield.data import ShardedLoader
+from shardfield.testing import run_on_ranks
+from shardfield.train import Checkpoints
+from shardfield.train.config import UsageError, from_file
+from shardfield.train.log import Log, read_curves
+from shardfield.train.loop import Preempted, Trainer, shard_boundaries
+from shardfield.train.nonfinite import NonFinite
+from shardfield.train.recipes import RECIPES
+from shardfield.train.recipes.cnn import CNNConfig
+from shardfield.train.recipes.darcy_tfno import DarcyTFNOConfig
+from shardfield.train.recipes.vit import ViTConfig
+from tests.launch import clean_env
+
+CNN = CNNConfig(
+    height=9,
+    width=8,
+    channels=4,
+    n_train=26,
+    n_test=7,
+    batch_size=8,
+    epochs=2,
+    warmup=2,
+    precision="fp64",
+    picture=False,
+)
+TFNO = DarcyTFNOConfig(
+    resolution=22, test_resolutions=(22, 8), fine=22, n_train=8, n_test=1, batch_size=4, epochs=1, modes=4, width=4,
+    layers=1, precision="fp64",
+)  # fmt: skip
+VIT = ViTConfig(
+    resolution=22, test_resolutions=(22,), fine=22, n_train=8, n_test=3, batch_size=4, epochs=1, patch=2, width=8,
+    heads=2, layers=1, precision="fp64",
+)  # fmt: skip
+
+
+def run(name: str, config, stop_after: int | None = None):
+    """One run of a recipe: its losses by step, its test metrics, and how often the ops gathered."""
+    torch.distributed.barrier()
+    mesh = config.mesh("cpu")
+    log = Log(config.out, dist.get_rank() == 0, 10**6)
+    config.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(RECIPES[name][1](config, mesh, log), config, mesh, log)
+    if stop_after is not None:  # as if asked to end
+        together = trainer._reduce_step_stats
+        trainer._reduce_step_stats = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after, False)
+        with pytest.raises(Preempted, match=f"step {stop_after}: asked to end"):
+            trainer.run()
+        return None
+    results = trainer.run()
+    if config.picture:
+        trainer.draw()
+    dist.barrier()
+    losses, _ = read_curves(config.out / "metrics.jsonl")
+    return losses, results
+
+
+def same(found, expected, rtol=1e-8):
+    """Losses by step and test metrics are the same numbers."""
+    assert [s for s, _ in found[0]] == [s for s, _ in expected[0]]
+    torch.testing.assert_close([v for _, v in found[0]], [v for _, v in expected[0]], rtol=rtol, atol=1e-10)
+    assert found[1].keys() == expected[1].keys()
+    torch.testing.assert_close(found[1], expected[1], rtol=rtol, atol=1e-10)
+
+
+def test_the_same_run_on_any_mesh(tmp_path):
+    """Also with accumulation, recomputation and a running mean; test sets that no number of ranks divides."""
+    configs = {
+        "plain": replace(CNN, out=tmp_path / "one"),
+        "options": replace(CNN, out=tmp_path / "one-options", accumulate=2, recompute=True, ema=0.8, clip=0.1),
+    }
+    alone = {key: run_on_ranks(run, 1, "cnn", config)[0] for key, config in configs.items()}
+    assert len(alone["plain"][0]) == 6 and set(alone["plain"][1]) == {"test/wrong"}
+    assert alone["plain"][0] != alone["options"][0]
+    for key, domain, strategy in [("plain", (2,), "fsdp"), ("options", (2,), "ddp"), ("plain", (2, 2), "fsdp")]:
+        config = replace(configs[key], out=tmp_path / f"{key}{len(domain)}{strategy}", domain=domain, strategy=strategy)
+        for found in run_on_ranks(run, 4, "cnn", config, timeout=90):
+            same(found, alone[key])
+
+
+@pytest.mark.slow
+def test_the_other_recipes(tmp_path):
+    for name, given in (("darcy_tfno", TFNO), ("vit", VIT)):
+        config = replace(given, out=tmp_path / name, cache=tmp_path / "cache")
+        (alone,) = run_on_ranks(run, 1, name, config, timeout=90)
+        assert all((config.out / picture).stat().st_size > 10_000 for picture in ["prediction.png"])
+        # one test sample for two data ranks: one of them has none
+        config = replace(config, out=tmp_path / f"{name}4", domain=(2,), picture=False)
+        for found in run_on_ranks(run, 4, name, config, timeout=90):
+            same(found, alone)
+
+
+def interrupted(config):
+    """Stop after 2 and 4 of 6 steps, in the middle of epochs."""
+    run("cnn", config, stop_after=2)
+    run("cnn", config, stop_after=4)
+    return run("cnn", config)
+
+
+def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    config = replace(CNN, out=tmp_path / "whole", ema=0.8)
+    (whole,) = run_on_ranks(run, 1, "cnn", config)
+    (found,) = run_on_ranks(interrupted, 1, replace(config, out=tmp_path / "parts"))
+    same(found, whole, rtol=1e-12)
+    # the last part on another mesh, under another strategy
+    elsewhere = replace(config, out=tmp_path / "elsewhere")
+    run_on_ranks(run, 1, "cnn", elsewhere, 3)
+    for found in run_on_ranks(run, 4, "cnn", replace(elsewhere, domain=(2,), strategy="hsdp"), timeout=90):
+        same(found, whole)
+    # "never" begins anew, a path names the place
+    before = sorted(Checkpoints(config.out).steps().values())
+    (again,) = run_on_ranks(run, 1, "cnn", replace(config, resume="never"))
+    same(again, whole, rtol=1e-12)
+    (there,) = run_on_ranks(run, 1, "cnn", replace(config, out=tmp_path / "there", resume=str(before[-1])))
+    assert there[0] == [] and there[1] == pytest.approx(whole[1])
+
+
+def command(*words, ranks: int | None = None, restarts: int = 0) -> list[str]:
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--max-restarts={restarts}",
+        f"--nproc-per-node={ranks}",
+    ]
+    launched = [sys.executable, *(launcher if ranks else []), "-m", "shardfield", "train", "cnn"]
+    return [*launched, *map(str, words)]
+
+
+SMALL = "--height 9 --width 8 --channels 4 --n-train 64 --n-test 4 --batch-size 4 --precision fp64 --no-picture".split()
+
+
+def steps_told(path: Path) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(x)["step"] for x in lines if x.endswith("}")), default=0)
+
+
+def wait_for(path: Path, step: int, process) -> None:
+    end = time.monotonic() + 90
+    while steps_told(path) < step:
+        assert process.poll() is None and time.monotonic() < end, f"no step {step} in {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_under_torchrun(tmp_path):
+    """kill -9 of one rank, twice, at no particular moment: the losses are those of a run that nobody touched."""
+    out, words = tmp_path / "killed", [*SMALL, "--epochs", 3, "--save-every", 3, "--domain", 2]
+    process = subprocess.Popen(
+        command(*words, "--out", out, ranks=2, restarts=3),
+        env=clean_env(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        for step in (8, 25):
+            wait_for(out / "metrics.jsonl", step, process)
+            ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+            os.kill(int(ranks[-1]), signal.SIGKILL)
+            time.sleep(1)
+        assert process.wait(120) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    config = replace(CNN, out=tmp_path / "whole", n_train=64, n_test=4, batch_size=4, epochs=3, warmup=20)
+    (whole,) = run_on_ranks(run, 1, "cnn", config)
+    losses, tests = read_curves(out / "metrics.jsonl")
+    assert len(losses) == 48
+    same((losses, {n: v[-1][1] for n, v in tests.items()}), whole)
+
+
+def test_asked_to_end(tmp_path):
+    """SIGTERM saves and exits 0; the next start goes on from there."""
+    words = [*SMALL, "--epochs", 500, "--save-every", 0, "--evaluate-every", 0, "--out", tmp_path]
+    process = subprocess.Popen(command(*words), env=clean_env(), stdout=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "metrics.jsonl", 3, process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    step = int(re.search(r"step (\d+): asked to end; saved in .*step-0*\1", said).group(1))
+    assert list(Checkpoints(tmp_path).steps()) == [step]
+    assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 500
+
+
+def unwritable(folder):
+    """metrics.jsonl becomes a folder in the middle of a run: an error on all ranks, and the checkpoints stay."""
+    config = replace(CNN, out=folder, domain=(2,), save_every=1)
+    mesh, log = config.mesh("cpu"), Log(folder, dist.get_rank() == 0, 10**6)
+    trainer = Trainer(RECIPES["cnn"][1](config, mesh, log), config, mesh, log)
+    told = log.step
+
+    def step(number, *rest):
+        if number == 2 and dist.get_rank() == 0:
+            (folder / "metrics.jsonl").unlink()
+            (folder / "metrics.jsonl").mkdir()
+        told(number, *rest)
+
+    log.step = step
+    with pytest.raises(ShardfieldError, match="step 2: rank 0 cannot write") as caught:
+        trainer.run()
+    trainer.checkpoints.wait()
+    return str(caught.value), list(trainer.checkpoints.steps())
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    (first, steps), (other, _) = run_on_ranks(unwritable, 2, tmp_path)
+    assert "metrics.jsonl: Is a directory" in first and "its files" in other and steps == [1, 2]
+
+
+class Poisoned:
+    """A field whose sample 5 has a NaN in its last row."""
+
+    shapes = {"x": (1, 6, 4)}
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        x = torch.full((1, 6, 4), float(i))
+        if i == 5:
+            x[0, -1, 0] = torch.nan
+        return {"x": x}
+
+
+def poisoned(folder):
+    from shardfield.train.task import Task
+
+    config = replace(CNN, out=folder, domain=(3,), batch_size=1, precision="fp32")
+    mesh = config.mesh("cpu")
+    loader = ShardedLoader(Poisoned(), 1, mesh, domain=("h",), placements=[Shard(1)], shuffle=False)
+    task = Task(torch.nn.Conv2d(1, 1, 1), loader, lambda output, batch: output.square().mean() + 0 * batch["x"].sum())
+    with pytest.raises(NonFinite) as caught:
+        Trainer(task, config, mesh, Log(folder, dist.get_rank() == 0)).run()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    first, *others = run_on_ranks(poisoned, 3, tmp_path)
+    assert set(others) == {first}, "all ranks stop, with one message"
+    assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its piece of 'batch.x'", first), first
+    kept = tmp_path / "nonfinite-step-5"
+    assert list(Checkpoints(kept).steps()) == [5]
+    pieces = [np.load(kept / f"pieces-rank-{rank}.npz") for rank in range(3)]
+    assert [int(np.isnan(p["batch.x"]).sum()) for p in pieces] == [0, 0, 1]
+
+
+BAD = """
+import os, sys
+from shardfield.cli import main
+file = open("bad.toml", "w"); file.write("epochz = 3"); file.close()
+file = open("wrong.toml", "w"); file.write("epochs = 'many'"); file.close()
+open("file", "w").close()
+for words in (
+    [], ["trian"], ["train", "cnm"], ["train", "cnn", "--epochz", "3"], ["train", "--config", "none.toml"],
+    ["train", "--config", "bad.toml"], ["train", "--config", "wrong.toml"], ["train", "cnn", "--epochs", "0"],
+    ["train", "cnn", "--domain", "2"], ["train", "cnn", "--out", "file/below"], ["train", "cnn", "--resume", "nowhere"],
+    ["train", "cnn", "--height", "0"], ["train", "vit", "--patch", "5"], ["train", "--modes", "40"],
+    ["train", "--resolution", "50"], ["train", "cnn", "--n-train", "2"],
+):
+    print("#", *words, flush=True)
+    print("exit", main(words), flush=True)
+print("# help", flush=True)
+print("exit", main(["train", "cnn", "--help"]), flush=True)
+print("exit", main(["info"]), flush=True)
+"""
+
+
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, forks):
+    program = tmp_path / "bad.py"
+    program.write_text(BAD)
+    (out,) = forks.run(program, tmp_path)
+    told = (tmp_path / "alone.err").read_text()
+    codes = re.findall(r"^exit (\d)", out, re.M)
+    assert codes == ["2"] * 16 + ["0", "0"], out + told
+    for text in (
+        "unknown command 'trian'; did you mean 'train'?",
+        "unknown recipe 'cnm'; did you mean 'cnn'?",
+        "--epochs",  # tyro's suggestion
+        "--config none.toml: No such file or directory",
+        "unknown key 'epochz'; did you mean 'epochs'?",
+        "a value has the wrong type",
+        "--epochs is 0",
+        "asks for groups of 2 ranks",
+        "--out file/below: Not a directory",
+        "nowhere: no checkpoint of ours",
+        "cannot be cut",
+        "--patch 5 must divide",
+        "--modes 40",
+        "no stride keeps 50 of 253 points",
+        "do not fill one batch",
+    ):
+        assert text in told, (text, told)
+    assert "--learning-rate" in out and "torch" in out
+    assert "Traceback" not in told
+
+
+def uneven_world():
+    """The same refusal on every rank."""
+    with pytest.raises(UsageError, match="asks for groups of 2 ranks, and there are 3") as caught:
+        replace(CNN, domain=(2,)).mesh("cpu")
+    with pytest.raises(UsageError, match="--batch-size 8 is not a multiple of 3 data ranks"):
+        CNN.mesh("cpu")
+    return str(caught.value)
+
+
+def test_a_mesh_that_does_not_fit():
+    assert len(set(run_on_ranks(uneven_world, 3))) == 1
+
+
+def test_configuration_files(tmp_path):
+    (tmp_path / "a.toml").write_text('epochs = 3\ndomain = [2, 2]\nclip = "None"\npicture = false\nout = "there"\n')
+    found = from_file(CNNConfig, tmp_path / "a.toml")
+    assert (found.epochs, found.domain, found.clip, found.picture, found.out) == (3, (2, 2), None, False, Path("there"))
+    (tmp_path / "b.json").write_text(json.dumps(found.as_json()))
+    assert from_file(CNNConfig, tmp_path / "b.json") == found
+
+
+def test_the_learning_rate():
+    config = replace(CNN, learning_rate=1.0, warmup=4, final_learning_rate=0.1)
+    rates = [config.rate(step, 14) for step in range(15)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and rates[14] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[9] == pytest.approx(0.55)
+
+
+def drawn_cuts():
+    from shardfield import ShardTensor
+
+    mesh = replace(CNN, domain=(2, 2)).mesh("cpu")["h", "w"]
+    h, w = (3, 2)[mesh.get_local_rank("h")], (1, 4)[mesh.get_local_rank("w")]
+    field = ShardTensor.from_local(torch.zeros(2, h, w), mesh, [Shard(1), Shard(2)])
+    return shard_boundaries(field), shard_boundaries(torch.zeros(2, 5, 5))
+
+
+def test_where_a_field_is_cut():
+    assert run_on_ranks(drawn_cuts, 4) == [(([3], [1]), ([], []))] * 4

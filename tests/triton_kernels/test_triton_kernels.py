@@ -1,0 +1,87 @@
+"""The text of the Triton kernels against torch's own calls; on a device the op table runs the kernels themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardfield.triton_kernels import fold, jit, merge
+from tests import triton_interpreter as texts
+
+
+class Traced(torch.Tensor):
+    """What a trace on a device sees: no memory is behind it."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def by_text(monkeypatch):
+    for module in (fold, merge):
+        monkeypatch.setattr(module, "jit", texts.jit)
+        monkeypatch.setattr(module, "on_cuda", lambda *tensors: True)
+        monkeypatch.setattr(module, "tl", None)  # which the text is given, and which is to be Triton's again
+
+
+def test_kernels_are_for_devices():
+    x = torch.zeros(2, 3, 4, 8)
+    assert not jit.on_cuda(x)
+    assert Traced.is_cuda and not jit.on_cuda(x.as_subclass(Traced))
+    assert not fold.supports(x, x[..., 0], x, x[..., 0])
+
+
+@pytest.mark.parametrize("features", [1, 8, 100, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fold(features, dtype, by_text):
+    """Rows in the middle of the result, of a part that lies as flash attention leaves it; rows that see nothing."""
+    out, lse = torch.randn(2, 3, 50, features), torch.randn(2, 3, 50) * 3
+    part = torch.randn(2, 20, 3, features).to(dtype).transpose(1, 2)
+    part_lse = torch.randn(2, 3, 32)[..., :20] * 3
+    lse[0, 0, :25], part_lse[0, 0, 3:9] = -math.inf, -math.inf
+    out[0, 0, :25] = 0
+    before, rows = (out.clone(), lse.clone()), slice(10, 30)
+    total = torch.logaddexp(lse[..., rows], part_lse)
+    weights = [(x - total).exp().nan_to_num(0).unsqueeze(-1) for x in (lse[..., rows], part_lse)]
+    wanted = out[..., rows, :] * weights[0] + part.float() * weights[1]
+    given = out[..., rows, :], lse[..., rows], part, part_lse
+    assert fold.supports(*given)
+    fold.accumulate_block(*given)
+    torch.testing.assert_close(given[0], wanted)
+    torch.testing.assert_close(given[1], total)
+    for now, then in zip((out, lse), before, strict=True):
+        assert torch.equal(now[:, :, :10], then[:, :, :10]) and torch.equal(now[:, :, 30:], then[:, :, 30:])
+    assert (out[0, 0, 13:19] == 0).all() and (lse[0, 0, 13:19] == -math.inf).all()
+
+
+def test_fold_passes_no_number_on(by_text):
+    out, lse, part = torch.zeros(1, 1, 2, 8), torch.full((1, 1, 2), -math.inf), torch.ones(1, 1, 2, 8)
+    part[0, 0, 1] = math.nan
+    fold.accumulate_block(out, lse, part, torch.tensor([[[0.5, math.nan]]]))
+    assert (out[0, 0, 0] == 1).all() and out[0, 0, 1].isnan().all() and lse[0, 0].tolist()[0] == 0.5
+
+
+def test_fold_leaves_other_tensors_alone(by_text):
+    x, lse = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4)
+    assert fold.supports(x, lse, x, lse)
+    assert not fold.supports(x.double(), lse.double(), x, lse.double())
+    assert not fold.supports(x.mT, x[..., 0], x.mT, x[..., 0])
+    wide = torch.zeros(1, 1, 2, fold.MAX_FEATURES + 1)
+    assert not fold.supports(wide, wide[..., 0], wide, wide[..., 0])
+
+
+@pytest.mark.parametrize(("shape", "weights"), [((1, 300, 1), (4, 1, 1, 1)), ((2, 5, 1), (4, 2, 5, 1)), ((0,), (4, 1))])
+def test_merge(shape, weights, by_text):
+    """Ranks with other numbers of elements, some with none, around a mean that is large."""
+    parts = torch.rand(4, 2, *shape, dtype=torch.float64) + torch.tensor([1000.0, 0]).view(2, *[1] * len(shape))
+    held = torch.randint(0, 9, weights).double()
+    held[0] = 0
+    assert merge.supports(parts, held)
+    mean, squares = merge.merge_moments(parts, held)
+    means, each = parts.unbind(1)
+    wanted = (means * held).sum(0) / held.sum(0).clamp_min(1)
+    wanted = torch.where(held.sum(0) == 0, means[0], wanted)
+    torch.testing.assert_close(mean, wanted, rtol=1e-13, atol=0)
+    torch.testing.assert_close(squares, (each + held * (means - mean) ** 2).sum(0), rtol=1e-13, atol=1e-13)
+    assert not merge.supports(parts.float(), held.float())

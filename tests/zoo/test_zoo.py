@@ -1,0 +1,39 @@
+"""Other people's models, unmodified, on fields in uneven pieces: forward, backward and three steps as on one device.
+
+`make test-models` installs them and writes docs/models.md from what is found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from shardfield import check
+from tests.zoo.zoo import MODELS
+
+CASES = [
+    (name, mesh, dims)
+    for name, entry in MODELS.items()
+    for mesh, dims in [*(((2,), (d,)) for d in entry.dims), *([((2, 2), entry.tiles)] if entry.tiles else [])]
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "dims"), CASES, ids=lambda v: v if isinstance(v, str) else "x".join(map(str, v))
+)
+def test_model(name, mesh, dims):
+    entry = MODELS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other people's packages
+        found = check(f"tests.zoo.zoo:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
+    assert found, str(found)
+    assert not found.gathers, found.gathers
+    results = os.environ.get("SHARDFIELD_MODELS")
+    if results:
+        row = [entry.title, found.shape, mesh, dims, found.worst, len(found.gathers), found.bytes, found.messages]
+        with open(Path(results), "a") as file:
+            file.write(json.dumps(row) + "\n")
