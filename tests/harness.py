@@ -40,7 +40,7 @@ class T:
     """A tensor argument: its shape, dtype, how it is filled, and whether it may be cut.
 
     fill: "normal", "positive", "unit" (in (0, 1)), "ints" (0..high-1), "bool", "distinct" (no ties), or a function of
-    (shape, generator). cut: dims that may be sharded (None: all; (): always whole and plain).
+    (shape, generator). shard_dims: dims that may be sharded (None: all; (): always whole and plain).
     """
 
     shape: tuple[int, ...]
@@ -48,10 +48,12 @@ class T:
     fill: Any = "normal"
     high: int = 5
     grad: bool = True
-    cut: tuple[int, ...] | None = None
+    shard_dims: tuple[int, ...] | None = None
 
-    def __init__(self, *shape: int, dtype=torch.float64, fill="normal", high=5, grad=True, cut=None):
-        for name, value in dict(shape=shape, dtype=dtype, fill=fill, high=high, grad=grad, cut=cut).items():
+    def __init__(self, *shape: int, dtype=torch.float64, fill="normal", high=5, grad=True, shard_dims=None):
+        for name, value in dict(
+            shape=shape, dtype=dtype, fill=fill, high=high, grad=grad, shard_dims=shard_dims
+        ).items():
             object.__setattr__(self, name, value)
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
@@ -79,7 +81,7 @@ class T:
 class Case:
     """`fn(*args, **kwargs)` with T for tensors.
 
-    free: no message in forward, for any layout drawn. gather: no rule is claimed; a gather is fine.
+    no_messages: none is sent in forward, for any layout drawn. gather: no rule is claimed; a gather is fine.
     layouts: how many assignments of layouts are drawn on each mesh. partial: a Partial operand is tried too.
     refused: raising ShardingError is fine (on all ranks). exact=False: compare to 1e-6 only (float32 inside torch).
     """
@@ -88,10 +90,10 @@ class Case:
     args: tuple
     kwargs: dict = field(default_factory=dict)
     name: str = ""
-    free: bool = False
-    gather: bool = False
-    partial: bool = True
-    refused: bool = False
+    no_messages: bool = False
+    may_gather: bool = False
+    try_partial: bool = True
+    may_refuse: bool = False
     grad: bool = True
     layouts: int = 10
     tolerance: float = 1e-10
@@ -104,9 +106,9 @@ class Case:
         self.name = " ".join(p for p in (base, shapes, rest, more) if p)
 
 
-def case(fn: Callable, *args: Any, how: dict | None = None, **kwargs: Any) -> Case:
-    """A row of the table: `case(torch.sum, T(5, 6), dim=1)`; `how` holds the Case's own options."""
-    return Case(fn, args, kwargs, **(how or {}))
+def case(fn: Callable, *args: Any, options: dict | None = None, **kwargs: Any) -> Case:
+    """A row of the table: `case(torch.sum, T(5, 6), dim=1)`; `options` holds the Case's own options."""
+    return Case(fn, args, kwargs, **(options or {}))
 
 
 def double_backward(fn: Callable) -> Callable:
@@ -167,12 +169,12 @@ def draw_shard_sizes(size: int, parts: int, rng: random.Random) -> list[int]:
     return [b - a for a, b in zip([0, *marks], [*marks, size], strict=True)]
 
 
-def draw_layout(mesh, t: T, rng: random.Random, partial: bool) -> Layout:
+def draw_layout(mesh, t: T, rng: random.Random, try_partial: bool) -> Layout:
     placements: list[Placement] = []
-    dims = list(range(len(t.shape))) if t.cut is None else list(t.cut)
+    dims = list(range(len(t.shape))) if t.shard_dims is None else list(t.shard_dims)
     for _ in range(mesh.ndim):
         choice = rng.random()
-        if partial and choice < 0.15 and t.fill in ("normal", "positive", "unit", "distinct"):
+        if try_partial and choice < 0.15 and t.fill in ("normal", "positive", "unit", "distinct"):
             placements.append(Partial())
         elif dims and choice < 0.9:
             placements.append(Shard(rng.choice(dims)))
@@ -225,13 +227,13 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, transform: Ca
     generator = torch.Generator().manual_seed(1234)
     tensors = [t for t in _leaves((case.args, list(case.kwargs.values()))) if isinstance(t, T)]
     values = [t.make(generator).to(DEVICE) for t in tensors]
-    cuttable = [i for i, t in enumerate(tensors) if t.cut != ()]
+    cuttable = [i for i, t in enumerate(tensors) if t.shard_dims != ()]
     alone = rng.choice(cuttable) if cuttable else 0
     together = number % 2 == 0
     layouts: list[Layout | None] = []
     for i, t in enumerate(tensors):
         use = i == alone or (together and i in cuttable and rng.random() < 0.8)
-        layouts.append(draw_layout(mesh, t, rng, case.partial) if use else None)
+        layouts.append(draw_layout(mesh, t, rng, case.try_partial) if use else None)
     label = f"{case.name} on {tuple(mesh.shape)} with {[repr(x) if x else 'plain' for x in layouts]}"
 
     def wants_grad(t: T, v: torch.Tensor) -> bool:
@@ -265,14 +267,14 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, transform: Ca
     sent = [0, 0]
     collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
     try:
-        with ignore_gather_warnings() if case.gather else strict(), warnings.catch_warnings():
+        with ignore_gather_warnings() if case.may_gather else strict(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", ".*Triggered internally"
             )  # what torch's own kernels say, on one device too
             got = _call(case, got_in) if transform is None else transform(partial(_call, case))(got_in)
     except ShardingError as error:
         got_error, got = error, None
-        if not case.refused and ref_error is None:
+        if not case.may_refuse and ref_error is None:
             failed = [f"{label}: refused: {error}"]
     except Exception as error:
         got_error, got = error, None
@@ -292,7 +294,7 @@ def _check_once(case: Case, mesh, rng: random.Random, number: int, transform: Ca
     if got_error is not None:
         return []
     out = []
-    if case.free and sent[0]:
+    if case.no_messages and sent[0]:
         out.append(f"{label}: sent {sent[0]} messages in forward, should send none")
     return out + _compare(case, label, ref_in, got_in, ref, got, beside)
 

@@ -236,7 +236,7 @@ def forced(way, mesh_shape, tensors, kwargs, layouts):
     strategy.estimate_cost = preferring
     PLAN_CACHE.clear()
     try:
-        asked = row(call, *tensors, how={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
+        asked = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
         return check_case(asked, mesh_shape), taken[0]
     finally:
         strategy.estimate_cost = price
@@ -244,10 +244,13 @@ def forced(way, mesh_shape, tensors, kwargs, layouts):
 
 
 FORCED = {
-    "self": ([T(2, 4, 7, 4, cut=(1, 2)) for _ in range(3)], {}),
-    "causal": ([T(2, 4, 7, 4, cut=(2,)) for _ in range(3)], {"is_causal": True}),
-    "bias": ([T(2, 2, 6, 4, cut=(2,)), *(T(2, 2, 5, 4, cut=(2,)) for _ in range(2)), T(2, 6, 5)], {}),
-    "groups": ([T(2, 8, 6, 4, cut=(2,)), *(T(2, 4, 5, 4, cut=(2,)) for _ in range(2))], {"enable_gqa": True}),
+    "self": ([T(2, 4, 7, 4, shard_dims=(1, 2)) for _ in range(3)], {}),
+    "causal": ([T(2, 4, 7, 4, shard_dims=(2,)) for _ in range(3)], {"is_causal": True}),
+    "bias": ([T(2, 2, 6, 4, shard_dims=(2,)), *(T(2, 2, 5, 4, shard_dims=(2,)) for _ in range(2)), T(2, 6, 5)], {}),
+    "groups": (
+        [T(2, 8, 6, 4, shard_dims=(2,)), *(T(2, 4, 5, 4, shard_dims=(2,)) for _ in range(2))],
+        {"enable_gqa": True},
+    ),
 }
 
 
@@ -375,7 +378,7 @@ def compare_second(name, mesh_shape, draws):
         wanted = second(fn, [x.clone().requires_grad_() for x in values])
         for number in range(draws):
             rng = random.Random(f"{name} {number}")
-            layouts = [draw_layout(mesh, T(*s, cut=(len(s) - 2,)), rng, partial=False) for s in shapes]
+            layouts = [draw_layout(mesh, T(*s, shard_dims=(len(s) - 2,)), rng, try_partial=False) for s in shapes]
             given = [ShardTensor(local_shard(x, y).requires_grad_(), y) for x, y in zip(values, layouts, strict=True)]
             for got, ref in zip(second(fn, given), wanted, strict=True):
                 torch.testing.assert_close(to_full_tensor(got), ref, rtol=1e-9, atol=1e-9)

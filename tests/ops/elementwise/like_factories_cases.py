@@ -6,7 +6,7 @@ import torch
 
 from tests.harness import T, case
 
-FREE = {"free": True, "layouts": 4, "grad": False}
+NO_MESSAGES = {"no_messages": True, "layouts": 4, "grad": False}
 
 
 def filled(fn, *args, **kwargs):
@@ -21,25 +21,25 @@ def copy_constructed(x):
 
 
 def named(name, fn, *args):
-    return case(fn, *args, how=FREE | {"name": name})
+    return case(fn, *args, options=NO_MESSAGES | {"name": name})
 
 
 CASES = [
-    case(torch.zeros_like, T(4, 5), how=FREE),
-    case(torch.ones_like, T(4, 5), dtype=torch.int32, how=FREE),
-    case(torch.full_like, T(4, 5), 2.5, how=FREE),
-    case(torch.full_like, T(4, 5), fill_value=7, dtype=torch.int64, how=FREE),
-    case(torch.zeros_like, T(2, 3, 4, 5), memory_format=torch.channels_last, how=FREE),
+    case(torch.zeros_like, T(4, 5), options=NO_MESSAGES),
+    case(torch.ones_like, T(4, 5), dtype=torch.int32, options=NO_MESSAGES),
+    case(torch.full_like, T(4, 5), 2.5, options=NO_MESSAGES),
+    case(torch.full_like, T(4, 5), fill_value=7, dtype=torch.int64, options=NO_MESSAGES),
+    case(torch.zeros_like, T(2, 3, 4, 5), memory_format=torch.channels_last, options=NO_MESSAGES),
     named("empty_like", filled(torch.empty_like), T(4, 5)),
-    case(torch.Tensor.new_zeros, T(4, 5), (4, 5), how=FREE),
-    case(torch.Tensor.new_zeros, T(4, 5), 4, 5, how=FREE),
-    case(torch.Tensor.new_ones, T(4, 5), 3, how=FREE),
-    case(torch.Tensor.new_ones, T(4, 5), size=(4, 5), dtype=torch.int64, how=FREE),
-    case(torch.Tensor.new_full, T(4, 5), (4, 5), 2.0, how=FREE),
-    case(torch.Tensor.new_full, T(4, 5), (2, 2), fill_value=2.0, how=FREE),
+    case(torch.Tensor.new_zeros, T(4, 5), (4, 5), options=NO_MESSAGES),
+    case(torch.Tensor.new_zeros, T(4, 5), 4, 5, options=NO_MESSAGES),
+    case(torch.Tensor.new_ones, T(4, 5), 3, options=NO_MESSAGES),
+    case(torch.Tensor.new_ones, T(4, 5), size=(4, 5), dtype=torch.int64, options=NO_MESSAGES),
+    case(torch.Tensor.new_full, T(4, 5), (4, 5), 2.0, options=NO_MESSAGES),
+    case(torch.Tensor.new_full, T(4, 5), (2, 2), fill_value=2.0, options=NO_MESSAGES),
     named("new_empty", filled(torch.Tensor.new_empty, (4, 5)), T(4, 5)),
     named("new_empty of another shape", filled(torch.Tensor.new_empty, 2, 3), T(4, 5)),
-    case(torch.Tensor.new_tensor, T(4, 5), [[1, 2], [3, 4]], how=FREE),
+    case(torch.Tensor.new_tensor, T(4, 5), [[1, 2], [3, 4]], options=NO_MESSAGES),
     named("new_tensor of a tensor", copy_constructed, T(4, 5, fill="ints", dtype=torch.int32)),
     named("lies alike", lambda x: x.new_zeros(x.shape) + torch.ones_like(x) + x.long(), T(4, 5, fill="ints")),
 ]

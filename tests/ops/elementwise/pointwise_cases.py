@@ -1,4 +1,4 @@
-"""Pointwise functions: the whole table by name, then how operands of different layouts meet."""
+"""Pointwise functions: the whole table by name, then the ways operands of different layouts meet."""
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ NO_GRAD = {
     "special_gammaincc",
     "special_zeta",
 }
-FEW = {"layouts": 2, "free": False}
+FEW = {"layouts": 2, "no_messages": False}
 
 
 def over_one(shape, generator):
@@ -61,23 +61,25 @@ def unary(name):
     extra = ARGUMENTS.get(name, ())
     fill = over_one if FILL.get(name) == "over one" else "unit"
     x = T(5, 6, fill="ints") if name in INTEGERS else T(5, 6, fill=fill, grad=name not in NO_GRAD)
-    how = FEW | {"name": name}
+    options = FEW | {"name": name}
     if extra is None:
-        return case(fn, 1, x, how=how)
-    return case(fn, x, *extra, how=how)
+        return case(fn, 1, x, options=options)
+    return case(fn, x, *extra, options=options)
 
 
 def binary(name):
     fn = function(name)
-    how = FEW | {"name": name}
+    options = FEW | {"name": name}
     if name in INTEGERS or name == "ldexp":
         first = T(5, 6, fill="ints") if name in INTEGERS else T(5, 6)
-        return case(fn, first, T(5, 6, fill="ints"), how=how)
+        return case(fn, first, T(5, 6, fill="ints"), options=options)
     grad = name not in NO_GRAD and not name.startswith("special_")
     if "polynomial" in name:
-        return case(fn, T(5, 6, fill="unit", grad=False), T(6, fill="ints", grad=False), how=how | {"grad": False})
+        return case(
+            fn, T(5, 6, fill="unit", grad=False), T(6, fill="ints", grad=False), options=options | {"grad": False}
+        )
     low = over_one if name in ("special_zeta",) else "unit"
-    return case(fn, T(5, 6, fill=low, grad=grad), T(5, 1, fill="positive", grad=grad), how=how)
+    return case(fn, T(5, 6, fill=low, grad=grad), T(5, 1, fill="positive", grad=grad), options=options)
 
 
 SKIP = {"rsub", "fake_quantize_per_tensor_affine", "logsigmoid", "special_spherical_bessel_j0"}
@@ -128,48 +130,52 @@ def through_complex(x, y):
 
 
 CASES += [
-    case(torch.rsub, T(5, 6), T(6), how=named("rsub")),
-    case(F.logsigmoid, T(5, 6), how=named("logsigmoid")),
-    case(torch.fake_quantize_per_tensor_affine, T(5, 6), 0.1, 2, -8, 8, how=named("fake_quantize")),
-    case(torch.add, T(5, 6), T(5, 6), alpha=2.5, how=named("add alpha")),
+    case(torch.rsub, T(5, 6), T(6), options=named("rsub")),
+    case(F.logsigmoid, T(5, 6), options=named("logsigmoid")),
+    case(torch.fake_quantize_per_tensor_affine, T(5, 6), 0.1, 2, -8, 8, options=named("fake_quantize")),
+    case(torch.add, T(5, 6), T(5, 6), alpha=2.5, options=named("add alpha")),
     case(torch.mul, T(5, 1, 6), T(4, 1)),
     case(torch.sub, T(5, 6), 2.5),
     case(torch.where, T(5, 6, fill="bool"), T(5, 6), T(6)),
     case(torch.where, T(5, 6, fill="bool"), T(5, 6), 0.5),
     case(torch.div, T(5, 6), T(5, 6, fill="positive")),
-    case(torch.div, T(5, 6), 0.7, rounding_mode="floor", how=named("div floor")),
+    case(torch.div, T(5, 6), 0.7, rounding_mode="floor", options=named("div floor")),
     case(torch.addcmul, T(5, 6), T(6), T(5, 1), value=0.5),
     case(torch.addcdiv, T(5, 6), T(6), T(5, 1, fill="positive"), value=0.5),
     case(torch.lerp, T(5, 6), T(6), T(5, 1)),
     case(torch.lerp, T(5, 6), T(5, 6), 0.3),
     case(torch.masked_fill, T(5, 6), T(6, fill="bool"), 0.5),
     case(torch.Tensor.masked_fill, T(5, 6), T(5, 6, fill="bool"), T(grad=True)),
-    case(torch.clamp, T(5, 6), T(5, 6), T(6, fill="positive"), how=named("clamp tensors")),
-    case(torch.add, T(3, 4, 5), T(3, 4, 5), how={"layouts": 40, "name": "different cuts"}),
-    case(torch.mul, T(3, 4, 5), T(4, 5), how={"layouts": 40, "name": "broadcast, different cuts"}),
-    case(torch.sub, T(4, 1, 5), T(1, 6, 1), how={"layouts": 20, "name": "outer"}),
-    case(torch.add, T(5, 6), T(), how=named("0-d operand")),
-    case(torch.add, T(), T(5), how=named("0-d first")),
-    case(torch.add, T(5, 6), T(5, 6, dtype=torch.float32), how=named("promotion", tolerance=1e-6)),
-    case(torch.add, T(5, 6, fill="ints"), T(5, 6), how=named("int + float")),
-    case(torch.mul, T(5, 6, dtype=torch.complex128), T(5, 6), how=named("complex * real")),
-    case(torch.add, T(0, 6), T(0, 6), how=named("no rows")),
-    case(torch.frexp, T(5, 6), how=named("frexp", grad=False)),
-    case(F.prelu, T(2, 3, 4), T(3), how=named("prelu")),
-    case(F.prelu, T(2, 3, 4), T(3, dtype=torch.float32), how=named("prelu of two dtypes")),
+    case(torch.clamp, T(5, 6), T(5, 6), T(6, fill="positive"), options=named("clamp tensors")),
+    case(torch.add, T(3, 4, 5), T(3, 4, 5), options={"layouts": 40, "name": "different cuts"}),
+    case(torch.mul, T(3, 4, 5), T(4, 5), options={"layouts": 40, "name": "broadcast, different cuts"}),
+    case(torch.sub, T(4, 1, 5), T(1, 6, 1), options={"layouts": 20, "name": "outer"}),
+    case(torch.add, T(5, 6), T(), options=named("0-d operand")),
+    case(torch.add, T(), T(5), options=named("0-d first")),
+    case(torch.add, T(5, 6), T(5, 6, dtype=torch.float32), options=named("promotion", tolerance=1e-6)),
+    case(torch.add, T(5, 6, fill="ints"), T(5, 6), options=named("int + float")),
+    case(torch.mul, T(5, 6, dtype=torch.complex128), T(5, 6), options=named("complex * real")),
+    case(torch.add, T(0, 6), T(0, 6), options=named("no rows")),
+    case(torch.frexp, T(5, 6), options=named("frexp", grad=False)),
+    case(F.prelu, T(2, 3, 4), T(3), options=named("prelu")),
+    case(F.prelu, T(2, 3, 4), T(3, dtype=torch.float32), options=named("prelu of two dtypes")),
     case(
         torch.autocast("cpu", torch.bfloat16)(lambda x, w: F.prelu(x, w)),
         T(2, 3, 4, dtype=torch.float32),
         T(3, dtype=torch.float32),
-        how=named("prelu under autocast") | {"tolerance": 3e-2},
+        options=named("prelu under autocast") | {"tolerance": 3e-2},
     ),
-    case(F.glu, T(4, 6), how=named("glu")),
-    case(chain, T(5, 6), T(5, 6), how={"layouts": 20}),
-    case(chain, T(5, 6), T(6), how={"layouts": 20}),
-    case(activations, T(5, 6), how=named("in-place functions that are no methods", free=True, partial=False)),
-    case(into_out, T(5, 6), T(5, 6), how=named("out=", grad=False)),
-    case(by_operators, T(5, 6), T(5, 6, fill="positive"), how={"layouts": 20}),
+    case(F.glu, T(4, 6), options=named("glu")),
+    case(chain, T(5, 6), T(5, 6), options={"layouts": 20}),
+    case(chain, T(5, 6), T(6), options={"layouts": 20}),
+    case(
+        activations,
+        T(5, 6),
+        options=named("in-place functions that are no methods", no_messages=True, try_partial=False),
+    ),
+    case(into_out, T(5, 6), T(5, 6), options=named("out=", grad=False)),
+    case(by_operators, T(5, 6), T(5, 6, fill="positive"), options={"layouts": 20}),
     case(through_complex, T(5, 6), T(5, 6)),
-    case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), how=named("casts", tolerance=1e-6)),
-    case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), how=named("comparisons")),
+    case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), options=named("casts", tolerance=1e-6)),
+    case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), options=named("comparisons")),
 ]

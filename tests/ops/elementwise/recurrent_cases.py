@@ -12,9 +12,9 @@ ONE = 1, 0.0, False, False  # a layer, no dropout, not in training, one directio
 def weights(gates: int, features: int, hidden: int, out: int | None = None):
     """Of one layer in one direction, with biases; `out` features where a last product makes fewer."""
     rows = gates * hidden
-    projected = [] if out is None else [T(out, hidden, cut=())]
+    projected = [] if out is None else [T(out, hidden, shard_dims=())]
     sizes = [(rows, features), (rows, out or hidden), (rows,), (rows,)]
-    return [T(*size, cut=()) for size in sizes] + projected
+    return [T(*size, shard_dims=()) for size in sizes] + projected
 
 
 def whole_lstm(x):
@@ -27,18 +27,36 @@ def whole_lstm(x):
 
 CASES = [
     case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE),
-    case(torch.lstm, T(3, 5, 4), [T(4, 3, 2), T(4, 3, 2)],
-         [*weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2)],
-         True, 2, 0.0, True, True, True, how=FEW),
-    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2, cut=()), T(1, 3, 3, cut=())], weights(4, 4, 3, 2), True, *ONE, how=FEW),
-    case(torch.lstm, T(5, 3, 4), [T(1, 2, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE, how=FEW),
-    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], [T(8, 4), T(8, 2)], False, *ONE, how=FEW),
+    case(
+        torch.lstm,
+        T(3, 5, 4),
+        [T(4, 3, 2), T(4, 3, 2)],
+        [*weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2), *weights(4, 4, 2)],
+        True,
+        2,
+        0.0,
+        True,
+        True,
+        True,
+        options=FEW,
+    ),
+    case(
+        torch.lstm,
+        T(5, 3, 4),
+        [T(1, 3, 2, shard_dims=()), T(1, 3, 3, shard_dims=())],
+        weights(4, 4, 3, 2),
+        True,
+        *ONE,
+        options=FEW,
+    ),
+    case(torch.lstm, T(5, 3, 4), [T(1, 2, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE, options=FEW),
+    case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], [T(8, 4), T(8, 2)], False, *ONE, options=FEW),
     case(torch.gru, T(5, 3, 4), T(1, 3, 2), weights(3, 4, 2), True, *ONE),
-    case(torch.rnn_tanh, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, how=FEW),
-    case(torch.rnn_relu, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, how=FEW),
+    case(torch.rnn_tanh, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, options=FEW),
+    case(torch.rnn_relu, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, options=FEW),
     case(torch.lstm_cell, T(3, 4), [T(3, 2), T(3, 2)], *weights(4, 4, 2)),
-    case(torch.gru_cell, T(3, 4), T(3, 2), *weights(3, 4, 2)[:2], how=FEW),
-    case(torch.rnn_tanh_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), how=FEW),
-    case(torch.rnn_relu_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), how=FEW),
-    case(whole_lstm, T(3, 5, 4), how=FEW | {"gather": True}),
-]  # fmt: skip
+    case(torch.gru_cell, T(3, 4), T(3, 2), *weights(3, 4, 2)[:2], options=FEW),
+    case(torch.rnn_tanh_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), options=FEW),
+    case(torch.rnn_relu_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), options=FEW),
+    case(whole_lstm, T(3, 5, 4), options=FEW | {"may_gather": True}),
+]

@@ -6,11 +6,11 @@ import torch
 
 from tests.harness import T, case
 
-FREE = {"free": True, "layouts": 6}
+NO_MESSAGES = {"no_messages": True, "layouts": 6}
 
 
 def at(*index, shape=(5, 6, 4)):
-    return case(getitem, T(*shape), index if len(index) != 1 else index[0], how=FREE)
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=NO_MESSAGES)
 
 
 def write_through(x, index):
@@ -77,9 +77,9 @@ CASES = [
     at(S(1, 2), shape=(1, 3)),
     at(S(None), 0, shape=(3, 0)),
     at(S(0, 5), shape=(0, 3)),
-    case(getitem, T(5, 4, fill="ints"), 2, how=FREE),
-    case(getitem, T(5, 4, fill="bool"), (S(None), 1), how=FREE),
-    case(getitem, T(5, 4, dtype=torch.complex128), (-1, S(1, None)), how=FREE),
+    case(getitem, T(5, 4, fill="ints"), 2, options=NO_MESSAGES),
+    case(getitem, T(5, 4, fill="bool"), (S(None), 1), options=NO_MESSAGES),
+    case(getitem, T(5, 4, dtype=torch.complex128), (-1, S(1, None)), options=NO_MESSAGES),
     case(getitem, T(5, 6), 5),  # out of range: every rank says so
     case(getitem, T(5, 6), (0, -7)),
     case(getitem, T(5, 6), (0, 0, 0)),
@@ -87,24 +87,24 @@ CASES = [
     case(getitem, T(), 0),
     case(getitem, T(), None),
     case(getitem, T(5, 6), 1.5),
-    case(torch.Tensor.select, T(5, 6, 4), 1, 3, how=FREE),
-    case(torch.select, T(5, 6, 4), -1, -2, how=FREE),
+    case(torch.Tensor.select, T(5, 6, 4), 1, 3, options=NO_MESSAGES),
+    case(torch.select, T(5, 6, 4), -1, -2, options=NO_MESSAGES),
     case(torch.select, T(5, 6, 4), 1, 6),
-    case(torch.narrow, T(5, 6, 4), 1, 2, 3, how=FREE),
-    case(torch.Tensor.narrow, T(5, 6, 4), -1, -3, 2, how=FREE),
+    case(torch.narrow, T(5, 6, 4), 1, 2, 3, options=NO_MESSAGES),
+    case(torch.Tensor.narrow, T(5, 6, 4), -1, -3, 2, options=NO_MESSAGES),
     case(torch.narrow, T(5, 6), 0, 4, 2),
     case(torch.narrow, T(5, 6), 0, torch.tensor(1), 2),
-    case(write_through, T(5, 6), (S(None), S(1, 4)), how=FREE | {"partial": False}),
-    case(write_through, T(5, 6), (S(1, None, 2), S(None, None, 3)), how=FREE | {"partial": False}),
-    case(write_through, T(5, 6), 2, how=FREE | {"partial": False}),
-    case(write_through, T(5, 6, 4), (S(1, None), -1), how=FREE | {"partial": False}),
-    case(write_through, T(5, 6, 4), (1, None, S(None), 2), how=FREE | {"partial": False}),
-    case(add_to_row, T(5, 6, 4), T(6, 4), how={"partial": False}),
-    case(differences, T(5, 6), how={"partial": False}),
-    case(grow_through, T(5, 6), (S(2, 4), S(1, 3)), how={"partial": False}),
-    case(chained, T(5, 6, 4), how=FREE | {"partial": False}),
-    case(lambda x: x.reshape(4, 30)[:, 6:18], T(4, 5, 6), how={"name": "slice of a merged dim"}),
-    case(lambda x: x.reshape(4, 30)[1:, 5:29:3], T(4, 5, 6), how={"name": "slice across a merged dim"}),
-    case(lambda x: x.reshape(4, 30)[::2, 17], T(4, 5, 6), how={"name": "row of a merged dim"} | FREE),
-    case(lambda x: x.reshape(4, 30)[1], T(4, 5, 6), how={"name": "merged dim kept"} | FREE),
+    case(write_through, T(5, 6), (S(None), S(1, 4)), options=NO_MESSAGES | {"try_partial": False}),
+    case(write_through, T(5, 6), (S(1, None, 2), S(None, None, 3)), options=NO_MESSAGES | {"try_partial": False}),
+    case(write_through, T(5, 6), 2, options=NO_MESSAGES | {"try_partial": False}),
+    case(write_through, T(5, 6, 4), (S(1, None), -1), options=NO_MESSAGES | {"try_partial": False}),
+    case(write_through, T(5, 6, 4), (1, None, S(None), 2), options=NO_MESSAGES | {"try_partial": False}),
+    case(add_to_row, T(5, 6, 4), T(6, 4), options={"try_partial": False}),
+    case(differences, T(5, 6), options={"try_partial": False}),
+    case(grow_through, T(5, 6), (S(2, 4), S(1, 3)), options={"try_partial": False}),
+    case(chained, T(5, 6, 4), options=NO_MESSAGES | {"try_partial": False}),
+    case(lambda x: x.reshape(4, 30)[:, 6:18], T(4, 5, 6), options={"name": "slice of a merged dim"}),
+    case(lambda x: x.reshape(4, 30)[1:, 5:29:3], T(4, 5, 6), options={"name": "slice across a merged dim"}),
+    case(lambda x: x.reshape(4, 30)[::2, 17], T(4, 5, 6), options={"name": "row of a merged dim"} | NO_MESSAGES),
+    case(lambda x: x.reshape(4, 30)[1], T(4, 5, 6), options={"name": "merged dim kept"} | NO_MESSAGES),
 ]

@@ -7,7 +7,7 @@ import torch
 from tests.harness import T, case, double_backward
 
 S = slice
-HOW = {"layouts": 6}
+OPTIONS = {"layouts": 6}
 
 
 def I(*shape, high=5, low=0):  # noqa: E743
@@ -18,17 +18,27 @@ def I(*shape, high=5, low=0):  # noqa: E743
 
 
 def at(*index, shape=(5, 6, 4)):
-    return case(getitem, T(*shape), index if len(index) != 1 else index[0], how=HOW)
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=OPTIONS)
 
 
 CASES = [
-    case(lambda x, i: torch.gather(x, 0, i.view(-1, 1).expand(-1, 3)), T(5, 3), I(9), how=HOW | {"name": "rows"}),
     case(
-        lambda x, i: torch.gather(x, 1, i.view(1, -1, 1).expand(2, -1, 3)), T(2, 5, 3), I(4), how=HOW | {"name": "rows"}
+        lambda x, i: torch.gather(x, 0, i.view(-1, 1).expand(-1, 3)), T(5, 3), I(9), options=OPTIONS | {"name": "rows"}
     ),
-    case(lambda x, i: torch.take_along_dim(x, i.view(-1, 1), 0), T(5, 3), I(9, low=-5), how=HOW | {"name": "along"}),
-    case(double_backward(lambda x: x[torch.tensor([0, 4, 4, 1, 0, 4, 2])]), T(5, 3), how=HOW),
-    case(torch.index_select, T(4, 3), 0, I(11, high=4), how=HOW),
+    case(
+        lambda x, i: torch.gather(x, 1, i.view(1, -1, 1).expand(2, -1, 3)),
+        T(2, 5, 3),
+        I(4),
+        options=OPTIONS | {"name": "rows"},
+    ),
+    case(
+        lambda x, i: torch.take_along_dim(x, i.view(-1, 1), 0),
+        T(5, 3),
+        I(9, low=-5),
+        options=OPTIONS | {"name": "along"},
+    ),
+    case(double_backward(lambda x: x[torch.tensor([0, 4, 4, 1, 0, 4, 2])]), T(5, 3), options=OPTIONS),
+    case(torch.index_select, T(4, 3), 0, I(11, high=4), options=OPTIONS),
     at(torch.tensor([0, 3, 3])),
     at([1, 4, -1]),
     at(I(3)),
@@ -64,33 +74,33 @@ CASES = [
     at(I(3), I(2)),
     at(I(2), I(2), I(2, high=4), I(2)),
     at(torch.tensor([0.5])),
-    case(getitem, T(5, 6, fill="bool"), I(3), how=HOW),
-    case(getitem, T(5, 6, dtype=torch.complex128), (S(None), I(3)), how=HOW),
-    case(lambda x, i: x.reshape(4, 30)[:, i], T(4, 5, 6), I(5, high=30), how={"name": "merged dim"}),
-    case(torch.index_select, T(5, 6, 4), 0, I(3), how=HOW),
-    case(torch.index_select, T(5, 6, 4), -2, I(8, high=6), how=HOW),
+    case(getitem, T(5, 6, fill="bool"), I(3), options=OPTIONS),
+    case(getitem, T(5, 6, dtype=torch.complex128), (S(None), I(3)), options=OPTIONS),
+    case(lambda x, i: x.reshape(4, 30)[:, i], T(4, 5, 6), I(5, high=30), options={"name": "merged dim"}),
+    case(torch.index_select, T(5, 6, 4), 0, I(3), options=OPTIONS),
+    case(torch.index_select, T(5, 6, 4), -2, I(8, high=6), options=OPTIONS),
     case(torch.Tensor.index_select, T(5, 6), 1, torch.tensor([0, 5])),
     case(torch.index_select, T(5, 6), 1, I(high=6)),
     case(torch.index_select, T(5, 6), 1, I(0)),
     case(torch.index_select, T(5, 6), 0, I(3, low=-2, high=0)),
     case(torch.index_select, T(5, 6), 0, I(2, 2)),
-    case(torch.gather, T(5, 6, 4), 0, I(3, 6, 2), how=HOW),
-    case(torch.gather, T(5, 6, 4), 1, I(4, 9, 4, high=6), how=HOW),
-    case(torch.Tensor.gather, T(5, 6), -1, I(5, 6, high=6), how=HOW),
-    case(torch.gather, T(5, 6), 0, I(0, 6), how=HOW),
-    case(torch.gather, T(5, 6), 0, I(2, 6, high=7), how=HOW),
-    case(torch.gather, T(5, 6), 0, I(2, 7), how=HOW),
-    case(torch.gather, T(5), 0, I(8), how=HOW),
-    case(torch.gather, T(5), 0, I(), how=HOW),
-    case(torch.gather, T(), 0, I(2, high=1), how=HOW),
-    case(torch.gather, T(5, 6), 0, I(0), how=HOW),
-    case(torch.index_select, T(), 0, I(1, high=1), how=HOW),
-    case(torch.take_along_dim, T(5, 6), I(5, 6), 0, how=HOW),
-    case(torch.take_along_dim, T(5, 1), I(1, 6, low=-5), 0, how=HOW),
-    case(torch.take_along_dim, T(5, 6), I(7, high=30), how=HOW),
-    case(torch.take, T(5, 6), I(3, 4, low=-30, high=30), how=HOW),
-    case(torch.take, T(5, 6), I(3, high=50), how=HOW),
-    case(torch.take, T(5, 6), I(), how=HOW),
-    case(torch.take, T(), I(2, high=1), how=HOW),
-    case(torch.Tensor.take, T(5, 6), I(0), how=HOW),
+    case(torch.gather, T(5, 6, 4), 0, I(3, 6, 2), options=OPTIONS),
+    case(torch.gather, T(5, 6, 4), 1, I(4, 9, 4, high=6), options=OPTIONS),
+    case(torch.Tensor.gather, T(5, 6), -1, I(5, 6, high=6), options=OPTIONS),
+    case(torch.gather, T(5, 6), 0, I(0, 6), options=OPTIONS),
+    case(torch.gather, T(5, 6), 0, I(2, 6, high=7), options=OPTIONS),
+    case(torch.gather, T(5, 6), 0, I(2, 7), options=OPTIONS),
+    case(torch.gather, T(5), 0, I(8), options=OPTIONS),
+    case(torch.gather, T(5), 0, I(), options=OPTIONS),
+    case(torch.gather, T(), 0, I(2, high=1), options=OPTIONS),
+    case(torch.gather, T(5, 6), 0, I(0), options=OPTIONS),
+    case(torch.index_select, T(), 0, I(1, high=1), options=OPTIONS),
+    case(torch.take_along_dim, T(5, 6), I(5, 6), 0, options=OPTIONS),
+    case(torch.take_along_dim, T(5, 1), I(1, 6, low=-5), 0, options=OPTIONS),
+    case(torch.take_along_dim, T(5, 6), I(7, high=30), options=OPTIONS),
+    case(torch.take, T(5, 6), I(3, 4, low=-30, high=30), options=OPTIONS),
+    case(torch.take, T(5, 6), I(3, high=50), options=OPTIONS),
+    case(torch.take, T(5, 6), I(), options=OPTIONS),
+    case(torch.take, T(), I(2, high=1), options=OPTIONS),
+    case(torch.Tensor.take, T(5, 6), I(0), options=OPTIONS),
 ]

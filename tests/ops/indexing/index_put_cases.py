@@ -5,7 +5,7 @@ import torch
 from tests.harness import T, case
 
 S = slice
-HOW = {"layouts": 6}
+OPTIONS = {"layouts": 6}
 
 
 def I(*shape, high=5, low=0):  # noqa: E743
@@ -31,8 +31,8 @@ def set_and_read(x, index, value):
     return y * y, y[1:].sum()
 
 
-def at(*index, value, shape=(5, 6, 4), how=HOW, fn=set_):
-    return case(fn, T(*shape), index if len(index) != 1 else index[0], value, how=how)
+def at(*index, value, shape=(5, 6, 4), options=OPTIONS, fn=set_):
+    return case(fn, T(*shape), index if len(index) != 1 else index[0], value, options=options)
 
 
 M = dict(fill="bool", dtype=torch.bool)
@@ -41,7 +41,7 @@ five = T(5, fill=lambda s, g: torch.tensor([True, False, True, True, False]))
 TIES = dict(fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 CASES = [
     *(
-        case(torch.index_reduce, T(5, 3, **TIES), 0, I(9), T(9, 3, **TIES), reduce, include_self=own, how=HOW)
+        case(torch.index_reduce, T(5, 3, **TIES), 0, I(9), T(9, 3, **TIES), reduce, include_self=own, options=OPTIONS)
         for reduce in ("mean", "amax", "amin")
         for own in (True, False)
     ),
@@ -71,7 +71,7 @@ CASES = [
     at(S(1, 4), value=T(3, 6, 4), fn=set_and_read),
     at(S(None), 2, value=T(5, 4), fn=set_and_read),
     at(S(1, 4), value=T(3, 6, 4, fill="ints")),
-    case(set_, T(5, 6, dtype=torch.complex128), (S(None), S(1, 3)), T(5, 2), how=HOW),
+    case(set_, T(5, 6, dtype=torch.complex128), (S(None), S(1, 3)), T(5, 2), options=OPTIONS),
     # index tensors
     at(P(3), value=T(3, 6, 4)),
     at(P(3), value=T(4)),
@@ -112,45 +112,53 @@ CASES = [
     at(five, 1, value=T(3, 4)),
     at(T(5, 6, 4, **M), value=T(fill="ints")),
     at(five, value=T(3, 6, 4), fn=set_and_read),
-    case(lambda x: set_(x, x > 0, -1.0), T(5, 6), how=HOW | {"name": "x[x > 0] = -1"}),
+    case(lambda x: set_(x, x > 0, -1.0), T(5, 6), options=OPTIONS | {"name": "x[x > 0] = -1"}),
     case(
         lambda x, v: set_(x.reshape(4, 30), (S(None), S(5, 29, 3)), v),
         T(4, 5, 6),
         T(4, 8),
-        how={"name": "slice across a merged dim", "partial": False},
+        options={"name": "slice across a merged dim", "try_partial": False},
     ),
     case(
         lambda x, i, v: set_(x.reshape(4, 30), (S(1, None), i), v),
         T(4, 5, 6),
         P(5, 30),
         T(3, 5),
-        how={"name": "index of a merged dim", "partial": False},
+        options={"name": "index of a merged dim", "try_partial": False},
     ),
     # named functions
-    case(torch.index_put, T(5, 6), (P(3),), T(3, 6), how=HOW),
-    case(torch.index_put, T(5, 6), (P(3), I(3, high=6)), T(3), how=HOW),
-    case(torch.index_put, T(5, 6), (I(8), I(8, high=6)), T(8), True, how=HOW),
-    case(torch.Tensor.index_put, T(5, 6), (I(8),), T(6), accumulate=True, how=HOW),
-    case(torch.index_put, T(5, 6), (T(5, 6, **M),), T(), how=HOW),
-    case(torch.index_put, T(5, 6), (five,), T(3, 6), accumulate=True, how=HOW),
-    case(lambda x, i, v: x.clone().index_put_((i,), v, accumulate=True), T(5, 6), I(8), T(8, 6), how=HOW),
-    case(torch.index_add, T(5, 6, 4), 0, I(7), T(7, 6, 4), how=HOW),
-    case(torch.index_add, T(5, 6, 4), -2, I(7, high=6), T(5, 7, 4), alpha=2.5, how=HOW),
-    case(torch.index_add, T(5, 6), 0, I(0), T(0, 6), how=HOW),
-    case(torch.index_add, T(5, 6), 0, I(), T(1, 6), how=HOW),
-    case(torch.index_add, T(), 0, I(1, high=1), T(1), how=HOW),
-    case(torch.index_add, T(5, 6), 0, I(3, low=5, high=8), T(3, 6), how=HOW),
-    case(torch.index_add, T(5, 6), 0, I(3), T(2, 6), how=HOW),
-    case(torch.index_add, T(5, 6), 0, I(3), T(3, 5), how=HOW),
-    case(lambda x, i, v: x.clone().index_add_(0, i, v), T(5, 6), I(8), T(8, 6), how=HOW | {"name": "index_add_"}),
-    case(torch.index_copy, T(5, 6, 4), 1, P(4, 6), T(5, 4, 4), how=HOW),
-    case(lambda x, i, v: x.clone().index_copy_(0, i, v), T(5, 6), P(3), T(3, 6), how=HOW | {"name": "index_copy_"}),
-    case(torch.index_fill, T(5, 6, 4), 1, P(4, 6), 2.5, how=HOW),
-    case(torch.index_fill, T(5, 6, 4), 0, I(2), T(), how=HOW),
-    case(torch.index_fill, T(5, 6, 4, grad=False), 0, I(2, low=-5, high=0), 1.5, how=HOW),
-    case(lambda x, i: x.clone().index_fill_(0, i, 1.0), T(5, 6), P(3), how=HOW | {"name": "index_fill_"}),
+    case(torch.index_put, T(5, 6), (P(3),), T(3, 6), options=OPTIONS),
+    case(torch.index_put, T(5, 6), (P(3), I(3, high=6)), T(3), options=OPTIONS),
+    case(torch.index_put, T(5, 6), (I(8), I(8, high=6)), T(8), True, options=OPTIONS),
+    case(torch.Tensor.index_put, T(5, 6), (I(8),), T(6), accumulate=True, options=OPTIONS),
+    case(torch.index_put, T(5, 6), (T(5, 6, **M),), T(), options=OPTIONS),
+    case(torch.index_put, T(5, 6), (five,), T(3, 6), accumulate=True, options=OPTIONS),
+    case(lambda x, i, v: x.clone().index_put_((i,), v, accumulate=True), T(5, 6), I(8), T(8, 6), options=OPTIONS),
+    case(torch.index_add, T(5, 6, 4), 0, I(7), T(7, 6, 4), options=OPTIONS),
+    case(torch.index_add, T(5, 6, 4), -2, I(7, high=6), T(5, 7, 4), alpha=2.5, options=OPTIONS),
+    case(torch.index_add, T(5, 6), 0, I(0), T(0, 6), options=OPTIONS),
+    case(torch.index_add, T(5, 6), 0, I(), T(1, 6), options=OPTIONS),
+    case(torch.index_add, T(), 0, I(1, high=1), T(1), options=OPTIONS),
+    case(torch.index_add, T(5, 6), 0, I(3, low=5, high=8), T(3, 6), options=OPTIONS),
+    case(torch.index_add, T(5, 6), 0, I(3), T(2, 6), options=OPTIONS),
+    case(torch.index_add, T(5, 6), 0, I(3), T(3, 5), options=OPTIONS),
+    case(
+        lambda x, i, v: x.clone().index_add_(0, i, v), T(5, 6), I(8), T(8, 6), options=OPTIONS | {"name": "index_add_"}
+    ),
+    case(torch.index_copy, T(5, 6, 4), 1, P(4, 6), T(5, 4, 4), options=OPTIONS),
+    case(
+        lambda x, i, v: x.clone().index_copy_(0, i, v),
+        T(5, 6),
+        P(3),
+        T(3, 6),
+        options=OPTIONS | {"name": "index_copy_"},
+    ),
+    case(torch.index_fill, T(5, 6, 4), 1, P(4, 6), 2.5, options=OPTIONS),
+    case(torch.index_fill, T(5, 6, 4), 0, I(2), T(), options=OPTIONS),
+    case(torch.index_fill, T(5, 6, 4, grad=False), 0, I(2, low=-5, high=0), 1.5, options=OPTIONS),
+    case(lambda x, i: x.clone().index_fill_(0, i, 1.0), T(5, 6), P(3), options=OPTIONS | {"name": "index_fill_"}),
     *(
-        case(torch.index_reduce, T(5, 6, fill="distinct"), 0, I(7), T(7, 6), reduce, include_self=own, how=HOW)
+        case(torch.index_reduce, T(5, 6, fill="distinct"), 0, I(7), T(7, 6), reduce, include_self=own, options=OPTIONS)
         for reduce in ("prod", "mean", "amax", "amin")
         for own in (True, False)
     ),
@@ -159,6 +167,6 @@ CASES = [
         T(5, 6, fill="distinct"),
         I(7, high=6),
         T(5, 7),
-        how=HOW | {"name": "index_reduce_"},
+        options=OPTIONS | {"name": "index_reduce_"},
     ),
 ]

@@ -7,7 +7,7 @@ import torch
 from tests.harness import T, case
 
 S = slice
-HOW = {"layouts": 6}
+OPTIONS = {"layouts": 6}
 M = dict(fill="bool", dtype=torch.bool)
 
 
@@ -25,7 +25,7 @@ def sparse(shape, generator):
 
 
 def at(*index, shape=(5, 6, 4)):
-    return case(getitem, T(*shape), index if len(index) != 1 else index[0], how=HOW)
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=OPTIONS)
 
 
 CASES = [
@@ -44,21 +44,21 @@ CASES = [
     at(T(5, 6, 4, fill=every, dtype=torch.bool)),
     at(T(5, 5, **M)),
     at([True, False, True, True, False]),
-    case(lambda x: x[x > 0], T(5, 6), how=HOW | {"name": "x[x > 0]"}),
-    case(lambda x: x.reshape(4, 30)[x.reshape(4, 30) > 0], T(4, 5, 6), how={"name": "x[x > 0] of a merged dim"}),
-    case(torch.masked_select, T(5, 6), T(5, 6, **M), how=HOW),
-    case(torch.Tensor.masked_select, T(5, 6, 4), T(5, 6, 4, **M), how=HOW),
-    case(torch.masked_select, T(), T(**M), how=HOW),
-    case(torch.masked_select, T(5, 6), T(5, 6, fill="ints"), how=HOW),
-    case(torch.nonzero, T(5, 6, 4, fill=sparse, grad=False), how=HOW),
-    case(torch.nonzero, T(5, 6, fill="bool"), as_tuple=True, how=HOW),
-    case(torch.Tensor.nonzero, T(5, fill="ints", high=2), how=HOW),
-    case(torch.nonzero, T(fill=every, grad=False), how=HOW),
-    case(torch.nonzero, T(fill=every, grad=False), as_tuple=True, how=HOW),
-    case(torch.nonzero, T(4, 0, fill="bool"), how=HOW),
-    case(torch.argwhere, T(5, 6, fill="bool"), how=HOW),
-    case(torch.where, T(5, 6, fill="bool"), how=HOW),
-    case(torch.count_nonzero, T(5, 6, fill=sparse, grad=False), how=HOW),
-    case(torch.count_nonzero, T(5, 6, 4, fill=sparse, grad=False), dim=(0, 2), how=HOW),
-    case(torch.Tensor.count_nonzero, T(5, 6, fill="ints", high=2), 1, how=HOW),
+    case(lambda x: x[x > 0], T(5, 6), options=OPTIONS | {"name": "x[x > 0]"}),
+    case(lambda x: x.reshape(4, 30)[x.reshape(4, 30) > 0], T(4, 5, 6), options={"name": "x[x > 0] of a merged dim"}),
+    case(torch.masked_select, T(5, 6), T(5, 6, **M), options=OPTIONS),
+    case(torch.Tensor.masked_select, T(5, 6, 4), T(5, 6, 4, **M), options=OPTIONS),
+    case(torch.masked_select, T(), T(**M), options=OPTIONS),
+    case(torch.masked_select, T(5, 6), T(5, 6, fill="ints"), options=OPTIONS),
+    case(torch.nonzero, T(5, 6, 4, fill=sparse, grad=False), options=OPTIONS),
+    case(torch.nonzero, T(5, 6, fill="bool"), as_tuple=True, options=OPTIONS),
+    case(torch.Tensor.nonzero, T(5, fill="ints", high=2), options=OPTIONS),
+    case(torch.nonzero, T(fill=every, grad=False), options=OPTIONS),
+    case(torch.nonzero, T(fill=every, grad=False), as_tuple=True, options=OPTIONS),
+    case(torch.nonzero, T(4, 0, fill="bool"), options=OPTIONS),
+    case(torch.argwhere, T(5, 6, fill="bool"), options=OPTIONS),
+    case(torch.where, T(5, 6, fill="bool"), options=OPTIONS),
+    case(torch.count_nonzero, T(5, 6, fill=sparse, grad=False), options=OPTIONS),
+    case(torch.count_nonzero, T(5, 6, 4, fill=sparse, grad=False), dim=(0, 2), options=OPTIONS),
+    case(torch.Tensor.count_nonzero, T(5, 6, fill="ints", high=2), 1, options=OPTIONS),
 ]

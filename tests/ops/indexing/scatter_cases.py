@@ -4,7 +4,7 @@ import torch
 
 from tests.harness import T, case, double_backward
 
-HOW = {"layouts": 6}
+OPTIONS = {"layouts": 6}
 M = dict(fill="bool", dtype=torch.bool)
 
 
@@ -83,66 +83,80 @@ FIXED = torch.tensor([0, 4, 4, 1, 0, 4, 2])
 SRC = T(5, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 ROWS = T(9, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 CASES = [
-    case(whole_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), how=HOW),
-    case(whole_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), how=HOW),
-    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), how=HOW),
-    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, how=HOW),
-    case(whole_rows(torch.scatter_add), T(5, 3), I(9, high=6), T(9, 3), how=HOW),  # out of range
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), options=OPTIONS),
+    case(whole_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), options=OPTIONS),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), options=OPTIONS),
+    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, options=OPTIONS),
+    case(whole_rows(torch.scatter_add), T(5, 3), I(9, high=6), T(9, 3), options=OPTIONS),  # out of range
     *(
-        case(whole_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, how=HOW)
+        case(whole_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, options=OPTIONS)
         for reduce in ("sum", "prod", "mean", "amax", "amin")
         for own in (True, False)
     ),
-    case(whole_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", how=HOW),
+    case(whole_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", options=OPTIONS),
     case(
-        double_backward(lambda x, s: whole_rows(torch.scatter_reduce)(x, FIXED, s, "amax")), T(5, 3), T(7, 3), how=HOW
+        double_backward(lambda x, s: whole_rows(torch.scatter_reduce)(x, FIXED, s, "amax")),
+        T(5, 3),
+        T(7, 3),
+        options=OPTIONS,
     ),
-    case(double_backward(lambda x, s: whole_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), how=HOW),
-    case(into_zeros("scatter_add_"), I(9), T(9, 3), how=HOW),
-    case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, how=HOW),
-    case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), how=HOW),
-    case(into_plain, I(9), T(9, 3), how=HOW),
-    case(torch.scatter, T(5, 6, 4), 0, P(3, 6, 4, dim=0, high=5), T(3, 6, 4), how=HOW),
-    case(torch.scatter, T(5, 6, 4), 1, P(4, 5, 3, dim=1, high=6), T(5, 6, 4, grad=False), how=HOW),
-    case(torch.Tensor.scatter, T(5, 6), -1, P(5, 6, dim=1, high=6), T(5, 6), how=HOW),
-    case(torch.scatter, T(5, 6), 0, I(3, 6), 2.5, how=HOW),
-    case(torch.scatter, T(5, 6), 0, I(3, 6), value=2.5, how=HOW),
-    case(torch.scatter, T(5, 6), 0, I(0, 6), T(0, 6), how=HOW),
-    case(torch.scatter, T(5, 6), 0, I(3, 6, high=7), T(3, 6), how=HOW),  # out of range
-    case(torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), how=HOW),
-    case(torch.scatter, T(5, 6), 0, I(3, 6), T(2, 6), how=HOW),
-    case(torch.scatter, T(5), 0, P(4, dim=0, high=5), T(4), how=HOW),
-    case(torch.scatter, T(5), 0, I(), T(), how=HOW),
-    case(torch.scatter_add, T(), 0, I(1, high=1), T(1), how=HOW),
-    case(torch.scatter_add, T(5, 6), 0, I(0), T(0), how=HOW),
-    case(torch.scatter, T(5, 6, grad=False), 0, I(3, 6), T(3, 6, grad=False), reduce="add", how=HOW),
-    case(on_copy("scatter_"), T(5, 6), 0, P(3, 5, dim=0, high=5), T(4, 6, grad=False), how=HOW),
-    case(on_copy("scatter_"), T(5, 6), 1, I(5, 2, high=6), 1.5, how=HOW),
-    case(on_copy("scatter_"), T(3, 2), 0, P(3, 2, dim=0, high=3), T(3, 2), how=HOW),
-    case(on_transposed("scatter_"), T(6, 5), 0, P(3, 6, dim=0, high=5), T(3, 6), how=HOW | {"partial": False}),
-    case(torch.scatter_add, T(5, 6, 4), 0, I(7, 6, 4), T(7, 6, 4), how=HOW),
-    case(torch.scatter_add, T(5, 6, 4), 1, I(4, 8, 3, high=6), T(5, 9, 4, grad=False), how=HOW),
-    case(torch.scatter_add, T(5), 0, I(9), T(9), how=HOW),
-    case(torch.scatter_add, T(5, fill="ints"), 0, I(9), T(9, fill="ints"), how=HOW),
-    case(on_copy("scatter_add_"), T(5, 6), 0, I(3, 6), T(3, 6), how=HOW),
-    case(on_copy("scatter_add_"), T(3, 2), 0, I(9, 2, high=3), T(9, 2), how=HOW),
-    case(on_transposed("scatter_add_"), T(6, 5), 1, I(5, 7, high=6), T(5, 7), how=HOW | {"partial": False}),
+    case(double_backward(lambda x, s: whole_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), options=OPTIONS),
+    case(into_zeros("scatter_add_"), I(9), T(9, 3), options=OPTIONS),
+    case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, options=OPTIONS),
+    case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), options=OPTIONS),
+    case(into_plain, I(9), T(9, 3), options=OPTIONS),
+    case(torch.scatter, T(5, 6, 4), 0, P(3, 6, 4, dim=0, high=5), T(3, 6, 4), options=OPTIONS),
+    case(torch.scatter, T(5, 6, 4), 1, P(4, 5, 3, dim=1, high=6), T(5, 6, 4, grad=False), options=OPTIONS),
+    case(torch.Tensor.scatter, T(5, 6), -1, P(5, 6, dim=1, high=6), T(5, 6), options=OPTIONS),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), 2.5, options=OPTIONS),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), value=2.5, options=OPTIONS),
+    case(torch.scatter, T(5, 6), 0, I(0, 6), T(0, 6), options=OPTIONS),
+    case(torch.scatter, T(5, 6), 0, I(3, 6, high=7), T(3, 6), options=OPTIONS),  # out of range
+    case(torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), options=OPTIONS),
+    case(torch.scatter, T(5, 6), 0, I(3, 6), T(2, 6), options=OPTIONS),
+    case(torch.scatter, T(5), 0, P(4, dim=0, high=5), T(4), options=OPTIONS),
+    case(torch.scatter, T(5), 0, I(), T(), options=OPTIONS),
+    case(torch.scatter_add, T(), 0, I(1, high=1), T(1), options=OPTIONS),
+    case(torch.scatter_add, T(5, 6), 0, I(0), T(0), options=OPTIONS),
+    case(torch.scatter, T(5, 6, grad=False), 0, I(3, 6), T(3, 6, grad=False), reduce="add", options=OPTIONS),
+    case(on_copy("scatter_"), T(5, 6), 0, P(3, 5, dim=0, high=5), T(4, 6, grad=False), options=OPTIONS),
+    case(on_copy("scatter_"), T(5, 6), 1, I(5, 2, high=6), 1.5, options=OPTIONS),
+    case(on_copy("scatter_"), T(3, 2), 0, P(3, 2, dim=0, high=3), T(3, 2), options=OPTIONS),
+    case(
+        on_transposed("scatter_"), T(6, 5), 0, P(3, 6, dim=0, high=5), T(3, 6), options=OPTIONS | {"try_partial": False}
+    ),
+    case(torch.scatter_add, T(5, 6, 4), 0, I(7, 6, 4), T(7, 6, 4), options=OPTIONS),
+    case(torch.scatter_add, T(5, 6, 4), 1, I(4, 8, 3, high=6), T(5, 9, 4, grad=False), options=OPTIONS),
+    case(torch.scatter_add, T(5), 0, I(9), T(9), options=OPTIONS),
+    case(torch.scatter_add, T(5, fill="ints"), 0, I(9), T(9, fill="ints"), options=OPTIONS),
+    case(on_copy("scatter_add_"), T(5, 6), 0, I(3, 6), T(3, 6), options=OPTIONS),
+    case(on_copy("scatter_add_"), T(3, 2), 0, I(9, 2, high=3), T(9, 2), options=OPTIONS),
+    case(on_transposed("scatter_add_"), T(6, 5), 1, I(5, 7, high=6), T(5, 7), options=OPTIONS | {"try_partial": False}),
     *(
-        case(torch.scatter_reduce, T(5, 6, fill="distinct"), 0, I(7, 6), T(7, 6), reduce, include_self=own, how=HOW)
+        case(
+            torch.scatter_reduce,
+            T(5, 6, fill="distinct"),
+            0,
+            I(7, 6),
+            T(7, 6),
+            reduce,
+            include_self=own,
+            options=OPTIONS,
+        )
         for reduce in ("sum", "prod", "mean", "amax", "amin")
         for own in (True, False)
     ),
-    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8, grad=False), "sum", how=HOW),
-    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8), "median", how=HOW),
-    case(on_copy("scatter_reduce_"), T(5, 6, fill="distinct"), 0, I(3, 6), T(3, 6), "amax", how=HOW),
-    case(torch.Tensor.put, T(5, 6), P(4, dim=0, high=30), T(4), how=HOW),
-    case(torch.Tensor.put, T(5, 6), I(2, 4, low=-30, high=30), T(8), accumulate=True, how=HOW),
-    case(torch.Tensor.put, T(5, 6), I(4), T(5), how=HOW),
-    case(on_copy("put_"), T(5, 6), P(4, dim=0, high=30), T(2, 2), how=HOW),
-    case(torch.masked_scatter, T(5, 6), T(5, 6, **M), T(40), how=HOW),
-    case(torch.masked_scatter, T(5, 6), T(6, **M), T(5, 6), how=HOW),
-    case(torch.masked_scatter, T(6), T(5, 6, **M), T(5, 6), how=HOW),
-    case(torch.Tensor.masked_scatter, T(5, 6), T(5, 6, **M), T(2), how=HOW),
-    case(on_copy("masked_scatter_"), T(5, 6), T(5, 6, **M), T(40), how=HOW),
-    case(on_copy("masked_scatter_"), T(5, 6), T(5, 1, **M), T(40), how=HOW),
+    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8, grad=False), "sum", options=OPTIONS),
+    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8), "median", options=OPTIONS),
+    case(on_copy("scatter_reduce_"), T(5, 6, fill="distinct"), 0, I(3, 6), T(3, 6), "amax", options=OPTIONS),
+    case(torch.Tensor.put, T(5, 6), P(4, dim=0, high=30), T(4), options=OPTIONS),
+    case(torch.Tensor.put, T(5, 6), I(2, 4, low=-30, high=30), T(8), accumulate=True, options=OPTIONS),
+    case(torch.Tensor.put, T(5, 6), I(4), T(5), options=OPTIONS),
+    case(on_copy("put_"), T(5, 6), P(4, dim=0, high=30), T(2, 2), options=OPTIONS),
+    case(torch.masked_scatter, T(5, 6), T(5, 6, **M), T(40), options=OPTIONS),
+    case(torch.masked_scatter, T(5, 6), T(6, **M), T(5, 6), options=OPTIONS),
+    case(torch.masked_scatter, T(6), T(5, 6, **M), T(5, 6), options=OPTIONS),
+    case(torch.Tensor.masked_scatter, T(5, 6), T(5, 6, **M), T(2), options=OPTIONS),
+    case(on_copy("masked_scatter_"), T(5, 6), T(5, 6, **M), T(40), options=OPTIONS),
+    case(on_copy("masked_scatter_"), T(5, 6), T(5, 1, **M), T(40), options=OPTIONS),
 ]

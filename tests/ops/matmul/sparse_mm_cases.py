@@ -7,7 +7,7 @@ from tests.harness import T, case
 
 ENTRIES = torch.tensor([[0, 0, 1, 2, 2, 2, 4, 5, 6, 6, 6], [1, 8, 3, 0, 4, 8, 2, 2, 5, 6, 7]])  # no entry in row 3
 COUNT = ENTRIES.shape[1]
-HOW = {"layouts": 16}
+OPTIONS = {"layouts": 16}
 
 
 def matrix(values, layout=torch.sparse_coo):
@@ -32,26 +32,38 @@ def repeated(values, x):
     return torch.sparse_coo_tensor(ENTRIES[:, [0, 1, 1, 4, 4]], values, (7, 9)) @ x
 
 
-VALUES = T(COUNT, cut=())
+VALUES = T(COUNT, shard_dims=())
 CASES = [
-    case(made(torch.mm, "mm"), VALUES, T(9, 5), how=HOW),
-    case(made(torch.mm, "mm", torch.sparse_csr), VALUES, T(9, 5), how=HOW),
-    case(made(torch.matmul, "matmul", torch.sparse_csc), VALUES, T(9, 5), how=HOW),
-    case(made(torch.mv, "mv"), VALUES, T(9), how=HOW),
-    case(made(lambda m, x: m @ x, "@"), VALUES, T(9), how=HOW),
-    case(made(torch.sparse.mm, "sparse.mm"), VALUES, T(9, 5), how=HOW),
-    case(made(torch.spmm, "spmm"), VALUES, T(9, 5), how=HOW),
-    case(made(lambda m, y, x: torch.addmm(y, m, x, beta=2, alpha=0.5), "addmm"), VALUES, T(7, 5), T(9, 5), how=HOW),
-    case(made(lambda m, y, x: torch.sparse.addmm(y, m, x), "sparse.addmm"), VALUES, T(7, 5), T(9, 5), how=HOW),
-    case(made(lambda m, x: x @ m, "product with", torch.sparse_csr), VALUES, T(4, 7), how=HOW),
-    case(made(lambda m, x: x @ m, "product with"), VALUES, T(2, 4, 7), how=HOW),
-    case(made(lambda m, x, b: F.linear(x, m, b), "linear", torch.sparse_csr), VALUES, T(4, 9), T(7, cut=()), how=HOW),
-    case(repeated, T(5, cut=()), T(9, 5), how=HOW),
-    case(made(torch.mm, "mm"), VALUES, T(8, 5), how=HOW),  # torch says that this does not fit
-    case(made(torch.mm, "mm"), VALUES, T(9, 5, dtype=torch.float32), how=HOW),
+    case(made(torch.mm, "mm"), VALUES, T(9, 5), options=OPTIONS),
+    case(made(torch.mm, "mm", torch.sparse_csr), VALUES, T(9, 5), options=OPTIONS),
+    case(made(torch.matmul, "matmul", torch.sparse_csc), VALUES, T(9, 5), options=OPTIONS),
+    case(made(torch.mv, "mv"), VALUES, T(9), options=OPTIONS),
+    case(made(lambda m, x: m @ x, "@"), VALUES, T(9), options=OPTIONS),
+    case(made(torch.sparse.mm, "sparse.mm"), VALUES, T(9, 5), options=OPTIONS),
+    case(made(torch.spmm, "spmm"), VALUES, T(9, 5), options=OPTIONS),
+    case(
+        made(lambda m, y, x: torch.addmm(y, m, x, beta=2, alpha=0.5), "addmm"),
+        VALUES,
+        T(7, 5),
+        T(9, 5),
+        options=OPTIONS,
+    ),
+    case(made(lambda m, y, x: torch.sparse.addmm(y, m, x), "sparse.addmm"), VALUES, T(7, 5), T(9, 5), options=OPTIONS),
+    case(made(lambda m, x: x @ m, "product with", torch.sparse_csr), VALUES, T(4, 7), options=OPTIONS),
+    case(made(lambda m, x: x @ m, "product with"), VALUES, T(2, 4, 7), options=OPTIONS),
+    case(
+        made(lambda m, x, b: F.linear(x, m, b), "linear", torch.sparse_csr),
+        VALUES,
+        T(4, 9),
+        T(7, shard_dims=()),
+        options=OPTIONS,
+    ),
+    case(repeated, T(5, shard_dims=()), T(9, 5), options=OPTIONS),
+    case(made(torch.mm, "mm"), VALUES, T(8, 5), options=OPTIONS),  # torch says that this does not fit
+    case(made(torch.mm, "mm"), VALUES, T(9, 5, dtype=torch.float32), options=OPTIONS),
     case(  # maxima are another thing than products
         lambda x: torch.sparse.mm(matrix(torch.ones(COUNT, dtype=x.dtype), torch.sparse_csr), x, "amax"),
         T(9, 5),
-        how=HOW | {"gather": True, "name": "sparse.mm by maxima"},
+        options=OPTIONS | {"may_gather": True, "name": "sparse.mm by maxima"},
     ),
 ]

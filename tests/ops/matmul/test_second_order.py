@@ -48,7 +48,7 @@ def compare_products(mesh_shape, row, draws):
     wanted = second_order(fn, [v.clone().requires_grad_() for v in values], torch.Generator().manual_seed(7))
     for number in range(draws):
         rng = random.Random(f"{row} {number}")
-        layouts = [draw_layout(mesh, t, rng, partial=True) for t in tensors]
+        layouts = [draw_layout(mesh, t, rng, try_partial=True) for t in tensors]
         given = [ShardTensor(local_shard(v, x).requires_grad_(), x) for v, x in zip(values, layouts, strict=True)]
         found = second_order(fn, given, torch.Generator().manual_seed(7))
         for i, (got, ref) in enumerate(zip(found, wanted, strict=True)):

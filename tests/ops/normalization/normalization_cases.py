@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tests.harness import T, case, double_backward
 
 FEW = {"layouts": 5}
-NO_PARTIAL = {"partial": False}
-BUFFERS = T(4, grad=False, cut=()), T(4, fill="positive", grad=False, cut=())
+NO_PARTIAL = {"try_partial": False}
+BUFFERS = T(4, grad=False, shard_dims=()), T(4, fill="positive", grad=False, shard_dims=())
 CUT_BUFFERS = T(4, grad=False), T(4, fill="positive", grad=False)
 
 
@@ -16,15 +16,15 @@ def named(name: str, fn):
     return fn
 
 
-def tracking(fn, **how):
+def tracking(fn, **more):
     """`fn` with running statistics, which are results too."""
 
     def call(x, mean, variance, weight=None, bias=None):
         mean, variance = mean.clone(), variance.clone()
-        out = fn(x, mean, variance, weight, bias, **how)
+        out = fn(x, mean, variance, weight, bias, **more)
         return out, mean, variance
 
-    return named(f"{fn.__name__} {how}", call)
+    return named(f"{fn.__name__} {more}", call)
 
 
 def first(fn):
@@ -68,131 +68,140 @@ CASES = [
     # along the last dims
     case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
     case(F.layer_norm, T(3, 4, 5), (4, 5), T(4, 5), T(4, 5)),
-    case(F.layer_norm, T(3, 4, 5), [5], how=FEW),
-    case(F.layer_norm, T(3, 4, 5), (3, 4, 5), weight=T(3, 4, 5), how=FEW),
-    case(F.layer_norm, T(5, 6), (6,), None, T(6), how=FEW),
-    case(F.layer_norm, T(6), (6,), T(6), T(6), how=FEW),
-    case(F.layer_norm, T(3, 0), (0,), how=FEW),
-    case(F.layer_norm, T(0, 3), (3,), T(3), how=FEW),
-    case(F.layer_norm, T(5, 6), (5,), how=FEW),
-    case(F.layer_norm, T(5, 6), (6,), T(5), how=FEW),
-    case(F.layer_norm, T(5, 6, fill="ints"), (6,), how=FEW),
-    case(torch.layer_norm, T(5, 6), (6,), T(6), T(6), 0.1, how=FEW),
+    case(F.layer_norm, T(3, 4, 5), [5], options=FEW),
+    case(F.layer_norm, T(3, 4, 5), (3, 4, 5), weight=T(3, 4, 5), options=FEW),
+    case(F.layer_norm, T(5, 6), (6,), None, T(6), options=FEW),
+    case(F.layer_norm, T(6), (6,), T(6), T(6), options=FEW),
+    case(F.layer_norm, T(3, 0), (0,), options=FEW),
+    case(F.layer_norm, T(0, 3), (3,), T(3), options=FEW),
+    case(F.layer_norm, T(5, 6), (5,), options=FEW),
+    case(F.layer_norm, T(5, 6), (6,), T(5), options=FEW),
+    case(F.layer_norm, T(5, 6, fill="ints"), (6,), options=FEW),
+    case(torch.layer_norm, T(5, 6), (6,), T(6), T(6), 0.1, options=FEW),
     case(first(torch.native_layer_norm), T(3, 4, 5), (4, 5), T(4, 5), T(4, 5), 0.1),
-    case(lambda x, w: F.layer_norm(x.reshape(12, 5), (5,), w), T(3, 4, 5), T(5), how={"name": "layer_norm of tokens"}),
     case(
-        lambda x, w: F.layer_norm(x.reshape(3, 20), (20,), w), T(3, 4, 5), T(20), how={"name": "layer_norm of a merge"}
+        lambda x, w: F.layer_norm(x.reshape(12, 5), (5,), w), T(3, 4, 5), T(5), options={"name": "layer_norm of tokens"}
     ),
-    case(half(F.layer_norm, (6,)), T(5, 6), how=FEW | {"tolerance": 4e-2}),
-    case(half(F.layer_norm, (6,)), T(5, 6), *[T(6, dtype=torch.float32)] * 2, how=FEW | {"tolerance": 4e-2}),
-    case(autocast(F.layer_norm), T(5, 6, dtype=torch.float32), (6,), how=FEW | {"tolerance": 1e-5}),
+    case(
+        lambda x, w: F.layer_norm(x.reshape(3, 20), (20,), w),
+        T(3, 4, 5),
+        T(20),
+        options={"name": "layer_norm of a merge"},
+    ),
+    case(half(F.layer_norm, (6,)), T(5, 6), options=FEW | {"tolerance": 4e-2}),
+    case(half(F.layer_norm, (6,)), T(5, 6), *[T(6, dtype=torch.float32)] * 2, options=FEW | {"tolerance": 4e-2}),
+    case(autocast(F.layer_norm), T(5, 6, dtype=torch.float32), (6,), options=FEW | {"tolerance": 1e-5}),
     case(F.rms_norm, T(5, 6), (6,), T(6)),
     case(F.rms_norm, T(3, 4, 5), (4, 5), eps=0.1),
-    case(F.rms_norm, T(3, 4, 5), (5,), T(5), how=FEW),
-    case(F.rms_norm, T(3, 4, dtype=torch.complex128), (4,), how=FEW | {"gather": True}),  # no size of anything
-    case(half(F.rms_norm, (6,)), T(5, 6), how=FEW | {"tolerance": 4e-2}),
+    case(F.rms_norm, T(3, 4, 5), (5,), T(5), options=FEW),
+    case(F.rms_norm, T(3, 4, dtype=torch.complex128), (4,), options=FEW | {"may_gather": True}),  # no size of anything
+    case(half(F.rms_norm, (6,)), T(5, 6), options=FEW | {"tolerance": 4e-2}),
     # over groups of channels
     case(F.group_norm, T(3, 6, 5), 2, T(6), T(6)),
     case(F.group_norm, T(2, 8, 3, 2), 4, T(8), T(8)),
     case(F.group_norm, T(3, 6), 3, T(6), T(6)),
-    case(F.group_norm, T(3, 6, 5), 6, T(6), how=FEW),
+    case(F.group_norm, T(3, 6, 5), 6, T(6), options=FEW),
     case(F.group_norm, T(2, 9, 2, 2), 3),
     case(F.group_norm, T(1, 6, 2), 1, T(6), T(6)),
-    case(F.group_norm, T(3, 5, 2), 2, how=FEW),
-    case(F.group_norm, T(1, 3), 3, how=FEW),
-    case(F.group_norm, T(0, 4, 3), 2, T(4), how=FEW),
-    case(torch.group_norm, T(3, 6, 5), 2, T(6), T(6), 0.1, how=FEW),
+    case(F.group_norm, T(3, 5, 2), 2, options=FEW),
+    case(F.group_norm, T(1, 3), 3, options=FEW),
+    case(F.group_norm, T(0, 4, 3), 2, T(4), options=FEW),
+    case(torch.group_norm, T(3, 6, 5), 2, T(6), T(6), 0.1, options=FEW),
     case(torch.native_group_norm, T(3, 6, 5), T(6), T(6), 3, 6, 5, 3, 0.1),
     case(
-        lambda x, w, b: F.group_norm(x.flatten(1, 2), 3, w, b), T(2, 3, 2, 4), T(6), T(6), how={"name": "merged groups"}
+        lambda x, w, b: F.group_norm(x.flatten(1, 2), 3, w, b),
+        T(2, 3, 2, 4),
+        T(6),
+        T(6),
+        options={"name": "merged groups"},
     ),
-    case(half(F.group_norm, 2), T(3, 6, 5), how=FEW | {"tolerance": 4e-2}),
+    case(half(F.group_norm, 2), T(3, 6, 5), options=FEW | {"tolerance": 4e-2}),
     # for each channel
     case(F.batch_norm, T(5, 4, 3), None, None, T(4), T(4), True),
     case(F.batch_norm, T(5, 4), None, None, T(4), None, True),
-    case(F.batch_norm, T(5, 4, 2, 2), None, None, None, T(4), True, how=FEW),
+    case(F.batch_norm, T(5, 4, 2, 2), None, None, None, T(4), True, options=FEW),
     case(tracking(F.batch_norm, training=True), T(5, 4, 3), *BUFFERS, T(4), T(4)),
-    case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *CUT_BUFFERS, how=NO_PARTIAL),
+    case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *CUT_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.batch_norm, training=False), T(5, 4, 3), *BUFFERS, T(4), T(4)),
     case(F.batch_norm, T(5, 4, 3), *CUT_BUFFERS, T(4), T(4)),
-    case(F.batch_norm, T(1, 4), None, None, None, None, True, how=FEW),
-    case(F.batch_norm, T(2, 4, 3), None, None, T(3), None, True, how=FEW),
-    case(F.batch_norm, T(2, 4, 3), None, None, how=FEW),
-    case(F.batch_norm, T(0, 4, 3), None, None, T(4), None, True, how=FEW),
-    case(torch.batch_norm, T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1, False, how=FEW),
+    case(F.batch_norm, T(1, 4), None, None, None, None, True, options=FEW),
+    case(F.batch_norm, T(2, 4, 3), None, None, T(3), None, True, options=FEW),
+    case(F.batch_norm, T(2, 4, 3), None, None, options=FEW),
+    case(F.batch_norm, T(0, 4, 3), None, None, T(4), None, True, options=FEW),
+    case(torch.batch_norm, T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
     case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1),
-    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), *CUT_BUFFERS, False, 0.1, 0.1, how=FEW),
+    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), *CUT_BUFFERS, False, 0.1, 0.1, options=FEW),
     case(
         lambda x, w: F.batch_norm(x.flatten(2), None, None, w, None, True),
         T(2, 4, 3, 2),
         T(4),
-        how={"name": "batch of merged places"},
+        options={"name": "batch of merged places"},
     ),
-    case(by_places(F.batch_norm, None, None, None, None, True), T(2, 4, 3, 2, cut=(0,)), how=FEW),
-    case(by_places(F.batch_norm), T(2, 4, 3, 2, cut=(0,)), *BUFFERS, T(4), T(4), how=FEW),
-    case(by_places(F.instance_norm), T(2, 4, 3, 2, cut=(0,)), how=FEW),
-    case(half(F.batch_norm, None, None, None, None, True), T(5, 4, 3), how=FEW | {"tolerance": 4e-2}),
+    case(by_places(F.batch_norm, None, None, None, None, True), T(2, 4, 3, 2, shard_dims=(0,)), options=FEW),
+    case(by_places(F.batch_norm), T(2, 4, 3, 2, shard_dims=(0,)), *BUFFERS, T(4), T(4), options=FEW),
+    case(by_places(F.instance_norm), T(2, 4, 3, 2, shard_dims=(0,)), options=FEW),
+    case(half(F.batch_norm, None, None, None, None, True), T(5, 4, 3), options=FEW | {"tolerance": 4e-2}),
     case(F.instance_norm, T(3, 4, 5), weight=T(4), bias=T(4)),
     case(F.instance_norm, T(2, 4, 3, 2)),
     case(tracking(F.instance_norm), T(3, 4, 5), *BUFFERS, T(4), T(4)),
-    case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, how=NO_PARTIAL),
+    case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
-    case(F.instance_norm, T(3, 4, 1), how=FEW),
-    case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, how=FEW),
+    case(F.instance_norm, T(3, 4, 1), options=FEW),
+    case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
     # what nn.SyncBatchNorm is made of, and takes for whole what is in pieces
-    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, how=FEW | {"refused": True, "grad": False}),
+    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, options=FEW | {"may_refuse": True, "grad": False}),
     # over neighbouring channels
     case(F.local_response_norm, T(2, 7, 3), 3, 0.5),
     case(F.local_response_norm, T(2, 7, 3, 2), 4, 0.5, 0.6, 2.0),
-    case(F.local_response_norm, T(2, 3, 2, 2), 9, 0.5, how=FEW),
-    case(F.local_response_norm, T(2, 7), 2, how=FEW),
+    case(F.local_response_norm, T(2, 3, 2, 2), 9, 0.5, options=FEW),
+    case(F.local_response_norm, T(2, 7), 2, options=FEW),
     # of weights
     case(torch._weight_norm, T(4, 3, 2), T(4, 1, 1)),
-    case(torch._weight_norm, T(4, 3), T(1, 3), 1, how=FEW),
-    case(torch._weight_norm, T(4, 3), T(), -1, how=FEW),
-    case(torch.norm_except_dim, T(4, 3, 2), 2, 1, how=FEW),
+    case(torch._weight_norm, T(4, 3), T(1, 3), 1, options=FEW),
+    case(torch._weight_norm, T(4, 3), T(), -1, options=FEW),
+    case(torch.norm_except_dim, T(4, 3, 2), 2, 1, options=FEW),
     # written into
-    case(written(lambda x, w: F.batch_norm(x, None, None, w, None, True)), T(5, 4, 3), T(4), how=FEW),
-    case(written(lambda x, w: F.group_norm(x, 2, w)), T(3, 6, 5), T(6), how=FEW),
-    case(written(lambda x, w: F.layer_norm(x, (6,), w)), T(5, 6), T(6), how=FEW),
+    case(written(lambda x, w: F.batch_norm(x, None, None, w, None, True)), T(5, 4, 3), T(4), options=FEW),
+    case(written(lambda x, w: F.group_norm(x, 2, w)), T(3, 6, 5), T(6), options=FEW),
+    case(written(lambda x, w: F.layer_norm(x, (6,), w)), T(5, 6), T(6), options=FEW),
     # again
     case(
         double_backward(lambda x, w, b: F.layer_norm(x, (4, 3), w, b)),
         T(3, 4, 3),
         T(4, 3),
         T(4, 3),
-        how={"name": "layer_norm twice"},
+        options={"name": "layer_norm twice"},
     ),
-    case(double_backward(lambda x, w: F.rms_norm(x, (4,), w)), T(3, 4), T(4), how={"name": "rms_norm twice"}),
+    case(double_backward(lambda x, w: F.rms_norm(x, (4,), w)), T(3, 4), T(4), options={"name": "rms_norm twice"}),
     case(
         double_backward(lambda x, w, b: F.group_norm(x, 2, w, b)),
         T(2, 6, 3),
         T(6),
         T(6),
-        how={"name": "group_norm twice"},
+        options={"name": "group_norm twice"},
     ),
     case(
         double_backward(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
         T(3, 4, 2),
         T(4),
         T(4),
-        how={"name": "batch_norm twice"},
+        options={"name": "batch_norm twice"},
     ),
     case(
         double_backward(lambda x, w, b: F.instance_norm(x, None, None, w, b)),
         T(2, 3, 4),
         T(3),
         T(3),
-        how={"name": "instance_norm twice"},
+        options={"name": "instance_norm twice"},
     ),
     case(
         double_backward(lambda x: F.layer_norm(x, (4,), x.sum(0))),
         T(3, 4),
-        how={"name": "a weight made of the input twice"},
+        options={"name": "a weight made of the input twice"},
     ),
     case(
         double_backward(lambda x: F.local_response_norm(x, 3, 0.5)),
         T(2, 4, 3),
-        how={"name": "local_response_norm twice"},
+        options={"name": "local_response_norm twice"},
     ),
 ]

@@ -9,7 +9,7 @@ C = torch.complex128
 FEW = {"layouts": 5}
 
 CASES = [
-    case(fn, T(4, 5, 6, dtype=kind), *more, how=FEW)
+    case(fn, T(4, 5, 6, dtype=kind), *more, options=FEW)
     for fn, kind in [
         (fft.fft, C),
         (fft.fft, torch.float64),
@@ -22,7 +22,7 @@ CASES = [
     for more in [(), (7, 0, "ortho"), (3, 1, "forward")]
 ]
 CASES += [
-    case(fn, T(4, 5, 6, dtype=kind), **more, how=FEW)
+    case(fn, T(4, 5, 6, dtype=kind), **more, options=FEW)
     for fn, kind in [
         (fft.fftn, C),
         (fft.ifftn, C),
@@ -33,19 +33,19 @@ CASES += [
     ]
     for more in [{}, {"dim": (0, 1), "norm": "ortho"}, {"s": (4, 7), "dim": (2, 0), "norm": "forward"}, {"s": (3, 8)}]
 ]
-CASES += [case(getattr(fft, n), T(4, 5, 6, dtype=C), how=FEW) for n in ("fft2", "ifft2", "irfft2", "hfft2")]
-CASES += [case(getattr(fft, n), T(4, 5, 6), how=FEW) for n in ("rfft2", "ihfft2")]
+CASES += [case(getattr(fft, n), T(4, 5, 6, dtype=C), options=FEW) for n in ("fft2", "ifft2", "irfft2", "hfft2")]
+CASES += [case(getattr(fft, n), T(4, 5, 6), options=FEW) for n in ("rfft2", "ihfft2")]
 CASES += [
     case(
         lambda x: fft.irfft2(fft.rfft2(x, norm="ortho") * 2, s=(5, 7), norm="ortho"),
         T(3, 5, 7),
-        how={"name": "there and back"},
+        options={"name": "there and back"},
     ),
     # one dim, and that is cut: there is nowhere to move it, once all of the spectrum is wanted
-    case(lambda x: fft.fft(x) + 0, T(8, dtype=C), how=FEW | {"gather": True, "name": "fft of one dim"}),
-    case(lambda x: fft.fft(x)[2:4], T(8, dtype=C), how=FEW | {"name": "some of one dim"}),
-    case(fft.fft, T(4, 5), 0, how=FEW),
-    case(fft.fftn, T(4, 5), dim=(0, 0), how=FEW | {"gather": True}),
-    case(fft.fftshift, T(4, 5), how=FEW),
-    case(fft.ifftshift, T(4, 5), dim=1, how=FEW),
+    case(lambda x: fft.fft(x) + 0, T(8, dtype=C), options=FEW | {"may_gather": True, "name": "fft of one dim"}),
+    case(lambda x: fft.fft(x)[2:4], T(8, dtype=C), options=FEW | {"name": "some of one dim"}),
+    case(fft.fft, T(4, 5), 0, options=FEW),
+    case(fft.fftn, T(4, 5), dim=(0, 0), options=FEW | {"may_gather": True}),
+    case(fft.fftshift, T(4, 5), options=FEW),
+    case(fft.ifftshift, T(4, 5), dim=1, options=FEW),
 ]

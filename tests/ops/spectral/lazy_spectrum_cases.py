@@ -98,7 +98,7 @@ def kept_twice(x):
 
 low, mid, end = slice(0, 2), slice(1, 3), slice(-1, None)
 CASES = [
-    case(centre, T(*x, dtype=kind), T(*w, dtype=C), how=FEW, **more)
+    case(centre, T(*x, dtype=kind), T(*w, dtype=C), options=FEW, **more)
     for kind, x, w, more in [
         (torch.float64, (2, 2, 16), (2, 3, 2), {}),
         (torch.float64, (1, 2, 8, 10), (2, 3, 2, 2), {}),
@@ -110,14 +110,17 @@ CASES = [
     ]
 ]
 CASES += [
-    case(corners, T(1, 2, 8, 8), T(2, 2, 2, 2, dtype=C), T(2, 2, 2, 2, dtype=C), how=FEW),
-    case(four_corners, T(1, 2, 5, 6, 4), T(4, dtype=C, cut=()), how=FEW),
+    case(corners, T(1, 2, 8, 8), T(2, 2, 2, 2, dtype=C), T(2, 2, 2, 2, dtype=C), options=FEW),
+    case(four_corners, T(1, 2, 5, 6, 4), T(4, dtype=C, shard_dims=()), options=FEW),
     case(
-        double_backward(lambda x, w: centre(x, w)), T(1, 2, 6, 8), T(2, 1, 2, 2, dtype=C), how=FEW | {"name": "twice"}
+        double_backward(lambda x, w: centre(x, w)),
+        T(1, 2, 6, 8),
+        T(2, 1, 2, 2, dtype=C),
+        options=FEW | {"name": "twice"},
     ),
 ]
 CASES += [
-    case(filled, T(2, 8, 8), *more, how=FEW, **named)
+    case(filled, T(2, 8, 8), *more, options=FEW, **named)
     for more, named in [
         ((0, (low, low)), {}),
         ((0, (low, low), (end, low)), {"s": (8, 7)}),
@@ -130,9 +133,9 @@ CASES += [
         ((0, (low, low)), {"dim": (0, 2)}),
     ]
 ]
-CASES += [case(filled, T(2, 8, 8), 0, (low, low), how=FEW, undo=fft.ifft2)]
+CASES += [case(filled, T(2, 8, 8), 0, (low, low), options=FEW, undo=fft.ifft2)]
 CASES += [
-    case(used(after), T(3, 6, 8), how=FEW | {"name": name})
+    case(used(after), T(3, 6, 8), options=FEW | {"name": name})
     for name, after in {
         "times two": lambda s: s * 2,
         "real": lambda s: s.real,
@@ -147,7 +150,7 @@ CASES += [
         "shifted all over": lambda s: fft.fftshift(s)[:, 2:4, :2],
     }.items()
 ]
-CASES += [case(fn, T(2, 8, 8), how=FEW) for fn in (both, written, put_after_shift, kept_twice)]
+CASES += [case(fn, T(2, 8, 8), options=FEW) for fn in (both, written, put_after_shift, kept_twice)]
 
 
 # ---------------------------------------------------------------------- writes
@@ -258,7 +261,7 @@ def one_dim(x, w, dim, n=None, norm=None):
 
 
 CASES += [
-    case(fn, T(2, 8, 8), how=FEW)
+    case(fn, T(2, 8, 8), options=FEW)
     for fn in (
         part_written,
         part_written_after,
@@ -269,10 +272,10 @@ CASES += [
         step_by_step,
     )
 ]
-CASES += [case(fn, T(2, 8, 8), T(dtype=C), how=FEW) for fn in (scaled_block, hermitian)]
-CASES += [case(field_written, T(2, 8, 8, dtype=C), how=FEW)]
+CASES += [case(fn, T(2, 8, 8), T(dtype=C), options=FEW) for fn in (scaled_block, hermitian)]
+CASES += [case(field_written, T(2, 8, 8, dtype=C), options=FEW)]
 CASES += [
-    case(one_dim, T(*x, dtype=kind), T(2, dtype=C), dim, *more, how=FEW)
+    case(one_dim, T(*x, dtype=kind), T(2, dtype=C), dim, *more, options=FEW)
     for kind, x, dim, more in [
         (torch.float64, (3, 9), 1, ()),
         (torch.float64, (9, 3), 0, (12, "ortho")),
@@ -281,12 +284,22 @@ CASES += [
     ]
 ]
 CASES += [
-    case(lambda x, f=fn, n=norm: f(x, norm=n)[..., 1:3], T(3, 9, dtype=C), how=FEW | {"name": f"{fn.__name__} {norm}"})
+    case(
+        lambda x, f=fn, n=norm: f(x, norm=n)[..., 1:3],
+        T(3, 9, dtype=C),
+        options=FEW | {"name": f"{fn.__name__} {norm}"},
+    )
     for fn, norm in [(fft.fft, "forward"), (fft.ifft, None), (fft.ifft, "ortho"), (fft.ifft2, "forward")]
 ]
 CASES += [
-    case(lambda x: fft.fftshift(fft.ifftn(x, dim=(1, 2)))[:, 2:4, :2], T(2, 6, 8), how=FEW | {"name": "ifftn shifted"}),
     case(
-        lambda x: (fft.rfft2(x).new_zeros(2, 8, 5), fft.rfft2(x).new_tensor(1)), T(2, 8, 8), how=FEW | {"name": "new"}
+        lambda x: fft.fftshift(fft.ifftn(x, dim=(1, 2)))[:, 2:4, :2],
+        T(2, 6, 8),
+        options=FEW | {"name": "ifftn shifted"},
+    ),
+    case(
+        lambda x: (fft.rfft2(x).new_zeros(2, 8, 5), fft.rfft2(x).new_tensor(1)),
+        T(2, 8, 8),
+        options=FEW | {"name": "new"},
     ),
 ]

@@ -54,10 +54,10 @@ def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=Fa
     return inverse(out, s=goal, dim=dims, norm=norm)
 
 
-def layer(x, weight, n_modes, **how):
+def layer(x, weight, n_modes, **more):
     """Ours on pieces, torch's on one device: the row compares the two."""
     ours = isinstance(x, ShardTensor) or isinstance(weight, ShardTensor)
-    return spectral_conv(x, weight, n_modes, **how) if ours else plain_layer(x, weight, n_modes, **how)
+    return spectral_conv(x, weight, n_modes, **more) if ours else plain_layer(x, weight, n_modes, **more)
 
 
 def forward(x, dims, modes, norm=None):
@@ -85,7 +85,7 @@ def inverse(y, dims, modes, sizes, norm=None, real=False):
 
 
 CASES = [
-    case(forward, T(2, 5, 6, dtype=kind), *more, how=FEW)
+    case(forward, T(2, 5, 6, dtype=kind), *more, options=FEW)
     for kind in (R, C)
     for more in [
         ((2,), ((0, 1, 2),)),
@@ -95,9 +95,9 @@ CASES = [
         ((0, 1, 2), ((1,), (0, -1), (0, 1))),
     ]
 ]
-CASES += [case(forward, T(2, 5, 6), (1,), ((),), how=FEW)]
+CASES += [case(forward, T(2, 5, 6), (1,), ((),), options=FEW)]
 CASES += [
-    case(inverse, T(2, 3, 4, dtype=C), *more, how=FEW)
+    case(inverse, T(2, 3, 4, dtype=C), *more, options=FEW)
     for more in [
         ((2,), ((0, 1, 2, 3),), (6,), None, True),
         ((2,), ((0, 1, 2, 3),), (7,), "ortho", True),
@@ -108,7 +108,7 @@ CASES += [
     ]
 ]
 CASES += [
-    case(layer, T(*x, dtype=kind), T(*w, dtype=C), modes, **more, how=FEW)
+    case(layer, T(*x, dtype=kind), T(*w, dtype=C), modes, **more, options=FEW)
     for kind, x, w, modes, more in [
         (R, (2, 3, 7), (3, 2, 3), (4,), {}),
         (R, (1, 2, 6), (2, 3, 4), (6,), {"norm": "ortho"}),
@@ -132,6 +132,6 @@ CASES += [
         double_backward(lambda x, w: layer(x, w, (2, 2))),
         T(1, 2, 4, 5),
         T(2, 1, 2, 2, dtype=C),
-        how={"name": "a gradient of the layer", "layouts": 4},
+        options={"name": "a gradient of the layer", "layouts": 4},
     ),
 ]

@@ -13,7 +13,7 @@ FIELD = {"layouts": 16}
 
 def spatial(*shape, **more):
     """A field that is cut along its spatial dims only."""
-    return T(*shape, cut=tuple(range(2, len(shape))), **more)
+    return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def autocast(call):
@@ -28,18 +28,27 @@ def autocast(call):
 
 CASES = [
     # ---- any cut of input, weight and bias
-    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, how=FIELD),
-    case(F.conv2d, T(2, 4, 6, 5), T(6, 2, 3, 3), T(6), padding=1, groups=2, how=FIELD),
-    case(F.conv2d, T(2, 4, 6, 5), T(4, 1, 3, 3), None, padding=1, groups=4, how=SOME),
-    case(F.conv1d, T(3, 2, 9), T(4, 2, 3), T(4), how=SOME),
-    case(F.conv3d, T(1, 2, 5, 4, 6), T(3, 2, 3, 3, 3), T(3), padding=1, how=SOME),
-    case(F.conv_transpose2d, T(2, 3, 5, 4), T(3, 4, 3, 3), T(4), 2, 1, 1, how=FIELD),
-    case(F.conv_transpose2d, T(2, 4, 5, 4), T(4, 3, 2, 2), T(6), 2, 0, 0, 2, how=SOME),
-    case(F.conv_transpose1d, T(2, 3, 7), T(3, 2, 4), T(2), stride=2, padding=1, how=SOME),
-    case(F.conv_transpose3d, T(1, 2, 4, 3, 5), T(2, 2, 2, 3, 2), None, 2, how=FEW),
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, options=FIELD),
+    case(F.conv2d, T(2, 4, 6, 5), T(6, 2, 3, 3), T(6), padding=1, groups=2, options=FIELD),
+    case(F.conv2d, T(2, 4, 6, 5), T(4, 1, 3, 3), None, padding=1, groups=4, options=SOME),
+    case(F.conv1d, T(3, 2, 9), T(4, 2, 3), T(4), options=SOME),
+    case(F.conv3d, T(1, 2, 5, 4, 6), T(3, 2, 3, 3, 3), T(3), padding=1, options=SOME),
+    case(F.conv_transpose2d, T(2, 3, 5, 4), T(3, 4, 3, 3), T(4), 2, 1, 1, options=FIELD),
+    case(F.conv_transpose2d, T(2, 4, 5, 4), T(4, 3, 2, 2), T(6), 2, 0, 0, 2, options=SOME),
+    case(F.conv_transpose1d, T(2, 3, 7), T(3, 2, 4), T(2), stride=2, padding=1, options=SOME),
+    case(F.conv_transpose3d, T(1, 2, 4, 3, 5), T(2, 2, 2, 3, 2), None, 2, options=FEW),
     # ---- a field cut along its spatial dims: kernels, strides, dilations, paddings
     *(
-        case(F.conv2d, spatial(1, 2, 11, 9), T(2, 2, *k, cut=()), None, stride=s, padding=p, dilation=d, how=FEW)
+        case(
+            F.conv2d,
+            spatial(1, 2, 11, 9),
+            T(2, 2, *k, shard_dims=()),
+            None,
+            stride=s,
+            padding=p,
+            dilation=d,
+            options=FEW,
+        )
         for k, s, p, d in [
             ((3, 3), 2, 1, 1),
             ((3, 3), 1, 2, 2),
@@ -59,11 +68,22 @@ CASES = [
         ]
     ),
     *(
-        case(F.conv2d, spatial(1, 2, 8, 9), T(2, 2, *k, cut=()), None, 1, mode, d, how=FEW)
+        case(F.conv2d, spatial(1, 2, 8, 9), T(2, 2, *k, shard_dims=()), None, 1, mode, d, options=FEW)
         for k, mode, d in [((3, 3), "same", 1), ((4, 2), "same", 1), ((2, 3), "same", 3), ((3, 2), "valid", 2)]
     ),
     *(
-        case(F.conv_transpose2d, spatial(1, 2, 6, 5), T(2, 3, *k, cut=()), T(3, cut=()), s, p, o, 1, d, how=FEW)
+        case(
+            F.conv_transpose2d,
+            spatial(1, 2, 6, 5),
+            T(2, 3, *k, shard_dims=()),
+            T(3, shard_dims=()),
+            s,
+            p,
+            o,
+            1,
+            d,
+            options=FEW,
+        )
         for k, s, p, o, d in [
             ((3, 3), 1, 1, 0, 1),
             ((3, 3), 2, 1, 1, 1),
@@ -78,29 +98,31 @@ CASES = [
         ]
     ),
     # ---- a result shorter than the mesh, one row, unbatched
-    case(F.conv2d, spatial(2, 2, 5, 5), T(3, 2, 5, 5), T(3), how=FEW),
-    case(F.conv2d, T(3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, stride=2, how=SOME),
-    case(F.conv1d, T(2, 9), T(4, 2, 4), padding=2, how=FEW),
-    case(F.conv_transpose2d, T(3, 5, 4), T(3, 2, 3, 3), T(2), 2, 1, how=FEW),
+    case(F.conv2d, spatial(2, 2, 5, 5), T(3, 2, 5, 5), T(3), options=FEW),
+    case(F.conv2d, T(3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, stride=2, options=SOME),
+    case(F.conv1d, T(2, 9), T(4, 2, 4), padding=2, options=FEW),
+    case(F.conv_transpose2d, T(3, 5, 4), T(3, 2, 3, 3), T(2), 2, 1, options=FEW),
     # ---- other dtypes, other spellings
-    case(F.conv2d, T(1, 2, 6, 5, dtype=torch.complex128), T(2, 2, 3, 3, dtype=torch.complex128), padding=1, how=FEW),
-    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, how=FEW),
-    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1, how=FEW),
-    case(F.conv2d, spatial(1, 2, 7, 6), T(2, 2, 3, 3), None, np.int64(2), [np.int64(1), 1], np.int64(1), how=FEW),
+    case(
+        F.conv2d, T(1, 2, 6, 5, dtype=torch.complex128), T(2, 2, 3, 3, dtype=torch.complex128), padding=1, options=FEW
+    ),
+    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, options=FEW),
+    case(torch.convolution, T(1, 2, 6, 5), T(2, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1, options=FEW),
+    case(F.conv2d, spatial(1, 2, 7, 6), T(2, 2, 3, 3), None, np.int64(2), [np.int64(1), 1], np.int64(1), options=FEW),
     case(
         lambda x, w: F.conv2d(x, w, None, torch.tensor(2), (torch.tensor(1), 0)),
         spatial(1, 2, 7, 6),
         T(2, 2, 3, 3),
-        how=FEW | {"name": "conv2d, stride and padding computed"},
+        options=FEW | {"name": "conv2d, stride and padding computed"},
     ),
     # ---- autocast, which lets a half field meet the parameters
     *(
         case(
             autocast(fn),
             spatial(1, 2, 7, 6, dtype=dtype),
-            T(2, 2, 3, 3, dtype=torch.float32, cut=()),
-            T(2, dtype=torch.float32, cut=()),
-            how=FEW | {"tolerance": 5e-2, "name": f"{name}, {dtype}"},
+            T(2, 2, 3, 3, dtype=torch.float32, shard_dims=()),
+            T(2, dtype=torch.float32, shard_dims=()),
+            options=FEW | {"tolerance": 5e-2, "name": f"{name}, {dtype}"},
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float64)  # the last is left as it is, and refused
         for name, fn in {
@@ -113,19 +135,19 @@ CASES = [
         torch.inference_mode()(lambda x, w: F.conv2d(x, w, padding=1).sum().cos()),
         T(2, 2, 6, 5),
         T(2, 2, 3, 3),
-        how=FEW | {"name": "conv, inference mode"},
+        options=FEW | {"name": "conv, inference mode"},
     ),
     # ---- bad calls
-    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), padding=-1, how=FEW),
-    case(F.conv_transpose2d, T(2, 3, 4, 5), T(3, 4, 3, 3), padding=-1, how=FEW),
-    case(F.conv2d, T(2, 3, 8, 7), T(4, 2, 3, 3), how=FEW),
-    case(F.conv2d, T(2, 3, 2, 7), T(4, 3, 3, 3), how=FEW),
-    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3, dtype=torch.float32), how=FEW),
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), padding=-1, options=FEW),
+    case(F.conv_transpose2d, T(2, 3, 4, 5), T(3, 4, 3, 3), padding=-1, options=FEW),
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 2, 3, 3), options=FEW),
+    case(F.conv2d, T(2, 3, 2, 7), T(4, 3, 3, 3), options=FEW),
+    case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3, dtype=torch.float32), options=FEW),
     case(
         lambda x, w: F.relu(F.conv_transpose2d(F.conv2d(x, w, padding=1, stride=2), w, padding=1), inplace=True),
         spatial(1, 2, 9, 8),
         T(2, 2, 4, 3),
-        how=SOME | {"name": "conv, in-place relu"},
+        options=SOME | {"name": "conv, in-place relu"},
     ),
     # ---- twice
     case(
@@ -133,48 +155,50 @@ CASES = [
         T(2, 2, 6, 5),
         T(2, 2, 3, 3),
         T(2),
-        how=SOME | {"name": "conv, twice"},
+        options=SOME | {"name": "conv, twice"},
     ),
     case(
         double_backward(lambda x, w: F.conv_transpose2d(x, w, None, 2, 1)),
         T(1, 2, 4, 5),
         T(2, 2, 3, 3),
-        how=FEW | {"name": "conv_transpose, twice"},
+        options=FEW | {"name": "conv_transpose, twice"},
     ),
     # ---- fields flattened by a view: one point looks at no neighbour, and nothing moves
     case(
         lambda x, w, b: F.conv1d(x.flatten(2), w, b).unflatten(2, (4, 6)),
         spatial(2, 3, 4, 6),
-        T(5, 3, 1, cut=()),
-        T(5, cut=()),
-        how=FIELD | {"name": "flattened, by point", "free": True, "partial": False},
+        T(5, 3, 1, shard_dims=()),
+        T(5, shard_dims=()),
+        options=FIELD | {"name": "flattened, by point", "no_messages": True, "try_partial": False},
     ),
-    case(lambda x, w: F.conv1d(x.flatten(2), w), T(2, 3, 4, 6), T(5, 3, 1), how=SOME | {"name": "flattened, any cut"}),
+    case(
+        lambda x, w: F.conv1d(x.flatten(2), w), T(2, 3, 4, 6), T(5, 3, 1), options=SOME | {"name": "flattened, any cut"}
+    ),
     case(
         lambda x, w, b: F.conv1d(x.flatten(2), w, b, padding=1),
         T(2, 3, 4, 6),
         T(2, 3, 3),
         T(2),
-        how=SOME | {"name": "flattened, with neighbours"},
+        options=SOME | {"name": "flattened, with neighbours"},
     ),
     case(
         lambda x, w: F.conv1d(x.flatten(1), w, groups=3),
         T(3, 4, 6),
         T(6, 1, 1),
-        how=SOME | {"name": "no batch, groups"},
+        options=SOME | {"name": "no batch, groups"},
     ),
     case(
         double_backward(lambda x, w, b: F.conv1d(x.flatten(2), w, b)),
         T(1, 2, 4, 3),
         T(2, 2, 1),
         T(2),
-        how=FEW | {"name": "flattened, twice"},
+        options=FEW | {"name": "flattened, twice"},
     ),
     case(
         autocast(lambda x, w, b: F.conv1d(x.flatten(2), w, b)),
         T(1, 2, 4, 3, dtype=torch.float32),
         T(2, 2, 1, dtype=torch.float32),
         T(2, dtype=torch.float32),
-        how=FEW | {"name": "flattened, autocast", "tolerance": 5e-2},
+        options=FEW | {"name": "flattened, autocast", "tolerance": 5e-2},
     ),
 ]

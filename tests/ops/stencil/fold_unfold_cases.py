@@ -33,10 +33,10 @@ def drawn(x):
 samples = T(2, 3, 2, fill="unit", grad=False)
 CASES = [
     # ---- patches as columns
-    case(F.unfold, T(2, 3, 6, 5), 2, how=FIELD),
-    case(F.unfold, T(2, 3, 6, 5), 3, padding=1, how=FIELD),
+    case(F.unfold, T(2, 3, 6, 5), 2, options=FIELD),
+    case(F.unfold, T(2, 3, 6, 5), 3, padding=1, options=FIELD),
     *(
-        case(F.unfold, spatial(1, 2, 7, 6), k, d, p, s, how=FEW)
+        case(F.unfold, spatial(1, 2, 7, 6), k, d, p, s, options=FEW)
         for k, d, p, s in [
             (2, 1, 0, 2),
             ((3, 2), (2, 1), (1, 0), (1, 2)),
@@ -46,16 +46,16 @@ CASES = [
             (1, 1, 1, 2),
         ]
     ),
-    case(F.unfold, T(3, 6, 5), 2, 1, 1, how=FEW),
-    case(F.unfold, T(1, 2, 6, 5, dtype=torch.complex128), 2, padding=1, how=FEW),
-    case(F.unfold, T(2, 3, 6, 5), 7, how=FEW),
-    case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, how=FEW),
-    case(torch.nn.Unfold(2, stride=2), T(2, 3, 6, 4), how=FEW | {"name": "Unfold"}),
+    case(F.unfold, T(3, 6, 5), 2, 1, 1, options=FEW),
+    case(F.unfold, T(1, 2, 6, 5, dtype=torch.complex128), 2, padding=1, options=FEW),
+    case(F.unfold, T(2, 3, 6, 5), 7, options=FEW),
+    case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, options=FEW),
+    case(torch.nn.Unfold(2, stride=2), T(2, 3, 6, 4), options=FEW | {"name": "Unfold"}),
     # ---- columns added up
-    case(F.fold, T(2, 12, 20), (6, 5), 2, how=FIELD),
-    case(F.fold, T(2, 18, 30), (6, 5), 3, padding=1, how=FIELD),
+    case(F.fold, T(2, 12, 20), (6, 5), 2, options=FIELD),
+    case(F.fold, T(2, 18, 30), (6, 5), 3, padding=1, options=FIELD),
     *(
-        case(F.fold, T(1, 2 * k[0] * k[1], n, cut=(2,)), (7, 6), k, d, p, s, how=FEW)
+        case(F.fold, T(1, 2 * k[0] * k[1], n, shard_dims=(2,)), (7, 6), k, d, p, s, options=FEW)
         for k, d, p, s, n in [
             ((2, 2), 1, 0, 2, 9),
             ((3, 2), (2, 1), (1, 0), (1, 2), 15),
@@ -64,37 +64,37 @@ CASES = [
             ((1, 1), 1, 1, 2, 20),
         ]
     ),
-    case(F.fold, T(12, 20), (6, 5), 2, how=FEW),
-    case(F.fold, T(2, 12, 21), (6, 5), 2, how=FEW),
+    case(F.fold, T(12, 20), (6, 5), 2, options=FEW),
+    case(F.fold, T(2, 12, 21), (6, 5), 2, options=FEW),
     case(
         lambda x: F.fold(F.unfold(x, 3, padding=1).sin(), x.shape[2:], 3, padding=1),
         spatial(1, 2, 6, 5),
-        how=SOME | {"name": "unfold and fold"},
+        options=SOME | {"name": "unfold and fold"},
     ),
     # ---- pixels and channels
-    case(F.pixel_shuffle, T(2, 2, 8, 3, 4), 2, how=FEW),
-    case(F.pixel_shuffle, T(9, 3, 4), 3, how=FEW),
-    case(F.pixel_unshuffle, T(2, 2, 6, 4), 2, how=FEW),
-    case(F.pixel_unshuffle, T(2, 5, 4), 2, how=FEW),
-    case(torch.native_channel_shuffle, T(2, 6, 3, 2, grad=False), 2, how=FEW),
-    case(F.channel_shuffle, T(2, 6, 3), 4, how=FEW),
+    case(F.pixel_shuffle, T(2, 2, 8, 3, 4), 2, options=FEW),
+    case(F.pixel_shuffle, T(9, 3, 4), 3, options=FEW),
+    case(F.pixel_unshuffle, T(2, 2, 6, 4), 2, options=FEW),
+    case(F.pixel_unshuffle, T(2, 5, 4), 2, options=FEW),
+    case(torch.native_channel_shuffle, T(2, 6, 3, 2, grad=False), 2, options=FEW),
+    case(F.channel_shuffle, T(2, 6, 3), 4, options=FEW),
     # ---- maxima put back
-    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(48)), 2, how=FIELD),
-    case(F.max_unpool1d, T(2, 3, 5), T(2, 3, 5, fill=places(10)), 2, how=SOME),
-    case(F.max_unpool3d, T(2, 2, 2, 3, 2), T(2, 2, 2, 3, 2, fill=places(96)), 2, how=FEW),
+    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(48)), 2, options=FIELD),
+    case(F.max_unpool1d, T(2, 3, 5), T(2, 3, 5, fill=places(10)), 2, options=SOME),
+    case(F.max_unpool3d, T(2, 2, 2, 3, 2), T(2, 2, 2, 3, 2, fill=places(96)), 2, options=FEW),
     case(
         F.max_unpool2d,
         T(3, 4, 3),
         T(3, 4, 3, fill=lambda s, g: places(63)((3, 1, 4, 3), g)[:, 0]),
         2,
         output_size=(9, 7),
-        how=FEW,
+        options=FEW,
     ),
-    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(99)), 2, how=FEW),
-    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 3, 3, fill=places(20)), 2, how=FEW),
-    case(there_and_back, T(2, 2, 7, 6), how=SOME),
+    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(99)), 2, options=FEW),
+    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 3, 3, fill=places(20)), 2, options=FEW),
+    case(there_and_back, T(2, 2, 7, 6), options=SOME),
     # ---- windows of random sizes
-    case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, (4, 3), _random_samples=samples, how=SOME),
+    case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, (4, 3), _random_samples=samples, options=SOME),
     case(
         F.fractional_max_pool2d,
         T(2, 3, 7, 8),
@@ -102,14 +102,21 @@ CASES = [
         output_ratio=(0.5, 0.6),
         return_indices=True,
         _random_samples=samples,
-        how=FEW,
+        options=FEW,
     ),
-    case(F.fractional_max_pool2d, T(3, 7, 8), 2, 3, _random_samples=T(1, 3, 2, fill="unit", grad=False), how=FEW),
-    case(F.fractional_max_pool3d, T(2, 3, 4, 5, 4), 2, 2, _random_samples=T(2, 3, 3, fill="unit", grad=False), how=FEW),
-    case(drawn, T(2, 2, 7, 6), how=FEW),
-    case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, how=FEW),
+    case(F.fractional_max_pool2d, T(3, 7, 8), 2, 3, _random_samples=T(1, 3, 2, fill="unit", grad=False), options=FEW),
+    case(
+        F.fractional_max_pool3d,
+        T(2, 3, 4, 5, 4),
+        2,
+        2,
+        _random_samples=T(2, 3, 3, fill="unit", grad=False),
+        options=FEW,
+    ),
+    case(drawn, T(2, 2, 7, 6), options=FEW),
+    case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, options=FEW),
     # ---- twice
-    case(double_backward(lambda x: F.unfold(x, 3, padding=1)), T(1, 2, 5, 4), how=FEW | {"name": "unfold, twice"}),
-    case(double_backward(lambda x: F.fold(x, (5, 4), 2)), T(1, 8, 12), how=FEW | {"name": "fold, twice"}),
-    case(double_backward(lambda x: there_and_back(x)), T(1, 2, 5, 4), how=FEW | {"name": "max_unpool, twice"}),
+    case(double_backward(lambda x: F.unfold(x, 3, padding=1)), T(1, 2, 5, 4), options=FEW | {"name": "unfold, twice"}),
+    case(double_backward(lambda x: F.fold(x, (5, 4), 2)), T(1, 8, 12), options=FEW | {"name": "fold, twice"}),
+    case(double_backward(lambda x: there_and_back(x)), T(1, 2, 5, 4), options=FEW | {"name": "max_unpool, twice"}),
 ]

@@ -54,20 +54,20 @@ def rotated(x, angle):
 PADDINGS = ("zeros", "border", "reflection")
 CASES = [
     # ---- any cut of field and grid
-    case(F.grid_sample, T(2, 3, 6, 5), T(2, 4, 7, 2, fill=anywhere), align_corners=False, how=FIELD),
-    case(F.grid_sample, T(2, 3, 8, 6), T(2, 8, 6, 2, fill=near), align_corners=True, how=FIELD),
-    case(F.grid_sample, T(2, 2, 3, 4, 5), T(2, 3, 2, 4, 3, fill=anywhere), align_corners=False, how=FIELD),
-    case(F.grid_sample, T(1, 1, 3, 2), T(1, 9, 8, 2, fill=anywhere), align_corners=False, how=FIELD),
+    case(F.grid_sample, T(2, 3, 6, 5), T(2, 4, 7, 2, fill=anywhere), align_corners=False, options=FIELD),
+    case(F.grid_sample, T(2, 3, 8, 6), T(2, 8, 6, 2, fill=near), align_corners=True, options=FIELD),
+    case(F.grid_sample, T(2, 2, 3, 4, 5), T(2, 3, 2, 4, 3, fill=anywhere), align_corners=False, options=FIELD),
+    case(F.grid_sample, T(1, 1, 3, 2), T(1, 9, 8, 2, fill=anywhere), align_corners=False, options=FIELD),
     # ---- every mode
     *(
         case(
             F.grid_sample,
-            T(1, 2, 6, 5, cut=(2, 3)),
-            T(1, 4, 5, 2, fill=anywhere, cut=(1, 2)),
+            T(1, 2, 6, 5, shard_dims=(2, 3)),
+            T(1, 4, 5, 2, fill=anywhere, shard_dims=(1, 2)),
             mode=mode,
             padding_mode=padding,
             align_corners=corners,
-            how=FEW,
+            options=FEW,
         )
         for mode in ("bilinear", "nearest", "bicubic")
         for padding in PADDINGS
@@ -76,12 +76,12 @@ CASES = [
     *(
         case(
             F.grid_sample,
-            T(1, 2, 4, 3, 5, cut=(2, 3, 4)),
-            T(1, 2, 4, 3, 3, fill=anywhere, cut=(1, 2, 3)),
+            T(1, 2, 4, 3, 5, shard_dims=(2, 3, 4)),
+            T(1, 2, 4, 3, 3, fill=anywhere, shard_dims=(1, 2, 3)),
             mode=mode,
             padding_mode=padding,
             align_corners=corners,
-            how=FEW,
+            options=FEW,
         )
         for mode in ("bilinear", "nearest")
         for padding in PADDINGS
@@ -91,12 +91,12 @@ CASES = [
     *(
         case(
             F.grid_sample,
-            T(1, 2, 8, 4, cut=(2, 3)),
-            T(1, 4, 5, 2, fill=fill, cut=(1, 2)),
+            T(1, 2, 8, 4, shard_dims=(2, 3)),
+            T(1, 4, 5, 2, fill=fill, shard_dims=(1, 2)),
             mode=mode,
             padding_mode=padding,
             align_corners=corners,
-            how=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
+            options=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
         )
         for mode in ("bilinear", "nearest", "bicubic")
         for padding in PADDINGS
@@ -105,12 +105,12 @@ CASES = [
     *(
         case(
             F.grid_sample,
-            T(1, 1, 4, 3, 4, cut=(2, 3, 4)),
-            T(1, 2, 4, 3, 3, fill=fill, cut=(1, 2, 3)),
+            T(1, 1, 4, 3, 4, shard_dims=(2, 3, 4)),
+            T(1, 2, 4, 3, 3, fill=fill, shard_dims=(1, 2, 3)),
             mode=mode,
             padding_mode=padding,
             align_corners=False,
-            how=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
+            options=FEW | {"name": f"grid_sample {fill.__name__}", "grad": fill is ties},
         )
         for mode in ("bilinear", "nearest")
         for padding in PADDINGS
@@ -119,12 +119,12 @@ CASES = [
     *(
         case(
             F.grid_sample,
-            T(1, 2, 6, 5, fill=spoiled, grad=False, cut=(2, 3)),
-            T(1, 4, 5, 2, fill=anywhere, cut=(1, 2), grad=False),
+            T(1, 2, 6, 5, fill=spoiled, grad=False, shard_dims=(2, 3)),
+            T(1, 4, 5, 2, fill=anywhere, shard_dims=(1, 2), grad=False),
             mode=mode,
             padding_mode="zeros",
             align_corners=False,
-            how=FEW | {"name": "grid_sample spoiled"},
+            options=FEW | {"name": "grid_sample spoiled"},
         )
         for mode in ("bilinear", "nearest", "bicubic")
     ),
@@ -135,11 +135,11 @@ CASES = [
         T(1, 3, 2, 2, fill=anywhere),
         padding_mode="reflection",
         align_corners=True,
-        how=FEW,
+        options=FEW,
     ),
-    case(F.grid_sample, T(1, 2, 4, 3), T(1, 0, 2, 2, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(0, 2, 4, 3), T(0, 3, 2, 2, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(1, 0, 4, 3), T(1, 3, 2, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 4, 3), T(1, 0, 2, 2, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(0, 2, 4, 3), T(0, 3, 2, 2, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(1, 0, 4, 3), T(1, 3, 2, 2, fill=anywhere), align_corners=False, options=FEW),
     # ---- only one of the two has a gradient
     case(
         F.grid_sample,
@@ -147,7 +147,7 @@ CASES = [
         T(1, 4, 5, 2, fill=anywhere),
         mode="nearest",
         align_corners=False,
-        how=FEW,
+        options=FEW,
     ),
     case(
         F.grid_sample,
@@ -155,46 +155,52 @@ CASES = [
         T(1, 4, 5, 2, fill=anywhere, grad=False),
         mode="nearest",
         align_corners=False,
-        how=FEW,
+        options=FEW,
     ),
-    case(F.grid_sample, T(1, 2, 6, 5, grad=False), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5, grad=False), T(1, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
     # ---- other dtypes, other spellings
     case(
         lambda x, g: F.grid_sample(x.float(), g.float(), align_corners=False),
         T(1, 2, 6, 5),
         T(1, 4, 5, 2, fill=anywhere),
-        how=FEW | {"name": "grid_sample float32", "tolerance": 1e-5},
+        options=FEW | {"name": "grid_sample float32", "tolerance": 1e-5},
     ),
     case(
         lambda x, g: F.grid_sample(x.bfloat16(), g.bfloat16(), align_corners=False),
         T(1, 2, 6, 5),
         T(1, 4, 5, 2, fill=ties),
-        how=FEW | {"name": "grid_sample bfloat16", "tolerance": 5e-2, "grad": False},
+        options=FEW | {"name": "grid_sample bfloat16", "tolerance": 5e-2, "grad": False},
     ),
-    case(torch.grid_sampler, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 0, 1, False, how=FEW),
-    case(torch.grid_sampler_2d, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 2, 0, True, how=FEW),
-    case(torch.grid_sampler_3d, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), 0, 0, True, how=FEW),
+    case(torch.grid_sampler, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 0, 1, False, options=FEW),
+    case(torch.grid_sampler_2d, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 2, 0, True, options=FEW),
+    case(torch.grid_sampler_3d, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), 0, 0, True, options=FEW),
     # ---- bad calls
-    case(F.grid_sample, T(1, 2, 6, 5), T(2, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 3, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(1, 2, 0, 5), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(1, 2, 6), T(1, 4, 5, 2, fill=anywhere), align_corners=False, how=FEW),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), mode="linear", align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(2, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 3, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(1, 2, 0, 5), T(1, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(1, 2, 6), T(1, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), mode="linear", align_corners=False, options=FEW),
     case(
-        F.grid_sample, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), mode="bicubic", align_corners=False, how=FEW
+        F.grid_sample,
+        T(1, 2, 3, 4, 5),
+        T(1, 2, 2, 5, 3, fill=anywhere),
+        mode="bicubic",
+        align_corners=False,
+        options=FEW,
     ),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill="ints"), align_corners=False, how=FEW),
+    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill="ints"), align_corners=False, options=FEW),
     # ---- grids that are made
-    case(F.affine_grid, T(3, 2, 3), [3, 1, 4, 5], align_corners=False, how=FEW),
-    case(F.affine_grid, T(2, 3, 4), (2, 1, 4, 2, 5), align_corners=True, how=FEW),
-    case(F.affine_grid, T(2, 2, 3), [2, 1, 0, 5], align_corners=False, how=FEW),
-    case(F.affine_grid, T(2, 3, 3), [2, 1, 4, 5], align_corners=False, how=FEW),
-    case(rotated, T(2, 2, 6, 5), T(2), how=FIELD),
+    case(F.affine_grid, T(3, 2, 3), [3, 1, 4, 5], align_corners=False, options=FEW),
+    case(F.affine_grid, T(2, 3, 4), (2, 1, 4, 2, 5), align_corners=True, options=FEW),
+    case(F.affine_grid, T(2, 2, 3), [2, 1, 0, 5], align_corners=False, options=FEW),
+    case(F.affine_grid, T(2, 3, 3), [2, 1, 4, 5], align_corners=False, options=FEW),
+    case(rotated, T(2, 2, 6, 5), T(2), options=FIELD),
     # ---- twice
     case(
         double_backward(lambda x, g: F.grid_sample(x, g, align_corners=False)),
         T(1, 2, 5, 4),
         T(1, 3, 4, 2, fill=anywhere),
-        how=FEW | {"name": "grid_sample, twice", "grad": torch.__version__ >= "2.13"},  # torch 2.11 has no second one
+        options=FEW
+        | {"name": "grid_sample, twice", "grad": torch.__version__ >= "2.13"},  # torch 2.11 has no second one
     ),
 ]

@@ -9,12 +9,12 @@ from tests.harness import DEVICE, T, case, double_backward
 
 FEW = {"layouts": 3}
 FIELD = {"layouts": 12}
-FREE = {"layouts": 3, "free": True, "partial": False}
+NO_MESSAGES = {"layouts": 3, "no_messages": True, "try_partial": False}
 
 
 def spatial(*shape):
     """A field that is cut along its spatial dims only."""
-    return T(*shape, cut=tuple(range(2, len(shape))))
+    return T(*shape, shard_dims=tuple(range(2, len(shape))))
 
 
 def quietly(fn):
@@ -50,13 +50,13 @@ MODES = [
 CASES = [
     # ---- every mode: down, up, to one row, to sizes that have nothing in common with the field's
     *(
-        case(F.interpolate, spatial(1, 2, 8, 7), size=size, mode=mode, **how, how=FEW)
-        for mode, how in MODES
+        case(F.interpolate, spatial(1, 2, 8, 7), size=size, mode=mode, **kwargs, options=FEW)
+        for mode, kwargs in MODES
         for size in [(16, 14), (5, 11), (13, 2)]
     ),
     *(
-        case(F.interpolate, spatial(1, 2, 9, 6), scale_factor=factor, mode=mode, **how, how=FEW)
-        for mode, how in MODES
+        case(F.interpolate, spatial(1, 2, 9, 6), scale_factor=factor, mode=mode, **kwargs, options=FEW)
+        for mode, kwargs in MODES
         for factor in [(0.5, 2), (1 / 3, 3), (1.7, 0.6)]
     ),
     # ---- a size that a factor does not change: torch forgets the factor in some modes (and, antialiased, its backward
@@ -67,22 +67,22 @@ CASES = [
             spatial(1, 2, 9, 6),
             scale_factor=(1.1, 2.3),
             mode=mode,
-            **how,
+            **kwargs,
             # half way between two cells, a device's nearest-exact takes one, and its gradient is the other's
-            how=FEW | {"grad": "antialias" not in how and (mode != "nearest-exact" or DEVICE == "cpu")},
+            options=FEW | {"grad": "antialias" not in kwargs and (mode != "nearest-exact" or DEVICE == "cpu")},
         )
-        for mode, how in MODES
+        for mode, kwargs in MODES
     ),
     # ---- any cut
-    case(F.interpolate, T(2, 3, 8, 7), scale_factor=2, mode="bilinear", how=FIELD),
-    case(F.interpolate, T(2, 3, 8, 6), scale_factor=0.5, mode="bilinear", how=FIELD),
-    case(F.interpolate, T(2, 4, 6, 5), scale_factor=3, how=FIELD),
-    case(F.interpolate, T(2, 4, 6, 5), size=(9, 4), mode="bicubic", align_corners=True, how=FEW),
-    case(F.interpolate, T(2, 4, 6, 5), size=(3, 8), mode="area", how=FEW),
+    case(F.interpolate, T(2, 3, 8, 7), scale_factor=2, mode="bilinear", options=FIELD),
+    case(F.interpolate, T(2, 3, 8, 6), scale_factor=0.5, mode="bilinear", options=FIELD),
+    case(F.interpolate, T(2, 4, 6, 5), scale_factor=3, options=FIELD),
+    case(F.interpolate, T(2, 4, 6, 5), size=(9, 4), mode="bicubic", align_corners=True, options=FEW),
+    case(F.interpolate, T(2, 4, 6, 5), size=(3, 8), mode="area", options=FEW),
     # ---- one and three dims
     *(
-        case(F.interpolate, spatial(2, 1, 10), size=size, mode=mode, **how, how=FEW)
-        for mode, how in [
+        case(F.interpolate, spatial(2, 1, 10), size=size, mode=mode, **kwargs, options=FEW)
+        for mode, kwargs in [
             ("nearest", {}),
             ("nearest-exact", {}),
             ("area", {}),
@@ -92,8 +92,8 @@ CASES = [
         for size in [20, 7]
     ),
     *(
-        case(F.interpolate, spatial(1, 1, 5, 4, 6), scale_factor=factor, mode=mode, **how, how=FEW)
-        for mode, how in [
+        case(F.interpolate, spatial(1, 1, 5, 4, 6), scale_factor=factor, mode=mode, **kwargs, options=FEW)
+        for mode, kwargs in [
             ("nearest", {}),
             ("nearest-exact", {}),
             ("area", {}),
@@ -103,21 +103,27 @@ CASES = [
         for factor in [2, (0.6, 2, 1.3)]
     ),
     # ---- factors that are made of the sizes again
-    case(F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bilinear", recompute_scale_factor=True, how=FEW),
-    case(F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="nearest", recompute_scale_factor=True, how=FEW),
-    case(F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bicubic", recompute_scale_factor=False, how=FEW),
+    case(
+        F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bilinear", recompute_scale_factor=True, options=FEW
+    ),
+    case(
+        F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="nearest", recompute_scale_factor=True, options=FEW
+    ),
+    case(
+        F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bicubic", recompute_scale_factor=False, options=FEW
+    ),
     # ---- one device's own rounding: results of more than 128 rows and columns come from another kernel, whose backward
     # in float64 rounds otherwise than it does itself
     *(
-        case(F.interpolate, spatial(1, 2, 4, 6), size=size, mode=mode, how=FEW | {"grad": False})
+        case(F.interpolate, spatial(1, 2, 4, 6), size=size, mode=mode, options=FEW | {"grad": False})
         for mode in ("nearest", "nearest-exact")
         for size in [(82, 55), (123, 7)]
     ),
-    case(F.interpolate, spatial(1, 2, 3, 6), scale_factor=(2.3, 25.0), how=FEW | {"grad": False}),
+    case(F.interpolate, spatial(1, 2, 3, 6), scale_factor=(2.3, 25.0), options=FEW | {"grad": False}),
     # ---- whole factors on cuts that fit them, and the nearest cell in any case: nothing travels
     *(
-        case(F.interpolate, T(2, 2, 8, 6), **how, how=FREE)
-        for how in [
+        case(F.interpolate, T(2, 2, 8, 6), **kwargs, options=NO_MESSAGES)
+        for kwargs in [
             {"scale_factor": 2},
             {"scale_factor": 3, "mode": "nearest-exact"},
             {"size": (5, 11)},
@@ -128,69 +134,85 @@ CASES = [
         ]
     ),
     # ---- other dtypes
-    case(F.interpolate, T(2, 3, 6, 5, fill="ints", high=256, dtype=torch.uint8), size=(9, 4), how=FREE),
-    case(F.interpolate, T(2, 3, 6, 5, fill="ints", high=256, dtype=torch.uint8), size=(9, 4), mode="bilinear", how=FEW),
+    case(F.interpolate, T(2, 3, 6, 5, fill="ints", high=256, dtype=torch.uint8), size=(9, 4), options=NO_MESSAGES),
+    case(
+        F.interpolate,
+        T(2, 3, 6, 5, fill="ints", high=256, dtype=torch.uint8),
+        size=(9, 4),
+        mode="bilinear",
+        options=FEW,
+    ),
     case(
         F.interpolate,
         T(2, 6, 6, 5, fill="ints", high=256, dtype=torch.uint8),
         size=(4, 3),
         mode="bicubic",
         antialias=True,
-        how=FEW,
+        options=FEW,
     ),
-    case(F.interpolate, T(2, 3, 6, 5, dtype=torch.float32), size=(9, 4), mode="bicubic", how=FEW | {"tolerance": 1e-5}),
     case(
-        F.interpolate, T(2, 3, 6, 5, dtype=torch.bfloat16), size=(9, 4), mode="bilinear", how=FEW | {"tolerance": 2e-2}
+        F.interpolate,
+        T(2, 3, 6, 5, dtype=torch.float32),
+        size=(9, 4),
+        mode="bicubic",
+        options=FEW | {"tolerance": 1e-5},
+    ),
+    case(
+        F.interpolate,
+        T(2, 3, 6, 5, dtype=torch.bfloat16),
+        size=(9, 4),
+        mode="bilinear",
+        options=FEW | {"tolerance": 2e-2},
     ),
     # ---- infinities and NaN stay where one device has them
     *(
-        case(F.interpolate, T(1, 2, 8, 6, fill=spoiled, grad=False), size=(5, 9), mode=mode, **how, how=FEW)
-        for mode, how in MODES
+        case(F.interpolate, T(1, 2, 8, 6, fill=spoiled, grad=False), size=(5, 9), mode=mode, **kwargs, options=FEW)
+        for mode, kwargs in MODES
     ),
     # ---- other spellings
-    case(quietly(F.upsample), T(1, 2, 4, 5), scale_factor=2, mode="bilinear", how=FEW | {"name": "upsample"}),
-    case(quietly(F.upsample_nearest), T(1, 2, 4, 5), scale_factor=2, how=FEW | {"name": "upsample_nearest"}),
-    case(quietly(F.upsample_bilinear), T(1, 2, 4, 5), size=(7, 9), how=FEW | {"name": "upsample_bilinear"}),
-    case(torch.nn.Upsample(scale_factor=(1.5, 2), mode="bicubic"), T(1, 2, 4, 5), how=FEW | {"name": "Upsample"}),
-    case(torch._C._nn.upsample_nearest1d, T(2, 2, 7), [10], how=FEW),
-    case(torch._C._nn.upsample_nearest2d, T(1, 2, 4, 5), None, [2.0, 1.6], how=FEW),
-    case(torch._C._nn._upsample_nearest_exact2d, T(1, 2, 4, 5), [9, 3], scales_h=None, scales_w=None, how=FEW),
-    case(torch._C._nn.upsample_linear1d, T(2, 2, 7), [10], True, how=FEW),
-    case(torch._C._nn.upsample_bilinear2d, T(1, 2, 4, 5), [9, 3], False, 2.0, 0.7, how=FEW),
-    case(torch._C._nn.upsample_bicubic2d, T(1, 2, 4, 5), [9, 3], align_corners=True, how=FEW),
-    case(torch._C._nn._upsample_bilinear2d_aa, T(1, 2, 8, 5), [3, 9], False, how=FEW),
-    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), None, False, (2.0, 1.0, 0.5), how=FEW),
-    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), [2, 2], False, how=FEW),
+    case(quietly(F.upsample), T(1, 2, 4, 5), scale_factor=2, mode="bilinear", options=FEW | {"name": "upsample"}),
+    case(quietly(F.upsample_nearest), T(1, 2, 4, 5), scale_factor=2, options=FEW | {"name": "upsample_nearest"}),
+    case(quietly(F.upsample_bilinear), T(1, 2, 4, 5), size=(7, 9), options=FEW | {"name": "upsample_bilinear"}),
+    case(torch.nn.Upsample(scale_factor=(1.5, 2), mode="bicubic"), T(1, 2, 4, 5), options=FEW | {"name": "Upsample"}),
+    case(torch._C._nn.upsample_nearest1d, T(2, 2, 7), [10], options=FEW),
+    case(torch._C._nn.upsample_nearest2d, T(1, 2, 4, 5), None, [2.0, 1.6], options=FEW),
+    case(torch._C._nn._upsample_nearest_exact2d, T(1, 2, 4, 5), [9, 3], scales_h=None, scales_w=None, options=FEW),
+    case(torch._C._nn.upsample_linear1d, T(2, 2, 7), [10], True, options=FEW),
+    case(torch._C._nn.upsample_bilinear2d, T(1, 2, 4, 5), [9, 3], False, 2.0, 0.7, options=FEW),
+    case(torch._C._nn.upsample_bicubic2d, T(1, 2, 4, 5), [9, 3], align_corners=True, options=FEW),
+    case(torch._C._nn._upsample_bilinear2d_aa, T(1, 2, 8, 5), [3, 9], False, options=FEW),
+    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), None, False, (2.0, 1.0, 0.5), options=FEW),
+    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), [2, 2], False, options=FEW),
     # ---- channels last, of which torch makes results by other kernels
     *(
         case(
             lambda x, mode=mode: F.interpolate(
                 x.contiguous(memory_format=torch.channels_last), size=(7, 123), mode=mode
             ),
-            T(1, 4, 5, 3, cut=(2,)),
-            how=FEW | {"name": f"channels last {mode}", "partial": False},
+            T(1, 4, 5, 3, shard_dims=(2,)),
+            options=FEW | {"name": f"channels last {mode}", "try_partial": False},
         )
         for mode in ("nearest", "nearest-exact", "bilinear")
     ),
     # ---- nothing there, bad calls
-    case(F.interpolate, T(0, 2, 4, 5), scale_factor=2, how=FEW),
-    case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, mode="area", how=FEW | {"grad": False}),
-    case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, how=FEW),
-    case(F.interpolate, T(1, 2, 0, 5), scale_factor=2, how=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), mode="area", how=FEW | {"grad": False}),
-    case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), how=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), how=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="trilinear", how=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="nearest", align_corners=True, how=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=(3, 4, 5), how=FEW),
-    case(F.interpolate, T(1, 2, 4, fill="ints"), size=3, how=FEW),
-    case(F.interpolate, T(4, 5), size=3, how=FEW),
+    case(F.interpolate, T(0, 2, 4, 5), scale_factor=2, options=FEW),
+    case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, mode="area", options=FEW | {"grad": False}),
+    case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, options=FEW),
+    case(F.interpolate, T(1, 2, 0, 5), scale_factor=2, options=FEW),
+    case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), mode="area", options=FEW | {"grad": False}),
+    case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), options=FEW),
+    case(F.interpolate, T(1, 2, 4, 5), options=FEW),
+    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="trilinear", options=FEW),
+    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="nearest", align_corners=True, options=FEW),
+    case(F.interpolate, T(1, 2, 4, 5), size=(3, 4, 5), options=FEW),
+    case(F.interpolate, T(1, 2, 4, fill="ints"), size=3, options=FEW),
+    case(F.interpolate, T(4, 5), size=3, options=FEW),
     # ---- twice
     *(
         case(
             double_backward(lambda x, mode=mode, size=size: F.interpolate(x, size=size, mode=mode)),
             T(2, 2, 6, 5),
-            how=FEW | {"name": f"{mode} {size}, twice"},
+            options=FEW | {"name": f"{mode} {size}, twice"},
         )
         for mode in ("nearest", "bilinear", "bicubic", "area")
         for size in [(12, 10), (4, 7)]

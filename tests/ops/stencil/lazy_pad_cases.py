@@ -13,7 +13,7 @@ FIELD = {"layouts": 16}
 
 def spatial(*shape, **more):
     """A field that is cut along its spatial dims only."""
-    return T(*shape, cut=tuple(range(2, len(shape))), **more)
+    return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def sphere(x):
@@ -68,19 +68,25 @@ def without_grad(x, weight):
 
 CASES = [
     # ---- a boundary along each dim
-    case(lambda x, w, b: F.conv2d(sphere(x), w, b), T(2, 3, 6, 7), T(4, 3, 3, 3), T(4), how=FIELD | {"name": "sphere"}),
+    case(
+        lambda x, w, b: F.conv2d(sphere(x), w, b),
+        T(2, 3, 6, 7),
+        T(4, 3, 3, 3),
+        T(4),
+        options=FIELD | {"name": "sphere"},
+    ),
     case(
         lambda x, w, b: F.conv2d(F.pad(F.pad(x, (2, 2, 0, 0), mode="circular"), (0, 0, 2, 1)), w, b),
         spatial(1, 2, 6, 7),
         T(2, 2, 4, 5),
         T(2),
-        how=FIELD | {"name": "circular and zeros"},
+        options=FIELD | {"name": "circular and zeros"},
     ),
     case(
         lambda x, w: F.conv2d(F.pad(x, (2, 1, 0, 0), mode="circular"), w, padding=(1, 1), stride=2),
         spatial(1, 2, 7, 6),
         T(2, 2, 3, 3),
-        how=SOME | {"name": "circular, and zeros of the convolution"},
+        options=SOME | {"name": "circular, and zeros of the convolution"},
     ),
     *(
         case(
@@ -90,7 +96,7 @@ CASES = [
             T(4),
             mode,
             padding,
-            how=SOME,
+            options=SOME,
         )
         for mode, kernel, padding in [
             ("circular", (3, 3), 1),
@@ -109,7 +115,7 @@ CASES = [
             mode,
             s,
             d,
-            how=SOME | {"name": "thin"},
+            options=SOME | {"name": "thin"},
         )
         for pad, mode, k, s, d in [
             ((5, 4), "circular", 3, 1, 1),
@@ -125,25 +131,27 @@ CASES = [
         lambda x, w: F.conv3d(F.pad(x, (1, 1, 1, 1, 1, 1), mode="circular"), w, groups=2),
         T(1, 2, 3, 4, 4),
         T(2, 1, 3, 3, 3),
-        how=FEW | {"name": "three dims, groups"},
+        options=FEW | {"name": "three dims, groups"},
     ),
-    case(lambda x, w: F.conv2d(sphere(x), w), T(3, 5, 6), T(2, 3, 3, 3), how=FEW | {"name": "sphere without a batch"}),
+    case(
+        lambda x, w: F.conv2d(sphere(x), w), T(3, 5, 6), T(2, 3, 3, 3), options=FEW | {"name": "sphere without a batch"}
+    ),
     case(
         lambda x, w: F.conv2d(sphere(x), w),
         T(1, 2, 4, 5, dtype=torch.complex128),
         T(2, 2, 3, 3, dtype=torch.complex128),
-        how=FEW | {"name": "sphere of complex numbers"},
+        options=FEW | {"name": "sphere of complex numbers"},
     ),
     case(
         double_backward(lambda x, w, b: F.conv2d(sphere(x), w, b)),
         spatial(1, 2, 4, 5),
         T(2, 2, 3, 3),
         T(2),
-        how=SOME | {"name": "sphere, twice"},
+        options=SOME | {"name": "sphere, twice"},
     ),
     # ---- pools and patches
     *(
-        case(lambda x, fn=fn: fn(sphere(x)), T(2, 2, 6, 7), how=SOME | {"name": f"sphere, {name}"})
+        case(lambda x, fn=fn: fn(sphere(x)), T(2, 2, 6, 7), options=SOME | {"name": f"sphere, {name}"})
         for name, fn in {
             "max_pool": lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True),
             "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
@@ -155,7 +163,7 @@ CASES = [
         case(
             lambda x, fn=fn: fn(F.pad(F.pad(x, (3, 2, 0, 0), mode="circular"), (0, 0, 1, 0))),
             spatial(1, 2, 5, 6),
-            how=SOME | {"name": f"circular and zeros, {name}"},
+            options=SOME | {"name": f"circular and zeros, {name}"},
         )
         for name, fn in {
             "max_pool": lambda x: F.max_pool2d(x, 3, 1, 1),
@@ -164,22 +172,22 @@ CASES = [
         }.items()
     ),
     # ---- other uses of the padded field
-    case(written, T(2, 2, 7), T(2, 2, 4), how=SOME),
-    case(read_again, spatial(1, 2, 5, 6), T(2, 2, 3, 3), how=SOME),
-    case(without_grad, spatial(1, 2, 6), T(2, 2, 4), how=FEW),
+    case(written, T(2, 2, 7), T(2, 2, 4), options=SOME),
+    case(read_again, spatial(1, 2, 5, 6), T(2, 2, 3, 3), options=SOME),
+    case(without_grad, spatial(1, 2, 6), T(2, 2, 4), options=FEW),
     case(
         lambda x: torch.roll(F.pad(x, (1, 1), mode="circular"), 1, -1)[..., 1:].flatten(1),
         spatial(1, 2, 6),
-        how=FEW | {"name": "circular, rolled"},
+        options=FEW | {"name": "circular, rolled"},
     ),
     case(
         lambda x: torch.fft.fftshift(torch.fft.rfft(F.pad(x, (1, 1), mode="circular")), -1).abs(),
         spatial(3, 4, 6),
-        how=FEW | {"name": "circular, transformed"},
+        options=FEW | {"name": "circular, transformed"},
     ),
     case(
         lambda x: torch.fft.fftshift(F.pad(x, (1, 1), mode="circular")),
         spatial(1, 2, 6),
-        how=FEW | {"name": "circular, shifted"},
+        options=FEW | {"name": "circular, shifted"},
     ),
 ]

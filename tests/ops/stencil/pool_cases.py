@@ -10,9 +10,9 @@ SOME = {"layouts": 12}
 FIELD = {"layouts": 16}
 
 
-def spatial(*shape, **how):
+def spatial(*shape, **more):
     """A field that is cut along its spatial dims only."""
-    return T(*shape, cut=tuple(range(2, len(shape))), **how)
+    return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def ties(shape, generator):
@@ -39,18 +39,18 @@ def autocast(call):
 
 CASES = [
     # ---- any cut
-    case(F.max_pool2d, T(2, 3, 8, 7), 2, how=FIELD),
-    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 1, how=FIELD),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 2, how=FIELD),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 2, 1, how=FIELD),
-    case(F.max_pool1d, T(2, 3, 9), 3, how=SOME),
-    case(F.max_pool1d, T(2, 3, 9), 3, 1, 1, how=SOME),
-    case(F.avg_pool1d, T(2, 3, 9), 3, 2, 1, how=SOME),
-    case(F.max_pool3d, T(2, 2, 5, 4, 6), 2, 1, 1, how=SOME),
-    case(F.avg_pool3d, T(2, 2, 5, 4, 6), 3, 2, 1, how=SOME),
+    case(F.max_pool2d, T(2, 3, 8, 7), 2, options=FIELD),
+    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 1, options=FIELD),
+    case(F.avg_pool2d, T(2, 3, 8, 7), 2, options=FIELD),
+    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 2, 1, options=FIELD),
+    case(F.max_pool1d, T(2, 3, 9), 3, options=SOME),
+    case(F.max_pool1d, T(2, 3, 9), 3, 1, 1, options=SOME),
+    case(F.avg_pool1d, T(2, 3, 9), 3, 2, 1, options=SOME),
+    case(F.max_pool3d, T(2, 2, 5, 4, 6), 2, 1, 1, options=SOME),
+    case(F.avg_pool3d, T(2, 2, 5, 4, 6), 3, 2, 1, options=SOME),
     # ---- a field cut along its spatial dims: kernels, strides, paddings, dilations, ceil_mode
     *(
-        case(F.max_pool2d, spatial(1, 2, 11, 9), k, s, p, d, ceil, how=FEW)
+        case(F.max_pool2d, spatial(1, 2, 11, 9), k, s, p, d, ceil, options=FEW)
         for k, s, p, d, ceil in [
             (3, 1, 1, 1, False),
             (2, 3, 1, 1, True),
@@ -65,7 +65,7 @@ CASES = [
         ]
     ),
     *(
-        case(F.avg_pool2d, spatial(1, 2, 11, 9), k, s, p, ceil, pad, divisor, how=FEW)
+        case(F.avg_pool2d, spatial(1, 2, 11, 9), k, s, p, ceil, pad, divisor, options=FEW)
         for k, s, p, ceil, pad, divisor in [
             (3, 1, 1, False, False, None),
             (3, 2, 1, True, True, None),
@@ -78,59 +78,61 @@ CASES = [
             (2, 5, 0, False, True, None),
         ]
     ),
-    case(F.avg_pool1d, T(2, 9), 4, 3, 2, True, False, how=SOME),
-    case(F.avg_pool3d, spatial(1, 1, 5, 6, 4), 3, 2, 1, True, False, how=FEW),
-    case(F.avg_pool3d, spatial(1, 1, 5, 6, 4), 3, 2, 1, True, True, -3, how=FEW),
+    case(F.avg_pool1d, T(2, 9), 4, 3, 2, True, False, options=SOME),
+    case(F.avg_pool3d, spatial(1, 1, 5, 6, 4), 3, 2, 1, True, False, options=FEW),
+    case(F.avg_pool3d, spatial(1, 1, 5, 6, 4), 3, 2, 1, True, True, -3, options=FEW),
     # ---- indices, ties, NaN and infinity
-    case(F.max_pool1d, T(2, 3, 9, fill=ties), 3, 2, 1, return_indices=True, how=SOME),
-    case(F.max_pool2d, T(2, 3, 8, 7, fill=ties), 3, 2, 1, return_indices=True, how=FIELD),
-    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=ties), 2, 1, return_indices=True, how=SOME),
-    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=ties), 3, 3, 1, 2, True, return_indices=True, how=SOME),
-    case(F.max_pool3d, spatial(1, 2, 4, 5, 4, fill=ties), 3, 2, 1, return_indices=True, how=FEW),
-    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=rough, grad=False), 3, 2, 1, return_indices=True, how=SOME),
-    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=rough, grad=False), 2, 1, 1, 3, return_indices=True, how=SOME),
-    case(F.max_pool2d_with_indices, T(2, 3, 6, 7, fill=ties), 2, 2, 1, how=FEW),
-    case(F.max_pool1d_with_indices, T(2, 3, 6, fill=ties), 2, 2, 1, how=FEW),
-    case(F.max_pool3d_with_indices, T(1, 2, 6, 3, 4, fill=ties), 2, how=FEW),
+    case(F.max_pool1d, T(2, 3, 9, fill=ties), 3, 2, 1, return_indices=True, options=SOME),
+    case(F.max_pool2d, T(2, 3, 8, 7, fill=ties), 3, 2, 1, return_indices=True, options=FIELD),
+    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=ties), 2, 1, return_indices=True, options=SOME),
+    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=ties), 3, 3, 1, 2, True, return_indices=True, options=SOME),
+    case(F.max_pool3d, spatial(1, 2, 4, 5, 4, fill=ties), 3, 2, 1, return_indices=True, options=FEW),
+    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=rough, grad=False), 3, 2, 1, return_indices=True, options=SOME),
+    case(F.max_pool2d, spatial(1, 2, 8, 7, fill=rough, grad=False), 2, 1, 1, 3, return_indices=True, options=SOME),
+    case(F.max_pool2d_with_indices, T(2, 3, 6, 7, fill=ties), 2, 2, 1, options=FEW),
+    case(F.max_pool1d_with_indices, T(2, 3, 6, fill=ties), 2, 2, 1, options=FEW),
+    case(F.max_pool3d_with_indices, T(1, 2, 6, 3, 4, fill=ties), 2, options=FEW),
     # ---- unbatched, shorter than the mesh, one window, other dtypes and spellings
-    case(F.max_pool2d, T(3, 8, 7), 3, 2, 1, return_indices=True, how=SOME),
-    case(F.avg_pool3d, T(2, 4, 5, 3), 2, 1, 1, how=FEW),
-    case(F.max_pool2d, spatial(2, 2, 5, 5), 5, how=FEW),
-    case(F.avg_pool2d, spatial(2, 2, 5, 5), (2, 5), how=FEW),
-    case(F.max_pool2d, T(2, 2, 6, 5, fill="ints", dtype=torch.int32, high=9), 3, 2, 1, how=SOME),
-    case(F.max_pool2d, T(2, 2, 6, 5, fill="ints", dtype=torch.uint8, high=2), 3, 2, 1, how=FEW),
-    case(F.avg_pool2d, T(2, 2, 6, 5, fill="ints", high=99), 3, 2, 1, True, False, how=FEW),
-    case(F.avg_pool1d, T(2, 2, 9, fill="ints", high=99), 3, 2, 1, how=FEW),
-    case(torch.max_pool2d, T(2, 2, 6, 5), [2, 2], [], how=FEW),
-    case(torch.nn.MaxPool2d(3, 2, 1), T(2, 2, 6, 5), how=FEW | {"name": "MaxPool2d"}),
-    case(torch.nn.AvgPool2d(3, 2, 1), T(2, 2, 6, 5), how=FEW | {"name": "AvgPool2d"}),
+    case(F.max_pool2d, T(3, 8, 7), 3, 2, 1, return_indices=True, options=SOME),
+    case(F.avg_pool3d, T(2, 4, 5, 3), 2, 1, 1, options=FEW),
+    case(F.max_pool2d, spatial(2, 2, 5, 5), 5, options=FEW),
+    case(F.avg_pool2d, spatial(2, 2, 5, 5), (2, 5), options=FEW),
+    case(F.max_pool2d, T(2, 2, 6, 5, fill="ints", dtype=torch.int32, high=9), 3, 2, 1, options=SOME),
+    case(F.max_pool2d, T(2, 2, 6, 5, fill="ints", dtype=torch.uint8, high=2), 3, 2, 1, options=FEW),
+    case(F.avg_pool2d, T(2, 2, 6, 5, fill="ints", high=99), 3, 2, 1, True, False, options=FEW),
+    case(F.avg_pool1d, T(2, 2, 9, fill="ints", high=99), 3, 2, 1, options=FEW),
+    case(torch.max_pool2d, T(2, 2, 6, 5), [2, 2], [], options=FEW),
+    case(torch.nn.MaxPool2d(3, 2, 1), T(2, 2, 6, 5), options=FEW | {"name": "MaxPool2d"}),
+    case(torch.nn.AvgPool2d(3, 2, 1), T(2, 2, 6, 5), options=FEW | {"name": "AvgPool2d"}),
     # ---- norms
-    case(F.lp_pool1d, T(2, 3, 9, fill="positive"), 3, 3, 2, True, how=FEW),
-    case(F.lp_pool2d, T(2, 2, 8, 7, fill="positive"), 2.0, 2, how=SOME),
-    case(F.lp_pool2d, T(2, 2, 8, 7, fill="positive"), 3, (3, 2), 2, True, how=FEW),
-    case(F.lp_pool3d, T(1, 2, 4, 5, 4, fill="positive"), 2, 2, how=FEW),
+    case(F.lp_pool1d, T(2, 3, 9, fill="positive"), 3, 3, 2, True, options=FEW),
+    case(F.lp_pool2d, T(2, 2, 8, 7, fill="positive"), 2.0, 2, options=SOME),
+    case(F.lp_pool2d, T(2, 2, 8, 7, fill="positive"), 3, (3, 2), 2, True, options=FEW),
+    case(F.lp_pool3d, T(1, 2, 4, 5, 4, fill="positive"), 2, 2, options=FEW),
     # ---- bad calls
-    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 2, how=FEW),
-    case(F.max_pool2d, T(2, 3, 2, 7), 3, how=FEW),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 0, how=FEW),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 3, divisor_override=0, how=FEW),
-    case(F.avg_pool2d, T(8, 7), 3, how=FEW),
-    case(F.avg_pool1d, T(2, 3, 8), 3, divisor_override=2, how=FEW),
-    case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, how=FEW),
-    case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, how=FEW),
+    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 2, options=FEW),
+    case(F.max_pool2d, T(2, 3, 2, 7), 3, options=FEW),
+    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 0, options=FEW),
+    case(F.avg_pool2d, T(2, 3, 8, 7), 3, divisor_override=0, options=FEW),
+    case(F.avg_pool2d, T(8, 7), 3, options=FEW),
+    case(F.avg_pool1d, T(2, 3, 8), 3, divisor_override=2, options=FEW),
+    case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, options=FEW),
+    case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, options=FEW),
     # ---- autocast, which takes some pools in float32: also where there is nothing
     *(
-        case(autocast(call), T(2, 2, 5, 4, 3, dtype=torch.bfloat16), how=FEW | {"name": name, "tolerance": 1e-2})
+        case(autocast(call), T(2, 2, 5, 4, 3, dtype=torch.bfloat16), options=FEW | {"name": name, "tolerance": 1e-2})
         for name, call in {
             "avg_pool3d, autocast": lambda x: F.avg_pool3d(x, 3, 2, 1),
             "adaptive_avg_pool3d, autocast": lambda x: F.adaptive_avg_pool3d(x, (2, 1, 3)),
         }.items()
     ),
     # ---- twice
-    case(double_backward(lambda x: F.max_pool2d(x, 3, 2, 1)), T(2, 2, 6, 5), how=SOME | {"name": "max_pool, twice"}),
+    case(
+        double_backward(lambda x: F.max_pool2d(x, 3, 2, 1)), T(2, 2, 6, 5), options=SOME | {"name": "max_pool, twice"}
+    ),
     case(
         double_backward(lambda x: F.avg_pool2d(x, 3, 2, 1, True, False)),
         T(2, 2, 6, 5),
-        how=SOME | {"name": "avg_pool, twice"},
+        options=SOME | {"name": "avg_pool, twice"},
     ),
 ]
