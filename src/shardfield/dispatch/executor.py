@@ -26,7 +26,7 @@ from . import arguments as operands
 from .arguments import as_operand, mesh_of, write_out
 from .call_cache import READERS, ArgumentReader, cache_call, make_reader
 from .fallback import gather_fallback
-from .plan import Operand, Plan, process_groups
+from .plan import Operand, Plan, Returns, process_groups
 from .torch_aliases import function_name
 from .write_tracking import ViewConsensus, dims_are_nested
 
@@ -55,7 +55,7 @@ class BoundPlan:
     def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool = False):
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
-        self.tracks_views = plan.copied or plan.view or plan.may_view
+        self.tracks_views = plan.view.returns is not Returns.NEW
         # one rank has all there is, and nothing is left to a rule: the function itself can be called
         self.single_rank = single_rank and not plan.own and not self.tracks_views
         self.slots: list[tuple[bool, Any]] = []
@@ -164,19 +164,20 @@ class BoundPlan:
         return operands.wrap(out, layout)
 
     def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
-        """The result, with what a write into it would do: a view of what is already a copy is no better."""
-        plan = self.plan
+        """Wrap a result that torch returns as a view; a write into it is checked as one into its source is."""
+        kind = self.plan.view
         of_shards = source.__class__ is operands.ShardTensor
         before = source._copied_view if of_shards else False
-        narrowed = plan.narrows or (of_shards and source._narrowed)
-        copied: bool | ViewConsensus = plan.copied
-        if not copied and (plan.unsure or (narrowed and plan.joined)):
-            here = dims_are_nested(base, plan.joined) if plan.joined else same_memory(out, base)
+        narrowed = kind.of_slice or (of_shards and source._narrowed)
+        always = kind.returns is Returns.VIEW
+        copied: bool | ViewConsensus = kind.returns is Returns.LOST_VIEW
+        if not copied and (kind.ranks_differ or (narrowed and kind.merged)):
+            here = dims_are_nested(base, kind.merged) if kind.merged else same_memory(out, base)
             if not here and same_memory(out, base):
-                out = out.clone()  # one device makes a copy here, or nothing at all
-            copied = ViewConsensus(layout, plan.view, here if out.numel() else None, before, narrowed)
-        elif not copied and (plan.view or before):
-            copied = before if same_memory(out, base) else plan.view and out.numel() > 0
+                out = out.clone()  # one device returns a copy here, or raises
+            copied = ViewConsensus(layout, always, here if out.numel() else None, before, narrowed)
+        elif not copied and (always or before):
+            copied = before if same_memory(out, base) else always and out.numel() > 0
         result = operands.wrap(out, layout)
         if copied:
             result._copied_view = copied

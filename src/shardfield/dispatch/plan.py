@@ -1,13 +1,14 @@
-"""What a rule returns: where operands must lie, what each rank computes, and where the result lies.
+"""The result of a rule: operand layouts, the local computation, the result layout, and how the result aliases.
 
-A rule is pure. It is called with `Operand`s in place of tensors and returns a `Plan`, or raises a ShardingError
-(which every rank raises, since every rank plans the same), or returns None: no way without a gather.
+A rule is pure. It is called with `Operand`s in place of tensors and returns a `Plan`. It raises a ShardingError to
+refuse the call (all ranks plan the same, so all raise), and returns None to fall back to a gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..layout import Layout
 
 
 class Operand:
-    """A tensor argument as a rule sees it: its layout, dtype and device, no data."""
+    """A tensor argument as a rule sees it: layout, dtype and device, no data."""
 
     __slots__ = ("layout", "dtype", "device", "position")
 
@@ -45,41 +46,63 @@ class Operand:
         return repr(self.layout)
 
 
+class Returns(Enum):
+    """Return kind of a function on one device, with respect to the memory of its first tensor."""
+
+    NEW = "a new tensor"
+    VIEW = "a view"
+    VIEW_OR_COPY = "a view where the strides allow it, else a copy"
+    LOST_VIEW = "a view, of which this plan returns a copy: writing into the result is refused"
+
+
+@dataclass(frozen=True)
+class ViewKind:
+    """How a result aliases the first tensor of the call, compared with the same call on one device.
+
+    returns: what torch returns. For VIEW, a local result in other memory counts as LOST_VIEW.
+    of_slice: the results are slices along a sharded dim, so a local view does not prove that the global one exists.
+    merged: groups of dims of the first tensor that become one dim. Strides decide whether that is a view.
+    ranks_differ: local strides may decide differently on different ranks; then ranks agree when someone writes.
+    """
+
+    returns: Returns = Returns.NEW
+    of_slice: bool = False
+    merged: Sequence[Sequence[int]] = ()
+    ranks_differ: bool = False
+
+    @staticmethod
+    def view(*, lost: bool = False, of_slice: bool = False, ranks_differ: bool = False) -> ViewKind:
+        """Return the kind of a function that returns a view; `lost`: this plan returns a copy instead."""
+        return ViewKind(Returns.LOST_VIEW if lost else Returns.VIEW, of_slice=of_slice, ranks_differ=ranks_differ)
+
+
+NEW_TENSOR = ViewKind()
+
+
 @dataclass(frozen=True)
 class Plan:
-    """One call, planned.
+    """The plan of one call.
 
-    local: called with local tensors; its parameters are named like the rule's (those it wants).
-    takes: the names of what `local` is called with, in order, where its own parameters do not say it (torch's own
-        functions, which are called with no Python in between).
-    layout: of the result: a Layout, a tuple of them for several tensors, or None for what is not a tensor.
-    operands: parameter name -> the layout its tensor must have first (a sequence for a list of tensors); the
-        others stay where they are.
+    local: function of the local tensors; its parameters are a subset of the rule's, under the same names.
+    takes: names of the arguments of `local`, in order, where `local` is a function of torch without a signature.
+    layout: layout of the result: a Layout, a tuple of Layouts for several tensors, None for a result that is no tensor.
+    operands: parameter name -> layout to which its tensor is redistributed first (a sequence for a list of tensors);
+        the other operands keep their layouts.
     whole: names of Replicate operands that enter replicated work only. All other Replicate operands get their
         gradients summed over the axes on which the work differs from rank to rank.
-    copied: the result is a copy although torch would return a view: writing into it is refused.
-    view: torch returns a view of the first tensor: where the local result is none, it counts as copied.
-    may_view: torch returns a view of the first tensor or a copy, as its memory allows.
-    joined: groups of dims of the first tensor that become one: whether that is a view, memory decides.
-    unsure: the pieces' memory may not tell on all ranks; then ranks agree when someone writes.
-    narrows: the results are slices of a cut dim of the first tensor.
-    own: not what torch's function would give where one rank has all there is: random numbers by global index, say.
+    view: how the result aliases the first tensor; a new tensor by default.
+    own: `local` differs from torch's function even on a mesh of one rank: random numbers by global index, say.
     """
 
     local: Callable[..., Any]
     layout: Layout | Sequence[Layout | None] | None
     operands: Mapping[str, Layout | Sequence[Layout]] = field(default_factory=dict)
     whole: Sequence[str] = ()
-    copied: bool = False
-    view: bool = False
-    may_view: bool = False
-    joined: Sequence[Sequence[int]] = ()
-    unsure: bool = False
-    narrows: bool = False
+    view: ViewKind = NEW_TENSOR
     takes: Sequence[str] = ()
     own: bool = False
 
 
 def process_groups(layout: Layout, axes: Sequence[int]) -> tuple[ProcessGroup, ...]:
-    """The process groups of those `axes` that have more than one rank."""
+    """Return the process groups of the `axes` that have more than one rank."""
     return tuple(layout.mesh.get_group(a) for a in layout.nontrivial_axes(axes))

@@ -10,7 +10,7 @@ import torch
 
 from ...comm import autograd_collectives
 from ...comm.route import RowRequest, fetch_route
-from ...dispatch.plan import Operand, Plan
+from ...dispatch.plan import Operand, Plan, ViewKind
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
@@ -57,8 +57,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
         local=lambda input: input.diagonal(here, dim1, dim2),
         layout=layout.with_dims([*kept, (along,)]),
         operands={"input": layout},
-        view=True,
-        copied=bool(layout.partial) or layout is not input.layout,
+        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
     )
 
 
@@ -121,8 +120,7 @@ def unfold(input: Operand, dimension, size, step):
             local=lambda input: input.unfold(dim, size, step),
             layout=result,
             operands={"input": layout},
-            view=True,
-            copied=bool(layout.partial) or layout is not input.layout,
+            view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
         )
     if len(wide) > 1:  # a route goes along one axis: the inner ones give up their cut of this dim
         lengths = factor.shard_sizes
@@ -158,8 +156,7 @@ def unfold(input: Operand, dimension, size, step):
         local=local,
         layout=layout.with_dims([*layout.with_dim(dim, cut).dims, (DimSharding(size),)]),
         operands={"input": layout},
-        view=True,
-        copied=bool(layout.partial) or layout is not input.layout or not all(own),
+        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout or not all(own)),
     )
 
 

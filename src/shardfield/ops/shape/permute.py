@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._compat import tensor_getter
-from ...dispatch.plan import Operand, Plan
+from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout
 from .view import loses_writes, meta_tensor, plan_scalar
@@ -57,8 +57,9 @@ def permute(input: Operand, *args, fn, **kwargs):
         local = lambda input: input.permute(order)  # noqa: E731
     else:
         local = lambda input: fn(input, *args, **kwargs)  # noqa: E731
-    # without a dim gone, the local result is always a view
-    return Plan(local=local, layout=result, view=bool(gone), may_view=True, copied=bool(layout.partial))
+    # without a dropped dim the local result is always a view, and VIEW_OR_COPY saves a look at its memory
+    returns = Returns.LOST_VIEW if layout.partial else Returns.VIEW if gone else Returns.VIEW_OR_COPY
+    return Plan(local=local, layout=result, view=ViewKind(returns))
 
 
 @rule("unsqueeze", partial=True, merged=True)
@@ -66,9 +67,9 @@ def unsqueeze(input: Operand, dim):
     """A new whole dim."""
     meta_tensor(input).unsqueeze(dim)
     at, layout = dim % (input.ndim + 1), input.layout
-    return Plan(
-        local=lambda input: input.unsqueeze(at), layout=layout.insert(at), may_view=True, copied=bool(layout.partial)
-    )
+    # the local result is always a view
+    view = ViewKind(Returns.LOST_VIEW if layout.partial else Returns.VIEW_OR_COPY)
+    return Plan(local=lambda input: input.unsqueeze(at), layout=layout.insert(at), view=view)
 
 
 # ---------------------------------------------------------------------- the same elements again
@@ -88,8 +89,7 @@ def expand(input: Operand, *size, fn, **kwargs):
         local=lambda input: input.expand(local_shape),
         operands={"input": source},
         layout=result,
-        view=True,
-        copied=loses_writes(input.layout, source),
+        view=ViewKind.view(lost=loses_writes(input.layout, source)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...dispatch.plan import Operand, Plan
+from ...dispatch.plan import NEW_TENSOR, Operand, Plan, ViewKind
 from ...dispatch.registry import HANDLERS, handler, rule
 from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
@@ -81,9 +81,9 @@ def split(input: Operand, *args, fn, **kwargs):
         local=local,
         operands={"input": source},
         layout=tuple(layout for layout, _ in found),
-        view="unsafe" not in fn.__name__,
-        narrows="unsafe" not in fn.__name__ and source.is_sharded(dim),
-        copied="unsafe" not in fn.__name__ and loses_writes(input.layout, source),
+        view=NEW_TENSOR
+        if "unsafe" in fn.__name__
+        else ViewKind.view(lost=loses_writes(input.layout, source), of_slice=source.is_sharded(dim)),
     )
 
 
@@ -112,8 +112,7 @@ def unbind(input: Operand, dim=0):
         return Plan(
             local=lambda input: input.unbind(dim),
             layout=(kept,) * input.shape[dim],
-            view=True,
-            copied=bool(source.partial),
+            view=ViewKind.view(lost=bool(source.partial)),
         )
     source = unmerge_dims(source, [dim])
     rows = [narrow_layout(source, dim, i, i + 1) for i in range(input.shape[dim])]
@@ -132,7 +131,5 @@ def unbind(input: Operand, dim=0):
         local=local,
         operands={"input": source},
         layout=tuple(layouts),
-        view=input.ndim > 1,
-        narrows=True,
-        copied=input.ndim == 1 or loses_writes(input.layout, source),
+        view=ViewKind.view(lost=input.ndim == 1 or loses_writes(input.layout, source), of_slice=True),
     )

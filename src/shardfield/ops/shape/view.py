@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import tensor_getter
-from ...dispatch.plan import Operand, Plan
+from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import HANDLERS, composed, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
 from ...redistribute import is_local, redistribute
@@ -120,8 +120,8 @@ def plan_scalar(layout: Layout) -> Plan:
     holders = layout.nontrivial_axes(layout.shard_axes)
     result = Layout.make(layout.mesh, [], [*layout.partial, *((a, "sum") for a in holders)])
     if not holders:
-        return Plan(local=lambda input: input.reshape(()), layout=result, view=True, copied=bool(layout.partial))
-    return Plan(local=single_element, layout=result, copied=True)
+        return Plan(local=lambda input: input.reshape(()), layout=result, view=ViewKind.view(lost=bool(layout.partial)))
+    return Plan(local=single_element, layout=result, view=ViewKind.view(lost=True))
 
 
 def single_element(input: Tensor) -> Tensor:
@@ -140,21 +140,17 @@ def view(input: Operand, *args, fn, **kwargs):
         return plan_scalar(layout)
     flat, moved, result = view_layouts(layout, shape)
     joined = merged_dim_groups(layout.shape, shape)
-    # torch's reshape copies what it cannot view: then nobody expects a write to reach the operand
+    # where torch's reshape returns a copy, a write into the result is not expected to reach the operand
+    returns = Returns.VIEW if fn.__name__ == "view" else Returns.VIEW_OR_COPY
+    if layout.numel and loses_writes(flat, moved):
+        returns = Returns.LOST_VIEW
+    short = any(
+        min(shard_sizes_of(f)) < 2 for group in joined for d in group for f in layout.dims[d] if layout.is_sharded(d)
+    )
     return Plan(
         local=_local_reshape(layout, flat, moved, result),
         layout=result,
-        view=fn.__name__ == "view",
-        may_view=True,
-        joined=joined,
-        unsure=any(
-            min(shard_sizes_of(f)) < 2
-            for group in joined
-            for d in group
-            for f in layout.dims[d]
-            if layout.is_sharded(d)
-        ),
-        copied=bool(layout.numel) and loses_writes(flat, moved),
+        view=ViewKind(returns, merged=joined, ranks_differ=short),
     )
 
 
@@ -206,9 +202,7 @@ def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
         local=local,
         operands={"input": source},
         layout=layout,
-        view=True,
-        unsure=resized and has_short_shards(source),
-        copied=loses_writes(input.layout, source),
+        view=ViewKind.view(lost=loses_writes(input.layout, source), ranks_differ=resized and has_short_shards(source)),
     )
 
 
@@ -241,8 +235,7 @@ def view_as_real(input: Operand):
     return Plan(
         local=lambda input: torch.view_as_real(input),
         layout=layout.insert(layout.ndim, 2),
-        view=True,
-        copied=bool(layout.partial),
+        view=ViewKind.view(lost=bool(layout.partial)),
     )
 
 
@@ -260,9 +253,7 @@ def view_as_complex(input: Operand):
         local=local,
         operands={"input": source},
         layout=source.drop_dims([-1]),
-        view=True,
-        unsure=has_short_shards(source),
-        copied=loses_writes(input.layout, source),
+        view=ViewKind.view(lost=loses_writes(input.layout, source), ranks_differ=has_short_shards(source)),
     )
 
 
@@ -271,7 +262,7 @@ def real_imag(input: Operand, *, fn):
     """Of each number by itself."""
     fn(meta_tensor(input))
     layout = input.layout
-    return Plan(local=fn, takes=["input"], layout=layout, view=True, copied=bool(layout.partial))
+    return Plan(local=fn, takes=["input"], layout=layout, view=ViewKind.view(lost=bool(layout.partial)))
 
 
 def set_real_imag(func, types, args, kwargs):
