@@ -1,7 +1,9 @@
-"""Several tensors in one: cat, stack and their kin.
+"""cat, stack and the functions composed of them.
 
-Operands meet in the cuts of the largest. Along the joined dim, the cut of the result is chosen so that few rows change
-hands: each operand is then cut where the result is, which moves those rows and no others.
+All operands are redistributed to one common sharding, taken from the largest operand. Along the concatenated dim,
+`choose_cat_sharding` picks shard sizes for the result that move few rows between ranks. Each operand is then resharded
+to its slice of the result's sharding, and the local work is `torch.cat`. The adjoint splits the gradient and reshards
+each part back.
 """
 
 from __future__ import annotations
@@ -23,106 +25,112 @@ from .view import meta_tensor
 
 
 def common_shardings(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, ...]]:
-    """For tensors alike in all but one dim: the dims' cuts, each from the largest that cuts it with axes still free."""
+    """Return dim -> sharding, each from the largest layout that shards the dim along mesh axes not used so far."""
     used: set[int] = set()
-    found: dict[int, tuple[DimSharding, ...]] = {}
+    shardings: dict[int, tuple[DimSharding, ...]] = {}
     for layout in sorted(layouts, key=lambda x: -x.numel):
         for dim, factors in enumerate(layout.dims):
             axes = set(layout.axes_of(dim))
-            if axes and dim not in found and not axes & used:
-                found[dim] = factors
+            if axes and dim not in shardings and not axes & used:
+                shardings[dim] = factors
                 used |= axes
-    return found
+    return shardings
 
 
 def common_partial(operands: Sequence[Operand]) -> tuple[tuple[int, str], ...]:
-    """What all operands are still to be reduced by, if that is the same for all; else nothing is left to reduce."""
+    """Return the pending reductions if they and the dtypes are equal in all operands, else `()`."""
     first = operands[0]
-    alike = all(t.layout.partial == first.layout.partial and t.dtype == first.dtype for t in operands)
-    busy = {a for t in operands for a in t.layout.shard_axes} & set(first.layout.partial_axes)
-    return first.layout.partial if alike and not busy else ()
+    equal = all(t.layout.partial == first.layout.partial and t.dtype == first.dtype for t in operands)
+    sharding_axes = {a for t in operands for a in t.layout.shard_axes} & set(first.layout.partial_axes)
+    return first.layout.partial if equal and not sharding_axes else ()
 
 
 # ---------------------------------------------------------------------- cat
 
 
 class CatOperand(NamedTuple):
-    """An operand along the joined dim: where it begins in the result, its size, and its cut (none: it is anywhere)."""
+    """An operand along the concatenated dim: its offset in the result, its size, its shard sizes (None: replicated)."""
 
     offset: int
     size: int
     shard_sizes: tuple[int, ...] | None
 
     def rows_moved(self, target: DimSharding) -> int:
-        """How many of its rows change hands where the result is cut as `target`."""
+        """Return the number of rows that change ranks if the result is sharded as `target`."""
         if self.shard_sizes is None:
             return 0
-        goal = narrow_sharding(target, self.offset, self.offset + self.size).shard_sizes
-        stay = [
+        target_sizes = narrow_sharding(target, self.offset, self.offset + self.size).shard_sizes
+        kept_rows = [
             max(0, min(a + m, b + n) - max(a, b))
-            for a, m, b, n in zip(starts(self.shard_sizes), self.shard_sizes, starts(goal), goal, strict=True)
+            for a, m, b, n in zip(
+                starts(self.shard_sizes), self.shard_sizes, starts(target_sizes), target_sizes, strict=True
+            )
         ]
-        return self.size - sum(stay)
+        return self.size - sum(kept_rows)
 
 
 def choose_cat_sharding(rows: Sequence[CatOperand], axes: tuple[int, ...], parts: int) -> DimSharding:
-    """The cut of the joined dim that moves the fewest rows without loading one rank with much more than before."""
+    """Choose the sharding of the concatenated dim that moves the fewest rows and keeps the largest shard small."""
     total = sum(r.size for r in rows)
-    lying = [r for r in rows if r.shard_sizes is not None]
-    loose = balanced(sum(r.size for r in rows if r.shard_sizes is None), parts)
-    sums = tuple(n + sum(r.shard_sizes[c] for r in lying if r.shard_sizes) for c, n in enumerate(loose))
-    most = max(lying, key=lambda r: r.size)
-    assert most.shard_sizes is not None
-    marks = [0, *(most.offset + s for s in starts(most.shard_sizes)[1:]), total]  # the largest stays where it is
-    anchored = tuple(b - a for a, b in zip(marks, marks[1:], strict=False))
-    found = [DimSharding(total, axes, cut) for cut in (anchored, sums, balanced(total, parts))]
-    bearable = math.ceil(1.25 * max(max(sums), -(-total // parts)))  # a single row more is, always
-    fit = [f for f in found if max(f.shard_sizes) <= bearable]
-    return min(fit, key=lambda f: sum(r.rows_moved(f) for r in rows))
+    sharded_rows = [r for r in rows if r.shard_sizes is not None]
+    replicated_sizes = balanced(sum(r.size for r in rows if r.shard_sizes is None), parts)
+    summed_sizes = tuple(
+        n + sum(r.shard_sizes[c] for r in sharded_rows if r.shard_sizes) for c, n in enumerate(replicated_sizes)
+    )
+    largest = max(sharded_rows, key=lambda r: r.size)
+    assert largest.shard_sizes is not None
+    # the shard boundaries of the largest operand, which then does not move
+    bounds = [0, *(largest.offset + s for s in starts(largest.shard_sizes)[1:]), total]
+    anchored = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    candidates = [DimSharding(total, axes, sizes) for sizes in (anchored, summed_sizes, balanced(total, parts))]
+    limit = math.ceil(1.25 * max(max(summed_sizes), -(-total // parts)))  # the ceiling always allows one extra row
+    allowed = [f for f in candidates if max(f.shard_sizes) <= limit]
+    return min(allowed, key=lambda f: sum(r.rows_moved(f) for r in rows))
 
 
 @rule("cat", "concat", "concatenate", partial=True, merged=True)
 def cat(tensors, dim=0, *, fn):
-    """Along an uncut dim, local; along a cut one, after each operand is cut where the result is."""
-    whole = fn([meta_tensor(t) for t in tensors], dim)
+    """Concatenate locally; along a sharded dim, each operand is first resharded to its slice of the result."""
+    global_out = fn([meta_tensor(t) for t in tensors], dim)
     if not isinstance(tensors, (tuple, list)):
         return None
-    dim %= whole.ndim
-    skipped = {i for i, t in enumerate(tensors) if t.ndim != whole.ndim}  # torch takes an empty vector for nothing
+    dim %= global_out.ndim
+    skipped = {i for i, t in enumerate(tensors) if t.ndim != global_out.ndim}  # torch.cat ignores an empty vector
     live = [t for i, t in enumerate(tensors) if i not in skipped]
     partial = common_partial(live)
     layouts = [unmerge_dims(t.layout, [dim]) for t in live]
-    cuts = common_shardings(layouts)
-    rows, at = [], 0
+    shardings = common_shardings(layouts)
+    rows, offset = [], 0
     for layout in layouts:
-        axes = cuts[dim][0].axes if dim in cuts else ()
-        same = axes and layout.axes_of(dim) == axes
-        rows.append(CatOperand(at, layout.shape[dim], layout.shard_sizes(dim) if same else None))
-        at += layout.shape[dim]
-    joined = DimSharding(at)
-    if dim in cuts:
-        (first,) = cuts[dim]
-        joined = choose_cat_sharding(rows, first.axes, len(first.shard_sizes))
+        axes = shardings[dim][0].axes if dim in shardings else ()
+        same_axes = axes and layout.axes_of(dim) == axes
+        rows.append(CatOperand(offset, layout.shape[dim], layout.shard_sizes(dim) if same_axes else None))
+        offset += layout.shape[dim]
+    cat_sharding = DimSharding(offset)
+    if dim in shardings:
+        (first,) = shardings[dim]
+        cat_sharding = choose_cat_sharding(rows, first.axes, len(first.shard_sizes))
 
-    def placed(factor: DimSharding) -> Layout:
-        dims = [(factor,) if d == dim else cuts.get(d, (DimSharding(n),)) for d, n in enumerate(whole.shape)]
+    def layout_with(factor: DimSharding) -> Layout:
+        dims = [(factor,) if d == dim else shardings.get(d, (DimSharding(n),)) for d, n in enumerate(global_out.shape)]
         return Layout.make(live[0].layout.mesh, dims, partial)
 
-    targets = iter([placed(narrow_sharding(joined, r.offset, r.offset + r.size)) for r in rows])
-    nothing = Layout.replicate(live[0].layout.mesh, (0,))  # a cut of it would count as divided work
-    dtype, vectors = whole.dtype, whole.ndim == 1
+    targets = iter([layout_with(narrow_sharding(cat_sharding, r.offset, r.offset + r.size)) for r in rows])
+    empty = Layout.replicate(live[0].layout.mesh, (0,))  # if sharded, the work would count as divided between ranks
+    dtype, is_vector = global_out.dtype, global_out.ndim == 1
 
     def local(tensors):
-        if not vectors:
+        if not is_vector:
             out = torch.cat(tensors, dim)
             return out if out.dtype is dtype else out.to(dtype)
-        # torch drops an empty vector from the graph, and a rank without its part would miss moves in double backward
+        # torch.cat drops an empty vector from the graph; a rank with an empty shard would then skip a collective in
+        # double backward
         return torch.cat([t.unsqueeze(0) for t in tensors], 1).squeeze(0).to(dtype)
 
     return Plan(
         local=local,
-        operands={"tensors": [nothing if i in skipped else next(targets) for i in range(len(tensors))]},
-        layout=placed(joined),
+        operands={"tensors": [empty if i in skipped else next(targets) for i in range(len(tensors))]},
+        layout=layout_with(cat_sharding),
     )
 
 
@@ -131,18 +139,18 @@ def cat(tensors, dim=0, *, fn):
 
 @rule("stack", partial=True, merged=True)
 def stack(tensors, dim=0, *, fn):
-    """Operands meet in one layout, and a new dim is whole; but rows that single ranks hold stay there."""
-    whole = fn([meta_tensor(t) for t in tensors], dim)
+    """Stack locally along a new unsharded dim; operands that are each on one rank stay there (`_stack_by_owner`)."""
+    global_out = fn([meta_tensor(t) for t in tensors], dim)
     if not isinstance(tensors, (tuple, list)):
         return None
-    dim %= whole.ndim
+    dim %= global_out.ndim
     partial = common_partial(tensors)
     mesh = tensors[0].layout.mesh
-    held = _single_owner_coords([t.layout for t in tensors]) if not partial else None
-    if held is not None:
-        return _stack_by_owner([t.layout for t in tensors], dim, *held)
-    cuts = common_shardings([t.layout for t in tensors])
-    dims = [cuts.get(d, (DimSharding(n),)) for d, n in enumerate(tensors[0].shape)]
+    owners = _single_owner_coords([t.layout for t in tensors]) if not partial else None
+    if owners is not None:
+        return _stack_by_owner([t.layout for t in tensors], dim, *owners)
+    shardings = common_shardings([t.layout for t in tensors])
+    dims = [shardings.get(d, (DimSharding(n),)) for d, n in enumerate(tensors[0].shape)]
     target = Layout.make(mesh, dims, partial)
     return Plan(
         local=lambda tensors: torch.stack(tensors, dim),
@@ -152,37 +160,41 @@ def stack(tensors, dim=0, *, fn):
 
 
 def _single_owner_coords(layouts: Sequence[Layout]) -> tuple[int, int, list[int]] | None:
-    """(dim, axis, coord of every layout) where each is one piece on one coord of the same axis, else None."""
-    cuts = {(d, layout.axes_of(d)) for layout in layouts for d in layout.sharded_dims}
-    if len(cuts) != 1 or any(len(layout.sharded_dims) != 1 or layout.partial for layout in layouts):
+    """Return (dim, axis, coord per layout) if each layout has one non-empty shard along the same dim and axis."""
+    shardings = {(d, layout.axes_of(d)) for layout in layouts for d in layout.sharded_dims}
+    if len(shardings) != 1 or any(len(layout.sharded_dims) != 1 or layout.partial for layout in layouts):
         return None
-    ((dim, axes),) = cuts
+    ((dim, axes),) = shardings
     if len(axes) != 1 or any(sum(n > 0 for n in shard_sizes_of(layout.dims[dim][-1])) != 1 for layout in layouts):
         return None
     coords = [next(c for c, n in enumerate(layout.shard_sizes(dim)) if n) for layout in layouts]
     return (dim, axes[0], coords) if len(set(coords)) > 1 else None
 
 
-def _stack_by_owner(layouts: Sequence[Layout], dim: int, cut: int, axis: int, coords: Sequence[int]) -> Plan:
-    """Rows on different ranks: the new dim is cut, and as many rows as a rank has now lie there."""
-    parts, size = layouts[0].mesh.size(axis), layouts[0].shape[cut]
-    counts = tuple(sum(c == coord for c in coords) for coord in range(parts))
+def _stack_by_owner(layouts: Sequence[Layout], dim: int, sharded_dim: int, axis: int, coords: Sequence[int]) -> Plan:
+    """Shard the new dim by owner: each rank's shard consists of the operands that the rank holds."""
+    parts, size = layouts[0].mesh.size(axis), layouts[0].shape[sharded_dim]
+    shard_sizes = tuple(sum(c == coord for c in coords) for coord in range(parts))
 
-    def on(coord: int) -> Layout:
-        return layouts[0].with_dim(cut, DimSharding(size, (axis,), tuple(size * (c == coord) for c in range(parts))))
+    def owned_by(coord: int) -> Layout:
+        return layouts[0].with_dim(
+            sharded_dim, DimSharding(size, (axis,), tuple(size * (c == coord) for c in range(parts)))
+        )
 
     owners = sorted(coords)
-    result = layouts[0].unshard([cut]).insert(dim).with_dim(dim, DimSharding(len(layouts), (axis,), counts))
-    rest = result.shape[:dim] + result.shape[dim + 1 :]
-    shapes = [(*rest[:dim], int(owner == layouts[0].coords[axis]), *rest[dim:]) for owner in owners]
+    result = (
+        layouts[0].unshard([sharded_dim]).insert(dim).with_dim(dim, DimSharding(len(layouts), (axis,), shard_sizes))
+    )
+    kept_shape = result.shape[:dim] + result.shape[dim + 1 :]
+    shapes = [(*kept_shape[:dim], int(owner == layouts[0].coords[axis]), *kept_shape[dim:]) for owner in owners]
     return Plan(
         local=lambda tensors: torch.cat([t.reshape(s) for t, s in zip(tensors, shapes, strict=True)], dim),
-        operands={"tensors": [on(owner) for owner in owners]},
+        operands={"tensors": [owned_by(owner) for owner in owners]},
         layout=result,
     )
 
 
-# ---------------------------------------------------------------------- made of these
+# ---------------------------------------------------------------------- composed functions
 
 
 @composed("hstack")
@@ -208,7 +220,7 @@ def column_stack(tensors):
 
 @composed("block_diag")
 def block_diag(*tensors):
-    """Rows of blocks, each padded to the full width."""
+    """Pad every block to the full width and concatenate the rows."""
     blocks = torch.atleast_2d(list(tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors))
     for i, block in enumerate(blocks):
         if block.ndim != 2:
@@ -222,18 +234,18 @@ def block_diag(*tensors):
 
 @composed("meshgrid")
 def meshgrid(*tensors, indexing=None):
-    """Views: each tensor lies along a dim of its own and is expanded along the others."""
+    """Reshape each tensor to vary along its own dim only and expand it as a view."""
     if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
         tensors = tuple(tensors[0])
-    chosen = {} if indexing is None else {"indexing": indexing}
-    ghosts = torch.meshgrid(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors), **chosen)
-    turned = indexing == "xy" and len(tensors) > 1
-    found = []
-    for i, (t, whole) in enumerate(zip(tensors, ghosts, strict=True)):
-        along = 1 - i if turned and i < 2 else i
-        shape = [t.numel() if d == along else 1 for d in range(whole.ndim)]
-        found.append(t.reshape(shape).expand(whole.shape))
-    return tuple(found)
+    options = {} if indexing is None else {"indexing": indexing}
+    metas = torch.meshgrid(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors), **options)
+    swapped = indexing == "xy" and len(tensors) > 1
+    grids = []
+    for i, (t, meta) in enumerate(zip(tensors, metas, strict=True)):
+        along = 1 - i if swapped and i < 2 else i
+        shape = [t.numel() if d == along else 1 for d in range(meta.ndim)]
+        grids.append(t.reshape(shape).expand(meta.shape))
+    return tuple(grids)
 
 
 @composed("cartesian_prod")

@@ -1,7 +1,8 @@
-"""Diagonals, windows along a dim, and views written out of place.
+"""diagonal, diag_embed, Tensor.unfold, and the out-of-place scatters into views.
 
-A diagonal of a block is a diagonal of the whole, shifted: cut rows and cut columns give a cut diagonal, and nothing is
-sent. Windows that reach over a cut are fetched from the neighbours.
+A diagonal of a rank's block is the global diagonal with a shifted offset. The result is sharded over the axes of both
+matrix dims, and `diagonal` and `diag_embed` need no communication. For `unfold`, each rank computes the windows that
+start in its shard and fetches the rows beyond its shard from its neighbors; the adjoint sends their gradients back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..indexing.gather_rows import meta_tensors
 
 
 def _unmerge_dims(layout: Layout, *dims: int) -> Layout:
-    """The layout with some dims laid out simply."""
+    """Return the layout with the merged ones of `dims` resharded as simple dims."""
     for d in dims:
         if len(layout.dims[d]) > 1:
             layout = layout.with_dim(d, *unmerge_dims(layout).dims[d])
@@ -28,34 +29,34 @@ def _unmerge_dims(layout: Layout, *dims: int) -> Layout:
 
 
 def _shard_bounds(factor: DimSharding) -> list[tuple[int, int]]:
-    """Where each piece of a factor begins and ends."""
-    lengths = factor.shard_sizes or (factor.size,)
-    return [(a, a + n) for a, n in zip(starts(lengths), lengths, strict=True)]
+    """Return the (start, stop) of every shard of a factor."""
+    sizes = factor.shard_sizes or (factor.size,)
+    return [(a, a + n) for a, n in zip(starts(sizes), sizes, strict=True)]
 
 
 @rule("diagonal", torch.linalg.diagonal, partial=True, merged=True)
 def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
-    """Each rank's part of a diagonal lies on a diagonal of its block."""
+    """Take the diagonal of the local block with its offset shifted to the block's position."""
     last = fn is torch.linalg.diagonal
     dim1, dim2 = (-2 if last else 0) if dim1 is None else dim1, (-1 if last else 1) if dim2 is None else dim2
     size = torch.diagonal(*meta_tensors(input), offset, dim1, dim2).shape[-1]
     dim1, dim2 = normalize_dim(dim1, input.ndim), normalize_dim(dim2, input.ndim)
     layout = _unmerge_dims(input.layout, dim1, dim2)
     (rows,), (columns,) = layout.dims[dim1], layout.dims[dim2]
-    offset = max(-rows.size, min(offset, columns.size))  # beyond these there is nothing, and numbers stay small
+    offset = max(-rows.size, min(offset, columns.size))  # the result is empty beyond; local offsets cannot overflow
     top, left = max(0, -offset), max(0, offset)
-    cut = tuple(
+    shard_sizes = tuple(
         max(0, min(b - top, d - left, size) - max(a - top, c - left, 0))
         for a, b in _shard_bounds(rows)
         for c, d in _shard_bounds(columns)
     )
     axes = rows.axes + columns.axes
-    along = DimSharding(size, axes, cut if axes else ())
-    here = offset + layout.span(dim1).start - layout.span(dim2).start
+    diagonal_sharding = DimSharding(size, axes, shard_sizes if axes else ())
+    local_offset = offset + layout.span(dim1).start - layout.span(dim2).start
     kept = [f for d, f in enumerate(layout.dims) if d not in (dim1, dim2)]
     return Plan(
-        local=lambda input: input.diagonal(here, dim1, dim2),
-        layout=layout.with_dims([*kept, (along,)]),
+        local=lambda input: input.diagonal(local_offset, dim1, dim2),
+        layout=layout.with_dims([*kept, (diagonal_sharding,)]),
         operands={"input": layout},
         view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
     )
@@ -63,7 +64,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
 
 @rule("diag_embed", partial=True, merged=True)
 def diag_embed(input: Operand, offset=0, dim1=-2, dim2=-1):
-    """Matrices whose rows are cut as the diagonals are; the first and last rank hold the rows above and below."""
+    """Shard the rows as the diagonal is sharded; the first and last rank also hold the zero rows around it."""
     shape = torch.diag_embed(*meta_tensors(input), offset, dim1, dim2).shape
     ndim = input.ndim + 1
     dim1, dim2 = normalize_dim(dim1, ndim), normalize_dim(dim2, ndim)
@@ -75,21 +76,23 @@ def diag_embed(input: Operand, offset=0, dim1=-2, dim2=-1):
     if factor.axes:
         ends = [0, *(end + top for _, end in _shard_bounds(factor)[:-1]), size]
         rows = DimSharding(size, factor.axes, tuple(b - a for a, b in zip(ends, ends[1:], strict=False)))
-    made = layout.with_dims([*layout.dims[:-1], (rows,), (DimSharding(size),)])
-    here = left - top + made.span(ndim - 2).start
-    block = made.local_shape
-    order = [d for d in range(ndim) if d not in (dim1, dim2)]
-    place = [order.index(d) if d in order else ndim - 2 if d == dim1 else ndim - 1 for d in range(ndim)]
+    result = layout.with_dims([*layout.dims[:-1], (rows,), (DimSharding(size),)])
+    local_offset = left - top + result.span(ndim - 2).start
+    local_shape = result.local_shape
+    kept_dims = [d for d in range(ndim) if d not in (dim1, dim2)]
+    order_back = [kept_dims.index(d) if d in kept_dims else ndim - 2 if d == dim1 else ndim - 1 for d in range(ndim)]
     return Plan(
-        local=lambda input: input.new_zeros(block).diagonal_scatter(input, here, -2, -1).permute(place),
-        layout=made.permute(place),
+        local=lambda input: (
+            input.new_zeros(local_shape).diagonal_scatter(input, local_offset, -2, -1).permute(order_back)
+        ),
+        layout=result.permute(order_back),
         operands={"input": layout},
     )
 
 
 @composed("diag")
 def diag(input, diagonal=0):
-    """A vector as the diagonal of a matrix, or the diagonal of a matrix."""
+    """Return the matrix with a vector on its diagonal, or the diagonal of a matrix."""
     if input.ndim not in (1, 2):
         raise RuntimeError(f"diag(): Supports 1D or 2D tensors. Got {input.ndim}D")
     return torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
@@ -97,7 +100,7 @@ def diag(input, diagonal=0):
 
 @composed("diagflat")
 def diagflat(input, offset=0):
-    """All elements as the diagonal of a matrix."""
+    """Return the matrix with all elements of the input on its diagonal."""
     return torch.diag_embed(input.reshape(-1), offset)
 
 
@@ -106,15 +109,15 @@ def diagflat(input, offset=0):
 
 @rule("unfold", partial=True, merged=True)
 def unfold(input: Operand, dimension, size, step):
-    """Windows along one dim. Each rank has those that begin in its part and fetches what they reach over to."""
+    """Compute the windows that start in this rank's shard; rows beyond the shard are fetched from neighbors."""
     shape = meta_tensors(input)[0].unfold(dimension, size, step).shape
     if not input.ndim:
         return None
     dim = normalize_dim(dimension, input.ndim)
     layout = _unmerge_dims(input.layout, dim)
     (factor,) = layout.dims[dim]
-    wide = layout.nontrivial_axes(factor.axes)
-    if not wide:
+    axes = layout.nontrivial_axes(factor.axes)
+    if not axes:
         result = layout.with_dims([*layout.with_dim(dim, DimSharding(shape[dim])).dims, (DimSharding(size),)])
         return Plan(
             local=lambda input: input.unfold(dim, size, step),
@@ -122,91 +125,93 @@ def unfold(input: Operand, dimension, size, step):
             operands={"input": layout},
             view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
         )
-    if len(wide) > 1:  # a route goes along one axis: the inner ones give up their cut of this dim
-        lengths = factor.shard_sizes
-        for axis in reversed(factor.axes[factor.axes.index(wide[0]) + 1 :]):
-            lengths = outer_shard_sizes(lengths, layout.mesh.size(axis))
-        factor = DimSharding(factor.size, factor.axes[: factor.axes.index(wide[0]) + 1], lengths)
+    if len(axes) > 1:  # a route runs along one axis: give up the sharding by the inner axes
+        sizes = factor.shard_sizes
+        for axis in reversed(factor.axes[factor.axes.index(axes[0]) + 1 :]):
+            sizes = outer_shard_sizes(sizes, layout.mesh.size(axis))
+        factor = DimSharding(factor.size, factor.axes[: factor.axes.index(axes[0]) + 1], sizes)
         layout = layout.with_dim(dim, factor)
-    axis = wide[0]
-    marks = [min(-(-begin // step), shape[dim]) for begin, _ in _shard_bounds(factor)] + [shape[dim]]
-    counts = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-    reads = [RowRequest(a * step, (n - 1) * step + size if n else 0) for a, n in zip(marks, counts, strict=False)]
+    axis = axes[0]
+    first_windows = [min(-(-begin // step), shape[dim]) for begin, _ in _shard_bounds(factor)] + [shape[dim]]
+    counts = [b - a for a, b in zip(first_windows, first_windows[1:], strict=False)]
+    reads = [
+        RowRequest(a * step, (n - 1) * step + size if n else 0) for a, n in zip(first_windows, counts, strict=False)
+    ]
     me = layout.coords[axis]
-    own = [
+    is_local = [
         a <= r.source and r.source + r.length <= b
         for r, (a, b) in zip(reads, _shard_bounds(factor), strict=True)
         if r.length
     ]
-    begin = _shard_bounds(factor)[me][0]
+    shard_start = _shard_bounds(factor)[me][0]
     group = layout.mesh.get_group(axis)
     route = fetch_route(dim, factor.shard_sizes, me, [[r] for r in reads], [r.length for r in reads])
 
     def local(input):
-        if all(own):  # no window reaches over a cut
-            block = input.narrow(dim, reads[me].source - begin if counts[me] else 0, reads[me].length)
+        if all(is_local):  # no window crosses a shard boundary on any rank
+            block = input.narrow(dim, reads[me].source - shard_start if counts[me] else 0, reads[me].length)
         else:
             block = autograd_collectives.exchange(input, route, group)
         if not counts[me]:
             return block.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * input.ndim, size)
         return block.unfold(dim, size, step)
 
-    cut = DimSharding(shape[dim], factor.axes, tuple(counts))
+    window_sharding = DimSharding(shape[dim], factor.axes, tuple(counts))
     return Plan(
         local=local,
-        layout=layout.with_dims([*layout.with_dim(dim, cut).dims, (DimSharding(size),)]),
+        layout=layout.with_dims([*layout.with_dim(dim, window_sharding).dims, (DimSharding(size),)]),
         operands={"input": layout},
-        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout or not all(own)),
+        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout or not all(is_local)),
     )
 
 
-# ---------------------------------------------------------------------- copies of views, and views written out of place
+# ---------------------------------------------------------------------- copies of views, out-of-place scatters
 
 
 def _writable_copy(x):
-    """A copy of a tensor that can be written."""
+    """Return a writable copy of `x`, with merged dims resharded as simple dims."""
     if not isinstance(x, ShardTensor):
         return x.clone()
     x = x._unmerged_value()
     return wrap(x._local_tensor.clone(), x._layout)
 
 
-def _check_src_shape(name: str, src, part) -> None:
-    if src.shape != part:
+def _check_src_shape(name: str, src, expected) -> None:
+    if src.shape != expected:
         raise RuntimeError(
-            f"{name}: expected src to have a size equal to the slice: {list(part)}, not {list(src.shape)}"
+            f"{name}: expected src to have a size equal to the slice: {list(expected)}, not {list(src.shape)}"
         )
 
 
 @composed("select_scatter")
 def select_scatter(input, src, dim, index):
-    """A copy with one row replaced."""
+    """Return a copy of the input with one index along `dim` replaced."""
     row = torch.empty(input.shape, device="meta").select(dim, index).shape
     _check_src_shape("select_scatter", src, row)
-    made = _writable_copy(input)
-    made[(slice(None),) * normalize_dim(dim, input.ndim) + (index,)] = src
-    return made
+    out = _writable_copy(input)
+    out[(slice(None),) * normalize_dim(dim, input.ndim) + (index,)] = src
+    return out
 
 
 @composed("slice_scatter")
 def slice_scatter(input, src, dim=0, start=None, end=None, step=1):
-    """A copy with a slice replaced."""
+    """Return a copy of the input with a slice along `dim` replaced."""
     index = (slice(None),) * normalize_dim(dim, input.ndim) + (slice(start, end, step),)
     _check_src_shape("slice_scatter", src, torch.empty(input.shape, device="meta")[index].shape)
-    made = _writable_copy(input)
-    made[index] = src
-    return made
+    out = _writable_copy(input)
+    out[index] = src
+    return out
 
 
 @composed("diagonal_scatter")
 def diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
-    """A copy with a diagonal replaced."""
+    """Return a copy of the input with a diagonal replaced."""
     _check_src_shape(
         "diagonal_scatter", src, torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape
     )
-    made = _writable_copy(input)
-    made.diagonal(offset, dim1, dim2).copy_(src)
-    return made
+    out = _writable_copy(input)
+    out.diagonal(offset, dim1, dim2).copy_(src)
+    return out
 
 
 def _register_copy(name: str) -> None:
@@ -220,5 +225,5 @@ for _name in ("select", "narrow", "diagonal", "unfold"):
 
 @composed("slice_copy")
 def slice_copy(input, dim=0, start=None, end=None, step=1):
-    """A copy of a slice."""
+    """Return a copy of a slice along `dim`."""
     return input[(slice(None),) * normalize_dim(dim, input.ndim) + (slice(start, end, step),)].clone()

@@ -1,4 +1,8 @@
-"""The same elements elsewhere: flip, roll, repeat, triangles. Only rows that change hands travel."""
+"""flip, roll, repeat, repeat_interleave, tril/triu and the pixel and channel shuffles.
+
+flip and roll permute rows along a dim. Each rank requests the rows that its shard of the result needs, and only rows
+that change ranks are sent; the adjoint sends the gradient rows back. The other functions of this file are local.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +27,38 @@ SourceRuns = Callable[[int, int], list[RowRequest]]
 
 
 def shard_by_one_axis(layout: Layout, dims: Sequence[int]) -> Layout:
-    """The layout with each of `dims` simple and cut by one axis at most: inner axes go to a dim that is free, or go."""
-    found = unmerge_dims(layout, dims)
+    """Return the layout with each of `dims` simple and sharded by at most one axis.
+
+    Inner axes of a doubly sharded dim move to an unsharded dim that is long enough, else they replicate.
+    """
+    result = unmerge_dims(layout, dims)
     for dim in dims:
-        (factor,) = found.dims[dim]
-        wide = found.nontrivial_axes(factor.axes)
-        if len(wide) < 2:
+        (factor,) = result.dims[dim]
+        axes = result.nontrivial_axes(factor.axes)
+        if len(axes) < 2:
             continue
-        depth = factor.axes.index(wide[0]) + 1
+        depth = factor.axes.index(axes[0]) + 1
         kept, inner = factor.axes[:depth], factor.axes[depth:]
-        parts = [found.mesh.size(a) for a in inner]
-        found = found.with_dim(
+        parts = [result.mesh.size(a) for a in inner]
+        result = result.with_dim(
             dim, DimSharding(factor.size, kept, outer_shard_sizes(factor.shard_sizes, math.prod(parts)))
         )
-        free = [d for d in range(found.ndim) if d not in dims and not found.axes_of(d)]
-        roomy = [d for d in free if found.shape[d] >= math.prod(parts)]
-        if roomy:
-            found = found.with_dim(
-                roomy[0], DimSharding(found.shape[roomy[0]], inner, nested_chunk(found.shape[roomy[0]], parts))
+        free = [d for d in range(result.ndim) if d not in dims and not result.axes_of(d)]
+        long_enough = [d for d in free if result.shape[d] >= math.prod(parts)]
+        if long_enough:
+            result = result.with_dim(
+                long_enough[0],
+                DimSharding(result.shape[long_enough[0]], inner, nested_chunk(result.shape[long_enough[0]], parts)),
             )
-    return found
+    return result
 
 
 def plan_row_fetch(layout: Layout, dim: int, source_runs: SourceRuns, sizes: Sequence[int]) -> tuple[LocalFn, Layout]:
-    """A dim cut by one axis becomes cut as `sizes`; `source_runs(start, stop)` names the old indices of a range of
-    new ones."""
+    """Plan the exchange after which `dim` (sharded by one axis) has shards of `sizes`.
+
+    `source_runs(start, stop)` returns the source rows of the result's rows `start` to `stop`. Returns the function that
+    exchanges, and the layout of the result.
+    """
     (factor,) = layout.dims[dim]
     (axis,) = layout.nontrivial_axes(factor.axes)
     requests = [source_runs(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
@@ -58,12 +69,12 @@ def plan_row_fetch(layout: Layout, dim: int, source_runs: SourceRuns, sizes: Seq
 
 
 def int_args(*args) -> tuple[int, ...]:
-    """Integers that came one by one or in a sequence."""
+    """Return integers passed one by one or as one sequence."""
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
 
 
 def compose(*steps: LocalFn) -> LocalFn:
-    """One after the other."""
+    """Return the function that applies `steps` in order."""
 
     def run(input: Tensor) -> Tensor:
         for step in steps:
@@ -78,51 +89,51 @@ def compose(*steps: LocalFn) -> LocalFn:
 
 @rule("flip", partial=True, merged=True)
 def flip(input: Operand, *args, **kwargs):
-    """Along a cut dim, each rank asks for the rows that are its own seen from the other end."""
+    """Flip locally along unsharded dims; along a sharded dim, fetch the mirrored rows of this rank's shard."""
     dims = int_args(*args, *kwargs.values())
     meta_tensor(input).flip(dims)
-    turned = sorted({d % max(input.ndim, 1) for d in dims})
-    source = shard_by_one_axis(input.layout, turned)
-    whole = [d for d in turned if not source.is_sharded(d)]
-    steps: list[LocalFn] = [lambda t: t.flip(whole)]
+    flipped = sorted({d % max(input.ndim, 1) for d in dims})
+    source = shard_by_one_axis(input.layout, flipped)
+    unsharded = [d for d in flipped if not source.is_sharded(d)]
+    steps: list[LocalFn] = [lambda t: t.flip(unsharded)]
     steps += [
         plan_row_fetch(source, d, flip_runs(source.shape[d]), source.shard_sizes(d))[0]
-        for d in turned
-        if d not in whole
+        for d in flipped
+        if d not in unsharded
     ]
     return Plan(local=compose(*steps), takes=["input"], operands={"input": source}, layout=source)
 
 
 def flip_runs(size: int) -> SourceRuns:
-    """The indices that a range shows after a flip."""
+    """Return `source_runs` of a flip: the mirrored range of source rows."""
     return lambda start, stop: [RowRequest(size - stop, stop - start, 0, True)]
 
 
 @rule("roll", partial=True, merged=True)
 def roll(input: Operand, shifts, dims=()):
-    """Along a cut dim, each rank asks for the rows that roll into its range."""
+    """Roll locally along unsharded dims; along a sharded dim, fetch the rows that roll into this rank's shard."""
     meta_tensor(input).roll(shifts, dims)
-    by: dict[int, int] = {}
+    shift_by_dim: dict[int, int] = {}
     for dim, shift in zip(*((v,) if isinstance(v, int) else v for v in (dims, shifts)), strict=True):
-        by[dim % input.ndim] = by.get(dim % input.ndim, 0) + shift
-    source = shard_by_one_axis(input.layout, list(by))
-    whole = [d for d in by if not source.is_sharded(d)]
-    steps: list[LocalFn] = [lambda t: t.roll([by[d] for d in whole], whole) if whole else t]
+        shift_by_dim[dim % input.ndim] = shift_by_dim.get(dim % input.ndim, 0) + shift
+    source = shard_by_one_axis(input.layout, list(shift_by_dim))
+    unsharded = [d for d in shift_by_dim if not source.is_sharded(d)]
+    steps: list[LocalFn] = [lambda t: t.roll([shift_by_dim[d] for d in unsharded], unsharded) if unsharded else t]
     steps += [
-        plan_row_fetch(source, d, roll_runs(source.shape[d], by[d]), source.shard_sizes(d))[0]
-        for d in by
-        if d not in whole
+        plan_row_fetch(source, d, roll_runs(source.shape[d], shift_by_dim[d]), source.shard_sizes(d))[0]
+        for d in shift_by_dim
+        if d not in unsharded
     ]
     return Plan(local=compose(*steps), takes=["input"], operands={"input": source}, layout=source)
 
 
 def roll_runs(size: int, shift: int) -> SourceRuns:
-    """The indices that a range shows after a roll."""
+    """Return `source_runs` of a roll: the range shifted back, periodic in `size`."""
     return lambda start, stop: periodic_runs(start - shift, stop - start, size)
 
 
 def periodic_runs(start: int, length: int, size: int) -> list[RowRequest]:
-    """At most `size` indices on a circle of `size`."""
+    """Return the runs of `length` (at most `size`) indices from `start`, periodic in `size`."""
     if not length:
         return []
     start %= size
@@ -135,7 +146,7 @@ _roll_dims = HANDLERS[torch.roll]
 
 @handler("roll")
 def roll_handler(func, types, args, kwargs):
-    """Without dims, the flattened tensor rolls."""
+    """Roll the flattened tensor if there are no dims."""
     named = dict(zip(("input", "shifts", "dims"), args, strict=False)) | kwargs
     dims = named.get("dims")
     if dims is not None and not (isinstance(dims, (tuple, list)) and not dims):
@@ -169,12 +180,12 @@ def rot90(input, k=1, dims=(0, 1)):
     return input.flip(second if turns == 1 else first).transpose(first, second)
 
 
-# ---------------------------------------------------------------------- again
+# ---------------------------------------------------------------------- repeat
 
 
 @rule("repeat", partial=True, merged=True)
 def repeat(input: Operand, *args, **kwargs):
-    """Local: a repeated dim is a new whole one merged with it."""
+    """Repeat locally: a repeated dim becomes a merged dim of an unsharded factor and the old dim."""
     repeats = int_args(*args, *kwargs.values())
     meta_tensor(input).repeat(repeats)
     skip = len(repeats) - input.ndim
@@ -191,7 +202,7 @@ def tile(input, *args, **kwargs):
 
 @rule("repeat_interleave", partial=True, merged=True)
 def repeat_interleave_int(input: Operand, repeats, dim, *, output_size=None):
-    """Local: every element of a dim becomes a whole dim merged behind it."""
+    """Repeat locally: the dim becomes a merged dim of the old dim and an unsharded factor."""
     meta_tensor(input).repeat_interleave(repeats, dim)
     dim %= input.ndim
     layout = input.layout.with_dim(dim, *input.layout.dims[dim], DimSharding(repeats))
@@ -203,7 +214,7 @@ _run_interleave_int = HANDLERS[torch.repeat_interleave]
 
 @handler("repeat_interleave")
 def repeat_interleave(func, types, args, kwargs):
-    """One number of repeats for all elements, or a tensor of them, whose values decide the shape."""
+    """Repeat each element `repeats` times; as a tensor, the values of `repeats` decide the shape."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     if "repeats" not in named or not isinstance(named.get("input"), Tensor):
         return gather_fallback(func, types, args, kwargs)  # the form that turns repeats into indices
@@ -226,10 +237,10 @@ def repeat_interleave(func, types, args, kwargs):
     x = x._redistribute_to(unmerge_dims(x._layout, [dim]))
     (factor,) = x._layout.dims[dim]
     ends = [0, *counts.cumsum(0).tolist()]
-    cut = [ends[s + n] - ends[s] for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)]
+    sizes = [ends[s + n] - ends[s] for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)]
     start, stop = x._layout.span(dim)
     local = x._local_tensor.repeat_interleave(counts[start:stop], dim)
-    return wrap(local, x._layout.with_dim(dim, DimSharding(ends[-1], factor.axes, tuple(cut))))
+    return wrap(local, x._layout.with_dim(dim, DimSharding(ends[-1], factor.axes, tuple(sizes))))
 
 
 # ---------------------------------------------------------------------- triangles
@@ -237,22 +248,22 @@ def repeat_interleave(func, types, args, kwargs):
 
 @rule("tril", "triu", partial=True, merged=True)
 def tril_triu(input: Operand, diagonal=0, *, fn):
-    """Each rank sees the diagonal from where its block lies."""
+    """Zero a triangle of the local block, with the diagonal shifted to the block's position."""
     fn(meta_tensor(input), diagonal)
     source = unmerge_dims(input.layout, [input.ndim - 2, input.ndim - 1])
-    diagonal = max(-input.shape[-2], min(diagonal, input.shape[-1]))  # beyond these nothing changes, or overflows
-    seen = diagonal + source.span(input.ndim - 2).start - source.span(input.ndim - 1).start
-    return Plan(local=lambda input: fn(input, seen), operands={"input": source}, layout=source)
+    diagonal = max(-input.shape[-2], min(diagonal, input.shape[-1]))  # so that the local offset cannot overflow
+    local_diagonal = diagonal + source.span(input.ndim - 2).start - source.span(input.ndim - 1).start
+    return Plan(local=lambda input: fn(input, local_diagonal), operands={"input": source}, layout=source)
 
 
 @handler("tril_", "triu_")
 def tril_triu_(func, types, args, kwargs):
     target = args[0]
-    of = torch.tril if func.__name__ == "tril_" else torch.triu
-    return target._write(of(target, *args[1:], **kwargs))
+    out_of_place = torch.tril if func.__name__ == "tril_" else torch.triu
+    return target._write(out_of_place(target, *args[1:], **kwargs))
 
 
-# ---------------------------------------------------------------------- channels and pixels
+# ---------------------------------------------------------------------- pixel and channel shuffles
 
 
 @composed("pixel_shuffle")

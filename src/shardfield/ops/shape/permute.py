@@ -1,4 +1,4 @@
-"""Dims that change places, come, go or grow. The cut goes with its dim; nothing moves."""
+"""Transpositions, squeeze, unsqueeze and expand. Each dim keeps its sharding; nothing is communicated."""
 
 from __future__ import annotations
 
@@ -15,56 +15,57 @@ from .view import loses_writes, meta_tensor, plan_scalar
 
 
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout | None:
-    """The layout after dims of size 1 are dropped; a cut of one goes to its neighbour. None if no dim is left.
+    """Return the layout after dims of size 1 are dropped, or None if they are sharded and no dim is left.
 
-    Only one rank along the axes of such a cut holds anything; that is a cut of the neighbour with one piece.
+    A dropped dim that is sharded has its element on one coord of its axes. Its factor is merged into a neighboring
+    dim, so that the result has all its elements on that coord and empty shards elsewhere.
     """
     kept = [d for d in range(layout.ndim) if d not in dims]
-    found = {d: list(layout.dims[d]) for d in kept}
+    factors_of = {d: list(layout.dims[d]) for d in kept}
     for d in reversed(sorted(dims)):
         factors = [f for f in layout.dims[d] if f.axes]
         if factors and not kept:
             return None
         after = next((k for k in kept if k > d), None)
         if after is not None:
-            found[after][:0] = factors
+            factors_of[after][:0] = factors
         elif factors:
-            found[kept[-1]] += factors
-    return layout.with_dims([found[d] for d in kept])
+            factors_of[kept[-1]] += factors
+    return layout.with_dims([factors_of[d] for d in kept])
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "adjoint", "squeeze",
       *(tensor_getter(name) for name in ("T", "mT", "H", "mH")), partial=True, merged=True)  # fmt: skip
 def permute(input: Operand, *args, fn, **kwargs):
-    """The cut goes with its dim."""
+    """Permute the dims of the layout as torch permutes the strides of a meta tensor."""
     layout = input.layout
-    marks = tuple(range(1, input.ndim + 1))
-    out = fn(meta_tensor(input, marks), *args, **kwargs)
+    tagged_strides = tuple(range(1, input.ndim + 1))
+    out = fn(meta_tensor(input, tagged_strides), *args, **kwargs)
     order = [s - 1 for s in out.stride()]
-    gone = [d for d in range(input.ndim) if d not in order]
-    if gone and not order and layout.shard_axes:
+    dropped = [d for d in range(input.ndim) if d not in order]
+    if dropped and not order and layout.shard_axes:
         return plan_scalar(layout)
-    left = layout if not gone else drop_dims(layout, gone)
-    assert left is not None
-    at = {d: i for i, d in enumerate(sorted(order))}
-    result = left.permute([at[d] for d in order])
-    if any(layout.is_sharded(d) for d in gone):
+    remaining = layout if not dropped else drop_dims(layout, dropped)
+    assert remaining is not None
+    position = {d: i for i, d in enumerate(sorted(order))}
+    result = remaining.permute([position[d] for d in order])
+    if any(layout.is_sharded(d) for d in dropped):
         shape = result.local_shape
-        local: Any = lambda input: input.permute(*order, *gone).reshape(shape)  # noqa: E731
-    elif gone:
-        local = lambda input: input.permute(*order, *gone).squeeze(tuple(range(len(order), input.ndim)))  # noqa: E731
-    elif fn.__name__ == "squeeze":  # a dim that is longer than 1 may be no longer here
+        local: Any = lambda input: input.permute(*order, *dropped).reshape(shape)  # noqa: E731
+    elif dropped:
+        local = lambda input: input.permute(*order, *dropped).squeeze(tuple(range(len(order), input.ndim)))  # noqa: E731
+    elif fn.__name__ == "squeeze":  # a dim of global size > 1 may have local size 1, which a local squeeze would drop
         local = lambda input: input.permute(order)  # noqa: E731
     else:
         local = lambda input: fn(input, *args, **kwargs)  # noqa: E731
     # without a dropped dim the local result is always a view, and VIEW_OR_COPY saves a look at its memory
-    returns = Returns.LOST_VIEW if layout.partial else Returns.VIEW if gone else Returns.VIEW_OR_COPY
+    returns = Returns.LOST_VIEW if layout.partial else Returns.VIEW if dropped else Returns.VIEW_OR_COPY
     return Plan(local=local, layout=result, view=ViewKind(returns))
 
 
 @rule("unsqueeze", partial=True, merged=True)
 def unsqueeze(input: Operand, dim):
-    """A new whole dim."""
+    """Insert an unsharded dim of size 1."""
     meta_tensor(input).unsqueeze(dim)
     at, layout = dim % (input.ndim + 1), input.layout
     # the local result is always a view
@@ -72,17 +73,19 @@ def unsqueeze(input: Operand, dim):
     return Plan(local=lambda input: input.unsqueeze(at), layout=layout.insert(at), view=view)
 
 
-# ---------------------------------------------------------------------- the same elements again
+# ---------------------------------------------------------------------- expand
 
 
 @rule("expand", "broadcast_to", partial=True, merged=True)
 def expand(input: Operand, *size, fn, **kwargs):
-    """Local. A dim of size 1 that is cut lies on one rank: it is made whole first, before it grows."""
+    """Expand locally. A sharded dim of size 1 is on one rank only, so it is unsharded before it expands."""
     shape = fn(meta_tensor(input), *size, **kwargs).shape
     skip = len(shape) - input.ndim
-    grown = [d for d in range(input.ndim) if shape[skip + d] != input.shape[d]]
-    source = input.layout.unshard(grown) if input.ndim else input.layout
-    dims = [(DimSharding(n),) if i < skip or i - skip in grown else source.dims[i - skip] for i, n in enumerate(shape)]
+    expanded = [d for d in range(input.ndim) if shape[skip + d] != input.shape[d]]
+    source = input.layout.unshard(expanded) if input.ndim else input.layout
+    dims = [
+        (DimSharding(n),) if i < skip or i - skip in expanded else source.dims[i - skip] for i, n in enumerate(shape)
+    ]
     result = source.with_dims(dims)
     local_shape = result.local_shape
     return Plan(

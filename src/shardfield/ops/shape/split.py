@@ -1,4 +1,4 @@
-"""A tensor in several: split, chunk, unbind and their kin. A rank keeps its overlap with each part; nothing moves."""
+"""split, chunk, tensor_split and unbind. Each rank keeps its overlap with every part; nothing is communicated."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .view import loses_writes, meta_tensor, single_element
 
 
 def narrow_sharding(factor: DimSharding, start: int, stop: int) -> DimSharding:
-    """The factor of a slice: every piece keeps what falls into it.
+    """Return the sharding of a slice: every shard keeps its overlap with `start` to `stop`.
 
     >>> narrow_sharding(DimSharding(7, (0,), (3, 4)), 1, 5)
     DimSharding(size=4, axes=(0,), shard_sizes=(2, 2))
     """
-    begins = zip(starts(shard_sizes_of(factor)), shard_sizes_of(factor), strict=True)
-    cut = tuple(max(0, min(stop, lo + n) - max(start, lo)) for lo, n in begins)
-    return DimSharding(stop - start, factor.axes, cut if factor.axes else ())
+    shards = zip(starts(shard_sizes_of(factor)), shard_sizes_of(factor), strict=True)
+    sizes = tuple(max(0, min(stop, lo + n) - max(start, lo)) for lo, n in shards)
+    return DimSharding(stop - start, factor.axes, sizes if factor.axes else ())
 
 
 def narrow_layout(layout: Layout, dim: int, start: int, stop: int) -> tuple[Layout, Span]:
-    """The layout of a slice of a simple dim, and where in this rank's part it lies."""
+    """Return the layout of a slice of a simple dim, and the slice's range within this rank's shard."""
     (factor,) = layout.dims[dim]
     lo, hi = layout.span(dim)
     first = min(max(start, lo), hi)
@@ -36,21 +36,21 @@ def narrow_layout(layout: Layout, dim: int, start: int, stop: int) -> tuple[Layo
 
 
 def split_ranges(input: Operand, outs: Sequence[Tensor], strides: Sequence[int]) -> tuple[int, list[Span]]:
-    """The dim that was split and the range of every part, read off the offsets of a split of a ghost."""
+    """Return the split dim and the range of every part, from the storage offsets of a split meta tensor."""
     dim = 0
     spans: list[Span] = []
     for d, step in enumerate(strides):
-        before = [out.storage_offset() % (strides[d - 1] if d else step * (input.shape[d] + 1)) for out in outs]
-        found = [Span(at // step, at // step + out.shape[d]) for at, out in zip(before, outs, strict=True)]
-        if any(span != (0, input.shape[d]) for span in found) or not spans:
-            dim, spans = d, found
-    if len(outs) > 1 and all(out.shape == input.shape for out in outs):  # parts of nothing: of a dim of size 0
+        offsets = [out.storage_offset() % (strides[d - 1] if d else step * (input.shape[d] + 1)) for out in outs]
+        dim_spans = [Span(at // step, at // step + out.shape[d]) for at, out in zip(offsets, outs, strict=True)]
+        if any(span != (0, input.shape[d]) for span in dim_spans) or not spans:
+            dim, spans = d, dim_spans
+    if len(outs) > 1 and all(out.shape == input.shape for out in outs):  # every part is empty: the split dim has size 0
         dim = input.shape.index(0)
         spans = [Span(0, 0)] * len(outs)
     return dim, spans
 
 
-# Those that torch records as one function of many outputs, none of which may be written while it needs a gradient.
+# torch records these as one function of many outputs; no output may be written in place while it requires grad.
 MULTI_OUTPUT_SPLITS = {
     "split": torch.split,
     "chunk": torch.split,
@@ -63,24 +63,25 @@ MULTI_OUTPUT_SPLITS = {
 
 @rule(*MULTI_OUTPUT_SPLITS, "tensor_split", "hsplit", "vsplit", "dsplit", partial=True, merged=True)
 def split(input: Operand, *args, fn, **kwargs):
-    """Parts along one dim; where it is cut, they lie on the ranks that have them."""
+    """Narrow the local tensor to its overlap with every part."""
     strides, step = [0] * input.ndim, 1
     for d in reversed(range(input.ndim)):
-        strides[d], step = step, step * (input.shape[d] + 1)  # so that an offset tells every start, also one at the end
+        # + 1: the storage offset then identifies every start, also one at the end of a dim
+        strides[d], step = step, step * (input.shape[d] + 1)
     outs = fn(meta_tensor(input, strides), *args, **kwargs)
     dim, spans = split_ranges(input, outs, strides)
     source = unmerge_dims(input.layout, [dim])
-    found = [narrow_layout(source, dim, *span) for span in spans]
-    lengths = [stop - start for _, (start, stop) in found]
-    together = MULTI_OUTPUT_SPLITS.get(fn.__name__)
-    if together is not None:
-        local = lambda input: together(input, lengths, dim)  # noqa: E731
+    parts = [narrow_layout(source, dim, *span) for span in spans]
+    local_sizes = [stop - start for _, (start, stop) in parts]
+    multi_output = MULTI_OUTPUT_SPLITS.get(fn.__name__)
+    if multi_output is not None:
+        local = lambda input: multi_output(input, local_sizes, dim)  # noqa: E731
     else:
-        local = lambda input: tuple(input.narrow(dim, start, stop - start) for _, (start, stop) in found)  # noqa: E731
+        local = lambda input: tuple(input.narrow(dim, start, stop - start) for _, (start, stop) in parts)  # noqa: E731
     return Plan(
         local=local,
         operands={"input": source},
-        layout=tuple(layout for layout, _ in found),
+        layout=tuple(layout for layout, _ in parts),
         view=NEW_TENSOR
         if "unsafe" in fn.__name__
         else ViewKind.view(lost=loses_writes(input.layout, source), of_slice=source.is_sharded(dim)),
@@ -92,40 +93,40 @@ _run_tensor_split = HANDLERS[torch.tensor_split]
 
 @handler("tensor_split")
 def tensor_split(func, types, args, kwargs):
-    """The places to split at may come as a tensor, whose values decide the shapes."""
+    """Read split points that are passed as a tensor: their values decide the shapes."""
     args = [a.tolist() if i and isinstance(a, Tensor) else a for i, a in enumerate(args)]
     kwargs = {k: v.tolist() if isinstance(v, Tensor) and k != "input" else v for k, v in kwargs.items()}
-    where = kwargs.pop("tensor_indices_or_sections", None)
-    args = tuple(args) if where is None else (args[0], where, *args[1:])
+    sections = kwargs.pop("tensor_indices_or_sections", None)
+    args = tuple(args) if sections is None else (args[0], sections, *args[1:])
     sharded = isinstance(kwargs.get("input", args[0] if args else None), ShardTensor)
     return _run_tensor_split(func, types, args, kwargs) if sharded else func(*args, **kwargs)
 
 
 @rule("unbind", partial=True, merged=True)
 def unbind(input: Operand, dim=0):
-    """Rows. One of a cut dim stays with the rank that has it; as a scalar, it is that rank's addend."""
+    """Return the rows. A row of a sharded dim stays on its rank; a scalar row is a partial sum over the axes."""
     meta_tensor(input).unbind(dim)
     dim %= input.ndim
     source = input.layout
     if not source.is_sharded(dim):
-        kept = source.drop_dims([dim])
+        row_layout = source.drop_dims([dim])
         return Plan(
             local=lambda input: input.unbind(dim),
-            layout=(kept,) * input.shape[dim],
+            layout=(row_layout,) * input.shape[dim],
             view=ViewKind.view(lost=bool(source.partial)),
         )
     source = unmerge_dims(source, [dim])
     rows = [narrow_layout(source, dim, i, i + 1) for i in range(input.shape[dim])]
-    summed = [(a, "sum") for a in source.nontrivial_axes(source.axes_of(dim))]
-    scalar = Layout.make(source.mesh, [], [*source.partial, *summed])
+    partial = [(a, "sum") for a in source.nontrivial_axes(source.axes_of(dim))]
+    scalar = Layout.make(source.mesh, [], [*source.partial, *partial])
     layouts = [scalar if input.ndim == 1 else drop_dims(layout, [dim]) or scalar for layout, _ in rows]
     shapes = [layout.local_shape for layout in layouts]
 
     def local(input):
-        cut = [input.narrow(dim, start, stop - start) for _, (start, stop) in rows]
+        slices = [input.narrow(dim, start, stop - start) for _, (start, stop) in rows]
         if input.ndim == 1:
-            return tuple(single_element(row) for row in cut)
-        return tuple(row.reshape(shape) for row, shape in zip(cut, shapes, strict=True))
+            return tuple(single_element(row) for row in slices)
+        return tuple(row.reshape(shape) for row, shape in zip(slices, shapes, strict=True))
 
     return Plan(
         local=local,

@@ -1,7 +1,9 @@
-"""Views. A cut goes where its dim goes; a merged dim remembers its tiles, so merging and splitting are free.
+"""Views: reshape, view, flatten, unflatten, dtype views, complex views.
 
-What a view does to a shape is asked of torch, on a tensor without data: how arguments are read and which errors are
-raised is torch's, on every rank. The results share memory with their operand wherever nothing had to move.
+A merged dim keeps one factor for each of the dims it was merged from, so that merging dims and splitting them again
+needs no communication. Only a shard boundary that falls inside a new dim forces a redistribute (`view_layouts`). The
+new shape is computed by torch on a meta tensor, so that argument parsing and errors are torch's on every rank. The
+result aliases its operand unless a redistribute was needed.
 """
 
 from __future__ import annotations
@@ -20,37 +22,37 @@ from ...redistribute import is_local, redistribute
 
 
 def meta_tensor(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
-    """A tensor without data that looks like the operand."""
+    """Return a meta tensor with the operand's global shape and dtype."""
     if strides is None:
         return torch.empty(operand.shape, dtype=operand.dtype, device="meta")
     return torch.empty_strided(operand.shape, strides, dtype=operand.dtype, device="meta")
 
 
 def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
-    """The shortest runs of old and new dims, in order, that hold the same number of elements (none of size 0).
+    """Return the shortest runs of old and new dims, in order, with equal element counts (no dim has size 0).
 
     >>> segments([2, 3, 4], [6, 4])
     [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(1, 2, None))]
     """
-    found: list[tuple[slice, slice]] = []
+    runs: list[tuple[slice, slice]] = []
     i = j = 0
     while i < len(old) and j < len(new):
-        first, then = (i, j), (old[i], new[j])
+        first, counts = (i, j), (old[i], new[j])
         i, j = i + 1, j + 1
-        while then[0] != then[1]:
-            if then[0] < then[1]:
-                then, i = (then[0] * old[i], then[1]), i + 1
+        while counts[0] != counts[1]:
+            if counts[0] < counts[1]:
+                counts, i = (counts[0] * old[i], counts[1]), i + 1
             else:
-                then, j = (then[0], then[1] * new[j]), j + 1
-        found.append((slice(first[0], i), slice(first[1], j)))
-    if i < len(old) or j < len(new):  # what is left has size 1 and goes with its neighbour
-        at = (found[-1][0].start, found[-1][1].start) if found else (0, 0)
-        found[-1:] = [(slice(at[0], len(old)), slice(at[1], len(new)))]
-    return found
+                counts, j = (counts[0], counts[1] * new[j]), j + 1
+        runs.append((slice(first[0], i), slice(first[1], j)))
+    if i < len(old) or j < len(new):  # trailing dims of size 1 join the last run
+        last = (runs[-1][0].start, runs[-1][1].start) if runs else (0, 0)
+        runs[-1:] = [(slice(last[0], len(old)), slice(last[1], len(new)))]
+    return runs
 
 
 def merged_dim_groups(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The groups of old dims that must lie one inside the other in memory, for a view to be one.
+    """Return the groups of old dims that must be contiguous with each other for the reshape to be a view.
 
     >>> merged_dim_groups([2, 3, 1, 4, 5], [6, 4, 5])
     ((0, 1),)
@@ -62,17 +64,17 @@ def merged_dim_groups(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int
 
 
 def view_layouts(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, Layout]:
-    """Three layouts: the operand's with some dims flattened, the same after what must move has moved, the view's.
+    """Return the operand's layout with merged dims, the layout to redistribute to, and the view's layout.
 
-    The first two are the same where every cut falls between the new dims. `shape` has at least one dim.
+    The first two are equal if no shard boundary falls inside a new dim. `shape` has at least one dim.
     """
     flat: list[tuple[DimSharding, ...]] = []
     moved: list[tuple[DimSharding, ...]] = []
-    found: list[tuple[DimSharding, ...]] = []
+    result: list[tuple[DimSharding, ...]] = []
     if 0 in shape:
         flat = moved = [tuple(f for d in layout.unshard(range(layout.ndim)).dims for f in d)]
-        found = [(DimSharding(n),) for n in shape]
-        return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
+        result = [(DimSharding(n),) for n in shape]
+        return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(result)
     for before, after in segments(layout.shape, shape):
         dims, sizes = layout.dims[before], shape[after]
         if len(dims) == len(sizes) == 1:
@@ -87,51 +89,55 @@ def view_layouts(layout: Layout, shape: Sequence[int]) -> tuple[Layout, Layout, 
             groups = _reshard_for_view(layout, factors, sizes)
             flat.append(factors)
             moved.append(tuple(f for g in groups for f in g))
-        found += groups
-    return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(found)
+        result += groups
+    return layout.with_dims(flat), layout.with_dims(moved), layout.with_dims(result)
 
 
 def _reshard_for_view(
     layout: Layout, factors: Sequence[DimSharding], sizes: Sequence[int]
 ) -> list[tuple[DimSharding, ...]]:
-    """Cuts that fall between dims of `sizes`: the nearest to `factors`, or where those would be lopsided, even ones."""
+    """Return shardings for dims of `sizes` with no boundary inside a dim.
+
+    They are close to `factors`, or even if the close ones are too unbalanced.
+    """
 
     def largest(factors: Sequence[DimSharding]) -> int:
         return math.prod(max(shard_sizes_of(f)) for f in factors)
 
     axes = tuple(a for f in factors for a in f.axes)
     parts = [layout.mesh.size(a) for a in axes]
-    wanted = math.prod(parts)
-    best = next((k for k, n in enumerate(sizes) if n >= wanted), max(range(len(sizes)), key=sizes.__getitem__))
+    ranks = math.prod(parts)
+    even_dim = next((k for k, n in enumerate(sizes) if n >= ranks), max(range(len(sizes)), key=sizes.__getitem__))
     even: list[tuple[DimSharding, ...]]
     even = [
-        (DimSharding(n, axes, nested_chunk(n, parts)) if k == best else DimSharding(n),) for k, n in enumerate(sizes)
+        (DimSharding(n, axes, nested_chunk(n, parts)) if k == even_dim else DimSharding(n),)
+        for k, n in enumerate(sizes)
     ]
     near = regroup(factors, sizes, snap=True)
     if near is not None:
-        most = largest([f for g in near for f in g])
-        if most <= max(1.5 * largest(factors), largest([f for g in even for f in g])):
+        largest_shard = largest([f for g in near for f in g])
+        if largest_shard <= max(1.5 * largest(factors), largest([f for g in even for f in g])):
             return near
     return even
 
 
 def plan_scalar(layout: Layout) -> Plan:
-    """A tensor of one element as a scalar: the rank that holds it adds it, the others add nothing."""
-    holders = layout.nontrivial_axes(layout.shard_axes)
-    result = Layout.make(layout.mesh, [], [*layout.partial, *((a, "sum") for a in holders)])
-    if not holders:
+    """Reshape a tensor of one element to a scalar: a partial sum in which ranks with an empty shard add zero."""
+    axes = layout.nontrivial_axes(layout.shard_axes)
+    result = Layout.make(layout.mesh, [], [*layout.partial, *((a, "sum") for a in axes)])
+    if not axes:
         return Plan(local=lambda input: input.reshape(()), layout=result, view=ViewKind.view(lost=bool(layout.partial)))
     return Plan(local=single_element, layout=result, view=ViewKind.view(lost=True))
 
 
 def single_element(input: Tensor) -> Tensor:
-    """The sum of no or one element, in its own dtype."""
+    """Return the only element, or zero for an empty tensor, in the input's dtype."""
     return input.any() if input.dtype is torch.bool else input.sum(dtype=input.dtype)
 
 
 @rule("reshape", "view", "flatten", "ravel", "unflatten", partial=True, merged=True)
 def view(input: Operand, *args, fn, **kwargs):
-    """Local, where every cut falls between the new dims."""
+    """Reshape locally if no shard boundary falls inside a new dim, else redistribute between two local reshapes."""
     if args and isinstance(args[0], torch.dtype) or "dtype" in kwargs:
         return view_dtype(input, *args, **kwargs)
     shape = fn(meta_tensor(input), *args, **kwargs).shape
@@ -155,27 +161,27 @@ def view(input: Operand, *args, fn, **kwargs):
 
 
 def loses_writes(source: Layout, target: Layout) -> bool:
-    """True if a write into a view, made after a move from `source` to `target`, would be lost. Alike on all ranks.
+    """Return whether a write into a view taken after redistributing from `source` to `target` misses the operand.
 
-    What is still to be reduced is changed as a whole, in new memory.
+    The answer is the same on all ranks. A write into a partial operand always misses it: reducing allocates new memory.
     """
     return bool(source.partial) or not is_local(source, target)
 
 
 def has_short_shards(layout: Layout) -> bool:
-    """True if some rank's piece is shorter than two along a dim of which that cannot be said."""
+    """Return whether a shard has size 0 or 1 along a sharded dim: its strides then do not show contiguity."""
     return any(min(shard_sizes_of(f)) < 2 for d in layout.sharded_dims for f in layout.dims[d])
 
 
 def _local_reshape(layout: Layout, flat: Layout, moved: Layout, result: Layout) -> Callable[[Tensor], Tensor]:
-    shape, between = result.local_shape, flat.local_shape
+    shape, flat_shape = result.local_shape, flat.local_shape
     if flat is moved:
-        return lambda input: torch.reshape(input, shape)  # the method takes twice as long to read a Size
-    return lambda input: redistribute(input.reshape(between), flat, moved).reshape(shape)
+        return lambda input: torch.reshape(input, shape)  # the method takes twice as long to parse a Size
+    return lambda input: redistribute(input.reshape(flat_shape), flat, moved).reshape(shape)
 
 
 def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
-    """The same bits as another type: the last dim grows or shrinks with the size of an element."""
+    """Reinterpret the bits as `dtype`: the last dim grows or shrinks with the element size."""
     shape = meta_tensor(input).view(dtype).shape
     layout = source = input.layout.with_partial(())
     if shape != input.shape:
@@ -194,7 +200,7 @@ def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
     resized, local_shape = shape != input.shape, layout.local_shape
 
     def local(input):
-        if resized and not input.numel():  # torch refuses the strides of some empty tensors
+        if resized and not input.numel():  # torch rejects the strides of some empty tensors
             return input.new_empty(local_shape, dtype=dtype)
         return (input.contiguous() if resized else input).view(dtype)
 
@@ -241,13 +247,13 @@ def view_as_real(input: Operand):
 
 @rule("view_as_complex", partial=True, merged=True)
 def view_as_complex(input: Operand):
-    """Both parts of a number must be on one rank."""
+    """View pairs as complex numbers; the last dim is unsharded first, so that both parts are on one rank."""
     torch.view_as_complex(meta_tensor(input))
     source = input.layout.unshard([-1])
 
     def local(input):
-        fits = input.stride(-1) == 1 and not any(s % 2 for s in (*input.stride()[:-1], input.storage_offset()))
-        return torch.view_as_complex(input if fits else input.contiguous())
+        aligned = input.stride(-1) == 1 and not any(s % 2 for s in (*input.stride()[:-1], input.storage_offset()))
+        return torch.view_as_complex(input if aligned else input.contiguous())
 
     return Plan(
         local=local,
@@ -259,14 +265,14 @@ def view_as_complex(input: Operand):
 
 @rule("real", "imag", tensor_getter("real"), tensor_getter("imag"), partial=True, merged=True)
 def real_imag(input: Operand, *, fn):
-    """Of each number by itself."""
+    """View the real or imaginary part of the local tensor."""
     fn(meta_tensor(input))
     layout = input.layout
     return Plan(local=fn, takes=["input"], layout=layout, view=ViewKind.view(lost=bool(layout.partial)))
 
 
 def set_real_imag(func, types, args, kwargs):
-    """`x.real = y`."""
+    """Assign `x.real = y` or `x.imag = y`."""
     target, value = args
     (target.real if func == tensor_getter("real", "__set__") else target.imag).copy_(value)
 

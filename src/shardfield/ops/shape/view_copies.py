@@ -1,4 +1,4 @@
-"""Views' relatives: those that copy, and those that change the tensor they are called on."""
+"""The `*_copy` variants of view functions, and the in-place variants (`squeeze_`, `transpose_`, ...)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ unsqueeze view view_as_complex view_as_real
 
 
 def copy_of_view(name: str):
-    """A view's function, followed by a clone."""
+    """Return a handler that calls the view function and clones its results."""
     view = getattr(torch.Tensor, name, None) or getattr(torch, name)
 
     def run(func, types, args, kwargs):
@@ -40,7 +40,7 @@ def slice_copy(input, dim=0, start=None, end=None, step=1):
 
 
 def inplace_view(name: str):
-    """The tensor itself takes the shape of its view."""
+    """Return a handler that replaces the tensor by its view."""
     view = getattr(torch.Tensor, name)
 
     def run(func, types, args, kwargs):
@@ -56,7 +56,7 @@ def inplace_view(name: str):
 
 
 def _swap_value(target: ShardTensor, value: ShardTensor) -> None:
-    """`target` is from now on what `value` is: its C++ sizes too, which only a swap can change."""
+    """Make `target` the tensor that `value` is. Only a swap changes its C++ sizes too."""
     local: Tensor = value._local_tensor
     layout = value._layout
     torch.utils.swap_tensors(target, wrap(local, layout))
