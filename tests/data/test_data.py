@@ -434,7 +434,8 @@ def structures_and_errors():
     mine = dict(seed=1) if dist.get_rank() else dict(drop_last=True)
     refused(
         lambda: ShardedLoader(Whole(3 + dist.get_rank()), 1, mesh, **mine),
-        "the ranks do not agree on samples, seed, drop_last\n  rank 0: samples 3, seed 0, drop_last 1\n  rank 1: ",
+        "the ranks do not agree on samples, seed, drop_last\n  rank 0: samples 3, batch_size 1, seed 0, shuffle True, "
+        "drop_last True\n  rank 1: ",
     )
     uneven = [torch.ones(2, 4), torch.ones(2, 5)]
     refused(
@@ -606,7 +607,7 @@ def field_errors(folder):
     said = refused(lambda: open_field(f"{folder}/{mine}", mesh, [Shard(0)]), "cannot be done\n  rank 1: there is no")
     assert "rank 0" not in said
     other = dict(name="a/u" if dist.get_rank() == 0 else "v")
-    refused(lambda: open_field(f"{folder}/group.zarr", mesh, [Shard(0)], **other), "ranks find different arrays")
+    refused(lambda: open_field(f"{folder}/group.zarr", mesh, [Shard(0)], **other), "do not agree on shape")
     good = f"{folder}/v2.zarr"
     refused(lambda: open_field(good, mesh), "placements say how")
     refused(lambda: open_field(good, mesh, [Shard(7)]), "asks for a dim")

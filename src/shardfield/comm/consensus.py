@@ -1,8 +1,14 @@
-"""Ranks find out that they disagree before it can hang or mix up their data.
+"""Compare what ranks are about to do, before a difference hangs them or mixes up their data.
 
-A collective whose ranks pass different arguments waits forever or moves the wrong elements. `check_arguments` costs one
-gather of a few integers when all is well; when it is not, every rank raises the same error, which lists what each
-rank had. SHARDFIELD_CHECK_SIZES=0 leaves the check out, on all ranks or on none.
+A collective whose ranks pass different arguments blocks forever or moves the wrong elements. Three questions go to all
+ranks, each with a small message, and each has the same answer on all of them:
+
+- `Consensus.start(mesh, description)`: do all ranks make the same call? The message overlaps local work until `wait()`.
+- `check_arguments(what, over, must_match)`: do all ranks pass equal arguments, and did none of them find a problem?
+- `any_rank(flags, groups)`: has any rank set a flag?
+
+When ranks differ, every rank raises the same error, which lists what each rank had. SHARDFIELD_CHECK_SIZES=0 switches
+the first two off. Set it on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -15,109 +21,246 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import trace_state
 from ..errors import ShardingError
 from . import collectives
 
-# How many integers of its own a rank can tell the others along with the check. One number for all callers: ranks
-# that are in different calls must still exchange messages of one length.
+# Integers per message of `Consensus`: the fingerprint, its negative, and the flag (2: this rank has a problem).
+CONSENSUS_INTS = 3
+# Integers that a rank can add to `check_arguments`. One number for all callers: ranks that are in different calls must
+# still exchange messages of one length, or the check itself would hang.
 MAX_EXTRA_INTS = 4
 
 
 def checks_enabled() -> bool:
-    """Whether ranks compare their arguments."""
+    """Return whether ranks compare their arguments."""
     return os.environ.get("SHARDFIELD_CHECK_SIZES", "1") != "0"
+
+
+# ---------------------------------------------------------------------- do all ranks make the same call?
+
+
+class Consensus:
+    """A comparison of one description per rank, in flight until `wait()`.
+
+    Call `wait()` before the first message that depends on the comparison. Leaving the object as a context waits too,
+    also after an exception: an error of one rank becomes an error of all ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, description: str, problem: str | None, flag: bool, always: bool):
+        self._mesh, self._description, self._problem, self._flag = mesh, description, problem, flag
+        checked = mesh is not None and (always or checks_enabled())
+        self._groups = [g for g in _groups(mesh) if g.size() > 1] if checked else []
+        self._done = False
+        if self._groups:
+            if problem:
+                self._description = f"{description}: {problem}"
+            code = _fingerprint(self._description)
+            with trace_state.concrete():
+                self._pending = start_max([code, -code, 2 if problem else int(flag)], self._groups[0])
+
+    @classmethod
+    def start(
+        cls,
+        mesh: DeviceMesh | None,
+        description: str,
+        *,
+        problem: str | None = None,
+        flag: bool = False,
+        always: bool = False,
+    ) -> Consensus:
+        """Start to compare `description`, the call that this rank is about to make, over all ranks of a mesh.
+
+        problem: the reason why this rank cannot make the call; then all ranks raise. flag: `wait()` returns whether any
+        rank set it. always: compare even if checks are switched off.
+
+            with Consensus.start(mesh, f"rfft of {layout}, n={n}") as check:
+                part = work(x)              # local work, while the message is in flight
+                check.wait()                # the same call on all ranks, or an error on all ranks
+                return all_reduce(part)     # messages that depend on it
+        """
+        return cls(mesh, description, problem, flag, always)
+
+    def wait(self) -> bool:
+        """Raise on all ranks unless all make the same call without a problem. Return whether any rank set its flag."""
+        if self._done:
+            return self._flag
+        self._done = True
+        if not self._groups:
+            if self._problem:
+                raise ShardingError(f"{self._description}: {self._problem}")
+            return self._flag
+        with trace_state.concrete():
+            largest = self._pending.wait()
+            for group in self._groups[1:]:
+                largest = collectives.all_reduce(largest, group, "max")
+            high, low, status = largest.tolist()
+        if high != -low or status == 2:
+            self._raise_difference("cannot do this" if status == 2 else "do not make the same call")
+        self._flag = bool(status)
+        return self._flag
+
+    def _raise_difference(self, verdict: str) -> NoReturn:
+        mesh = self._mesh
+        assert mesh is not None
+        texts = gather_texts(self._description, mesh)
+        lines = [f"at {collectives.coords_of(mesh, i)}: {text}" for i, text in enumerate(texts)]
+        raise ShardingError("\n  ".join([f"the ranks of {mesh} {verdict}", *lines]))
+
+    def __enter__(self) -> Consensus:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        # A KeyboardInterrupt must not block on other ranks, which may never reach this point.
+        if kind is None or issubclass(kind, Exception):
+            self.wait()
+
+
+# ---------------------------------------------------------------------- do all ranks pass equal arguments?
 
 
 def check_arguments(
     what: str,
-    group: ProcessGroup | None,
+    over: ProcessGroup | DeviceMesh | None,
     must_match: Mapping[str, Any],
     facts: Mapping[str, Any] | None = None,
     problem: str | None = None,
     extra: Sequence[int] = (),
     always: bool = False,
 ) -> list[list[int]] | None:
-    """Raise on all ranks of `group` unless all make the same call `what` with an equal `must_match` and without a
-    problem.
+    """Raise on all ranks unless all make the call `what` with equal `must_match` and none has a problem.
 
-    `must_match` is what must be equal, `facts` is what else the error shows of a rank, `problem` is what this rank
-    found
-    wrong by itself. Returns every rank's `extra` integers, by coord; None if the check is switched off and they are
-    not `always`.
+    over: a process group or a mesh. must_match: arguments that must be equal. facts: other arguments of this rank, for
+    the error. problem: an error that this rank found by itself. extra: integers for the other ranks. always: compare
+    even if checks are switched off.
+
+    Costs one gather of a few integers per group. Returns the `extra` integers of every rank, by coordinate (row-major
+    over a mesh), or None if the check is switched off.
 
     >>> check_arguments("all_gather_v", None, {"sizes": [3]}, problem="the tensor has 2 rows, sizes says 3")
     Traceback (most recent call last):
     shardfield.errors.ShardingError: all_gather_v: the tensor has 2 rows, sizes says 3 (sizes [3])
     """
-    alone = group is None or dist.get_world_size(group) == 1
+    alone = all(dist.get_world_size(group) == 1 for group in _groups(over))
     unchecked = not (checks_enabled() or always)
     if problem and (alone or unchecked):
         raise ShardingError(f"{what}: {problem} ({_format_arguments(must_match, facts)})")
-    if group is None or alone:
+    if over is None or alone:
         return [list(extra)]
     if unchecked:
         return None
     assert len(extra) <= MAX_EXTRA_INTS
-    device = group_device(group)
-    header = [_fingerprint(what, must_match), int(problem is not None), *extra, *[0] * (MAX_EXTRA_INTS - len(extra))]
-    heard = collectives.gather_ints(header, group, device)
-    if len({h[0] for h in heard}) > 1 or any(h[1] for h in heard):
-        _raise_mismatch(
-            what,
-            group,
-            must_match,
-            f"{_format_arguments(must_match, facts)}{f': {problem}' if problem else ''}",
-            device,
-        )
-    return [h[2 : 2 + len(extra)] for h in heard]
-
-
-def any_rank(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool]:
-    """Which of the flags any rank has set: a byte each, one message a group."""
-    if not groups:
-        return list(flags)
-    with trace_state.concrete():
-        told = torch.tensor(flags, device=group_device(groups[0]))
-        for group in groups:
-            told = collectives.all_reduce(told, group)
-        return told.tolist()
-
-
-def _fingerprint(what: str, claim: Mapping[str, Any]) -> int:
-    text = json.dumps([what, {k: str(v) for k, v in claim.items()}], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def group_device(group: ProcessGroup) -> torch.device:
-    """Where the check's few integers live: the CPU if the group has a backend for it, whatever the tensors are on."""
-    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    claim = {key: str(value) for key, value in must_match.items()}
+    code = _fingerprint(json.dumps([what, claim], sort_keys=True))
+    rows = gather_ints([code, int(problem is not None), *extra, *[0] * (MAX_EXTRA_INTS - len(extra))], over)
+    if len({row[0] for row in rows}) > 1 or any(row[1] for row in rows):
+        line = f"{_format_arguments(must_match, facts)}{f': {problem}' if problem else ''}"
+        _raise_mismatch(what, over, claim, line)
+    return [row[2 : 2 + len(extra)] for row in rows]
 
 
 def _format_arguments(claim: Mapping[str, Any], facts: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key} {value}" for key, value in {**claim, **(facts or {})}.items())
 
 
-def _raise_mismatch(
-    what: str, group: ProcessGroup, claim: Mapping[str, Any], line: str, device: torch.device
-) -> NoReturn:
-    """Tell every rank what every rank had, and raise the same error on all."""
-    mine = json.dumps([what, {k: str(v) for k, v in claim.items()}, line]).encode()
-    lengths = collectives.gather_ints([len(mine)], group, device)
-    heard = collectives.all_gather(torch.tensor(list(mine), dtype=torch.uint8, device=device), lengths, group)
-    said = [json.loads(bytes(t.tolist())) for t in heard]
-    calls = dict.fromkeys(call for call, _, _ in said)
-    keys = [k for k in said[0][1] if len({c.get(k) for _, c, _ in said}) > 1]
+def _raise_mismatch(what: str, over: ProcessGroup | DeviceMesh, claim: Mapping[str, str], line: str) -> NoReturn:
+    """Raise the same error on all ranks, with one line per rank."""
+    reports = [json.loads(text) for text in gather_texts(json.dumps([what, claim, line]), over)]
+    calls = dict.fromkeys(call for call, _, _ in reports)
+    differing = [key for key in reports[0][1] if len({claim.get(key) for _, claim, _ in reports}) > 1]
     if len(calls) > 1:
         head = f"the ranks are in different calls: {', '.join(calls)}"
-    elif keys:
-        head = f"{what}: the ranks do not agree on {', '.join(keys)}"
+    elif differing:
+        head = f"{what}: the ranks do not agree on {', '.join(differing)}"
     else:
         head = f"{what}: cannot be done"
-    ranks = dist.get_process_group_ranks(group)
-    raise ShardingError("\n  ".join([head, *(f"rank {r}: {line}" for r, (*_, line) in zip(ranks, said, strict=True))]))
+    lines = [f"rank {rank}: {line}" for rank, (*_, line) in zip(_ranks(over), reports, strict=True)]
+    raise ShardingError("\n  ".join([head, *lines]))
+
+
+def raise_together(what: str, mesh: DeviceMesh, problem: str | None, cause: BaseException | None = None) -> None:
+    """Raise on all ranks of a mesh if any rank has a `problem`. Costs one gather of one integer per mesh axis.
+
+    The error lists each rank that has a problem. A problem that all ranks share is shown once.
+    """
+    texts = gather_texts(problem or "", mesh)
+    lines = {rank: text for rank, text in zip(_ranks(mesh), texts, strict=True) if text}
+    if not lines:
+        return
+    if len(lines) == len(texts) and len(set(texts)) == 1:
+        raise ShardingError(f"{what}: {texts[0]}") from cause
+    raise ShardingError(
+        "\n  ".join([f"{what}: cannot be done", *(f"rank {r}: {t}" for r, t in lines.items())])
+    ) from cause
+
+
+# ---------------------------------------------------------------------- has any rank set a flag?
+
+
+def any_rank(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool]:
+    """Return for each flag whether any rank has set it. Costs one byte per flag, one message per group."""
+    if not groups:
+        return list(flags)
+    with trace_state.concrete():
+        seen = torch.tensor(flags, device=group_device(groups[0]))
+        for group in groups:
+            seen = collectives.all_reduce(seen, group)
+        return seen.tolist()
+
+
+# ---------------------------------------------------------------------- the messages
+
+
+def start_max(values: Sequence[int], group: ProcessGroup) -> collectives.Pending[Tensor]:
+    """Start the elementwise maximum of every rank's integers."""
+    return collectives.start_all_reduce(torch.tensor(values, device=group_device(group)), group, "max")
+
+
+def gather_ints(values: Sequence[int], over: ProcessGroup | DeviceMesh) -> list[list[int]]:
+    """Gather every rank's integers (equally many on each), by coordinate, row-major over a mesh."""
+    rows = [list(values)]
+    for group in reversed(_groups(over)):
+        parts = collectives.gather_ints([n for row in rows for n in row], group, group_device(group))
+        rows = [part[i : i + len(values)] for part in parts for i in range(0, len(part), len(values))]
+    return rows
+
+
+def gather_texts(text: str, over: ProcessGroup | DeviceMesh) -> list[str]:
+    """Gather every rank's text, by coordinate. Costs one gather of one integer if all texts are empty."""
+    data = text.encode()
+    lengths = [length for (length,) in gather_ints([len(data)], over)]
+    longest = max(lengths)
+    if not longest:
+        return [""] * len(lengths)
+    rows = gather_ints([*data, *[0] * (longest - len(data))], over)
+    return [bytes(row[:length]).decode(errors="replace") for row, length in zip(rows, lengths, strict=True)]
+
+
+def group_device(group: ProcessGroup) -> torch.device:
+    """Return the device for the integers of a check: the CPU if the group has a backend for it.
+
+    Integers on an accelerator would wait for all kernels in its queue.
+    """
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
+def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
+    """Return the process groups of all mesh axes, the outermost first; of a group, itself."""
+    if over is None:
+        return []
+    return [over.get_group(axis) for axis in range(over.ndim)] if isinstance(over, DeviceMesh) else [over]
+
+
+def _ranks(over: ProcessGroup | DeviceMesh) -> list[int]:
+    return over.mesh.flatten().tolist() if isinstance(over, DeviceMesh) else dist.get_process_group_ranks(over)
+
+
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

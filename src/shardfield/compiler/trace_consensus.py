@@ -13,19 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import trace_state
 from .._compat import without_modes
-from ..comm import collectives, transport
-from ..comm.consensus import any_rank, group_device
+from ..comm import transport
+from ..comm.consensus import any_rank, gather_texts, start_max
 from ..errors import Untraceable
 
 COLLECTIVE, GRAPH, PROGRAM, FAILED = range(4)  # where a rank is at a meeting
-MAX_REASON_BYTES = 600  # bytes of a reason that others are told
+MAX_REASON_LENGTH = 600  # characters of a reason that the other ranks receive
 
 
 class TraceConsensus:
@@ -63,17 +62,17 @@ class TraceConsensus:
         values: they would have had to be looked at. own: the error is one of the step itself, not of its trace.
         """
         with _outside_trace():
-            flying = [_start_max([FAILED, -FAILED, 0, 0], group) for group in self._active_groups]
-            for numbers in flying:
-                numbers.wait()
+            in_flight = [start_max([FAILED, -FAILED, 0, 0], group) for group in self._active_groups]
+            for message in in_flight:
+                message.wait()
             self._active_groups = []
             # now all know, and all come here
             values, user_error, other = any_rank([values, user_error, not user_error], self._groups)
             self.values, self.all_user_errors = values and not user_error, not other
-            told = b"" if self.peer_failed else f"rank {dist.get_rank()}: {reason}".encode()[:MAX_REASON_BYTES]
+            first = "" if self.peer_failed else f"rank {dist.get_rank()}: {reason}"[:MAX_REASON_LENGTH]
             for group in self._groups:
-                told = _first_text(told, group)
-        return told.decode(errors="replace") or "Ranks came to different places."
+                first = next(filter(None, gather_texts(first, group)), "")
+        return first or "Ranks came to different places."
 
     def _check_collective(self, group: ProcessGroup) -> None:
         if group not in self._groups:
@@ -93,7 +92,7 @@ class TraceConsensus:
         """The largest of all members' numbers. Raises where a member has failed or is at another place."""
         if not self.peer_failed:
             with _outside_trace():
-                numbers = _start_max(numbers, group).wait().tolist()
+                numbers = start_max(numbers, group).wait().tolist()
             self.peer_failed = numbers[0] != -numbers[1]
             if self.peer_failed:
                 self._active_groups.remove(group)
@@ -111,15 +110,3 @@ def _outside_trace() -> Iterator[None]:
             yield
     finally:
         transport.before_collective = before
-
-
-def _start_max(numbers: list[int], group: ProcessGroup) -> collectives.Pending[torch.Tensor]:
-    return collectives.start_all_reduce(torch.tensor(numbers, device=group_device(group)), group, "max")
-
-
-def _first_text(text: bytes, group: ProcessGroup) -> bytes:
-    """The text of the first member that has one."""
-    device = group_device(group)
-    longest = max(n for (n,) in collectives.gather_ints([len(text)], group, device))
-    heard = collectives.gather_ints([*text, *[0] * (longest - len(text))], group, device) if longest else []
-    return next((found for row in heard if (found := bytes(row).rstrip(b"\0"))), b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ..comm import collectives
+from ..comm.consensus import check_arguments
 from ..errors import ShardingError
 from ..layout import DimSharding, Layout
 from ..tensor import ShardTensor, wrap
-from .error_sync import all_gather_ints, run_with_error_sync
+from .error_sync import run_with_error_sync
 from .formats import open_array
 from .sharding import build_layout, local_slices
 
@@ -51,9 +51,8 @@ def open_field(
         if placements is not None or sizes is not None:
             raise ValueError("open_field: placements and sizes say how a mesh cuts the array: pass the mesh too")
         return Field(path, array, dtype, None)
-    seen = hashlib.blake2b(repr((tuple(array.shape), dtype)).encode(), digest_size=7)
-    if len({n for (n,) in all_gather_ints([int.from_bytes(seen.digest(), "big")], mesh)}) > 1:
-        raise ShardingError(f"open_field: ranks find different arrays at {path}; here {array.shape} of {dtype}")
+    found = {"shape": tuple(array.shape), "dtype": dtype}
+    check_arguments("open_field", mesh, found, {"path": path}, always=True)
     if placements is None:
         raise ShardingError("open_field: placements say how the mesh cuts the array, one for each of its axes")
     return Field(path, array, dtype, build_layout(mesh, placements, array.shape, sizes))

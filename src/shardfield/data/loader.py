@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ..comm import collectives
+from ..comm.consensus import check_arguments
 from ..layout import Layout, balanced, starts
 from ..tensor import wrap
-from .error_sync import can_exchange_on_host, check_same_on_all_ranks, run_with_error_sync
+from .error_sync import can_exchange_on_host, run_with_error_sync
 from .prefetch import prefetch_map
 from .sharding import SampleSharding, ZippedDatasets
 
@@ -66,10 +67,11 @@ class ShardedLoader:
     ):
         dataset = ZippedDatasets(dataset) if isinstance(dataset, Mapping) else dataset
         # Ranks that drew from different orders would put blocks of different samples together.
-        check_same_on_all_ranks(
+        check_arguments(
             "ShardedLoader",
             mesh,
             dict(samples=len(dataset), batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last),
+            always=True,
         )
         names = mesh.mesh_dim_names or ()
         if data is not None and data not in names:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.alike import start_consensus
+from ..comm.consensus import Consensus
 from ..dispatch.arguments import mesh_of
 from ..dispatch.torch_aliases import function_name
 from . import explain
@@ -64,7 +64,7 @@ class _Lockstep:
         try:
             if outermost:
                 call = f"{function_name(func)}{_describe(args)}" + (f" {_describe(kwargs)}" if kwargs else "")
-                start_consensus(mesh_of(args, kwargs), call, always=True).wait()
+                Consensus.start(mesh_of(args, kwargs), call, always=True).wait()
             if self._outer is not None:
                 return self._outer.run_call(func, found, types, args, kwargs)
             return found(func, types, args, kwargs)

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
-from ..comm import collectives
+from ..comm.consensus import any_rank
 from ..layout import Layout
-from ..trace_state import concrete
 
 # Those who still need a tensor that others may write into: `keep(local tensor)` is called before every write.
 # `lend(local tensor)`, where they have it, when it is handed out, so that it may be written from outside.
@@ -76,13 +74,8 @@ class ViewConsensus:
         """Whether a write would be lost, or reach the source on some ranks only. All ranks ask, and get one answer."""
         if self.result is None:
             mesh = self.layout.mesh
-            with concrete():
-                seen = torch.tensor(
-                    [self.local_is_view is True, self.local_is_view is False], device=collectives.device_of(mesh)
-                )
-                for axis in self.layout.nontrivial_axes(range(mesh.ndim)):
-                    seen = collectives.all_reduce(seen, mesh.get_group(axis), "max")
-                viewed, copied = seen.tolist()
+            groups = [mesh.get_group(axis) for axis in self.layout.nontrivial_axes(range(mesh.ndim))]
+            viewed, copied = any_rank([self.local_is_view is True, self.local_is_view is False], groups)
             if copied:
                 self.result = self.strict or viewed
             else:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.error_sync import all_gather_ints
+from ..comm.consensus import gather_ints
 from ..errors import ShardfieldError
 from ..tensor import ShardTensor
 
@@ -29,7 +29,7 @@ def save_report(folder: Path, mesh: DeviceMesh, step: int, what: str, batch: Any
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / f"pieces-rank-{dist.get_rank()}.npz", **arrays)
     names = list(pieces)
-    found = all_gather_ints([names.index(bad[0]) if bad else -1], mesh)
+    found = gather_ints([names.index(bad[0]) if bad else -1], mesh)
     first = next((i for i, (name,) in enumerate(found) if name >= 0), None)
     if first is None:
         where = "all ranks' pieces of the batch and of the output are finite"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardfield import ShardTensor, explain, strict
-from shardfield.comm import alike, collectives
+from shardfield.comm import collectives, consensus
 from shardfield.layout import Layout
 from shardfield.ops.spectral import mode_placement
 from shardfield.testing import run_on_ranks
@@ -278,7 +278,7 @@ def test_bytes_follow_the_modes():
         coarse, fine = (run_on_ranks(traffic, ranks, grid, mesh) for grid in ((16, 16), (32, 32)))
         assert coarse == fine
         for forward, _ in coarse:
-            sent = (4 * 3 * 4 * 8 + 2 * alike.NUMBERS * 8) * len(mesh)
+            sent = (4 * 3 * 4 * 8 + 2 * consensus.CONSENSUS_INTS * 8) * len(mesh)
             assert forward == {f"TFNO/fno_blocks/convs.{i}": sent for i in range(2)}
 
 

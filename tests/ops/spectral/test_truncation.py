@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, strict
-from shardfield.comm import alike, collectives, grad_deferral
+from shardfield.comm import collectives, consensus, grad_deferral
 from shardfield.layout import Layout
 from shardfield.ops.spectral import (
     mode_placement,
@@ -36,7 +36,7 @@ def kept_bytes(batch: int, channels: int, modes: tuple[int, int], itemsize: int)
 
 def compared(mesh: tuple[int, ...]) -> int:
     """What a rank sends to compare itself with the others: a few integers for each mesh axis."""
-    return sum(2 * (size - 1) * 8 * alike.NUMBERS // size for size in mesh)
+    return sum(2 * (size - 1) * 8 * consensus.CONSENSUS_INTS // size for size in mesh)
 
 
 def made(shape, placements, mesh_shape, **kind) -> ShardTensor:

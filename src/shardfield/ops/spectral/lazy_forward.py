@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import storage_id
-from ...comm.alike import ConsensusCheck, start_consensus
+from ...comm.consensus import Consensus
 from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
 from ...dispatch.write_tracking import EXPOSED_STORAGES, WRITE_OBSERVERS
@@ -83,7 +83,7 @@ class LazySpectrum:
     def materialize(self) -> ShardTensor:
         """The spectrum itself."""
         wrote = any(b.maybe_written for b in self.blocks)  # or may have: ranks can differ in that
-        anyone = start_consensus(self.layout.mesh, f"all of {self}", problem=self._write_conflict(), flag=wrote).wait()
+        anyone = Consensus.start(self.layout.mesh, f"all of {self}", problem=self._write_conflict(), flag=wrote).wait()
         with torch.set_grad_enabled(self.grad_enabled):
             made = roll_dims(self.compute(self.field), self.shifts)._redistribute_to(self.layout)
         if anyone:
@@ -99,10 +99,10 @@ class LazySpectrum:
     def read_block(self, index: Any) -> ShardTensor | None:
         """The modes at an index, whole on every rank or in shares; None where it is no block or the block is large."""
         words = f"{self}{format_index(index)}{'' if self._records_grad() else ', no grad'}"
-        with start_consensus(self.layout.mesh, words, problem=self._write_conflict()) as check:
+        with Consensus.start(self.layout.mesh, words, problem=self._write_conflict()) as check:
             return self._read_block(index, check)
 
-    def _read_block(self, index: Any, check: ConsensusCheck) -> ShardTensor | None:
+    def _read_block(self, index: Any, check: Consensus) -> ShardTensor | None:
         shape = self.layout.shape
         runs = parse_block(shape, index)
         field = self.field

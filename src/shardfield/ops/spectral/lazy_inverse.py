@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...comm.alike import start_consensus
+from ...comm.consensus import Consensus
 from ...layout import DimSharding, Layout
 from ...tensor import ShardTensor, wrap
 from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, overlaps, parse_block, roll_dims
@@ -67,7 +67,7 @@ class SparseSpectrum:
 
     def materialize(self) -> ShardTensor:
         """The spectrum itself."""
-        start_consensus(self.layout.mesh, f"all of {self}").wait()
+        Consensus.start(self.layout.mesh, f"all of {self}").wait()
         with torch.set_grad_enabled(self.grad_enabled):
             zeros = torch.zeros(self.layout.local_shape, dtype=self.dtype, device=self.device)
             made = wrap(zeros, self.layout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import trace_state
 from ..._compat import make_wrapper
-from ...comm.alike import ConsensusCheck, start_consensus
+from ...comm.consensus import Consensus
 from ...layout import Layout
 from ...tensor import ShardTensor
 from .._common.probe import autocast_to_fp32
@@ -65,12 +65,12 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
             try:
                 taken = made.write_block(index, value) and _is_zeros(x)
             except Exception as error:
-                start_consensus(mesh, f"modes that cannot be put into {made}: {error}").wait()
+                Consensus.start(mesh, f"modes that cannot be put into {made}: {error}").wait()
                 raise
             if taken:
                 return _wrap_lazy(made, x.dtype, x)
             # ranks on which it was taken compare when its field is wanted: this is where the others meet them
-            start_consensus(mesh, f"modes of {value._layout} that are put where {made} could not take them in").wait()
+            Consensus.start(mesh, f"modes of {value._layout} that are put where {made} could not take them in").wait()
             return None
     return None
 
@@ -119,13 +119,13 @@ def lazy_roll(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
     return None if other is None else _wrap_lazy(other, x._dtype, x)
 
 
-def check_consensus(x: Any, call: str, has_sizes: bool) -> ConsensusCheck:
+def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
     """Start to compare a transform over the ranks, if lengths are `defer_block_write` or its field is made without a
     message."""
     spectrum = lazy_spectrum_of(x)
     if x.__class__ is not ShardTensor or not (has_sizes or isinstance(spectrum, SparseSpectrum)):
-        return start_consensus(None, call)
-    check = start_consensus(x.device_mesh, f"{call} of {x._layout if spectrum is None else spectrum}")
+        return Consensus.start(None, call)
+    check = Consensus.start(x.device_mesh, f"{call} of {x._layout if spectrum is None else spectrum}")
     if isinstance(spectrum, SparseSpectrum) and not spectrum.is_replicated:
         check.wait()
     return check

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...comm import autograd_collectives
-from ...comm.alike import ConsensusCheck, start_consensus
+from ...comm.consensus import Consensus
 from ...comm.grad_deferral import deferred_groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import mesh_of, rule
@@ -39,7 +39,7 @@ def truncated_fft(
     `redistribute` sums it, whole or into shards.
     """
     words = f"truncated_fft(dims={dims}, modes={modes}, norm={norm}) of {_describe(input)}"
-    with start_consensus(mesh_of((input,), None), words) as check:
+    with Consensus.start(mesh_of((input,), None), words) as check:
         if _needs_collective(input):
             check.wait()
         return truncated_fft_unchecked(input, dims, modes, norm)
@@ -69,7 +69,7 @@ def truncated_ifft(
     must be whole there and are made so if they are not. Adjoint: one sum of the modes' gradient.
     """
     words = f"truncated_ifft({dims}, {modes}, {sizes}, {norm}, {real}, {like}) of {_describe(input)}"
-    start_consensus(mesh_of((input,), None), words).wait()
+    Consensus.start(mesh_of((input,), None), words).wait()
     return truncated_ifft_unchecked(input, dims, modes, sizes, norm, real, like)
 
 
@@ -198,14 +198,14 @@ def spectral_conv(
         y = spectral_conv(x, torch.randn(8, 16, 12, 7, dtype=torch.cfloat), (12, 12))
     """
     words = f"spectral_conv(n_modes={n_modes}, output_shape={output_shape}, norm={norm}, compat={compat})"
-    with start_consensus(mesh_of((x, weight), None), f"{words} of {_describe(x)} and {_describe(weight)}") as check:
+    with Consensus.start(mesh_of((x, weight), None), f"{words} of {_describe(x)} and {_describe(weight)}") as check:
         if _needs_collective(x) or isinstance(weight, ShardTensor):
             check.wait()
         return _spectral_conv(check, x, weight, n_modes, output_shape, norm, compat)
 
 
 def _spectral_conv(
-    check: ConsensusCheck, x: Any, weight: Any, n_modes, output_shape, norm: str | None, compat: bool
+    check: Consensus, x: Any, weight: Any, n_modes, output_shape, norm: str | None, compat: bool
 ) -> Tensor:
     counts = [n_modes] if isinstance(n_modes, int) else list(n_modes)
     order = len(counts)
