@@ -103,8 +103,9 @@ def gather_samples(
 ) -> Tensor:
     """Return the values at points, `(batch, channels, *points)`, from a block of the field.
 
-    `block_start` is the global index of the block's first cell. `taps` lists the taps of every spatial dim; the block contains all their cells that are in the field. With
-    `nan_outside`, a NaN weight of a cell outside the field gives NaN.
+    block_start: global index of the first cell of the block.
+    taps: the taps of every spatial dim. The block contains all their cells that are in the field.
+    nan_outside: a NaN weight of a cell outside the field gives NaN, not 0.
     """
     if 0 in block.shape[2:]:  # no point reads the field: the values are 0, but must stay in the autograd graph
         block = F.pad(block, [n for length in reversed(block.shape[2:]) for n in (0, int(not length))])

@@ -66,7 +66,7 @@ TapsBuilder = Callable[[int, int, float | None, bool, torch.dtype], Taps]
 
 
 def ratio_of(size: int, out: int, factor: float | None) -> tuple[int, int] | None:
-    """Return (inputs, outputs) in lowest terms; None if the kernel uses a scale factor that differs from their ratio."""
+    """Return (inputs, outputs) in lowest terms; None if the kernel uses a scale factor that differs from out / size."""
     common = math.gcd(size, out)
     p, q = size // common, out // common
     return (p, q) if factor is None or factor * p == q else None
