@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -22,7 +21,6 @@ from ..comm.consensus import group_device
 from ..errors import ShardingError
 
 TIMEOUT = timedelta(minutes=10)  # as long as NCCL waits for a message unless told otherwise
-UNUSED_TAG = 7331  # of a message that nobody sends
 
 _trace_counts: dict[str, int] = {}  # how often the ranks of a group have traced together
 
@@ -90,14 +88,8 @@ def _break_connections(store: dist.Store, groups: Sequence[ProcessGroup], said: 
     for group in groups:
         store.set(_failure_key(group), said)
     for group in groups:
-        if (
-            group_device(group).type == "cpu"
-        ):  # gloo waits on the host, and lets go when a peer has closed the connection
-            with suppress(RuntimeError):
-                peer = (group.rank() + 1) % group.size()
-                waiting = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=UNUSED_TAG)
-                if waiting is not None:
-                    waiting.wait(timedelta(milliseconds=1))
+        if group_device(group).type == "cpu":
+            transport.break_connection(group)
 
 
 def _missing_ranks_error(name: str, missing: Sequence[int], about: Sequence[str], before: Sequence[str]) -> str:
