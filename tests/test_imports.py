@@ -26,11 +26,11 @@ LAYERS = [
     },
     {"dispatch.plan", "spec"},
     {"redistribute", "dispatch.write_tracking"},
+    {"tensor"},
     {"dispatch.arguments"},
     {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},
     {"dispatch.executor"},
     {"dispatch.registry"},
-    {"tensor"},
     {"ops", "distribute"},
     # Building blocks for users' own ops, and older paths of the same things.
     {"shard_utils", "neighbors"},

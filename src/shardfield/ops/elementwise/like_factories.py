@@ -42,7 +42,7 @@ def new_with_shape(func, types, args, kwargs):
         torch.empty(0, device="meta"), *map(as_number, rest), **{k: v for k, v in kwargs.items() if k != "device"}
     )
     if meta.shape != x.shape or func.__name__ == "new_empty_strided":
-        local = func(lazy_spectrum.proxy_local(x), *map(as_number, rest), **kwargs)
+        local = func(x._metadata_local(), *map(as_number, rest), **kwargs)
         out = wrap(local, Layout.replicate(x._layout.mesh, meta.shape))
         out._unsent = True
         return out
@@ -50,7 +50,7 @@ def new_with_shape(func, types, args, kwargs):
     varargs = len(rest) and isinstance(rest[0], int)
     kwargs.pop("size", None)
     rest = [layout.local_shape, *([] if varargs else map(as_number, rest[1:]))]
-    return wrap(func(lazy_spectrum.proxy_local(x), *rest, **kwargs), layout)
+    return wrap(func(x._metadata_local(), *rest, **kwargs), layout)
 
 
 @handler("new_tensor")
@@ -64,5 +64,5 @@ def new_tensor(func, types, args, kwargs):
         return wrap(data._local_tensor.detach().to(copy=True, **kwargs).requires_grad_(requires_grad), data._layout)
     if not isinstance(x, ShardTensor):
         return func(x, data, **kwargs)
-    out: Tensor = func(lazy_spectrum.proxy_local(x), data, **kwargs)
+    out: Tensor = func(x._metadata_local(), data, **kwargs)
     return wrap(out, Layout.replicate(x._layout.mesh, out.shape))

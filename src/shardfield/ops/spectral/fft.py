@@ -78,7 +78,7 @@ EAGER = {one: HANDLERS[one] for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, 
 
 def _is_local(input, dims) -> bool:
     """Return whether every rank can transform its local tensor without communication."""
-    if input.__class__ is not ShardTensor or "_deferred" in input.__dict__:
+    if input.__class__ is not ShardTensor or input._deferred is not None:
         return False
     layout = input._layout
     return layout.is_simple and not layout.partial and not any(map(layout.is_sharded, dims))
