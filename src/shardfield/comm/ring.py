@@ -1,8 +1,8 @@
-"""A ring: every rank's block comes by every rank of some mesh axes, the next ones in flight while one is worked on.
+"""Ring iteration: every rank visits the block of every rank of some mesh axes; the next blocks are in flight meanwhile.
 
-Blocks are flat tensors whose lengths all ranks know. Each comes straight from its owner, so that late messages are late
-together; over several mesh axes it goes along one axis after the other, so that no group beyond the axes' own is
-needed. No autograd here but for `gather_blocks`: whoever folds blocks knows its own adjoint.
+Blocks are flat tensors whose lengths all ranks know. Each block is received from its owner directly, so that delays do
+not accumulate. Over several mesh axes a block is forwarded along one axis after the other, so that only the groups of
+the axes are needed. Only `gather_blocks` is differentiable: callers that accumulate blocks implement their own adjoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from . import autograd_collectives, collectives
 
-# Blocks in flight while one is worked on: a message has the work of that many blocks to hide behind.
+# Blocks in flight while one is computed with: a message may take as long as the computation with that many blocks.
 PREFETCH = 2
 
 
@@ -31,11 +31,11 @@ class Ring(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """How many blocks come by, this rank's own (the first) included."""
+        """The number of blocks visited, this rank's own (the first) included."""
         return math.prod(self.sizes)
 
     def offset(self, stop: int) -> tuple[int, ...]:
-        """How far back, axis by axis, the owner of the block at a stop is: the stops count through all offsets."""
+        """Return the distance to the owner of the block at step `stop`, in coords per axis. Steps enumerate all offsets."""
         back = []
         for size in reversed(self.sizes):
             stop, digit = divmod(stop, size)
@@ -43,9 +43,11 @@ class Ring(NamedTuple):
         return tuple(reversed(back))
 
     def route(self, stop: int) -> tuple[int, int, int]:
-        """(source, axis, step): a stop after the first has what the rank `step` back on `axis` had at stop `source`.
+        """Return (source, axis, distance): the block at `stop` is the one that the rank `distance` back on `axis` had at
+        step `source`.
 
-        Along the innermost axis on which the owner is elsewhere; on one axis the source is always its own block.
+        The axis is the innermost one on which the owner has another coord. On a single axis the source is always 0, the
+        peer's own block.
         """
         weight = 1
         for axis in reversed(range(len(self.sizes))):
@@ -56,59 +58,60 @@ class Ring(NamedTuple):
         raise AssertionError(f"stop {stop} of a ring of {self.sizes}")
 
     def position(self, back: Sequence[int]) -> int:
-        """The row-major position on the ring of the rank `back` coords before this one."""
+        """Return the row-major position on the ring of the rank `back` coords before this one."""
         flat = 0
         for coord, b, size in zip(self.coords, back, self.sizes, strict=True):
             flat = flat * size + (coord - b) % size
         return flat
 
     def owner(self, stop: int) -> int:
-        """The position of the rank whose block is here at a stop."""
+        """Return the position of the owner of the block at step `stop`."""
         return self.position(self.offset(stop))
 
 
 def iterate_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> Iterator[Tensor]:
-    """Every rank's flat block in turn, this rank's own first; `lengths` by position on the ring.
+    """Yield every rank's flat block, this rank's own first; `lengths` are ordered by position on the ring.
 
-    stops - 1 messages of one block each. The next AHEAD blocks are on their way while the caller works on the one it
-    was given (on several axes perhaps only the next: a block that is to be sent on must have come).
+    Sends one block per step after the first. The next PREFETCH blocks are in flight while the caller computes with the
+    current one (on several axes perhaps only the next one: a block must be received before it can be forwarded).
     """
     routes = [(0, 0, 0), *map(ring.route, range(1, ring.num_steps))]
     last = {source: stop for stop, (source, _, _) in enumerate(routes)}
-    to_send, flying, started = {0: block}, deque[Callable[[], Tensor]](), 1
+    to_send, in_flight, started = {0: block}, deque[Callable[[], Tensor]](), 1
     for stop in range(ring.num_steps):
         if stop:
-            block = flying.popleft()()
+            block = in_flight.popleft()()
             if stop in last:
                 to_send[stop] = block
         while started < min(stop + 1 + PREFETCH, ring.num_steps) and routes[started][0] <= stop:
             source, axis, step = routes[started]
             sent = to_send[source] if started < last[source] else to_send.pop(source)
-            flying.append(_send_recv(sent, lengths[ring.owner(started)], step, ring, axis))
+            in_flight.append(_send_recv(sent, lengths[ring.owner(started)], step, ring, axis))
             started += 1
         yield block
 
 
-def send_to_owner(piece: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
-    """Send what was made of the block at `stop` to its owner; calling the result waits for what came for this rank's.
+def send_to_owner(result: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
+    """Start sending a result for the block at step `stop` to the owner of that block.
 
-    One message an axis on which the two ranks differ, straight to the owner (forwarded where several axes differ).
+    Calling the returned function waits for the result that another rank sends for this rank's block. One message per
+    axis on which the two ranks differ.
     """
     back = list(ring.offset(stop))
     axes = [a for a, b in enumerate(back) if b]
 
-    def start(piece: Tensor, left: Sequence[int]) -> Callable[[], Tensor]:
-        axis, *rest = left
+    def start(payload: Tensor, remaining: Sequence[int]) -> Callable[[], Tensor]:
+        axis, *rest = remaining
         step, back[axis] = back[axis], 0
-        # The piece that comes is meant for the rank that is still `back` away along the axes not yet gone.
-        pending = _send_recv(piece, lengths[ring.position(back)], -step, ring, axis)
+        # The received payload is for the rank that is still `back` away along the remaining axes.
+        pending = _send_recv(payload, lengths[ring.position(back)], -step, ring, axis)
         return pending if not rest else lambda: start(pending(), rest)()
 
-    return start(piece, axes)
+    return start(result, axes)
 
 
 def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> Callable[[], Tensor]:
-    """Send a block `step` coords on along an axis and receive one of `length` from `step` back."""
+    """Start sending a block to the coord `step` ahead on an axis and receiving one of `length` from `step` behind."""
     size, coord = ring.sizes[axis], ring.coords[axis]
     to, source = (coord + step) % size, (coord - step) % size
     nothing = block.new_empty(0)
@@ -119,7 +122,7 @@ def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> 
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:
-    """Every rank's flat block in the order of the stops, all kept. Adjoint, of any order: each gradient goes back."""
+    """Return every rank's flat block in the order of the steps. Adjoint, of any order: gradients are sent to the owners."""
     blocks = [block]
     for stop in range(1, ring.num_steps):
         source, axis, step = ring.route(stop)
@@ -128,12 +131,12 @@ def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Ten
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Several tensors as one flat block."""
-    # Two dims, because an empty vector would drop out of the graph of cat, and its rank out of the moves behind it.
+    """Return several tensors as one flat block."""
+    # Two dims: autograd of cat ignores empty vectors, and a rank with one would skip the collectives of backward.
     return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
 
 
 def unpack(block: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors of a flat block, as views of it."""
+    """Return the tensors of a flat block, as views of it."""
     parts = block.split([math.prod(s) for s in shapes])
     return [p.view(tuple(s)) for p, s in zip(parts, shapes, strict=True)]

@@ -1,7 +1,7 @@
-"""Routes: which part of this rank's block goes to which peer and where it lands there. Pure, and transposable.
+"""Routes: which region of this rank's block is sent to which peer, and its position in the peer's result. Pure.
 
-Every move that only re-arranges elements along one mesh axis is a route: a halo, a change of cut, Shard(i) ->
-Shard(j), a roll, a flip. Its adjoint is the same route walked backwards, adding where pieces overlap.
+Every exchange that only rearranges elements along one mesh axis is a route: a halo, other shard sizes, Shard(i) ->
+Shard(j), a roll, a flip. Its adjoint is the transposed route, which adds where regions overlap.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ..layout import Span, starts
 
 
 class Region(NamedTuple):
-    """A box of a block: `(dim, start, length)` for the dims it does not span whole; `flip` lists reversed dims."""
+    """A box inside a block: `(dim, start, length)` for each dim it does not span; `flip` lists reversed dims."""
 
     ranges: tuple[tuple[int, int, int], ...]
     flip: tuple[int, ...] = ()
 
     def view(self, block: Tensor) -> Tensor:
-        """The box as a view of `block` (in block order, not flipped)."""
+        """Return the region as a view of `block`, in the order of the block (not flipped)."""
         for dim, start, length in self.ranges:
             block = block.narrow(dim, start, length)
         return block
 
     def shape(self, block: Sequence[int]) -> list[int]:
-        """The box's shape inside a block of shape `block`."""
+        """Return the shape of the region inside a block of shape `block`."""
         shape = list(block)
         for dim, _, length in self.ranges:
             shape[dim] = length
@@ -35,10 +35,10 @@ class Region(NamedTuple):
 
 
 class Route(NamedTuple):
-    """`send[c]` is read from this rank's block for coord c; `recv[c]` is where coord c's pieces land here.
+    """Regions of this rank's block sent to each coord, and regions of the result received from each coord.
 
-    `sizes_in` and `sizes_out` are the `(dim, length)` of the dims that the route changes. With `add`, what lands is
-    added onto zeros (pieces may overlap); without, pieces are disjoint and what none covers is the fill.
+    `sizes_in` and `sizes_out` are the `(dim, length)` of the dims that the route changes. With `add`, received regions
+    are added to zeros and may overlap. Without, they are disjoint, and elements that none covers get the fill value.
     """
 
     send: tuple[tuple[Region, ...], ...]
@@ -53,9 +53,9 @@ class Route(NamedTuple):
 
 
 class RowRequest(NamedTuple):
-    """A request for consecutive global indices: `length` of them from `source`, to land at `target`.
+    """A request for `length` consecutive global indices from `source`, stored at `target` of the result.
 
-    With `flip` they land in reverse order: the index `source + length - 1` at `target`.
+    With `flip` they are stored in reverse order: the index `source + length - 1` at `target`.
     """
 
     source: int
@@ -67,7 +67,9 @@ class RowRequest(NamedTuple):
 def fetch_route(
     dim: int, lengths: Sequence[int], coord: int, requests: Sequence[Sequence[RowRequest]], sizes: Sequence[int]
 ) -> Route:
-    """Each coord c asks for the runs `requests[c]` of a dim cut as `lengths`; its block becomes `sizes[c]` long.
+    """Return the route on which coord c receives `requests[c]` of a dim with shard sizes `lengths`.
+
+    The result of coord c has `sizes[c]` elements along the dim.
 
     >>> fetch_route(0, [2, 2], 0, [[RowRequest(0, 3)], [RowRequest(1, 3)]], [3, 3]).recv
     ((Region(ranges=((0, 0, 2),), flip=()),), (Region(ranges=((0, 2, 1),), flip=()),))
@@ -75,10 +77,10 @@ def fetch_route(
     begins = starts(lengths)
     flip = (dim,)
 
-    def overlaps(owner: int, asker: int) -> list[tuple[Region, Region]]:
+    def overlaps(owner: int, reader: int) -> list[tuple[Region, Region]]:
         found = []
         lo, hi = begins[owner], begins[owner] + lengths[owner]
-        for run in requests[asker]:
+        for run in requests[reader]:
             first, last = max(lo, run.source), min(hi, run.source + run.length)
             if first >= last:
                 continue
@@ -99,24 +101,24 @@ def fetch_route(
 
 
 def reshard_route(dim: int, lengths: Sequence[int], target: Sequence[int], coord: int) -> Route:
-    """The same dim on the same axis, cut elsewhere: only the rows that change hands travel."""
+    """Return the route from shard sizes `lengths` to `target` on one axis: only rows that change owner are sent."""
     requests = [[RowRequest(start, length)] for start, length in zip(starts(target), target, strict=True)]
     return fetch_route(dim, lengths, coord, requests, target)
 
 
 def tile_route(dim: int, have: Sequence[Sequence[Span]], want: Sequence[Sequence[Span]], coord: int) -> Route:
-    """Coord c's block is the index ranges `have[c]` of a dim, one after the other, and becomes `want[c]`.
+    """Return the route from the index ranges `have[c]` of a dim, concatenated on coord c, to `want[c]`.
 
     >>> tile_route(0, [[Span(0, 2)], [Span(2, 4)]], [[Span(0, 1), Span(2, 3)], [Span(1, 2), Span(3, 4)]], 0).send
     ((Region(ranges=((0, 0, 1),), flip=()),), (Region(ranges=((0, 1, 1),), flip=()),))
     """
 
-    def overlaps(owner: int, asker: int) -> list[tuple[Region, Region]]:
+    def overlaps(owner: int, reader: int) -> list[tuple[Region, Region]]:
         found = []
         at = 0
         for lo, hi in have[owner]:
             to = 0
-            for begin, end in want[asker]:
+            for begin, end in want[reader]:
                 first, last = max(lo, begin), min(hi, end)
                 if first < last:
                     here = Region(((dim, at + first - lo, last - first),))
@@ -135,7 +137,7 @@ def tile_route(dim: int, have: Sequence[Sequence[Span]], want: Sequence[Sequence
 
 
 def swap_route(source: int, lengths: Sequence[int], target: int, new_lengths: Sequence[int], coord: int) -> Route:
-    """Shard(source) -> Shard(target) on one axis: each peer gets its range of `target` of this rank's block."""
+    """Return the route of Shard(source) -> Shard(target) on one axis: an all-to-all of ranges of `target`."""
     new, old = starts(new_lengths), starts(lengths)
     parts = range(len(lengths))
     return Route(
