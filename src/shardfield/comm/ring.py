@@ -35,7 +35,7 @@ class Ring(NamedTuple):
         return math.prod(self.sizes)
 
     def offset(self, stop: int) -> tuple[int, ...]:
-        """Return the distance to the owner of the block at step `stop`, in coords per axis. Steps enumerate all offsets."""
+        """Return the distance to the owner of the block at step `stop`, in coords per axis."""
         back = []
         for size in reversed(self.sizes):
             stop, digit = divmod(stop, size)
@@ -43,8 +43,7 @@ class Ring(NamedTuple):
         return tuple(reversed(back))
 
     def route(self, stop: int) -> tuple[int, int, int]:
-        """Return (source, axis, distance): the block at `stop` is the one that the rank `distance` back on `axis` had at
-        step `source`.
+        """Return (source, axis, distance): the rank `distance` back on `axis` had the block of `stop` at `source`.
 
         The axis is the innermost one on which the owner has another coord. On a single axis the source is always 0, the
         peer's own block.
@@ -122,7 +121,7 @@ def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> 
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:
-    """Return every rank's flat block in the order of the steps. Adjoint, of any order: gradients are sent to the owners."""
+    """Return every rank's flat block in the order of the steps. Adjoint: gradients are sent to the owners."""
     blocks = [block]
     for stop in range(1, ring.num_steps):
         source, axis, step = ring.route(stop)
