@@ -167,6 +167,12 @@ def test_the_architecture_page_lists_what_exists():
     assert not wrong, f"docs/architecture.md, 'Where things live': mend the mark 'to come' of {wrong}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_of_tests_exist(page):
+    paths = set(re.findall(r"\btests/[\w/]+\.py\b", page.read_text()))
+    assert sorted(path for path in paths if not (ROOT / path).is_file()) == []
+
+
 def test_the_import_lines_of_the_moving_page(forks, tmp_path):
     page = (ROOT / "docs/moving-from-physicsnemo.md").read_text()
     rows = re.findall(r"^\| `(.*physicsnemo.*)` \| `(.*)` \|$", page, re.M)

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 attend = F.scaled_dot_product_attention
 SOME = {"layouts": 6}
@@ -76,13 +76,30 @@ CASES = [
     case(attend, *qkv(2, 3, columns=5), T(1, 5, grad=False), options=FEW),
     case(attend, *qkv(2, 2, 3, rows=4, columns=5), T(2, 1, 3, 4, 5), options=FEW),
     case(attend, *qkv(2, 3), T(7, 7, fill=hidden), is_causal=True, options=FEW),
-    case(attend, *qkv(2, 3, columns=5), T(7, 4), options=FEW),
+    case(attend, *qkv(2, 3, columns=5), T(7, 4), options=FEW | raises(RuntimeError, "must match the size of tensor b")),
     case(attend, *qkv(2, 3, dtype=torch.float32), T(7, 7, dtype=torch.float32), options=FEW | {"tolerance": 1e-5}),
     case(attend, *qkv(2, 4, dtype=torch.bfloat16), options=FEW | {"tolerance": 3e-2}),
     case(attend, *qkv(2, 4, dtype=torch.float16), is_causal=True, options=FEW | {"tolerance": 4e-3}),
-    case(attend, *qkv(2, 3), T(7, 7, fill="ints"), options=FEW),
-    case(attend, T(2, 3, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, options=FEW),
-    case(attend, *qkv(2, 3), dropout_p=1.5, options=FEW),
+    case(
+        attend,
+        *qkv(2, 3),
+        T(7, 7, fill="ints"),
+        options=FEW | raises(RuntimeError, "Expected attn_mask dtype to be bool or float"),
+    ),
+    case(
+        attend,
+        T(2, 3, 7, 4),
+        T(2, 2, 7, 4),
+        T(2, 2, 7, 4),
+        enable_gqa=True,
+        options=FEW | raises(RuntimeError, "Number of heads in key and value must divide"),
+    ),
+    case(
+        attend,
+        *qkv(2, 3),
+        dropout_p=1.5,
+        options=FEW | raises(RuntimeError, "dropout probability has to be between 0 and 1"),
+    ),
     case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill=padded), options=FEW),
     case(torch._nested_tensor_from_mask_left_aligned, T(3, 5, 2), T(3, 5, fill="bool"), options=FEW),
 ]

@@ -3,10 +3,10 @@
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 FEW = {"layouts": 5}
-ONE = 1, 0.0, False, False  # a layer, no dropout, not in training, one direction
+ONE = 1, 0.0, False, False, False  # layers, dropout, training, bidirectional, batch_first
 
 
 def weights(gates: int, features: int, hidden: int, out: int | None = None):
@@ -49,7 +49,16 @@ CASES = [
         *ONE,
         options=FEW,
     ),
-    case(torch.lstm, T(5, 3, 4), [T(1, 2, 2), T(1, 3, 2)], weights(4, 4, 2), True, *ONE, options=FEW),
+    # in float64 only: the float32 kernel checks nothing here and reads beyond the end
+    case(
+        torch.lstm,
+        T(5, 3, 4),
+        [T(1, 2, 2), T(1, 3, 2)],
+        weights(4, 4, 2),
+        True,
+        *ONE,
+        options=FEW | raises(RuntimeError, "The size of tensor a"),
+    ),
     case(torch.lstm, T(5, 3, 4), [T(1, 3, 2), T(1, 3, 2)], [T(8, 4), T(8, 2)], False, *ONE, options=FEW),
     case(torch.gru, T(5, 3, 4), T(1, 3, 2), weights(3, 4, 2), True, *ONE),
     case(torch.rnn_tanh, T(5, 3, 4), T(1, 3, 2), weights(1, 4, 2), True, *ONE, options=FEW),

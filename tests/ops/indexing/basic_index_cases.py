@@ -4,13 +4,13 @@ from operator import getitem
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 NO_MESSAGES = {"no_messages": True, "layouts": 6}
 
 
-def at(*index, shape=(5, 6, 4)):
-    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=NO_MESSAGES)
+def at(*index, shape=(5, 6, 4), options=NO_MESSAGES):
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=options)
 
 
 def write_through(x, index):
@@ -75,24 +75,26 @@ CASES = [
     at(S(torch.tensor(1), torch.tensor(4))),
     at(0, shape=(5,)),
     at(S(1, 2), shape=(1, 3)),
-    at(S(None), 0, shape=(3, 0)),
+    at(S(None), 0, shape=(3, 0), options=NO_MESSAGES | raises(IndexError, "is out of bounds for dimension")),
     at(S(0, 5), shape=(0, 3)),
     case(getitem, T(5, 4, fill="ints"), 2, options=NO_MESSAGES),
     case(getitem, T(5, 4, fill="bool"), (S(None), 1), options=NO_MESSAGES),
     case(getitem, T(5, 4, dtype=torch.complex128), (-1, S(1, None)), options=NO_MESSAGES),
-    case(getitem, T(5, 6), 5),  # out of range: every rank says so
-    case(getitem, T(5, 6), (0, -7)),
-    case(getitem, T(5, 6), (0, 0, 0)),
-    case(getitem, T(5, 6), S(None, None, -1)),
-    case(getitem, T(), 0),
+    case(
+        getitem, T(5, 6), 5, options=raises(IndexError, "is out of bounds for dimension")
+    ),  # out of range: every rank says so
+    case(getitem, T(5, 6), (0, -7), options=raises(IndexError, "is out of bounds for dimension")),
+    case(getitem, T(5, 6), (0, 0, 0), options=raises(IndexError, "too many indices for tensor of dimension")),
+    case(getitem, T(5, 6), S(None, None, -1), options=raises(ValueError, "step must be greater than zero")),
+    case(getitem, T(), 0, options=raises(IndexError, "invalid index of a 0-dim tensor")),
     case(getitem, T(), None),
-    case(getitem, T(5, 6), 1.5),
+    case(getitem, T(5, 6), 1.5, options=raises(IndexError, "only integers, slices")),
     case(torch.Tensor.select, T(5, 6, 4), 1, 3, options=NO_MESSAGES),
     case(torch.select, T(5, 6, 4), -1, -2, options=NO_MESSAGES),
-    case(torch.select, T(5, 6, 4), 1, 6),
+    case(torch.select, T(5, 6, 4), 1, 6, options=raises(IndexError, "out of range for tensor of size")),
     case(torch.narrow, T(5, 6, 4), 1, 2, 3, options=NO_MESSAGES),
     case(torch.Tensor.narrow, T(5, 6, 4), -1, -3, 2, options=NO_MESSAGES),
-    case(torch.narrow, T(5, 6), 0, 4, 2),
+    case(torch.narrow, T(5, 6), 0, 4, 2, options=raises(RuntimeError, "exceeds dimension size")),
     case(torch.narrow, T(5, 6), 0, torch.tensor(1), 2),
     case(write_through, T(5, 6), (S(None), S(1, 4)), options=NO_MESSAGES | {"try_partial": False}),
     case(write_through, T(5, 6), (S(1, None, 2), S(None, None, 3)), options=NO_MESSAGES | {"try_partial": False}),

@@ -4,7 +4,7 @@ from operator import getitem
 
 import torch
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 S = slice
 OPTIONS = {"layouts": 6}
@@ -17,8 +17,8 @@ def I(*shape, high=5, low=0):  # noqa: E743
     return T(*shape, fill=fill, dtype=torch.int64)
 
 
-def at(*index, shape=(5, 6, 4)):
-    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=OPTIONS)
+def at(*index, shape=(5, 6, 4), options=OPTIONS):
+    return case(getitem, T(*shape), index if len(index) != 1 else index[0], options=options)
 
 
 CASES = [
@@ -68,12 +68,14 @@ CASES = [
     at([0, 1], [2, 3]),
     at(torch.tensor([1, 2], dtype=torch.int32)),
     at(I(3), shape=(5,)),
-    at(I(3, high=6)),  # sometimes out of range
-    at(I(40, high=9)),  # always
-    at(I(2, low=-7, high=-6)),
-    at(I(3), I(2)),
-    at(I(2), I(2), I(2, high=4), I(2)),
-    at(torch.tensor([0.5])),
+    at(I(3, high=6), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),  # sometimes out of range
+    at(I(40, high=9), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),  # always
+    at(I(2, low=-7, high=-6), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
+    at(I(3), I(2), options=OPTIONS | raises(IndexError, "indexing tensors could not be broadcast")),
+    at(
+        I(2), I(2), I(2, high=4), I(2), options=OPTIONS | raises(IndexError, "too many indices for tensor of dimension")
+    ),
+    at(torch.tensor([0.5]), options=OPTIONS | raises(IndexError, "tensors used as indices must be long")),
     case(getitem, T(5, 6, fill="bool"), I(3), options=OPTIONS),
     case(getitem, T(5, 6, dtype=torch.complex128), (S(None), I(3)), options=OPTIONS),
     case(lambda x, i: x.reshape(4, 30)[:, i], T(4, 5, 6), I(5, high=30), options={"name": "merged dim"}),
@@ -82,14 +84,22 @@ CASES = [
     case(torch.Tensor.index_select, T(5, 6), 1, torch.tensor([0, 5])),
     case(torch.index_select, T(5, 6), 1, I(high=6)),
     case(torch.index_select, T(5, 6), 1, I(0)),
-    case(torch.index_select, T(5, 6), 0, I(3, low=-2, high=0)),
-    case(torch.index_select, T(5, 6), 0, I(2, 2)),
+    case(
+        torch.index_select, T(5, 6), 0, I(3, low=-2, high=0), options=raises(IndexError, "index out of range in self")
+    ),
+    case(torch.index_select, T(5, 6), 0, I(2, 2), options=raises(IndexError, "Index is supposed to be a vector")),
     case(torch.gather, T(5, 6, 4), 0, I(3, 6, 2), options=OPTIONS),
     case(torch.gather, T(5, 6, 4), 1, I(4, 9, 4, high=6), options=OPTIONS),
     case(torch.Tensor.gather, T(5, 6), -1, I(5, 6, high=6), options=OPTIONS),
     case(torch.gather, T(5, 6), 0, I(0, 6), options=OPTIONS),
-    case(torch.gather, T(5, 6), 0, I(2, 6, high=7), options=OPTIONS),
-    case(torch.gather, T(5, 6), 0, I(2, 7), options=OPTIONS),
+    case(
+        torch.gather,
+        T(5, 6),
+        0,
+        I(2, 6, high=7),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+    ),
+    case(torch.gather, T(5, 6), 0, I(2, 7), options=OPTIONS | raises(RuntimeError, "to be no larger than self")),
     case(torch.gather, T(5), 0, I(8), options=OPTIONS),
     case(torch.gather, T(5), 0, I(), options=OPTIONS),
     case(torch.gather, T(), 0, I(2, high=1), options=OPTIONS),
@@ -99,7 +109,7 @@ CASES = [
     case(torch.take_along_dim, T(5, 1), I(1, 6, low=-5), 0, options=OPTIONS),
     case(torch.take_along_dim, T(5, 6), I(7, high=30), options=OPTIONS),
     case(torch.take, T(5, 6), I(3, 4, low=-30, high=30), options=OPTIONS),
-    case(torch.take, T(5, 6), I(3, high=50), options=OPTIONS),
+    case(torch.take, T(5, 6), I(3, high=50), options=OPTIONS | raises(IndexError, "tried to access index")),
     case(torch.take, T(5, 6), I(), options=OPTIONS),
     case(torch.take, T(), I(2, high=1), options=OPTIONS),
     case(torch.Tensor.take, T(5, 6), I(0), options=OPTIONS),

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 S = slice
 OPTIONS = {"layouts": 6}
@@ -64,10 +64,12 @@ CASES = [
     at(Ellipsis, value=T(5, 6, 4)),
     at(True, value=T(5, 6, 4)),
     at(False, value=1.0),
-    at(S(1, 4), value=T(2, 6, 4)),  # does not fit
-    at(7, value=1.0),
-    at(0, value=1j),
-    at(0, value=[1.0]),
+    at(
+        S(1, 4), value=T(2, 6, 4), options=OPTIONS | raises(RuntimeError, "The expanded size of the tensor")
+    ),  # does not fit
+    at(7, value=1.0, options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
+    at(0, value=1j, options=OPTIONS | raises(RuntimeError, "value cannot be converted to type")),
+    at(0, value=[1.0], options=OPTIONS | raises(TypeError, "can't assign a list", signature=True)),
     at(S(1, 4), value=T(3, 6, 4), fn=set_and_read),
     at(S(None), 2, value=T(5, 4), fn=set_and_read),
     at(S(1, 4), value=T(3, 6, 4, fill="ints")),
@@ -90,9 +92,13 @@ CASES = [
     at(S(1, 4), P(3, 6), 1, value=T(3, 3)),
     at([0, 2], value=T(2, 6, 4)),
     at([], value=T(1)),
-    at(I(3, low=5, high=9), value=1.0),
-    at(P(3), value=T(2, 6, 4)),
-    at(P(3), value=T(3, 6, 4, fill="ints")),
+    at(I(3, low=5, high=9), value=1.0, options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
+    at(P(3), value=T(2, 6, 4), options=OPTIONS | raises(RuntimeError, "cannot be broadcast to indexing result")),
+    at(
+        P(3),
+        value=T(3, 6, 4, fill="ints"),
+        options=OPTIONS | raises(RuntimeError, "Index put requires the source and destination dtypes match"),
+    ),
     at(P(3), value=T(3, 6, 4), fn=set_and_read),
     # masks
     at(T(5, 6, 4, **M), value=0.0),
@@ -101,7 +107,7 @@ CASES = [
     at(T(5, **M), value=T(6, 4)),
     at(five, value=T(3, 6, 4)),
     at(five, value=T(3, 1, 4)),
-    at(five, value=T(2, 6, 4)),
+    at(five, value=T(2, 6, 4), options=OPTIONS | raises(RuntimeError, "cannot be broadcast to indexing result")),
     at(S(None), T(6, fill=lambda s, g: torch.tensor([1, 0, 1, 1, 0, 1]) > 0), value=T(5, 4, 4)),
     at(S(None), T(6, fill=lambda s, g: torch.tensor([1, 0, 1, 1, 0, 1]) > 0), value=T(4, 1)),
     at(T(5, 6, fill=lambda s, g: torch.arange(30).reshape(5, 6) % 3 == 1), value=T(10, 4)),
@@ -138,10 +144,31 @@ CASES = [
     case(torch.index_add, T(5, 6, 4), -2, I(7, high=6), T(5, 7, 4), alpha=2.5, options=OPTIONS),
     case(torch.index_add, T(5, 6), 0, I(0), T(0, 6), options=OPTIONS),
     case(torch.index_add, T(5, 6), 0, I(), T(1, 6), options=OPTIONS),
-    case(torch.index_add, T(), 0, I(1, high=1), T(1), options=OPTIONS),
-    case(torch.index_add, T(5, 6), 0, I(3, low=5, high=8), T(3, 6), options=OPTIONS),
-    case(torch.index_add, T(5, 6), 0, I(3), T(2, 6), options=OPTIONS),
-    case(torch.index_add, T(5, 6), 0, I(3), T(3, 5), options=OPTIONS),
+    case(torch.index_add, T(), 0, I(1, high=1), T(), options=OPTIONS),
+    case(
+        torch.index_add,
+        T(5, 6),
+        0,
+        I(3, low=5, high=8),
+        T(3, 6),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+    ),
+    case(
+        torch.index_add,
+        T(5, 6),
+        0,
+        I(3),
+        T(2, 6),
+        options=OPTIONS | raises(RuntimeError, "should be equal to source.size(dim)"),
+    ),
+    case(
+        torch.index_add,
+        T(5, 6),
+        0,
+        I(3),
+        T(3, 5),
+        options=OPTIONS | raises(RuntimeError, "source tensor shape must match self tensor shape"),
+    ),
     case(
         lambda x, i, v: x.clone().index_add_(0, i, v), T(5, 6), I(8), T(8, 6), options=OPTIONS | {"name": "index_add_"}
     ),

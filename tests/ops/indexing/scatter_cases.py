@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 OPTIONS = {"layouts": 6}
 M = dict(fill="bool", dtype=torch.bool)
@@ -111,9 +111,20 @@ CASES = [
     case(torch.scatter, T(5, 6), 0, I(3, 6), 2.5, options=OPTIONS),
     case(torch.scatter, T(5, 6), 0, I(3, 6), value=2.5, options=OPTIONS),
     case(torch.scatter, T(5, 6), 0, I(0, 6), T(0, 6), options=OPTIONS),
-    case(torch.scatter, T(5, 6), 0, I(3, 6, high=7), T(3, 6), options=OPTIONS),  # out of range
-    case(torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), options=OPTIONS),
-    case(torch.scatter, T(5, 6), 0, I(3, 6), T(2, 6), options=OPTIONS),
+    case(
+        torch.scatter,
+        T(5, 6),
+        0,
+        I(3, 6, high=7),
+        T(3, 6),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+    ),  # out of range
+    case(
+        torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), options=OPTIONS | raises(RuntimeError, "to be no larger than self")
+    ),
+    case(
+        torch.scatter, T(5, 6), 0, I(3, 6), T(2, 6), options=OPTIONS | raises(RuntimeError, "to be no larger than self")
+    ),
     case(torch.scatter, T(5), 0, P(4, dim=0, high=5), T(4), options=OPTIONS),
     case(torch.scatter, T(5), 0, I(), T(), options=OPTIONS),
     case(torch.scatter_add, T(), 0, I(1, high=1), T(1), options=OPTIONS),
@@ -147,16 +158,36 @@ CASES = [
         for own in (True, False)
     ),
     case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8, grad=False), "sum", options=OPTIONS),
-    case(torch.scatter_reduce, T(5, 6), 1, I(4, 8, high=6), T(5, 8), "median", options=OPTIONS),
+    case(
+        torch.scatter_reduce,
+        T(5, 6),
+        1,
+        I(4, 8, high=6),
+        T(5, 8),
+        "median",
+        options=OPTIONS | raises(RuntimeError, "reduce argument must be either"),
+    ),
     case(on_copy("scatter_reduce_"), T(5, 6, fill="distinct"), 0, I(3, 6), T(3, 6), "amax", options=OPTIONS),
     case(torch.Tensor.put, T(5, 6), P(4, dim=0, high=30), T(4), options=OPTIONS),
     case(torch.Tensor.put, T(5, 6), I(2, 4, low=-30, high=30), T(8), accumulate=True, options=OPTIONS),
-    case(torch.Tensor.put, T(5, 6), I(4), T(5), options=OPTIONS),
+    case(
+        torch.Tensor.put,
+        T(5, 6),
+        I(4),
+        T(5),
+        options=OPTIONS | raises(IndexError, "Expected source and index to have the same number"),
+    ),
     case(on_copy("put_"), T(5, 6), P(4, dim=0, high=30), T(2, 2), options=OPTIONS),
     case(torch.masked_scatter, T(5, 6), T(5, 6, **M), T(40), options=OPTIONS),
     case(torch.masked_scatter, T(5, 6), T(6, **M), T(5, 6), options=OPTIONS),
     case(torch.masked_scatter, T(6), T(5, 6, **M), T(5, 6), options=OPTIONS),
-    case(torch.Tensor.masked_scatter, T(5, 6), T(5, 6, **M), T(2), options=OPTIONS),
+    case(
+        torch.Tensor.masked_scatter,
+        T(5, 6),
+        T(5, 6, **M),
+        T(2),
+        options=OPTIONS | raises(RuntimeError, "Number of elements of source < number of ones"),
+    ),
     case(on_copy("masked_scatter_"), T(5, 6), T(5, 6, **M), T(40), options=OPTIONS),
     case(on_copy("masked_scatter_"), T(5, 6), T(5, 1, **M), T(40), options=OPTIONS),
 ]

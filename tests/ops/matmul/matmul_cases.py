@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 C = torch.complex128
 FEW = {"layouts": 5}
@@ -39,13 +39,19 @@ LINEAR = [
     case(F.linear, T(5, 6), T(7, 6)),
     case(F.linear, T(6), T(7, 6), T(7)),
     case(F.linear, T(4, 6), T(6)),
-    case(F.linear, T(4, 6), T(6), T()),
+    case(F.linear, T(4, 6), T(6), T(), options=raises(RuntimeError, "must be a matrix")),
     case(F.linear, T(2, 3, 4, 5), T(1, 5), bias=T(1)),
-    case(F.linear, T(3, 5), T(7, 6)),
+    case(F.linear, T(3, 5), T(7, 6), options=raises(RuntimeError, "shapes cannot be multiplied")),
     case(torch.nn.functional.linear, T(5, 6, dtype=C), T(3, 6, dtype=C), T(3, dtype=C)),
     case(F.bilinear, T(4, 3), T(4, 5), T(2, 3, 5), T(2)),
     case(F.bilinear, T(2, 4, 3), T(2, 4, 5), T(2, 3, 5)),
-    case(F.bilinear, T(4, 3, dtype=torch.float32), T(4, 5), T(2, 3, 5)),
+    case(
+        F.bilinear,
+        T(4, 3, dtype=torch.float32),
+        T(4, 5),
+        T(2, 3, 5),
+        options=raises(RuntimeError, "All tensors must have the same dtype"),
+    ),
     case(
         lambda x, w, b: F.linear(x.reshape(2, 20, 3), w, b).reshape(2, 4, 5, 6),
         T(2, 4, 5, 3, shard_dims=(0, 1, 2)),
@@ -78,7 +84,7 @@ MATMUL = [
     case(torch.matmul, T(3, 2, 5, 6), T(6)),
     case(torch.matmul, T(6), T(2, 3, 6, 4)),
     case(torch.matmul, T(3, 5, 0), T(3, 0, 4), options=FEW),
-    case(torch.matmul, T(5, 6), T(5, 6), options=FEW),
+    case(torch.matmul, T(5, 6), T(5, 6), options=FEW | raises(RuntimeError, "shapes cannot be multiplied")),
     case(torch.Tensor.__matmul__, T(5, 6), T(6, 4)),
     case(torch.Tensor.__rmatmul__, T(6, 4), T(5, 6)),
     case(torch.linalg.matmul, T(2, 5, 6), T(6, 4), options=FEW),
@@ -86,11 +92,11 @@ MATMUL = [
     case(torch.mm, T(5, 6, fill="ints"), T(6, 4, fill="ints")),
     case(torch.mm, T(5, 6, dtype=C), T(6, 4, dtype=C)),
     case(torch.mm, T(5, 6), mat2=T(6, 4), options=FEW),
-    case(torch.mm, T(5, 6), T(5, 4), options=FEW),
+    case(torch.mm, T(5, 6), T(5, 4), options=FEW | raises(RuntimeError, "shapes cannot be multiplied")),
     case(torch.bmm, T(3, 5, 6), T(3, 6, 4)),
     case(torch.mv, T(5, 6), T(6)),
     case(torch.dot, T(7), T(7)),
-    case(torch.dot, T(7), T(6), options=FEW),
+    case(torch.dot, T(7), T(6), options=FEW | raises(RuntimeError, "inconsistent tensor size")),
     case(torch.vdot, T(7, dtype=C), T(7, dtype=C)),
     case(torch.outer, T(5), T(6)),
     case(torch.ger, T(5), T(6), options=FEW),
@@ -112,7 +118,7 @@ MATMUL = [
     case(torch.trace, T(7, 4, fill="ints"), options=no_messages(layouts=5)),
     case(torch.cross, T(4, 3, 3), T(4, 3, 3), dim=1),
     case(torch.cross, T(5, 3), T(5, 3), dim=1),
-    case(torch.linalg.cross, T(5, 3), T(3)),
+    case(torch.linalg.cross, T(5, 3), T(1, 3)),
     case(torch.linalg.cross, T(3, 4), T(3, 4), dim=0),
     case(torch.linalg.cross, T(3), T(3), options=FEW),
 ]
@@ -167,13 +173,25 @@ EINSUM = [
     case(torch.einsum, "ij,jk->ik", T(5, 6, dtype=C), T(6, 4, dtype=C), options=FEW),
     case(torch.einsum, "ij,jk->ik", [T(5, 6), T(6, 4)], options=FEW),
     case(torch.einsum, T(5, 6), [0, 1], T(6, 4), [1, 2], [2, 0], options=FEW),
-    case(torch.einsum, "ij,jk->ik", T(5, 6), T(5, 4), options=FEW),
+    case(
+        torch.einsum,
+        "ij,jk->ik",
+        T(5, 6),
+        T(5, 4),
+        options=FEW | raises(RuntimeError, "does not broadcast with previously seen size"),
+    ),
     case(torch.einsum, " i j , j k -> i k ", T(5, 6), T(6, 4), options=FEW),
     case(torch.tensordot, T(3, 4, 5), T(4, 5, 2), options=FEW),
     case(torch.tensordot, T(3, 4, 5), T(5, 6, 3), dims=([0, -1], [2, 0])),
     case(torch.tensordot, T(3, 4), T(5, 2), dims=0, options=FEW),
     case(torch.tensordot, T(3, 4, 1), T(4, 5, 2), dims=([1, 2], [0, 1]), options=FEW),
-    case(torch.tensordot, T(3, 4), T(5, 2), dims=1, options=FEW),
+    case(
+        torch.tensordot,
+        T(3, 4),
+        T(5, 2),
+        dims=1,
+        options=FEW | raises(RuntimeError, "contracted dimensions need to match"),
+    ),
 ]
 
 DISTANCES = [
@@ -191,7 +209,7 @@ DISTANCES = [
     case(torch.cdist, T(30, 2), T(4, 2), options=FEW | {"tolerance": 1e-7}),
     case(lambda x: torch.cdist(x, x), T(4, 9), options=FEW | {"name": "cdist of points to themselves"}),
     case(lambda x: torch.cdist(x[:2], x), T(4, 40), options={"name": "cdist of cut features, some distances zero"}),
-    case(torch.cdist, T(5, 3), T(6, 4), options=FEW),
+    case(torch.cdist, T(5, 3), T(6, 4), options=FEW | raises(RuntimeError, "must have the same number of columns")),
     case(F.pairwise_distance, T(5, 6), T(5, 6)),
     case(F.pairwise_distance, T(5, 6), T(6), p=1.0, keepdim=True, options=FEW),
     case(F.cosine_similarity, T(5, 6), T(5, 6)),
@@ -304,7 +322,7 @@ BATCHES = [
     ),
     case(LA.vander, T(2, 5), N=4, options=FEW),
     case(torch.vander, T(5), options=NO_GRAD),
-    on(LA.det, apart, 5, 3, 4),
+    on(LA.det, apart, 5, 3, 4, options=FEW | raises(RuntimeError, "must be batches of square matrices")),
     *(
         on(double_backward(fn), apart, 5, 3, 3, options=FEW | {"name": f"twice {fn.__name__}"})
         for fn in (LA.det, LA.inv)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 ENTRIES = torch.tensor([[0, 0, 1, 2, 2, 2, 4, 5, 6, 6, 6], [1, 8, 3, 0, 4, 8, 2, 2, 5, 6, 7]])  # no entry in row 3
 COUNT = ENTRIES.shape[1]
@@ -59,8 +59,15 @@ CASES = [
         options=OPTIONS,
     ),
     case(repeated, T(5, shard_dims=()), T(9, 5), options=OPTIONS),
-    case(made(torch.mm, "mm"), VALUES, T(8, 5), options=OPTIONS),  # torch says that this does not fit
-    case(made(torch.mm, "mm"), VALUES, T(9, 5, dtype=torch.float32), options=OPTIONS),
+    case(
+        made(torch.mm, "mm"), VALUES, T(8, 5), options=OPTIONS | raises(RuntimeError, "Expected dim 0 size")
+    ),  # torch says that this does not fit
+    case(
+        made(torch.mm, "mm"),
+        VALUES,
+        T(9, 5, dtype=torch.float32),
+        options=OPTIONS | raises(RuntimeError, "expected scalar type Double but found Float"),
+    ),
     case(  # maxima are another thing than products
         lambda x: torch.sparse.mm(matrix(torch.ones(COUNT, dtype=x.dtype), torch.sparse_csr), x, "amax"),
         T(9, 5),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 5}
 NO_PARTIAL = {"try_partial": False}
@@ -74,9 +74,15 @@ CASES = [
     case(F.layer_norm, T(6), (6,), T(6), T(6), options=FEW),
     case(F.layer_norm, T(3, 0), (0,), options=FEW),
     case(F.layer_norm, T(0, 3), (3,), T(3), options=FEW),
-    case(F.layer_norm, T(5, 6), (5,), options=FEW),
-    case(F.layer_norm, T(5, 6), (6,), T(5), options=FEW),
-    case(F.layer_norm, T(5, 6, fill="ints"), (6,), options=FEW),
+    case(F.layer_norm, T(5, 6), (5,), options=FEW | raises(RuntimeError, "expected input with shape")),
+    case(
+        F.layer_norm,
+        T(5, 6),
+        (6,),
+        T(5),
+        options=FEW | raises(RuntimeError, "Expected weight to be of same shape as normalized_shape"),
+    ),
+    case(F.layer_norm, T(5, 6, fill="ints"), (6,), options=FEW | raises(NotImplementedError, "not implemented for")),
     case(torch.layer_norm, T(5, 6), (6,), T(6), T(6), 0.1, options=FEW),
     case(first(torch.native_layer_norm), T(3, 4, 5), (4, 5), T(4, 5), T(4, 5), 0.1),
     case(
@@ -103,8 +109,8 @@ CASES = [
     case(F.group_norm, T(3, 6, 5), 6, T(6), options=FEW),
     case(F.group_norm, T(2, 9, 2, 2), 3),
     case(F.group_norm, T(1, 6, 2), 1, T(6), T(6)),
-    case(F.group_norm, T(3, 5, 2), 2, options=FEW),
-    case(F.group_norm, T(1, 3), 3, options=FEW),
+    case(F.group_norm, T(3, 5, 2), 2, options=FEW | raises(RuntimeError, "to be divisible by num_groups")),
+    case(F.group_norm, T(1, 3), 3, options=FEW | raises(ValueError, "Expected more than 1 value per channel")),
     case(F.group_norm, T(0, 4, 3), 2, T(4), options=FEW),
     case(torch.group_norm, T(3, 6, 5), 2, T(6), T(6), 0.1, options=FEW),
     case(torch.native_group_norm, T(3, 6, 5), T(6), T(6), 3, 6, 5, 3, 0.1),
@@ -124,9 +130,33 @@ CASES = [
     case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *CUT_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.batch_norm, training=False), T(5, 4, 3), *BUFFERS, T(4), T(4)),
     case(F.batch_norm, T(5, 4, 3), *CUT_BUFFERS, T(4), T(4)),
-    case(F.batch_norm, T(1, 4), None, None, None, None, True, options=FEW),
-    case(F.batch_norm, T(2, 4, 3), None, None, T(3), None, True, options=FEW),
-    case(F.batch_norm, T(2, 4, 3), None, None, options=FEW),
+    case(
+        F.batch_norm,
+        T(1, 4),
+        None,
+        None,
+        None,
+        None,
+        True,
+        options=FEW | raises(ValueError, "Expected more than 1 value per channel"),
+    ),
+    case(
+        F.batch_norm,
+        T(2, 4, 3),
+        None,
+        None,
+        T(3),
+        None,
+        True,
+        options=FEW | raises(RuntimeError, "weight should contain"),
+    ),
+    case(
+        F.batch_norm,
+        T(2, 4, 3),
+        None,
+        None,
+        options=FEW | raises(RuntimeError, "running_mean must be defined in evaluation mode"),
+    ),
     case(F.batch_norm, T(0, 4, 3), None, None, T(4), None, True, options=FEW),
     case(torch.batch_norm, T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
     case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1),
@@ -146,15 +176,15 @@ CASES = [
     case(tracking(F.instance_norm), T(3, 4, 5), *BUFFERS, T(4), T(4)),
     case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
-    case(F.instance_norm, T(3, 4, 1), options=FEW),
+    case(F.instance_norm, T(3, 4, 1), options=FEW | raises(ValueError, "Expected more than 1 spatial element")),
     case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
-    # what nn.SyncBatchNorm is made of, and takes for whole what is in pieces
-    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, options=FEW | {"may_refuse": True, "grad": False}),
+    # nn.SyncBatchNorm calls this and would take local statistics for global ones
+    case(torch.batch_norm_stats, T(5, 4, 3), 0.1, options=FEW | {"refuses": "nn.SyncBatchNorm", "grad": False}),
     # over neighbouring channels
     case(F.local_response_norm, T(2, 7, 3), 3, 0.5),
     case(F.local_response_norm, T(2, 7, 3, 2), 4, 0.5, 0.6, 2.0),
     case(F.local_response_norm, T(2, 3, 2, 2), 9, 0.5, options=FEW),
-    case(F.local_response_norm, T(2, 7), 2, options=FEW),
+    case(F.local_response_norm, T(2, 7), 2, options=FEW | raises(ValueError, "Expected 3D or higher dimensionality")),
     # of weights
     case(torch._weight_norm, T(4, 3, 2), T(4, 1, 1)),
     case(torch._weight_norm, T(4, 3), T(1, 3), 1, options=FEW),

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 5}
 INTS = {"fill": "ints", "dtype": torch.int64}
@@ -26,9 +26,9 @@ CASES = [
     case(torch.cat, [T(4, 3, dtype=torch.float32), T(2, 3)], options=FEW | {"try_partial": False}),
     case(torch.cat, [T(4, 3, **INTS), T(2, 3)], options=FEW),
     case(torch.cat, [T(4, 3, fill="bool"), T(2, 3, **INTS)], options=FEW),
-    case(torch.cat, [T(4, 3), T(2, 4)], options=FEW),
-    case(torch.cat, [T(4, 3), T(2)], options=FEW),
-    case(torch.cat, [T(4, 3), T(2, 3)], 2, options=FEW),
+    case(torch.cat, [T(4, 3), T(2, 4)], options=FEW | raises(RuntimeError, "Sizes of tensors must match")),
+    case(torch.cat, [T(4, 3), T(2)], options=FEW | raises(RuntimeError, "Tensors must have same number of dimensions")),
+    case(torch.cat, [T(4, 3), T(2, 3)], 2, options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.cat, [T(2, 3, 4), T(2, 1, 4), T(2, 2, 4)], 1, options=FEW),
     case(torch.concat, [T(4, 3), T(2, 3)], options=FEW),
     case(torch.concatenate, [T(4, 3), T(2, 3)], axis=0, options=FEW),
@@ -54,8 +54,8 @@ CASES = [
     case(torch.stack, [T(4), T(4)], 1, options=FEW),
     case(torch.stack, [T(), T(), T()], options=FEW),
     case(torch.stack, [T(4, dtype=torch.float32), T(4)], options=FEW | {"try_partial": False}),
-    case(torch.stack, [T(4), T(3)], options=FEW),
-    case(torch.stack, [T(4), T(4)], 2, options=FEW),
+    case(torch.stack, [T(4), T(3)], options=FEW | raises(RuntimeError, "stack expects each tensor to be equal size")),
+    case(torch.stack, [T(4), T(4)], 2, options=FEW | raises(IndexError, "Dimension out of range")),
     case(
         lambda x: torch.stack([2 * r for r in x.unbind()], 1),
         T(5, 3),
@@ -71,7 +71,7 @@ CASES = [
     case(torch.dstack, [T(2, 3), T(2, 3, 2)], options=FEW),
     case(torch.column_stack, [T(3), T(3, 2), T(3)], options=FEW),
     case(torch.block_diag, T(2, 3), T(3), T(), T(3, 1), options=FEW),
-    case(torch.block_diag, T(2, 3, 1), T(3), options=FEW),
+    case(torch.block_diag, T(2, 3, 1), T(3), options=FEW | raises(RuntimeError, "must have 2 or fewer dimensions")),
     case(torch.meshgrid, T(3), T(4), T(), indexing="ij", options=FEW),
     case(torch.meshgrid, [T(3), T(4)], indexing="xy", options=FEW),
     case(torch.cartesian_prod, T(3), T(4), T(2), options=FEW),

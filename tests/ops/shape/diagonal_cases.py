@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 NO_MESSAGES = {"no_messages": True, "layouts": 6}
 OPTIONS = {"layouts": 6}
@@ -20,13 +20,13 @@ CASES = [
     case(torch.diagonal, T(5, 6, 4), -2, 2, 0, options=NO_MESSAGES),
     case(torch.Tensor.diagonal, T(3, 5, 4), offset=2, dim1=-1, dim2=1, options=NO_MESSAGES),
     case(torch.diagonal, T(5, 6), 9, options=NO_MESSAGES),
-    case(torch.diagonal, T(5, 6), 0, 1, 1),
+    case(torch.diagonal, T(5, 6), 0, 1, 1, options=raises(RuntimeError, "diagonal dimensions cannot be identical")),
     case(torch.linalg.diagonal, T(3, 5, 4), offset=-1, options=NO_MESSAGES),
     case(write_diagonal, T(5, 6), options=NO_MESSAGES | {"try_partial": False}),
     case(torch.diag, T(5, 6), options=NO_MESSAGES),
     case(torch.diag, T(5), 2, options=NO_MESSAGES),
     case(torch.Tensor.diag, T(5, 6), -1, options=NO_MESSAGES),
-    case(torch.diag, T(5, 6, 4)),
+    case(torch.diag, T(5, 6, 4), options=raises(RuntimeError, "diag(): Supports 1D or 2D tensors")),
     case(torch.diag_embed, T(4, 5), options=NO_MESSAGES),
     case(torch.diag_embed, T(5), -2, options=NO_MESSAGES),
     case(torch.diag_embed, T(3, 4), 1, 0, 2, options=NO_MESSAGES),
@@ -38,16 +38,29 @@ CASES = [
     case(torch.Tensor.unfold, T(8, 5), 0, 7, 1, options=OPTIONS),
     case(torch.Tensor.unfold, T(8, 5), 0, 8, 3, options=OPTIONS),
     case(torch.Tensor.unfold, T(8, 5), 0, 1, 4, options=OPTIONS),
-    case(torch.Tensor.unfold, T(8, 5), 0, 9, 1),
+    case(torch.Tensor.unfold, T(8, 5), 0, 9, 1, options=raises(RuntimeError, "maximum size for tensor at dimension")),
     case(lambda x: x.unfold(0, 3, 2).unfold(1, 2, 1), T(9, 6), options=OPTIONS | {"name": "unfold twice"}),
     case(torch.select_scatter, T(5, 6, 4), T(5, 4), 1, 3, options=OPTIONS),
     case(torch.select_scatter, T(5, 6), T(6), 0, -2, options=OPTIONS),
-    case(torch.select_scatter, T(5, 6), T(1), 0, 1, options=OPTIONS),
+    case(
+        torch.select_scatter,
+        T(5, 6),
+        T(1),
+        0,
+        1,
+        options=OPTIONS | raises(RuntimeError, "expected src to have a size equal to the slice"),
+    ),
     case(torch.slice_scatter, T(5, 6, 4), T(5, 2, 4), 1, 1, 5, 2, options=OPTIONS),
     case(torch.slice_scatter, T(5, 6), T(3, 6), start=2, options=OPTIONS),
-    case(torch.slice_scatter, T(5, 6), T(2, 6), start=2, options=OPTIONS),
+    case(
+        torch.slice_scatter,
+        T(5, 6),
+        T(2, 6),
+        start=2,
+        options=OPTIONS | raises(RuntimeError, "expected src to have a size equal to the slice"),
+    ),
     case(torch.diagonal_scatter, T(5, 6), T(5), options=OPTIONS),
-    case(torch.diagonal_scatter, T(5, 6, 4), T(5, 4), 0, 0, 2, options=OPTIONS | {"name": "diagonal_scatter mid"}),
+    case(torch.diagonal_scatter, T(5, 6, 4), T(6, 4), 0, 0, 2, options=OPTIONS | {"name": "diagonal_scatter mid"}),
     case(torch.diagonal_scatter, T(4, 6, 4), T(6, 3), -1, 0, 2, options=OPTIONS),
     case(torch.select_copy, T(5, 6), 0, 2, options=NO_MESSAGES),
     # torch 2.11 has no derivative of narrow_copy

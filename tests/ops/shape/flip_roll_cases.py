@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 5}
 NO_MESSAGES = {"no_messages": True, "layouts": 5}
@@ -21,29 +21,29 @@ CASES = [
     case(torch.Tensor.flip, T(5, 6), 0, 1, options=FEW),
     case(torch.flip, T(5, 6), (), options=FEW),
     case(torch.flip, T(5, 6), dims=(1,), options=FEW),
-    case(torch.flip, T(5, 6), (2,), options=FEW),
+    case(torch.flip, T(5, 6), (2,), options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.flip, T(0, 6), (0,), options=FEW),
     case(torch.fliplr, T(5, 6), options=FEW),
-    case(torch.fliplr, T(5), options=FEW),
+    case(torch.fliplr, T(5), options=FEW | raises(RuntimeError, "Input must be >= 2-d")),
     case(torch.flipud, T(5, 6), options=FEW),
     case(torch.rot90, T(4, 5), options=FEW),
     case(torch.rot90, T(2, 4, 5), 2, (1, 2), options=FEW),
     case(torch.rot90, T(4, 5), -1, [1, 0], options=FEW),
     case(torch.rot90, T(4, 5), 4, options=FEW),
-    case(torch.rot90, T(4, 5), 1, (0, 0), options=FEW),
+    case(torch.rot90, T(4, 5), 1, (0, 0), options=FEW | raises(RuntimeError, "expected rotation dims to be different")),
     case(torch.roll, T(5, 6), 2, 0, options={"layouts": 16}),
     case(torch.roll, T(5, 6), (-1, 8), (0, 1), options=FEW),
     case(torch.roll, T(5, 6), (1, 3), (1, 1), options=FEW),
     case(torch.roll, T(5, 6), np.int64(2), np.int64(1), options=FEW),
     case(lambda x: x.roll(torch.tensor(2), 1), T(5, 6), options=FEW | {"name": "roll, shift computed"}),
     case(torch.roll, T(3, 4), 5, options=FEW),
-    case(torch.roll, T(5, 6), (1, 2), 0, options=FEW),
+    case(torch.roll, T(5, 6), (1, 2), 0, options=FEW | raises(RuntimeError, "shifts and dimensions must align")),
     case(torch.roll, T(0, 6), 1, 0, options=FEW),
     case(torch.Tensor.roll, T(7), shifts=3, dims=0, options=FEW),
     case(torch.Tensor.repeat, T(3, 4), 2, 3, options=NO_MESSAGES),
     case(torch.Tensor.repeat, T(4), (2, 1, 2), options=NO_MESSAGES),
     case(torch.Tensor.repeat, T(3, 4), 0, 2, options=NO_MESSAGES),
-    case(torch.Tensor.repeat, T(3, 4), 2, options=FEW),
+    case(torch.Tensor.repeat, T(3, 4), 2, options=FEW | raises(RuntimeError, "Number of dimensions of repeat dims")),
     named("repeat, then use", lambda x: torch.sin(x.repeat(2, 1)).cumsum(0), T(3, 4)),
     case(torch.tile, T(3, 4), (2,), options=NO_MESSAGES),
     case(torch.tile, T(3), dims=(2, 2), options=NO_MESSAGES),
@@ -59,17 +59,25 @@ CASES = [
         options=FEW,
     ),
     case(
-        torch.repeat_interleave, T(4, 3), T(4, shard_dims=(), fill=lambda s, g: torch.tensor([2, 0, 1, 3])), options=FEW
+        torch.repeat_interleave,
+        T(4, 3),
+        T(4, shard_dims=(), fill=lambda s, g: torch.tensor([2, 0, 1, 3])),
+        options=FEW | raises(RuntimeError, "repeats must have the same size"),
     ),
     case(torch.tril, T(5, 6), options=NO_MESSAGES),
     case(torch.tril, T(2, 5, 4), 1, options=NO_MESSAGES),
     case(torch.triu, T(5, 6), -2, options=NO_MESSAGES),
     case(torch.triu, T(2, 5, 4), diagonal=2, options=NO_MESSAGES),
-    case(torch.triu, T(5), options=FEW),
+    case(torch.triu, T(5), options=FEW | raises(RuntimeError, "triu: input tensor must have at least 2 dimensions")),
     named("triangle of merged", lambda x: torch.sin(x.flatten(1)).tril(), T(4, 2, 3)),
     named("tril_", lambda x: x.clone().tril_(), T(5, 6)),
     case(F.pixel_shuffle, T(2, 8, 3, 4), 2, options=FEW),
-    case(F.pixel_shuffle, T(2, 6, 3, 4), 2, options=FEW),
+    case(
+        F.pixel_shuffle,
+        T(2, 6, 3, 4),
+        2,
+        options=FEW | raises(RuntimeError, "pixel_shuffle expects its input's 'channel' dimension"),
+    ),
     case(F.pixel_unshuffle, T(2, 3, 4, 6), 2, options=FEW),
     case(F.channel_shuffle, T(2, 6, 3), 3, options=FEW),
     # ---- neighbours
@@ -80,7 +88,7 @@ CASES = [
     case(torch.diff, T(5), n=0, options=FEW),
     case(torch.diff, T(4, 3), dim=0, prepend=T(2, 3), append=T(1, 3), options=FEW),
     case(torch.diff, T(5, fill="bool"), options=FEW),
-    case(torch.diff, T(5), 1, 1, options=FEW),
+    case(torch.diff, T(5), 1, 1, options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.trapezoid, T(4, 5), options=FEW),
     case(torch.trapezoid, T(4, 5), dx=0.5, dim=0, options=FEW),
     case(torch.trapezoid, T(4, 5), T(4, 5), options=FEW),

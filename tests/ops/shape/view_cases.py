@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 NO_MESSAGES = {"no_messages": True, "layouts": 5}
 FEW = {"layouts": 5}
@@ -30,10 +30,14 @@ CASES = [
     case(torch.reshape, T(0, 3), (3, 0, 2), options=NO_MESSAGES),
     case(torch.reshape, T(1, 1), (), options=NO_MESSAGES),
     case(torch.reshape, T(), (1, 1), options=NO_MESSAGES),
-    case(torch.reshape, T(4, 6), (5, 5), options=FEW),
-    case(torch.reshape, T(4, 6), (-1, 5), options=FEW),
-    case(torch.Tensor.view, T(4, 6), (-1, -1), options=FEW),
-    case(torch.Tensor.view, T(0, 3), (0, -1), options=FEW),
+    case(torch.reshape, T(4, 6), (5, 5), options=FEW | raises(RuntimeError, "is invalid for input of size")),
+    case(torch.reshape, T(4, 6), (-1, 5), options=FEW | raises(RuntimeError, "is invalid for input of size")),
+    case(
+        torch.Tensor.view, T(4, 6), (-1, -1), options=FEW | raises(RuntimeError, "only one dimension can be inferred")
+    ),
+    case(
+        torch.Tensor.view, T(0, 3), (0, -1), options=FEW | raises(RuntimeError, "cannot reshape tensor of 0 elements")
+    ),
     # torch reads a tensor of no dims as a number
     named("reshape, size computed", lambda x: x.reshape(torch.tensor(2), -1), T(4, 6)),
     named("view, sizes computed", lambda x: x.view(*torch.tensor([2, 12])), T(4, 6)),
@@ -44,11 +48,13 @@ CASES = [
     case(torch.flatten, T(2, 3, 4), options=NO_MESSAGES),
     case(torch.flatten, T(2, 3, 4, 5), 1, -2, options=NO_MESSAGES),
     case(torch.flatten, T(), options=NO_MESSAGES),
-    case(torch.flatten, T(2, 3), 1, 0, options=FEW),
+    case(torch.flatten, T(2, 3), 1, 0, options=FEW | raises(RuntimeError, "start_dim cannot come after end_dim")),
     case(torch.ravel, T(3, 4), options=NO_MESSAGES),
     case(torch.unflatten, T(5, 12), 1, (3, -1), options=FEW),
     case(torch.Tensor.unflatten, T(12, 5), 0, (2, 2, 3), options=FEW),
-    case(torch.unflatten, T(5, 12), 1, (5, 2), options=FEW),
+    case(
+        torch.unflatten, T(5, 12), 1, (5, 2), options=FEW | raises(RuntimeError, "don't multiply up to the size of dim")
+    ),
     case(torch.atleast_1d, T(), options=NO_MESSAGES),
     case(torch.atleast_2d, T(5), options=NO_MESSAGES),
     case(torch.atleast_3d, T(5), options=NO_MESSAGES),
@@ -74,14 +80,20 @@ CASES = [
     # ---- other order, same sizes
     case(torch.permute, T(3, 4, 5), (2, 0, 1), options=NO_MESSAGES),
     case(torch.Tensor.permute, T(3, 4, 5), -1, 0, 1, options=NO_MESSAGES),
-    case(torch.Tensor.permute, T(3, 4), 0, 0, options=FEW),
+    case(
+        torch.Tensor.permute,
+        T(3, 4),
+        0,
+        0,
+        options=FEW | raises(RuntimeError, "permute(): duplicate dims are not allowed"),
+    ),
     case(torch.transpose, T(3, 4, 5), 0, -1, options=NO_MESSAGES),
-    case(torch.transpose, T(3, 4, 5), 0, 3, options=FEW),
+    case(torch.transpose, T(3, 4, 5), 0, 3, options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.swapaxes, T(3, 4, 5), 1, 2, options=NO_MESSAGES),
     case(torch.swapdims, T(3, 4), 0, 1, options=NO_MESSAGES),
     case(torch.t, T(3, 4), options=NO_MESSAGES),
     case(torch.t, T(3), options=NO_MESSAGES),
-    case(torch.t, T(3, 4, 5), options=FEW),
+    case(torch.t, T(3, 4, 5), options=FEW | raises(RuntimeError, "t() expects a tensor with <= 2 dimensions")),
     case(torch.movedim, T(3, 4, 5), 0, 2, options=NO_MESSAGES),
     case(torch.movedim, T(3, 4, 5), (0, 1), (2, 0), options=NO_MESSAGES),
     case(torch.moveaxis, T(3, 4, 5), 2, 0, options=NO_MESSAGES),
@@ -90,7 +102,12 @@ CASES = [
     named("x.mT", lambda x: x.mT, T(2, 3, 4), options=NO_MESSAGES),
     named("x.H", lambda x: x.H, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
     named("x.mH", lambda x: x.mH, T(2, 3, 4, dtype=torch.complex128), options=NO_MESSAGES),
-    named("x.mT of a vector", lambda x: x.mT, T(3)),
+    named(
+        "x.mT of a vector",
+        lambda x: x.mT,
+        T(3),
+        options=FEW | raises(RuntimeError, "tensor.mT is only supported on matrices"),
+    ),
     case(torch.squeeze, T(1, 4, 1, 3), options=NO_MESSAGES),
     case(torch.squeeze, T(4, 1, 3), 1, options=NO_MESSAGES),
     case(torch.squeeze, T(4, 1, 3), 0, options=NO_MESSAGES),
@@ -98,37 +115,46 @@ CASES = [
     case(torch.squeeze, T(1, 1), options=NO_MESSAGES),
     case(torch.squeeze, T(1, dtype=torch.int64, fill="ints"), options=NO_MESSAGES),
     case(torch.squeeze, T(1, fill="bool"), 0, options=NO_MESSAGES),
-    case(torch.squeeze, T(4, 1), 2, options=FEW),
+    case(torch.squeeze, T(4, 1), 2, options=FEW | raises(IndexError, "Dimension out of range")),
     named("squeeze, then use", lambda x: torch.sin(x.squeeze(0)).sum(0), T(1, 4, 3)),
     case(torch.unsqueeze, T(3, 4), 1, options=NO_MESSAGES),
     case(torch.unsqueeze, T(3, 4), -1, options=NO_MESSAGES),
-    case(torch.unsqueeze, T(3, 4), 3, options=FEW),
+    case(torch.unsqueeze, T(3, 4), 3, options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.unsqueeze, T(), 0, options=NO_MESSAGES),
     # ---- the same elements again
     case(torch.Tensor.expand, T(4, 1), 4, 5, options=FEW),
     case(torch.Tensor.expand, T(4), (3, -1), options=NO_MESSAGES),
     case(torch.Tensor.expand, T(1, 4, 1), 2, 3, -1, 5, options=FEW),
     case(torch.Tensor.expand, T(), 3, 2, options=NO_MESSAGES),
-    case(torch.Tensor.expand, T(4), 3, 5, options=FEW),
+    case(torch.Tensor.expand, T(4), 3, 5, options=FEW | raises(RuntimeError, "The expanded size of the tensor")),
     case(torch.Tensor.expand, T(1, 3), 0, 3, options=FEW),
     case(torch.Tensor.expand_as, T(4, 1), T(3, 4, 5), options=FEW),
     case(torch.broadcast_to, T(1, 5), (4, 5), options=FEW),
     case(torch.broadcast_tensors, T(4, 1), T(5), T(3, 1, 1), options=FEW),
     # ---- complex numbers and bits
     case(torch.view_as_real, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
-    case(torch.view_as_real, T(3, 4), options=FEW),
+    case(torch.view_as_real, T(3, 4), options=FEW | raises(RuntimeError, "only supported for complex tensors")),
     case(torch.view_as_complex, T(3, 4, 2), options=FEW),
-    case(torch.view_as_complex, T(3, 4, 3), options=FEW),
+    case(
+        torch.view_as_complex,
+        T(3, 4, 3),
+        options=FEW | raises(RuntimeError, "Tensor must have a last dimension of size 2"),
+    ),
     case(torch.real, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
     case(torch.imag, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
-    case(torch.imag, T(3, 4), options=FEW),
+    case(torch.imag, T(3, 4), options=FEW | raises(RuntimeError, "imag is not implemented")),
     named("x.real", lambda x: x.real * 2, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
     named("x.imag", lambda x: x.imag, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
     named("x.real of a real", lambda x: x.real, T(3, 4), options=NO_MESSAGES),
     case(torch.Tensor.view, T(3, 4, dtype=torch.float32), torch.int32, options=NO_MESSAGES | {"try_partial": False}),
     case(torch.Tensor.view, T(3, 4), torch.int32, options=NO_MESSAGES | {"try_partial": False}),
     case(torch.Tensor.view, T(3, 4, fill="ints", dtype=torch.int32), torch.int64, options=FEW),
-    case(torch.Tensor.view, T(3, 5, fill="ints", dtype=torch.int32), torch.int64, options=FEW),
+    case(
+        torch.Tensor.view,
+        T(3, 5, fill="ints", dtype=torch.int32),
+        torch.int64,
+        options=FEW | raises(RuntimeError, "must be divisible by 2 to view Int as Long"),
+    ),
     named("views, twice", double_backward(lambda x: x.view(24).view(6, 4).t().flatten().view(2, 12)), T(4, 6)),
     named("squeeze, twice", double_backward(lambda x: x.squeeze(1).unsqueeze(0).expand(3, 4, 3)), T(4, 1, 3)),
 ]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 FEW = {"layouts": 4}
 MAY_REFUSE = {"may_refuse": True, "layouts": 8}
@@ -44,7 +44,12 @@ CASES = [
     written("chunk", lambda x: x.chunk(2)[1], T(5, 3), options={"grad": False}),
     written("split", lambda x: x.split([1, 3], 1)[1], T(2, 4), options={"grad": False}),
     written("unbind", lambda x: x.unbind(1)[2], T(3, 4), options={"grad": False}),
-    written("chunk with a gradient", lambda x: x.chunk(2)[1], T(5, 3)),
+    written(
+        "chunk with a gradient",
+        lambda x: x.chunk(2)[1],
+        T(5, 3),
+        options=raises(RuntimeError, "is a view and is being modified inplace"),
+    ),
     written("real", lambda x: torch.view_as_complex(x.view(3, 4, 2)).real, T(3, 8), options={"may_refuse": True}),
     written("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x)), T(3, 4, 2, shard_dims=(0, 1))),
     # dropout that drops nothing is the tensor itself
@@ -54,7 +59,12 @@ CASES = [
     written("alpha_dropout, not in training", lambda x: F.alpha_dropout(x, 0.3), T(4, 6)),
     # torch copies here, or raises; a piece of one row or of none could be viewed all the same
     written("reshape that copies", lambda x: x.t().reshape(24), T(4, 6), options=MAY_REFUSE),
-    written("view of a transpose", lambda x: x.t().view(24), T(4, 6), options=MAY_REFUSE),
+    written(
+        "view of a transpose",
+        lambda x: x.t().view(24),
+        T(4, 6),
+        options=MAY_REFUSE | raises(RuntimeError, "view size is not compatible"),
+    ),
     written(
         "reshape that copies, on a mesh", lambda x: x.permute(1, 0, 2).reshape(6, 4), T(2, 3, 4), options=MAY_REFUSE
     ),
@@ -67,6 +77,7 @@ CASES = [
     in_place("t_", lambda x: x.t_(), T(3, 4)),
     in_place("transpose_", lambda x: x.transpose_(0, 2), T(3, 4, 2)),
     in_place("swapaxes_", lambda x: x.swapaxes_(0, 1), T(3, 4)),
+    in_place("swapdims_", lambda x: x.swapdims_(0, 1), T(3, 4)),
     in_place("squeeze_", lambda x: x.squeeze_(1), T(3, 1, 4)),
     in_place("unsqueeze_", lambda x: x.unsqueeze_(-1), T(3, 4)),
     case(torch.permute_copy, T(3, 4), (1, 0), options=FEW),
@@ -79,6 +90,7 @@ CASES = [
     case(torch.alias_copy, T(3, 4), options=FEW),
     case(torch.detach_copy, T(3, 4), options=FEW | {"grad": False}),
     case(torch.select_copy, T(3, 4), 0, 1, options=FEW),
+    case(torch.as_strided_copy, T(3, 4), (4, 3), (1, 4), options=FEW | {"may_gather": True}),
     case(torch.slice_copy, T(5, 4), 0, 1, 4, 2, options=FEW),
     # torch 2.11 has no derivative of narrow_copy
     case(torch.narrow_copy, T(5, 4), 0, 1, 3, options=FEW | {"grad": torch.__version__ >= "2.13"}),

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 NAN = float("nan")
 FEW = {"layouts": 6}
@@ -105,8 +105,12 @@ CASES = [
     case(torch.sort, T(0, 3), 0, options=FEW),
     case(torch.sort, T(0, 3), 1, options=FEW),
     case(torch.sort, T(), 0, options=TWO | {"try_partial": False}),
-    case(torch.sort, T(3, dtype=torch.complex128), options=TWO),
-    case(torch.sort, D(3), 1, options=TWO),
+    case(
+        torch.sort,
+        T(3, dtype=torch.complex128),
+        options=TWO | raises(RuntimeError, "Sort does not support complex dtypes on CPU"),
+    ),
+    case(torch.sort, D(3), 1, options=TWO | raises(IndexError, "Dimension out of range")),
     case(torch.sort, D(4, 3, shard_dims=(1,)), 0, options={"no_messages": True, "try_partial": False}),
     case(torch.sort, T(300, fill=ties), stable=True, options={"layouts": 4}),
     case(torch.Tensor.sort, D(5, 6), options=FEW),
@@ -124,10 +128,12 @@ CASES = [
     case(torch.Tensor.topk, D(6, 5), 1, dim=0, options=FEW),
     case(torch.topk, D(6), 0, options=FEW),
     case(torch.topk, D(6), 6, options=FEW),
-    case(torch.topk, D(6), 7, options=TWO),
-    case(torch.topk, D(6), -1, options=TWO),
+    case(torch.topk, D(6), 7, options=TWO | raises(RuntimeError, "selected index k out of range")),
+    case(torch.topk, D(6), -1, options=TWO | raises(RuntimeError, "selected index k out of range")),
     case(torch.topk, T(), 1, options=TWO | {"try_partial": False}),
-    case(torch.topk, T(5, fill="bool"), 1, options=TWO),
+    case(
+        torch.topk, T(5, fill="bool"), 1, options=TWO | raises(RuntimeError, "topk does not support bool dtypes on CPU")
+    ),
     case(values_and_where(torch.topk), T(2, 9, fill=nans, grad=False), 2, options=FEW | {"try_partial": False}),
     case(
         values_and_where(torch.topk),
@@ -140,9 +146,9 @@ CASES = [
     case(torch.kthvalue, D(3, 7), 2, 1, True),
     case(torch.kthvalue, D(7, 5), 7, dim=0),
     case(torch.Tensor.kthvalue, T(9, fill="ints", high=1000), 5, options=FEW),
-    case(torch.kthvalue, D(5), 6, options=TWO),
-    case(torch.kthvalue, D(5), 0, options=TWO),
-    case(torch.kthvalue, T(3, 0), 1, 1, options=TWO),
+    case(torch.kthvalue, D(5), 6, options=TWO | raises(RuntimeError, "selected number k out of range")),
+    case(torch.kthvalue, D(5), 0, options=TWO | raises(RuntimeError, "selected number k out of range")),
+    case(torch.kthvalue, T(3, 0), 1, 1, options=TWO | raises(IndexError, "to have non-zero size")),
     case(torch.kthvalue, T(), 1, options=TWO | {"try_partial": False}),
     case(torch.kthvalue, D(2, 1000), 321, options={"layouts": 4}),
     case(
@@ -171,7 +177,7 @@ CASES = [
         0,
         options=FEW | {"grad": False},
     ),
-    case(torch.median, T(3, 0), 1, options=TWO),
+    case(torch.median, T(3, 0), 1, options=TWO | raises(IndexError, "to have non-zero size")),
     case(torch.median, T(0, 3), 1, options=TWO),
     case(torch.quantile, D(8), 0.3),
     case(torch.quantile, D(3, 7), 0.6, dim=1),
@@ -186,10 +192,21 @@ CASES = [
     case(torch.nanquantile, T(5, 4, fill=some_nans), 0.3, dim=0),
     case(torch.nanquantile, T(11, fill=some_nans), T(3, fill="unit"), dim=0),
     case(torch.nanquantile, T(2, 8, fill=some_nans), 0.7, options=FEW),
-    case(torch.quantile, D(5), 1.5, options=TWO),
-    case(torch.quantile, D(6, 2), T(2, fill=lambda s, g: torch.tensor([0.5, 1.5]).double()), 0, options=FEW),
-    case(torch.quantile, T(0, 3), 0.5, options=TWO),
-    case(torch.quantile, T(5, fill="ints"), 0.5, options=TWO),
+    case(torch.quantile, D(5), 1.5, options=TWO | raises(RuntimeError, "quantile() q must be in the range")),
+    case(
+        torch.quantile,
+        D(6, 2),
+        T(2, fill=lambda s, g: torch.tensor([0.5, 1.5]).double()),
+        0,
+        options=FEW | raises(RuntimeError, "quantile() q values must be in the range"),
+    ),
+    case(torch.quantile, T(0, 3), 0.5, options=TWO | raises(RuntimeError, "quantile() input tensor must be non-empty")),
+    case(
+        torch.quantile,
+        T(5, fill="ints"),
+        0.5,
+        options=TWO | raises(RuntimeError, "must be either float or double dtype"),
+    ),
     case(torch.quantile, D(2, 900), 0.123, 1, options={"layouts": 4}),
     case(torch.mode, T(9, fill="ints", high=4)),
     case(torch.mode, T(3, 8, fill=ties), 1),
@@ -198,7 +215,7 @@ CASES = [
     case(torch.mode, T(7, fill="bool"), options=FEW),
     case(torch.mode, T(2, 9, fill=nans), 1),
     case(torch.mode, T(7, fill=nans), options=FEW),
-    case(torch.mode, T(3, 0), 1, options=TWO),
+    case(torch.mode, T(3, 0), 1, options=TWO | raises(IndexError, "to have non-zero size")),
     case(named(torch.sort), D(5), options=FEW),
     case(named(torch.topk), D(5, 6), 2, options=FEW),
     case(named(torch.kthvalue), D(5, 2), 2, 0, options=FEW),

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 NAN = float("nan")
 FEW = {"layouts": 6}
@@ -70,8 +70,8 @@ CASES = [
     case(torch.unique, I(2, 5, high=2), dim=1, **ALL),
     case(torch.Tensor.unique, I(2, 4, 2, high=2), dim=-2, options=FEW),
     case(torch.unique, I(0, 3), dim=0, **ALL, options=TWO),
-    case(torch.unique, I(3, 0), dim=0, options=TWO),
-    case(torch.unique, I(3), dim=1, options=TWO),
+    case(torch.unique, I(3, 0), dim=0, options=TWO | raises(RuntimeError, "There are 0 sized dimensions")),
+    case(torch.unique, I(3), dim=1, options=TWO | raises(IndexError, "Dimension out of range")),
     case(torch.unique_consecutive, I(9, high=2), **ALL),
     case(torch.unique_consecutive, I(3, 5, high=2), **ALL),
     case(torch.Tensor.unique_consecutive, I(2, 2, 3, high=2), return_counts=True, options=FEW),
@@ -80,7 +80,7 @@ CASES = [
     case(torch.unique_consecutive, I(2, 7, high=2), dim=-1, return_inverse=True),
     case(torch.unique_consecutive, I(0), **ALL, options=TWO),
     case(torch.unique_consecutive, I(0, 2), dim=0, **ALL, options=TWO),
-    case(torch.unique_consecutive, I(2, 0), dim=0, options=TWO),
+    case(torch.unique_consecutive, I(2, 0), dim=0, options=TWO | raises(RuntimeError, "There are 0 sized dimensions")),
     case(torch.unique_consecutive, I(), **ALL, options=TWO),
     case(torch.searchsorted, S, T(5, fill=halves, grad=False)),
     case(torch.searchsorted, S, T(2, 3, fill=halves, grad=False), right=True),
@@ -89,8 +89,20 @@ CASES = [
     case(torch.searchsorted, S, 0.5, options=FEW),
     case(torch.searchsorted, T(3, 6, fill=ordered, grad=False), T(3, 4, fill=halves, grad=False)),
     case(torch.searchsorted, T(2, 3, 4, fill=ordered, grad=False), T(2, 3, 6, fill=halves, grad=False), options=FEW),
-    case(torch.searchsorted, T(3, 6, fill=ordered, grad=False), T(2, 4, fill=halves, grad=False), options=TWO),
-    case(torch.searchsorted, S, T(4, fill=halves, grad=False), side="left", right=True, options=TWO),
+    case(
+        torch.searchsorted,
+        T(3, 6, fill=ordered, grad=False),
+        T(2, 4, fill=halves, grad=False),
+        options=TWO | raises(RuntimeError, "boundaries tensor should be 1 dimension"),
+    ),
+    case(
+        torch.searchsorted,
+        S,
+        T(4, fill=halves, grad=False),
+        side="left",
+        right=True,
+        options=TWO | raises(RuntimeError, "side and right can't be set to opposites"),
+    ),
     case(
         by_sorter,
         T(6, fill=lambda s, g: halves_for_sorter(s), grad=False),
@@ -132,9 +144,16 @@ CASES = [
     case(
         torch.histc, T(6, fill=lambda s, g: torch.ones(s).double(), grad=False), 4, options=FEW | {"try_partial": False}
     ),
-    case(torch.histc, T(6, fill=nans, grad=False), 4, options=FEW),
+    case(torch.histc, T(6, fill=nans, grad=False), 4, options=FEW | raises(RuntimeError, "is not finite")),
     case(torch.histc, T(0, grad=False), 4, options=TWO),
-    case(torch.histc, T(4, grad=False), 4, 2, 1, options=TWO),
+    case(
+        torch.histc,
+        T(4, grad=False),
+        4,
+        2,
+        1,
+        options=TWO | raises(RuntimeError, "torch.histc: max must be larger than min"),
+    ),
     case(torch.histogram, T(3, 7, grad=False), 5),
     case(torch.histogram, T(9, grad=False), 4, range=(-1.0, 1.0), weight=T(9, grad=False), options=FEW),
     case(torch.histogram, T(9, grad=False), T(5, fill=lambda s, g: torch.linspace(-1, 2, 5).double(), grad=False)),
@@ -146,7 +165,13 @@ CASES = [
         3,
         options=FEW | {"try_partial": False},
     ),
-    case(torch.histogram, T(4, grad=False), 3, weight=T(3, grad=False), options=TWO),
+    case(
+        torch.histogram,
+        T(4, grad=False),
+        3,
+        weight=T(3, grad=False),
+        options=TWO | raises(RuntimeError, "if weight tensor is provided it should have the same shape"),
+    ),
     case(torch.histogram, T(0, grad=False), 3, options=TWO),
     case(torch.histogramdd, T(7, 2, grad=False), [2, 3]),
     case(torch.histogramdd, T(3, 4, 2, grad=False), 2, weight=T(3, 4, fill="positive", grad=False), density=True),
@@ -157,7 +182,12 @@ CASES = [
         [T(3, fill=ordered, grad=False), T(4, fill=ordered, grad=False)],
         options=FEW,
     ),
-    case(torch.histogramdd, T(5, 2, grad=False), [3], options=TWO),
+    case(
+        torch.histogramdd,
+        T(5, 2, grad=False),
+        [3],
+        options=TWO | raises(RuntimeError, "The size of bins must be equal to the innermost dimension"),
+    ),
     case(torch.bincount, I(9, high=6)),
     case(torch.bincount, I(9, high=6), minlength=9, options=FEW),
     case(torch.bincount, I(7, high=6), T(7, grad=False)),
@@ -169,7 +199,16 @@ CASES = [
     ),
     case(torch.bincount, I(0), minlength=2, options=TWO),
     case(torch.bincount, I(0), T(0, grad=False), options=TWO),
-    case(torch.bincount, T(5, fill=lambda s, g: torch.tensor([1, 2, -1, 0, 3])), options=FEW),
-    case(torch.bincount, I(2, 2), options=TWO),
-    case(torch.bincount, I(3), T(4, grad=False), options=TWO),
+    case(
+        torch.bincount,
+        T(5, fill=lambda s, g: torch.tensor([1, 2, -1, 0, 3])),
+        options=FEW | raises(RuntimeError, "only supports 1-d non-negative integral inputs"),
+    ),
+    case(torch.bincount, I(2, 2), options=TWO | raises(RuntimeError, "only supports 1-d non-negative integral inputs")),
+    case(
+        torch.bincount,
+        I(3),
+        T(4, grad=False),
+        options=TWO | raises(RuntimeError, "weights should be 1-d and have the same length"),
+    ),
 ]

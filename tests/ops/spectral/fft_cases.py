@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 fft = torch.fft
 C = torch.complex128
@@ -44,8 +44,13 @@ CASES += [
     # one dim, and that is cut: there is nowhere to move it, once all of the spectrum is wanted
     case(lambda x: fft.fft(x) + 0, T(8, dtype=C), options=FEW | {"may_gather": True, "name": "fft of one dim"}),
     case(lambda x: fft.fft(x)[2:4], T(8, dtype=C), options=FEW | {"name": "some of one dim"}),
-    case(fft.fft, T(4, 5), 0, options=FEW),
-    case(fft.fftn, T(4, 5), dim=(0, 0), options=FEW | {"may_gather": True}),
+    case(fft.fft, T(4, 5), 0, options=FEW | raises(RuntimeError, "Invalid number of data points")),
+    case(
+        fft.fftn,
+        T(4, 5),
+        dim=(0, 0),
+        options=FEW | {"may_gather": True} | raises(RuntimeError, "FFT dims must be unique"),
+    ),
     case(fft.fftshift, T(4, 5), options=FEW),
     case(fft.ifftshift, T(4, 5), dim=1, options=FEW),
 ]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 from tests.ops.stencil.pool_cases import FEW, FIELD, SOME, rough, spatial, ties
 
 CASES = [
@@ -39,10 +39,25 @@ CASES = [
     case(F.adaptive_avg_pool2d, T(3, 8, 7), (3, 2), options=SOME),
     case(F.adaptive_max_pool2d, T(3, 8, 7), (3, 1), return_indices=True, options=SOME),
     case(torch.nn.AdaptiveAvgPool2d((1, None)), T(2, 2, 6, 5), options=FEW | {"name": "AdaptiveAvgPool2d"}),
-    case(F.adaptive_avg_pool2d, T(8, 7), 3, options=FEW),
-    case(F.adaptive_avg_pool2d, T(2, 3, 8, 7), -1, options=FEW),
-    case(F.adaptive_avg_pool2d, T(2, 3, 8, 7, fill="ints"), 2, options=FEW),
-    case(F.adaptive_max_pool2d, T(2, 3, 0, 7), 2, options=FEW),
+    case(F.adaptive_avg_pool2d, T(8, 7), 3, options=FEW | raises(RuntimeError, "Expected 3D or 4D tensor")),
+    case(
+        F.adaptive_avg_pool2d,
+        T(2, 3, 8, 7),
+        -1,
+        options=FEW | raises(RuntimeError, "elements of output_size must be greater"),
+    ),
+    case(
+        F.adaptive_avg_pool2d,
+        T(2, 3, 8, 7, fill="ints"),
+        2,
+        options=FEW | raises(NotImplementedError, "not implemented for"),
+    ),
+    case(
+        F.adaptive_max_pool2d,
+        T(2, 3, 0, 7),
+        2,
+        options=FEW | raises(RuntimeError, "Expected input to have non-zero size"),
+    ),
     case(
         double_backward(lambda x: F.adaptive_avg_pool2d(x, (3, 1))),
         T(2, 2, 5, 4),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 from tests.ops.stencil.pool_cases import FEW, FIELD, SOME, spatial
 
 
@@ -48,8 +48,13 @@ CASES = [
     ),
     case(F.unfold, T(3, 6, 5), 2, 1, 1, options=FEW),
     case(F.unfold, T(1, 2, 6, 5, dtype=torch.complex128), 2, padding=1, options=FEW),
-    case(F.unfold, T(2, 3, 6, 5), 7, options=FEW),
-    case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, options=FEW),
+    case(
+        F.unfold,
+        T(2, 3, 6, 5),
+        7,
+        options=FEW | raises(RuntimeError, "calculated shape of the array of sliding blocks"),
+    ),
+    case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, options=FEW | raises(NotImplementedError, "not implemented for")),
     case(torch.nn.Unfold(2, stride=2), T(2, 3, 6, 4), options=FEW | {"name": "Unfold"}),
     # ---- columns added up
     case(F.fold, T(2, 12, 20), (6, 5), 2, options=FIELD),
@@ -65,7 +70,13 @@ CASES = [
         ]
     ),
     case(F.fold, T(12, 20), (6, 5), 2, options=FEW),
-    case(F.fold, T(2, 12, 21), (6, 5), 2, options=FEW),
+    case(
+        F.fold,
+        T(2, 12, 21),
+        (6, 5),
+        2,
+        options=FEW | raises(RuntimeError, "to match the calculated number of sliding blocks"),
+    ),
     case(
         lambda x: F.fold(F.unfold(x, 3, padding=1).sin(), x.shape[2:], 3, padding=1),
         spatial(1, 2, 6, 5),
@@ -75,9 +86,19 @@ CASES = [
     case(F.pixel_shuffle, T(2, 2, 8, 3, 4), 2, options=FEW),
     case(F.pixel_shuffle, T(9, 3, 4), 3, options=FEW),
     case(F.pixel_unshuffle, T(2, 2, 6, 4), 2, options=FEW),
-    case(F.pixel_unshuffle, T(2, 5, 4), 2, options=FEW),
+    case(
+        F.pixel_unshuffle,
+        T(2, 5, 4),
+        2,
+        options=FEW | raises(RuntimeError, "pixel_unshuffle expects height to be divisible"),
+    ),
     case(torch.native_channel_shuffle, T(2, 6, 3, 2, grad=False), 2, options=FEW),
-    case(F.channel_shuffle, T(2, 6, 3), 4, options=FEW),
+    case(
+        F.channel_shuffle,
+        T(2, 6, 3),
+        4,
+        options=FEW | raises(RuntimeError, "Number of channels must be divisible by groups"),
+    ),
     # ---- maxima put back
     case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(48)), 2, options=FIELD),
     case(F.max_unpool1d, T(2, 3, 5), T(2, 3, 5, fill=places(10)), 2, options=SOME),
@@ -90,8 +111,20 @@ CASES = [
         output_size=(9, 7),
         options=FEW,
     ),
-    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(99)), 2, options=FEW),
-    case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 3, 3, fill=places(20)), 2, options=FEW),
+    case(
+        F.max_unpool2d,
+        T(2, 3, 4, 3),
+        T(2, 3, 4, 3, fill=places(99)),
+        2,
+        options=FEW | raises(RuntimeError, "Found an invalid max index"),
+    ),
+    case(
+        F.max_unpool2d,
+        T(2, 3, 4, 3),
+        T(2, 3, 3, 3, fill=places(20)),
+        2,
+        options=FEW | raises(RuntimeError, "Expected shape of indices to be same"),
+    ),
     case(there_and_back, T(2, 2, 7, 6), options=SOME),
     # ---- windows of random sizes
     case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, (4, 3), _random_samples=samples, options=SOME),
@@ -114,7 +147,12 @@ CASES = [
         options=FEW,
     ),
     case(drawn, T(2, 2, 7, 6), options=FEW),
-    case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, options=FEW),
+    case(
+        F.fractional_max_pool2d,
+        T(2, 3, 7, 8),
+        2,
+        options=FEW | raises(ValueError, "requires specifying either an output_size"),
+    ),
     # ---- twice
     case(double_backward(lambda x: F.unfold(x, 3, padding=1)), T(1, 2, 5, 4), options=FEW | {"name": "unfold, twice"}),
     case(double_backward(lambda x: F.fold(x, (5, 4), 2)), T(1, 8, 12), options=FEW | {"name": "fold, twice"}),

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 4}
 FIELD = {"layouts": 12}
@@ -175,25 +175,74 @@ CASES = [
     case(torch.grid_sampler_2d, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), 2, 0, True, options=FEW),
     case(torch.grid_sampler_3d, T(1, 2, 3, 4, 5), T(1, 2, 2, 5, 3, fill=anywhere), 0, 0, True, options=FEW),
     # ---- bad calls
-    case(F.grid_sample, T(1, 2, 6, 5), T(2, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 3, fill=anywhere), align_corners=False, options=FEW),
-    case(F.grid_sample, T(1, 2, 0, 5), T(1, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
-    case(F.grid_sample, T(1, 2, 6), T(1, 4, 5, 2, fill=anywhere), align_corners=False, options=FEW),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill=anywhere), mode="linear", align_corners=False, options=FEW),
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5),
+        T(2, 4, 5, 2, fill=anywhere),
+        align_corners=False,
+        options=FEW | raises(RuntimeError, "expected grid and input to have same batch size"),
+    ),
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 3, fill=anywhere),
+        align_corners=False,
+        options=FEW | raises(RuntimeError, "expected grid to have size"),
+    ),
+    case(
+        F.grid_sample,
+        T(1, 2, 0, 5),
+        T(1, 4, 5, 2, fill=anywhere),
+        align_corners=False,
+        options=FEW | raises(RuntimeError, "expected input to have non-empty spatial dimensions"),
+    ),
+    case(
+        F.grid_sample,
+        T(1, 2, 6),
+        T(1, 4, 5, 2, fill=anywhere),
+        align_corners=False,
+        options=FEW | raises(RuntimeError, "expected grid to have size"),
+    ),
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 2, fill=anywhere),
+        mode="linear",
+        align_corners=False,
+        options=FEW | raises(ValueError, "expected mode to be"),
+    ),
     case(
         F.grid_sample,
         T(1, 2, 3, 4, 5),
         T(1, 2, 2, 5, 3, fill=anywhere),
         mode="bicubic",
         align_corners=False,
-        options=FEW,
+        options=FEW | raises(RuntimeError, "bicubic interpolation only supports 4D input"),
     ),
-    case(F.grid_sample, T(1, 2, 6, 5), T(1, 4, 5, 2, fill="ints"), align_corners=False, options=FEW),
+    case(
+        F.grid_sample,
+        T(1, 2, 6, 5),
+        T(1, 4, 5, 2, fill="ints"),
+        align_corners=False,
+        options=FEW | raises(RuntimeError, "expected scalar type Double but found Long"),
+    ),
     # ---- grids that are made
     case(F.affine_grid, T(3, 2, 3), [3, 1, 4, 5], align_corners=False, options=FEW),
     case(F.affine_grid, T(2, 3, 4), (2, 1, 4, 2, 5), align_corners=True, options=FEW),
-    case(F.affine_grid, T(2, 2, 3), [2, 1, 0, 5], align_corners=False, options=FEW),
-    case(F.affine_grid, T(2, 3, 3), [2, 1, 4, 5], align_corners=False, options=FEW),
+    case(
+        F.affine_grid,
+        T(2, 2, 3),
+        [2, 1, 0, 5],
+        align_corners=False,
+        options=FEW | raises(ValueError, "Expected non-zero, positive output size"),
+    ),
+    case(
+        F.affine_grid,
+        T(2, 3, 3),
+        [2, 1, 4, 5],
+        align_corners=False,
+        options=FEW | raises(ValueError, "Expected a batch of 2D affine matrices"),
+    ),
     case(rotated, T(2, 2, 6, 5), T(2), options=FIELD),
     # ---- twice
     case(

@@ -5,7 +5,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from tests.harness import DEVICE, T, case, double_backward
+from tests.harness import DEVICE, T, case, double_backward, raises
 
 FEW = {"layouts": 3}
 FIELD = {"layouts": 12}
@@ -182,7 +182,13 @@ CASES = [
     case(torch._C._nn.upsample_bicubic2d, T(1, 2, 4, 5), [9, 3], align_corners=True, options=FEW),
     case(torch._C._nn._upsample_bilinear2d_aa, T(1, 2, 8, 5), [3, 9], False, options=FEW),
     case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), None, False, (2.0, 1.0, 0.5), options=FEW),
-    case(torch._C._nn.upsample_trilinear3d, T(1, 1, 4, 3, 5), [2, 2], False, options=FEW),
+    case(
+        torch._C._nn.upsample_trilinear3d,
+        T(1, 1, 4, 3, 5),
+        [2, 2],
+        False,
+        options=FEW | raises(RuntimeError, "It is expected output_size equals to 3"),
+    ),
     # ---- channels last, of which torch makes results by other kernels
     *(
         case(
@@ -197,16 +203,58 @@ CASES = [
     # ---- nothing there, bad calls
     case(F.interpolate, T(0, 2, 4, 5), scale_factor=2, options=FEW),
     case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, mode="area", options=FEW | {"grad": False}),
-    case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, options=FEW),
-    case(F.interpolate, T(1, 2, 0, 5), scale_factor=2, options=FEW),
+    case(
+        F.interpolate,
+        T(1, 0, 4, 5),
+        scale_factor=2,
+        options=FEW | raises(RuntimeError, "Non-empty 4D data tensor expected"),
+    ),
+    case(
+        F.interpolate,
+        T(1, 2, 0, 5),
+        scale_factor=2,
+        options=FEW | raises(RuntimeError, "Input and output sizes should be greater than"),
+    ),
     case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), mode="area", options=FEW | {"grad": False}),
-    case(F.interpolate, T(1, 2, 4, 5), size=(0, 3), options=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), options=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="trilinear", options=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=3, mode="nearest", align_corners=True, options=FEW),
-    case(F.interpolate, T(1, 2, 4, 5), size=(3, 4, 5), options=FEW),
-    case(F.interpolate, T(1, 2, 4, fill="ints"), size=3, options=FEW),
-    case(F.interpolate, T(4, 5), size=3, options=FEW),
+    case(
+        F.interpolate,
+        T(1, 2, 4, 5),
+        size=(0, 3),
+        options=FEW | raises(RuntimeError, "Input and output sizes should be greater than"),
+    ),
+    case(
+        F.interpolate, T(1, 2, 4, 5), options=FEW | raises(ValueError, "either size or scale_factor should be defined")
+    ),
+    case(
+        F.interpolate,
+        T(1, 2, 4, 5),
+        size=3,
+        mode="trilinear",
+        options=FEW | raises(NotImplementedError, "trilinear mode needs 5D input"),
+    ),
+    case(
+        F.interpolate,
+        T(1, 2, 4, 5),
+        size=3,
+        mode="nearest",
+        align_corners=True,
+        options=FEW | raises(ValueError, "align_corners option can only be set"),
+    ),
+    case(
+        F.interpolate,
+        T(1, 2, 4, 5),
+        size=(3, 4, 5),
+        options=FEW | raises(ValueError, "must have the same number of spatial dimensions"),
+    ),
+    case(
+        F.interpolate, T(1, 2, 4, fill="ints"), size=3, options=FEW | raises(NotImplementedError, "not implemented for")
+    ),
+    case(
+        F.interpolate,
+        T(4, 5),
+        size=3,
+        options=FEW | raises(NotImplementedError, "Only 3D, 4D and 5D input Tensors supported"),
+    ),
     # ---- twice
     *(
         case(

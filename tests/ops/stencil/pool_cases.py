@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import T, case, double_backward
+from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 6}
 SOME = {"layouts": 12}
@@ -56,12 +56,12 @@ CASES = [
             (2, 3, 1, 1, True),
             ((3, 2), (2, 3), (1, 0), 1, True),
             (3, 2, 1, 2, False),
-            (3, 3, 2, 2, True),
+            (3, 3, 1, 2, True),
             ((1, 5), 1, (0, 2), 1, False),
             (7, 1, 3, 1, False),
             (9, 4, 4, 1, True),
             (2, 5, 0, 1, False),
-            (2, 1, 2, 3, True),
+            (2, 1, 1, 3, True),
         ]
     ),
     *(
@@ -110,14 +110,26 @@ CASES = [
     case(F.lp_pool2d, T(2, 2, 8, 7, fill="positive"), 3, (3, 2), 2, True, options=FEW),
     case(F.lp_pool3d, T(1, 2, 4, 5, 4, fill="positive"), 2, 2, options=FEW),
     # ---- bad calls
-    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 2, options=FEW),
-    case(F.max_pool2d, T(2, 3, 2, 7), 3, options=FEW),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 0, options=FEW),
-    case(F.avg_pool2d, T(2, 3, 8, 7), 3, divisor_override=0, options=FEW),
-    case(F.avg_pool2d, T(8, 7), 3, options=FEW),
-    case(F.avg_pool1d, T(2, 3, 8), 3, divisor_override=2, options=FEW),
-    case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, options=FEW),
-    case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, options=FEW),
+    case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 2, options=FEW | raises(RuntimeError, "pad should be at most half")),
+    case(F.max_pool2d, T(2, 3, 2, 7), 3, options=FEW | raises(RuntimeError, "Output size is too small")),
+    case(F.avg_pool2d, T(2, 3, 8, 7), 3, 0, options=FEW | raises(RuntimeError, "stride should not be zero")),
+    case(
+        F.avg_pool2d,
+        T(2, 3, 8, 7),
+        3,
+        divisor_override=0,
+        options=FEW | raises(RuntimeError, "divisor must be not zero"),
+    ),
+    case(F.avg_pool2d, T(8, 7), 3, options=FEW | raises(IndexError, "Dimension out of range")),
+    case(
+        F.avg_pool1d,
+        T(2, 3, 8),
+        3,
+        divisor_override=2,
+        options=FEW | raises(TypeError, "unexpected keyword argument 'divisor_override'", signature=True),
+    ),
+    case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, options=FEW | raises(NotImplementedError, "not implemented for")),
+    case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, options=FEW | raises(NotImplementedError, "not implemented for")),
     # ---- autocast, which takes some pools in float32: also where there is nothing
     *(
         case(autocast(call), T(2, 2, 5, 4, 3, dtype=torch.bfloat16), options=FEW | {"name": name, "tolerance": 1e-2})

@@ -24,6 +24,7 @@ from .._common.broadcast import align, broadcast_layout
 from .basic_index import normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .owners import Owners, validate_index
+from .parse_index import broadcast_index_shapes
 from .result_placement import record_sharding
 
 
@@ -90,6 +91,7 @@ def plan_advanced_index(
     `fn(input, indices)` does it where the dims are whole on each rank.
     """
     dims = tuple(dims)
+    broadcast_index_shapes([i.shape for i in indices])
     layout, where = align_index_layouts(
         input.layout, dims, align(tuple(i.layout for i in indices)).result, input.dtype.itemsize
     )

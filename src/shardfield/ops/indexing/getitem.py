@@ -21,14 +21,14 @@ from .basic_index import BasicIndexPlan, as_shard_tensor, plan_basic_index
 from .gather_rows import index_result_dim, index_with_tensors
 from .index_put import reduce_partial, run_in_place, run_index_put
 from .mask import masked_put, masked_rows, nonzero
-from .parse_index import ParsedIndex, basic_index_key, is_mask, parse_index
+from .parse_index import ParsedIndex, basic_index_key, broadcast_index_shapes, is_mask, parse_index
 
 
 @handler("__getitem__")
 def getitem(func, types, args, kwargs):
     x, index = args
     if x.__class__ is ShardTensor:
-        if x._deferred is not None:
+        if "_deferred" in x.__dict__:
             found = lazy_spectrum.read_block(x, index)
             if found is not None:
                 return found
@@ -72,7 +72,7 @@ def setitem(func, types, args, kwargs):
     x, index, value = args
     if x.__class__ is not ShardTensor:
         return _setitem_on_plain(func, types, args)
-    if x._deferred is not None and lazy_spectrum.write_block(x, index, value):
+    if "_deferred" in x.__dict__ and lazy_spectrum.write_block(x, index, value):
         return None
     x._check_writable()
     reduce_partial(x)
@@ -124,13 +124,7 @@ def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool
 
 def index_dims_first(value: Tensor, shape: Sequence[int], indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
     """A value for x[indices], x of this shape, with the dims of the indices first and then the others of x."""
-    try:
-        entries = torch.broadcast_shapes(*(i.shape for i in indices))
-    except RuntimeError:
-        shapes = ", ".join(str(list(i.shape)) for i in indices)
-        raise IndexError(
-            f"shape mismatch: indexing tensors could not be broadcast together with shapes {shapes}"
-        ) from None
+    entries = broadcast_index_shapes([i.shape for i in indices])
     at = index_result_dim(dims)
     rest = [n for d, n in enumerate(shape) if d not in dims]
     return _move_dims_first(value, [*rest[:at], *entries, *rest[at:]], at, len(entries))

@@ -115,6 +115,7 @@ class IndexedWrite:
         negative: bool = True,
         sum_duplicates: bool = False,
         hint: PlacementHint = NO_HINT,
+        error: type[Exception] = IndexError,
     ):
         found = align_write_layouts(
             input.layout, dims, entries, values, accumulate, inplace, input.dtype.itemsize, hint
@@ -127,7 +128,7 @@ class IndexedWrite:
         self.sum_duplicates = sum_duplicates and input.dtype is not torch.bool
         size = self.target.shape[self.dims[0]]
         self.request = IndexRequest(
-            self.owners, self.exchange_axes, self.entries, size, negative, distinct=self.sum_duplicates
+            self.owners, self.exchange_axes, self.entries, size, negative, self.sum_duplicates, error
         )
         self.writes_local = inplace and self.target is input.layout
         self.inplace = inplace
@@ -158,7 +159,8 @@ class IndexedWrite:
         else:
             if not self.torch_checks:
                 pairs = zip(self.dims, found, strict=True)
-                found = [validate_index(i, self.target.shape[d], self.entries, self.negative) for d, i in pairs]
+                error = self.request.error
+                found = [validate_index(i, self.target.shape[d], self.entries, self.negative, error) for d, i in pairs]
             if not self.owners.axes:
                 return found, values
             lists = ExchangeLists(
@@ -251,10 +253,11 @@ def _plan_row_write(
     fn: Callable,
     write_fn: Callable,
     merge: Any = (None, True),
+    error: type[Exception] = IndexError,
 ):
     """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index.
 
-    merge: the reduction, and whether the target's own values take part in it.
+    merge: the reduction, and whether the target's own values take part in it. error: raised for an index out of bounds.
     """
     name = fn.__name__
     if not input.ndim or not source.ndim:
@@ -279,7 +282,16 @@ def _plan_row_write(
     order = [dim, *(d for d in range(input.ndim) if d != dim)]
     entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
     write = IndexedWrite(
-        input, [dim], entries, source.layout.permute(order), accumulate, name.endswith("_"), False, accumulate, hint
+        input,
+        [dim],
+        entries,
+        source.layout.permute(order),
+        accumulate,
+        name.endswith("_"),
+        negative=False,
+        sum_duplicates=accumulate,
+        hint=hint,
+        error=error,
     )
     assert write.values is not None
     merging = bool(write.exchange_axes) and can_prereduce(merge[0], input.dtype)
@@ -303,7 +315,9 @@ def _plan_row_write(
 
 
 def _index_add(input, dim, index, source, *, alpha=1, hint=NO_HINT, fn):
-    return _plan_row_write(input, dim, index, source, True, hint, fn, lambda x, d, i, s: fn(x, d, i, s, alpha=alpha))
+    error = RuntimeError if input.ndim > 1 else IndexError  # torch's own types
+    write_fn: Callable = lambda x, d, i, s: fn(x, d, i, s, alpha=alpha)  # noqa: E731
+    return _plan_row_write(input, dim, index, source, True, hint, fn, write_fn, error=error)
 
 
 def _index_copy(input, dim, index, source, *, hint=NO_HINT, fn):

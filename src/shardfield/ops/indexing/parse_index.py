@@ -150,3 +150,14 @@ def slice_bounds(s: slice, size: int) -> tuple[int, int, int]:
         raise ValueError(f"a step of {s.step} overflows what a slice can count")  # torch returns nothing here
     start, stop, step = s.indices(size)
     return start, max(start, stop), step
+
+
+def broadcast_index_shapes(shapes: Sequence[Sequence[int]]) -> torch.Size:
+    """Return the common shape of several index tensors, or raise torch's IndexError if they do not broadcast."""
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        listed = ", ".join(str(list(shape)) for shape in shapes)
+        raise IndexError(
+            f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}"
+        ) from None

@@ -37,10 +37,15 @@ def sparse_matmul(left: Any, right: Any) -> Any:
     if is_sparse(field) or not isinstance(field, ShardTensor) or matrix.layout not in LAYOUTS or matrix.ndim != 2:
         return None
     dim = field.ndim - 1 if across else 0
-    if not field.ndim or (field.ndim > 2 and not across) or matrix.shape[1 - across] != field.shape[dim]:
+    if not field.ndim or (field.ndim > 2 and not across) or matrix.dense_dim():
         return None
-    if matrix.dtype != field.dtype or matrix.dense_dim():
-        return None
+    if matrix.shape[1 - across] != field.shape[dim]:
+        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+        raise RuntimeError(f"sparse matrix product: shapes {shapes} cannot be multiplied")
+    if matrix.dtype != field.dtype:
+        if torch.is_autocast_enabled(field.device.type):
+            return None
+        raise RuntimeError(f"sparse matrix product: dtypes {left.dtype} and {right.dtype} differ")
     if field.ndim < 3 and not (matrix.requires_grad or field._layout.is_sharded(dim) or field._layout.partial):
         return NotImplemented  # (of more dims, torch multiplies some and refuses others, by how they are stored)
     entries = matrix.to_sparse_coo().coalesce()

@@ -41,8 +41,9 @@ def native_layer_norm(input: Operand, normalized_shape, weight, bias, eps, *, fn
 
 def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float, fn) -> Plan:
     number = len(normalized_shape)
-    probe_shapes(fn, input, normalized_shape, weight, bias, eps)
+    # dtypes first: the meta kernel that checks shapes raises another error for a dtype without a kernel
     dtypes = [t.dtype for t in probe_dtypes(fn, input, [1] * number, weight, bias, eps)]
+    probe_shapes(fn, input, normalized_shape, weight, bias, eps)
     layout = input.layout
     dims = range(layout.ndim - number, layout.ndim)
     statistics = reduced_layout(layout, dims, True, None)

@@ -1,8 +1,7 @@
-"""Scans along a dim: cumsum, cumprod, logcumsumexp, cummax, cummin, cumulative_trapezoid.
+"""Scans along a dim. Each block scans what it has and then takes in what the blocks before it came to.
 
-Each block scans its own shard and then combines it with the totals of the blocks before. Only the totals are
-communicated, by one small all_gather for each axis that shards the dim. The rules consist of collectives and torch
-functions that are differentiable, so derivatives of any order follow.
+Only the blocks' totals travel: one small all-gather for each axis that cuts the dim. Everything is made of moves and
+torch's own functions, so derivatives of any order follow.
 """
 
 from __future__ import annotations
@@ -23,31 +22,30 @@ INF = float("inf")
 
 @rule("cumsum", "cumprod", partial=True, merged=True)
 def cumsum_cumprod(input: Operand, dim, *, dtype=None, fn):
-    """Scan locally and add (or multiply by) the totals of the blocks before. cumsum is linear and keeps Partial."""
+    """A running sum is linear and keeps Partial; the total of a block is its sum or product."""
     probe(fn, input, dim, dtype=dtype)
     layout = input.layout
     linear = fn.__name__ == "cumsum" and dtype in (None, input.dtype)
     if not (linear and input.dtype.is_floating_point and all(op == "sum" for _, op in layout.partial)):
         layout = layout.with_partial(())
-    layout, dim, sharded = simplify_dim(layout, dim)
+    layout, dim, cut = simplify_dim(layout, dim)
 
-    def unsharded_scan(input):
+    def whole(input):
         return fn(input, dim, dtype=dtype)
 
-    if not sharded:
-        return Plan(local=unsharded_scan, operands={"input": layout}, layout=layout)
+    if not cut:
+        return Plan(local=whole, operands={"input": layout}, layout=layout)
     blocks = Blocks.along(layout, dim)
     total = torch.sum if fn.__name__ == "cumsum" else torch.prod
-    result_dtype = dtype or (input.dtype if input.dtype.is_floating_point or input.dtype.is_complex else torch.int64)
-    # torch's kernels accumulate halves in fp32, so do we
-    accumulate_dtype = torch.float32 if result_dtype in HALF_DTYPES else result_dtype
+    final = dtype or (input.dtype if input.dtype.is_floating_point or input.dtype.is_complex else torch.int64)
+    wide = torch.float32 if final in HALF_DTYPES else final  # torch's kernels keep halves in fp32 on the way, so do we
 
     def local(input):
-        x = input.to(accumulate_dtype)  # cast once, so that gradients of both uses are added before they are rounded
-        local_scan = fn(x, dim)
+        x = input.to(wide)  # once, so that gradients of both uses meet before they are rounded
+        inside = fn(x, dim)
         totals = blocks.all_gather_unit(total(x, dim, keepdim=True), dim, autograd_collectives.gather_replicate_in)
         before = total(totals.narrow(dim, 0, blocks.index), dim, keepdim=True)
-        return (local_scan + before if total is torch.sum else local_scan * before).to(result_dtype)
+        return (inside + before if total is torch.sum else inside * before).to(final)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)
 
@@ -61,16 +59,16 @@ def cumsum_cumprod_(func, types, args, kwargs):
 
 @rule("logcumsumexp", merged=True)
 def logcumsumexp(input: Operand, dim, *, fn):
-    """Put the logsumexp of the blocks before in front of the block as one entry, and run torch's stable scan."""
+    """What came before is put in front of the block as one more entry, so torch's own stable scan does the rest."""
     probe(fn, input, dim)
-    layout, dim, sharded = simplify_dim(input.layout, dim)
-    if not sharded:
+    layout, dim, cut = simplify_dim(input.layout, dim)
+    if not cut:
         return Plan(local=lambda input: fn(input, dim), operands={"input": layout}, layout=layout)
     blocks = Blocks.along(layout, dim)
-    accumulate_dtype = torch.float32 if input.dtype in HALF_DTYPES else input.dtype
+    wide = torch.float32 if input.dtype in HALF_DTYPES else input.dtype
 
     def local(input):
-        x = input.to(accumulate_dtype)
+        x = input.to(wide)
         totals = blocks.all_gather_unit(_logsumexp(x, dim), dim, autograd_collectives.gather_replicate_in)
         before = _logsumexp(totals.narrow(dim, 0, blocks.index), dim)
         if x.is_complex():
@@ -82,56 +80,55 @@ def logcumsumexp(input: Operand, dim, *, fn):
 
 @torch.no_grad()
 def _complex_log_phase(x: Tensor, before: Tensor, dim: int, blocks: Blocks, fn: Callable) -> Tensor:
-    """Return the multiples of 2*pi*i by which torch's complex logarithm differs from `before`, entry by entry.
+    """What a complex logarithm of the blocks before lacks to the one torch comes to, entry by entry: whole turns.
 
-    The branch of the logarithm that a scan reaches depends on every step, so the blocks scan one after the other.
+    Which of the many logarithms a scan arrives at depends on every step it takes, so one block walks after the other.
     """
     exact = torch.full_like(before, -INF)
     for turn in range(blocks.count - 1):
-        scanned = fn(torch.cat([exact, x], dim), dim) if turn == blocks.index else exact
-        last = blocks.all_gather_unit(scanned.narrow(dim, scanned.shape[dim] - 1, 1), dim).narrow(dim, turn, 1)
+        walked = fn(torch.cat([exact, x], dim), dim) if turn == blocks.index else exact
+        last = blocks.all_gather_unit(walked.narrow(dim, walked.shape[dim] - 1, 1), dim).narrow(dim, turn, 1)
         exact = last if turn + 1 == blocks.index else exact
     return torch.where(before.isfinite(), exact - before, 0)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:
-    """Return logsumexp(keepdim) with gradient 0 instead of NaN if all of `x` is -inf, as in an empty block."""
+    """logsumexp(keepdim) whose gradient is 0, not NaN, where all of `x` is -inf: a block of nothing is no news."""
     if x.is_complex():
         return torch.logsumexp(x, dim, keepdim=True)
-    all_inf = (x == -INF).all(dim, keepdim=True)
-    return torch.logsumexp(x.masked_fill(all_inf, 0), dim, keepdim=True).masked_fill(all_inf, -INF)
+    nothing = (x == -INF).all(dim, keepdim=True)
+    return torch.logsumexp(x.masked_fill(nothing, 0), dim, keepdim=True).masked_fill(nothing, -INF)
 
 
 @rule("cummax", "cummin", merged=True)
 def cummax_cummin(input: Operand, dim, *, fn):
-    """Return (values, global indices). As in torch, ties take the last index, and NaN wins over all later numbers."""
+    """(values, global indices). As in torch the last of equal values counts, and NaN beats all that follows but NaN."""
     probe(fn, input, dim)
-    layout, dim, sharded = simplify_dim(input.layout, dim)
-    if not sharded:
+    layout, dim, cut = simplify_dim(input.layout, dim)
+    if not cut:
         return Plan(local=lambda input: fn(input, dim), operands={"input": layout}, layout=(layout, layout))
     blocks = Blocks.along(layout, dim)
-    wins = torch.ge if fn.__name__ == "cummax" else torch.le
-    nonempty = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
+    beats = torch.ge if fn.__name__ == "cummax" else torch.le
+    filled = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
 
     def local(input):
         values, indices = fn(input, dim)
         indices = indices + blocks.start
         length = input.shape[dim]
-        # An empty block has no last value. It sends a 0, which no rank reads, to keep the all_gather in its graph.
+        # A block of nothing has no last value; it sends a 0 that nobody reads but that keeps it in the graph.
         last = values.narrow(dim, length - 1, 1) if length else input.sum(dim, keepdim=True).to(input.dtype)
-        last_index = indices.narrow(dim, length - 1, 1) if length else torch.zeros_like(last, dtype=torch.int64)
+        where = indices.narrow(dim, length - 1, 1) if length else torch.zeros_like(last, dtype=torch.int64)
         lasts = blocks.all_gather_unit(last, dim, autograd_collectives.gather_replicate_in)
-        last_indices = blocks.all_gather_unit(last_index, dim)
-        keep_local, value, index = _all_true(values), lasts.narrow(dim, 0, 1), last_indices.narrow(dim, 0, 1)
-        if nonempty:
-            selected = torch.tensor(nonempty, device=input.device)
-            running, which = fn(lasts.index_select(dim, selected), dim)
-            value, which = (t.narrow(dim, len(nonempty) - 1, 1) for t in (running, which))
-            index = last_indices.index_select(dim, selected).gather(dim, which)
-            keep_local = _keeps_local(values, value, wins)
-        # Call where() even if no block comes before: the graph of every rank must hold the all_gather, whose adjoint
-        # all ranks run.
-        out = torch.where(keep_local, values, value), torch.where(keep_local, indices, index)
+        wheres = blocks.all_gather_unit(where, dim)
+        stays, value, index = _all_true(values), lasts.narrow(dim, 0, 1), wheres.narrow(dim, 0, 1)
+        if filled:
+            some = torch.tensor(filled, device=input.device)
+            running, which = fn(lasts.index_select(dim, some), dim)
+            value, which = (t.narrow(dim, len(filled) - 1, 1) for t in (running, which))
+            index = wheres.index_select(dim, some).gather(dim, which)
+            stays = _keeps_local(values, value, beats)
+        # where() even if nothing came before: every rank's graph must hold the gather, whose adjoint all ranks run
+        out = torch.where(stays, values, value), torch.where(stays, indices, index)
         return getattr(torch.return_types, fn.__name__)(out)
 
     return Plan(local=local, operands={"input": layout}, layout=(layout, layout))
@@ -141,16 +138,16 @@ def _all_true(values: Tensor) -> Tensor:
     return torch.ones_like(values, dtype=torch.bool)
 
 
-def _keeps_local(values: Tensor, before: Tensor, wins: Callable) -> Tensor:
-    """Return the mask of positions where the block's own running extreme wins over `before`."""
+def _keeps_local(values: Tensor, before: Tensor, beats: Callable) -> Tensor:
+    """Where a block's own running extreme holds against what came before."""
     if not values.is_floating_point():
-        return wins(values, before)
-    return values.isnan() | (wins(values, before) & ~before.isnan())
+        return beats(values, before)
+    return values.isnan() | (beats(values, before) & ~before.isnan())
 
 
 @composed("cumulative_trapezoid")
 def cumulative_trapezoid(y, x=None, *, dx=1, dim=-1):
-    """Sum trapezoids of adjacent entries."""
+    """Trapezoids between neighbours, then a running sum."""
     if y.ndim == 0:
         raise IndexError("slice() cannot be applied to a 0-dim tensor.")
     if torch.bool in (y.dtype, None if x is None else x.dtype):
@@ -170,6 +167,6 @@ def cumulative_trapezoid(y, x=None, *, dx=1, dim=-1):
 
 
 def _adjacent_pairs(x, dim: int):
-    """Return all entries but the last, and all entries but the first."""
+    """All entries but the last, and all but the first."""
     n = x.shape[dim]
     return x.narrow(dim, 0, max(n - 1, 0)), x.narrow(dim, min(n, 1), max(n - 1, 0))

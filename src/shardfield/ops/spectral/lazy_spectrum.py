@@ -1,9 +1,9 @@
-"""Lazy spectra: a transform along a sharded dim is deferred until the modes that are read are known.
+"""Spectra that are not there yet: a transform along a cut dim waits until it is known what of it is wanted.
 
-Code that keeps some modes of a field transforms it, perhaps shifts the spectrum, and slices it; it writes the result
-into zeros, shifts back and inverts. `LazySpectrum` is the first half: a slice of it is a truncated transform.
-`SparseSpectrum` is the second half: its inverse is evaluated from the blocks that were written. Both are `Deferred`
-values of an ordinary ShardTensor; any other read of its local tensor materializes the spectrum.
+Code that keeps some modes of a field takes its spectrum, perhaps shifts it, and slices it; what it makes of the slice
+it writes into zeros, shifts back and inverts. `Asked` remembers the first half: a slice of it is a truncated transform.
+`Given` remembers the second half: its inverse is evaluated from the blocks that were written. Both stand behind an
+ordinary ShardTensor without a local tensor; whatever else asks for that gets the spectrum as it would have been.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ... import trace_state
+from ..._compat import make_wrapper
 from ...comm.consensus import Consensus
 from ...layout import Layout
-from ...tensor import ShardTensor, wrap_deferred
+from ...tensor import ShardTensor
 from .._common.probe import autocast_to_fp32
 from .lazy_forward import FIELD_LAYOUTS as FIELD_LAYOUTS
 from .lazy_forward import LazySpectrum
@@ -27,18 +28,15 @@ from .truncation import FLOATS
 
 
 def lazy_spectrum_of(x: Any) -> LazySpectrum | SparseSpectrum | None:
-    """Return the deferred spectrum of a tensor; None if it has none."""
-    found = x._deferred if x.__class__ is ShardTensor else None
+    """The spectrum that a tensor stands for, if it is not there yet."""
+    found = x.__dict__.get("_deferred") if x.__class__ is ShardTensor else None
     return found if isinstance(found, (LazySpectrum, SparseSpectrum)) else None
 
 
 def defer_forward(
     input: Any, dims: Sequence[int], sizes: Sequence[int | None], norm, real: bool, is_inverse: bool, compute: Callable
 ) -> Any:
-    """Return the deferred spectrum of a field; None if no dim is sharded or the transform changes sizes.
-
-    `compute(field)` computes the spectrum eagerly; `is_inverse` marks an inverse transform.
-    """
+    """The spectrum of a cut field, later; None where it is better had at once. `compute` takes it of a field."""
     if input.__class__ is not ShardTensor or lazy_spectrum_of(input) is not None:
         return None
     (input,) = autocast_to_fp32(input)
@@ -52,8 +50,9 @@ def defer_forward(
     if not any(source._layout.is_sharded(d) for d in dims):
         return None
     layout = spectrum_layout(source._layout, dims, real)
-    spectrum = LazySpectrum(source, dims, norm, real, is_inverse, layout, compute)
-    return wrap_deferred(spectrum, source._dtype.to_complex(), source._device)
+    return _wrap_lazy(
+        LazySpectrum(source, dims, norm, real, is_inverse, layout, compute), source._dtype.to_complex(), source
+    )
 
 
 def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
@@ -69,7 +68,7 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
                 Consensus.start(mesh, f"modes that cannot be put into {made}: {error}").wait()
                 raise
             if taken:
-                return wrap_deferred(made, x.dtype, x.device)
+                return _wrap_lazy(made, x.dtype, x)
             # ranks on which it was taken compare when its field is wanted: this is where the others meet them
             Consensus.start(mesh, f"modes of {value._layout} that are put where {made} could not take them in").wait()
             return None
@@ -79,22 +78,28 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
 def _is_zeros(x: Tensor) -> bool:
     if trace_state.tracer is not None:
         return trace_state.tracer.is_zeros(x)
-    return trace_state.fake_tensors or not x.view(torch.int64).any()  # tensors without data count as zeros
+    return trace_state.fake_tensors or not x.view(torch.int64).any()  # what is only counted is taken for zeros
 
 
 def lazy_zeros_like(x: Any, dtype: torch.dtype) -> ShardTensor | None:
-    """Return a sparse spectrum without modes, like a deferred one; None if `x` is no deferred forward transform."""
+    """Zeros like a spectrum that is not there yet."""
     spectrum = lazy_spectrum_of(x)
     if not isinstance(spectrum, LazySpectrum) or spectrum.is_inverse or not dtype.is_complex:
         return None
     home = spectrum.field._layout
-    zeros = SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real)
-    return wrap_deferred(zeros, dtype, x.device)
+    return _wrap_lazy(SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real), dtype, x)
+
+
+def proxy_local(x: ShardTensor) -> Tensor:
+    """A local tensor that tells dtype and device; the own one, unless that would have to be taken first."""
+    if "_deferred" in x.__dict__:
+        return torch.empty((1,) * x.ndim, dtype=x.dtype, device=x.device)
+    return x._local_tensor
 
 
 def read_block(x: ShardTensor, index: Any) -> ShardTensor | None:
-    """Return a block of modes of a deferred spectrum; None if it must be materialized."""
-    spectrum = x._deferred
+    """A slice of a spectrum that is not there yet."""
+    spectrum = x.__dict__["_deferred"]
     found = spectrum.read_block(index) if isinstance(spectrum, LazySpectrum) else None
     if found is not None and found.requires_grad:
         x._grad_incomplete = True
@@ -102,20 +107,21 @@ def read_block(x: ShardTensor, index: Any) -> ShardTensor | None:
 
 
 def write_block(x: ShardTensor, index: Any, value: Any) -> bool:
-    """Write a block of modes into a deferred spectrum; return False if it must be materialized."""
-    spectrum = x._deferred
+    """A block written into a spectrum that is not there yet."""
+    spectrum = x.__dict__["_deferred"]
     return isinstance(spectrum, SparseSpectrum) and spectrum.write_block(index, value)
 
 
 def lazy_roll(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
-    """Return the deferred spectrum rolled by these shifts; None if `x` has none, or blocks of it were read."""
+    """A shifted spectrum that is not there yet."""
     spectrum = lazy_spectrum_of(x)
     other = None if spectrum is None else spectrum.roll(by)
-    return None if other is None else wrap_deferred(other, x._dtype, x._device)
+    return None if other is None else _wrap_lazy(other, x._dtype, x)
 
 
 def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
-    """Start comparing a transform over the ranks, if it has sizes or its field is computed without a message."""
+    """Start to compare a transform over the ranks, if lengths are `defer_block_write` or its field is made without a
+    message."""
     spectrum = lazy_spectrum_of(x)
     if x.__class__ is not ShardTensor or not (has_sizes or isinstance(spectrum, SparseSpectrum)):
         return Consensus.start(None, call)
@@ -126,7 +132,52 @@ def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
 
 
 def defer_inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
-    """Return the field of a sparse spectrum, evaluated from its blocks; None if `x` is none, or they do not suffice."""
+    """The field of a spectrum that is not there yet."""
     spectrum = lazy_spectrum_of(x)
     found = spectrum.inverse(dims, sizes, norm, real) if isinstance(spectrum, SparseSpectrum) else None
-    return wrap_deferred(found, x._dtype, x._device) if isinstance(found, SparseSpectrum) else found
+    return _wrap_lazy(found, x._dtype, x) if isinstance(found, SparseSpectrum) else found
+
+
+class _LazyLocalTensor:
+    """The local tensor of a spectrum, when something wants it: Python asks the class where the tensor has none itself.
+
+    (A `__getattr__` would do, and every attribute of every ShardTensor would take longer.)
+    """
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        if tensor is None or "_deferred" not in tensor.__dict__:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
+        local = tensor.__dict__["_deferred"].materialize()._local_tensor
+        tensor._local_tensor = local
+        del tensor.__dict__["_deferred"]
+        return local
+
+
+def _lazy_property(plain: property, answer: Callable[[Any], Any]) -> property:
+    """A property that can be told of a tensor that is not there yet; ranks need not all ask."""
+
+    def get(self: ShardTensor) -> Any:
+        later = self.__dict__.get("_deferred")
+        return plain.fget(self) if later is None else answer(later)  # type: ignore[misc]
+
+    return property(get, plain.fset, plain.fdel, plain.__doc__)
+
+
+ShardTensor._local_tensor = _LazyLocalTensor()  # type: ignore[assignment]
+for _name, _answer in {
+    "requires_grad": lambda s: s.requires_grad,
+    "is_leaf": lambda s: not s.requires_grad,
+    "grad": lambda s: None,
+    "retains_grad": lambda s: False,
+    "_version": lambda s: 0,
+}.items():
+    setattr(ShardTensor, _name, _lazy_property(vars(ShardTensor)[_name], _answer))
+_grad_fn = vars(ShardTensor)["grad_fn"].fget
+ShardTensor.grad_fn = property(lambda self: _grad_fn(self) if self.requires_grad else None)  # type: ignore[assignment]
+
+
+def _wrap_lazy(spectrum: LazySpectrum | SparseSpectrum, dtype: torch.dtype, like: Any) -> ShardTensor:
+    layout = spectrum.layout
+    made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, like.device)
+    made.__dict__ = {"_layout": layout, "_dtype": dtype, "_device": like.device, "_deferred": spectrum}
+    return made
