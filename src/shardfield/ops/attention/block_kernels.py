@@ -1,9 +1,10 @@
-"""Attention of one block: torch's kernels with the log-sum-exp of each row, and plain math where they cannot.
+"""Attention kernels for one block of rows and columns: torch's fused kernels, and plain math as the fallback.
 
-A kernel's forward gives `(out, lse)` of some rows against some columns; blocks of columns are folded by their lse. Its
-backward takes the out and lse of the *whole* row, and so gives the exact gradients of the block's share. Tensors are
-(batch, heads, rows, features) with equal batch and heads, no dim empty; `bias` broadcasts to the scores or is None;
-`causal` means that row i sees the columns up to i of this block, which is square then.
+The forward of a kernel returns `(out, lse)`, with the log-sum-exp of each row, for some rows against some columns.
+Blocks of columns are combined by their lse. The backward takes the out and lse of the full row and returns the exact
+gradients of this block. Tensors are (batch, heads, rows, features) with equal batch and heads, and no dim is empty.
+`bias` broadcasts to the scores or is None. `causal` means that row i attends to columns 0 to i of this block, which is
+square.
 """
 
 from __future__ import annotations
@@ -26,19 +27,17 @@ from ..._compat import (
 )
 from ...comm.collectives import accumulate_dtype
 
-# Scores that plain math holds at once; more rows than that are taken in turns.
+# Maximal number of scores that MathKernel holds at once; it processes rows in chunks.
 MAX_SCORES = 1 << 24
 
-DropoutMaskFn = Callable[
-    [int, int], Tensor
-]  # (first row, last row) -> what dropout multiplies the weights of these rows by
+DropoutMaskFn = Callable[[int, int], Tensor]  # (first row, last row) -> factors of the weights of these rows
 
 
 class BlockGrads(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor | None = None  # of the scores, not summed over what the bias was broadcast along
+    bias: Tensor | None = None  # gradient of the scores, not summed over the dims along which the bias was broadcast
 
 
 class Kernel(Protocol):
@@ -64,7 +63,7 @@ class Kernel(Protocol):
 def select_kernel(
     q: Tensor, v: Tensor, bias: Tensor | None, *, dropout: DropoutMaskFn | None, bias_grad: bool
 ) -> Kernel:
-    """The fastest kernel that does what is asked."""
+    """Return the fastest kernel that supports these operands and options."""
     if dropout is not None or bias_grad or not q.shape[-1] or not v.shape[-1]:
         return MathKernel(dropout)
     if q.device.type == "cpu":
@@ -80,16 +79,16 @@ def select_kernel(
 
 
 def neg_inf_to_zero(lse: Tensor) -> Tensor:
-    """What to subtract from scores: rows that see nothing have -inf, and -inf less -inf is no number."""
+    """Return the lse to subtract from scores: fully masked rows have -inf, and -inf - -inf is NaN."""
     return torch.where(lse == -math.inf, 0, lse)
 
 
 def _clear_masked_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows that a bias hides all columns of this block from have no share: kernels have their own ideas of these."""
+    """Set out = 0 and lse = -inf for rows whose columns are all masked in this block; kernels differ on these rows."""
     if bias is None:
         return out, lse
-    dead = (bias == -math.inf).all(-1)
-    return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, -math.inf)
+    masked = (bias == -math.inf).all(-1)
+    return out.masked_fill(masked.unsqueeze(-1), 0), lse.masked_fill(masked, -math.inf)
 
 
 class FlashCpu:
@@ -100,8 +99,8 @@ class FlashCpu:
         return _clear_masked_rows(out, lse, bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
-        found = flash_cpu_backward(grad, q, k, v, out, neg_inf_to_zero(lse), 0.0, causal, attn_mask=bias, scale=scale)
-        return BlockGrads(*found)
+        grads = flash_cpu_backward(grad, q, k, v, out, neg_inf_to_zero(lse), 0.0, causal, attn_mask=bias, scale=scale)
+        return BlockGrads(*grads)
 
 
 class FlashCuda:
@@ -112,19 +111,19 @@ class FlashCuda:
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
-        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers: none are drawn
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
         rows, columns = q.shape[-2], k.shape[-2]
         lse = neg_inf_to_zero(lse).contiguous()
-        found = flash_cuda_backward(
+        grads = flash_cuda_backward(
             grad, q, k, v, out, lse, None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
         )
-        return BlockGrads(*found)
+        return BlockGrads(*grads)
 
 
 class EfficientCuda:
     """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias.
 
-    Half precision with a bias is worked on in fp32: torch 2.11's backward gave NaN for it (bf16, on an H200).
+    Half precision with a bias is computed in fp32: torch 2.11's backward returned NaN for it (bf16, on an H200).
     """
 
     def forward(self, q, k, v, bias, causal, scale):
@@ -138,20 +137,20 @@ class EfficientCuda:
         if bias is not None and q.dtype is not torch.float32:
             half = q.dtype
             grad, q, k, v, out, lse, bias = (t.float() for t in (grad, q, k, v, out, lse, bias))
-            found = self.backward(grad, q, k, v, out, lse, bias, causal, scale)
-            return BlockGrads(*(g.to(half) for g in found[:3]))
+            grads = self.backward(grad, q, k, v, out, lse, bias, causal, scale)
+            return BlockGrads(*(g.to(half) for g in grads[:3]))
         state = torch.zeros((), dtype=torch.int64, device=q.device)
-        # The kernel reads lse in whole steps of 32 rows.
+        # The kernel reads lse in blocks of 32 rows.
         lse = F.pad(neg_inf_to_zero(lse), (0, -q.shape[-2] % 32), value=math.inf).contiguous()
-        wanted = [True, True, True, False]
-        found = efficient_cuda_backward(
-            grad, q, k, v, _align_bias(bias, q, k), out, lse, state, state, 0.0, wanted, causal, scale=scale
+        needs_grad = [True, True, True, False]
+        grads = efficient_cuda_backward(
+            grad, q, k, v, _align_bias(bias, q, k), out, lse, state, state, 0.0, needs_grad, causal, scale=scale
         )
-        return BlockGrads(*found[:3])
+        return BlockGrads(*grads[:3])
 
 
 def _align_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A bias as the efficient kernel wants it: expanded, its rows starting at multiples of 16 bytes."""
+    """Return the bias as the efficient kernel requires it: expanded, with rows that start at multiples of 16 bytes."""
     if bias is None:
         return None
     columns = k.shape[-2]
@@ -161,10 +160,10 @@ def _align_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 class MathKernel:
-    """The definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias."""
+    """Attention by its definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias."""
 
-    def __init__(self, keep: DropoutMaskFn | None = None):
-        self.dropout_mask_fn = keep
+    def __init__(self, dropout_mask_fn: DropoutMaskFn | None = None):
+        self.dropout_mask_fn = dropout_mask_fn
 
     def _row_chunks(self, q: Tensor, k: Tensor) -> list[tuple[int, int]]:
         rows = q.shape[-2]
@@ -172,8 +171,8 @@ class MathKernel:
         return [(r, min(r + step, rows)) for r in range(0, rows, step)]
 
     def _scores(self, q, k, bias, causal, scale, first, last) -> Tensor:
-        exact = accumulate_dtype(q.dtype)
-        scores = (q[..., first:last, :].to(exact) * scale) @ k.to(exact).mT
+        dtype = accumulate_dtype(q.dtype)
+        scores = (q[..., first:last, :].to(dtype) * scale) @ k.to(dtype).mT
         if bias is not None:
             scores = scores + (bias[..., first:last, :] if bias.shape[-2] > 1 else bias)
         if causal:
@@ -194,23 +193,23 @@ class MathKernel:
         return torch.cat(outs, -2), torch.cat(lses, -1)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
-        exact = accumulate_dtype(q.dtype)
-        k_, v_ = k.to(exact), v.to(exact)
+        dtype = accumulate_dtype(q.dtype)
+        k_, v_ = k.to(dtype), v.to(dtype)
         dk, dv = torch.zeros_like(k_), torch.zeros_like(v_)
         dqs, dscores = [], []
         for first, last in self._row_chunks(q, k):
             rows = slice(first, last)
-            g = grad[..., rows, :].to(exact)
+            g = grad[..., rows, :].to(dtype)
             scores = self._scores(q, k, bias, causal, scale, first, last)
             weights = (scores - neg_inf_to_zero(lse[..., rows]).unsqueeze(-1)).exp()
             dweights = g @ v_.mT
-            kept = weights
+            dropped = weights
             if self.dropout_mask_fn is not None:
                 factor = self.dropout_mask_fn(first, last)
-                kept, dweights = weights * factor, dweights * factor
-            dv += kept.mT @ g
-            ds = weights * (dweights - (g * out[..., rows, :].to(exact)).sum(-1, keepdim=True))
+                dropped, dweights = weights * factor, dweights * factor
+            dv += dropped.mT @ g
+            ds = weights * (dweights - (g * out[..., rows, :].to(dtype)).sum(-1, keepdim=True))
             dqs.append(ds @ k_ * scale)
-            dk += ds.mT @ q[..., rows, :].to(exact) * scale
+            dk += ds.mT @ q[..., rows, :].to(dtype) * scale
             dscores.append(ds)
         return BlockGrads(torch.cat(dqs, -2), dk, dv, torch.cat(dscores, -2) if bias is not None else None)

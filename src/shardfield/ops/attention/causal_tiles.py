@@ -1,8 +1,8 @@
-"""Which scores a rank computes: spans of rows and columns, and the tiles of them that a causal mask leaves. Pure.
+"""Which scores a rank computes: spans of rows and columns, and the tiles that a causal mask leaves of them. Pure.
 
-Causal attention is a triangle of scores, and equal stretches of rows are unequal work. So rows and columns are dealt:
-the sequence in 2P stretches, of which coord c takes the c-th from either end. All ranks then have equal work, not only
-in sum but against every block of columns.
+The scores of causal attention are a triangle, so that shards of equal length have unequal work. Rows and columns are
+therefore distributed in zigzag order: the sequence is split into 2P chunks, of which coord c takes the c-th from each
+end. Every rank then has equal work, in total and against every block of columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Coords = tuple[int, ...]
 
 
 class Tile(NamedTuple):
-    """Local rows and columns whose scores are computed at once. Causal: row i sees the first i + 1 columns; square."""
+    """Local rows and columns whose scores one kernel call computes. Causal: row i attends to columns 0 to i; square."""
 
     rows: Span
     columns: Span
@@ -26,79 +26,85 @@ class Tile(NamedTuple):
 
     @property
     def area(self) -> float:
-        """The scores computed, as an area."""
+        """Return the number of scores computed."""
         height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return height * (height + 1) / 2 if self.causal else height * width
 
 
 def total_length(spans: Spans) -> int:
-    """How many indices some spans hold."""
+    """Return the number of indices in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def full_tiles(rows: Spans, columns: Spans) -> tuple[Tile, ...]:
-    """All rows against all columns."""
+    """Return one tile of all rows against all columns."""
     tile = Tile(Span(0, total_length(rows)), Span(0, total_length(columns)))
     return (tile,) if tile.area else ()
 
 
 def causal_tiles(rows: Spans, columns: Spans) -> tuple[Tile, ...]:
-    """The tiles in which rows (global indices) see columns up to their own index."""
-    found: list[Tile] = []
-    for at, (a, b) in zip(starts([stop - start for start, stop in rows]), rows, strict=True):
-        for to, (c, d) in zip(starts([stop - start for start, stop in columns]), columns, strict=True):
+    """Return the tiles in which rows (global indices) attend to columns up to their own index."""
+    tiles: list[Tile] = []
+    for row_offset, (a, b) in zip(starts([stop - start for start, stop in rows]), rows, strict=True):
+        for column_offset, (c, d) in zip(starts([stop - start for start, stop in columns]), columns, strict=True):
             for (r0, r1), (c0, c1), is_causal in _visible(a, b, c, d):
-                found.append(Tile(Span(r0 - a + at, r1 - a + at), Span(c0 - c + to, c1 - c + to), is_causal))
-    return tuple(_merge_tiles(found))
+                tiles.append(
+                    Tile(
+                        Span(r0 - a + row_offset, r1 - a + row_offset),
+                        Span(c0 - c + column_offset, c1 - c + column_offset),
+                        is_causal,
+                    )
+                )
+    return tuple(_merge_tiles(tiles))
 
 
 def _visible(a: int, b: int, c: int, d: int) -> list[tuple[Span, Span, bool]]:
-    """Rows a..b against columns c..d: columns before all rows, a square on the diagonal, rows after all columns."""
-    found = []
+    """Split rows a..b against columns c..d: columns before all rows, the diagonal square, rows after all columns."""
+    tiles = []
     if c < min(a, d) and a < b:
-        found.append((Span(a, b), Span(c, min(a, d)), False))
+        tiles.append((Span(a, b), Span(c, min(a, d)), False))
     low, high = max(a, c), min(b, d)
     if low < high:
-        found.append((Span(low, high), Span(low, high), True))
+        tiles.append((Span(low, high), Span(low, high), True))
         if high < b:
-            found.append((Span(high, b), Span(low, high), False))
-    return found
-
-
-def _merge_tiles(tiles: list[Tile]) -> list[Tile]:
-    """Fewer, larger tiles: whole ones that lie side by side in local rows, then in local columns."""
-    for upright in (True, False):
-        done: list[Tile] = []
-        for tile in tiles:
-            at = next((i for i, t in enumerate(done) if not t.causal and _adjacent(t, tile, upright)), None)
-            if tile.causal or at is None:
-                done.append(tile)
-            elif upright:
-                done[at] = Tile(Span(done[at].rows.start, tile.rows.stop), tile.columns)
-            else:
-                done[at] = Tile(tile.rows, Span(done[at].columns.start, tile.columns.stop))
-        tiles = done
+            tiles.append((Span(high, b), Span(low, high), False))
     return tiles
 
 
-def _adjacent(first: Tile, second: Tile, upright: bool) -> bool:
-    if upright:
+def _merge_tiles(tiles: list[Tile]) -> list[Tile]:
+    """Merge full tiles that are adjacent in local rows, then those adjacent in local columns."""
+    for by_rows in (True, False):
+        merged: list[Tile] = []
+        for tile in tiles:
+            match = next((i for i, t in enumerate(merged) if not t.causal and _adjacent(t, tile, by_rows)), None)
+            if tile.causal or match is None:
+                merged.append(tile)
+            elif by_rows:
+                merged[match] = Tile(Span(merged[match].rows.start, tile.rows.stop), tile.columns)
+            else:
+                merged[match] = Tile(tile.rows, Span(merged[match].columns.start, tile.columns.stop))
+        tiles = merged
+    return tiles
+
+
+def _adjacent(first: Tile, second: Tile, by_rows: bool) -> bool:
+    if by_rows:
         return first.columns == second.columns and first.rows.stop == second.rows.start
     return first.rows == second.rows and first.columns.stop == second.columns.start
 
 
-# ---------------------------------------------------------------------- dealing
+# ---------------------------------------------------------------------- zigzag order
 
 
 def zigzag(spans_by_coord: Sequence[Spans], square: int) -> list[Spans]:
-    """Spans of several coords dealt anew: indices below `square` from both ends, later ones evenly.
+    """Return the spans of several coords in zigzag order: indices below `square` from both ends, later ones evenly.
 
     >>> zigzag([(Span(0, 4),), (Span(4, 8),)], 8)
     [(Span(start=0, stop=2), Span(start=6, stop=8)), (Span(start=2, stop=6),)]
     """
-    held_by_all = sorted(s for spans in spans_by_coord for s in spans if s.start < s.stop)
-    below = [Span(a, min(b, square)) for a, b in held_by_all if a < square]
-    above = [Span(max(a, square), b) for a, b in held_by_all if b > square]
+    spans_in_order = sorted(s for spans in spans_by_coord for s in spans if s.start < s.stop)
+    below = [Span(a, min(b, square)) for a, b in spans_in_order if a < square]
+    above = [Span(max(a, square), b) for a, b in spans_in_order if b > square]
     parts = len(spans_by_coord)
     ends = _split_spans(below, 2 * parts)
     rest = _split_spans(above, parts)
@@ -106,35 +112,35 @@ def zigzag(spans_by_coord: Sequence[Spans], square: int) -> list[Spans]:
 
 
 def _split_spans(spans: Sequence[Span], parts: int) -> list[Spans]:
-    """Spans cut, in their order, into `parts` lists that hold about as many indices."""
-    lengths = balanced(total_length(tuple(spans)), parts)
-    found: list[Spans] = []
-    left = list(spans)
-    for want in lengths:
-        taken = []
-        while want:
-            start, stop = left.pop(0)
-            cut = min(stop, start + want)
-            taken.append(Span(start, cut))
-            want -= cut - start
-            if cut < stop:
-                left.insert(0, Span(cut, stop))
-        found.append(tuple(taken))
-    return found
+    """Split spans, in their order, into `parts` lists with nearly equal numbers of indices."""
+    sizes = balanced(total_length(tuple(spans)), parts)
+    lists: list[Spans] = []
+    remaining = list(spans)
+    for size in sizes:
+        chosen = []
+        while size:
+            start, stop = remaining.pop(0)
+            end = min(stop, start + size)
+            chosen.append(Span(start, end))
+            size -= end - start
+            if end < stop:
+                remaining.insert(0, Span(end, stop))
+        lists.append(tuple(chosen))
+    return lists
 
 
 def _merge_spans(spans: Spans) -> Spans:
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in spans:
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = Span(merged[-1].start, span.stop)
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
 class ZigzagExchange(NamedTuple):
-    """One exchange along a mesh axis: what each of its coords holds before and after."""
+    """One exchange along a mesh axis: the spans of each coord before and after."""
 
     axis: int
     before: tuple[Spans, ...]
@@ -149,23 +155,27 @@ def plan_zigzag(
     square: int,
     drop: bool,
 ) -> tuple[list[ZigzagExchange], dict[Coords, Spans]]:
-    """The exchanges, axis by axis, that deal a dim cut over `axes` of a mesh, as the rank at `here` sees them.
+    """Return the exchanges, axis by axis, that put a dim sharded over `axes` in zigzag order, and the final spans.
 
-    `spans_by_coord` says what the rank at each coords (over all mesh axes) holds. With `drop`, indices from `square`
-    on are seen by nobody and stay behind.
+    `spans_by_coords` has the spans of the rank at each coords (over all mesh axes); `here` is this rank. With `drop`,
+    indices from `square` on, to which no row attends, are not sent.
     """
-    now = dict(spans_by_coords)
-    deals = []
+    current = dict(spans_by_coords)
+    exchanges = []
     for axis in axes:
         after: dict[Coords, Spans] = {}
         for coords in product(*(range(n) if a != axis else range(1) for a, n in enumerate(sizes))):
-            line = [coords[:axis] + (c,) + coords[axis + 1 :] for c in range(sizes[axis])]
-            given = zigzag([tuple(_clip_spans(now[x], square)) if drop else now[x] for x in line], square)
-            after.update(zip(line, given, strict=True))
-        line = [here[:axis] + (c,) + here[axis + 1 :] for c in range(sizes[axis])]
-        deals.append(ZigzagExchange(axis, tuple(now[x] for x in line), tuple(after[x] for x in line)))
-        now = after
-    return deals, now
+            coords_on_axis = [coords[:axis] + (c,) + coords[axis + 1 :] for c in range(sizes[axis])]
+            reordered = zigzag(
+                [tuple(_clip_spans(current[x], square)) if drop else current[x] for x in coords_on_axis], square
+            )
+            after.update(zip(coords_on_axis, reordered, strict=True))
+        coords_on_axis = [here[:axis] + (c,) + here[axis + 1 :] for c in range(sizes[axis])]
+        exchanges.append(
+            ZigzagExchange(axis, tuple(current[x] for x in coords_on_axis), tuple(after[x] for x in coords_on_axis))
+        )
+        current = after
+    return exchanges, current
 
 
 def _clip_spans(spans: Spans, square: int) -> Spans:

@@ -1,7 +1,8 @@
-"""Scaled dot product attention of tensors in any layout.
+"""The rule of scaled_dot_product_attention, for tensors of any layout.
 
-`attention_plan` says what each mesh axis cuts; here operands are brought into the form that `ring_attention` takes, and
-the result into torch's. Where every rank has a problem of its own, torch's function is called on the pieces.
+`strategy` decides which dim each mesh axis shards. This module converts operands to the form that `ring.attend` takes
+and converts the result back. If the strategy needs no communication between ranks, torch's function runs on the local
+tensors.
 """
 
 from __future__ import annotations
@@ -50,37 +51,44 @@ def sdpa(
     enable_gqa=False,
     fn,
 ):
-    """Queries stay where they are; keys and values go round, or whatever is cheaper."""
+    """Plan by the cheapest strategy: mostly, queries stay and keys and values circulate."""
     dtype = _validate(fn, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and key.shape[-3] != value.shape[-3]:
-        return None  # groups of two sizes: no cut of the heads serves both
-    way = choose_strategy(query, key, value, attn_mask, enable_gqa, is_causal)
-    ndim = way.computed.ndim
-    alone = not way.ring and not way.merge and not (is_causal and way.computed.is_sharded(ndim - 2)) and not dropout_p
-    # Of empty pieces torch's function makes what it likes, and forgets where they come from: then no rank calls it.
-    alone = alone and not any(_has_empty_shard(x) for x in (way.query, way.key, way.value, way.computed))
-    default = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-    blocks = _BlockwiseAttention(
-        way, query, key, is_causal, attn_mask, default if scale is None else scale, dropout_p, dtype
+        return None  # key and value groups of different sizes: no sharding of the heads fits both
+    strategy = choose_strategy(query, key, value, attn_mask, enable_gqa, is_causal)
+    ndim = strategy.computed.ndim
+    is_local = (
+        not strategy.ring
+        and not strategy.merge
+        and not (is_causal and strategy.computed.is_sharded(ndim - 2))
+        and not dropout_p
     )
-    gathers = _gather_steps(way)
+    # torch's function drops empty shards from the graph, so if there are any, no rank calls it.
+    is_local = is_local and not any(
+        _has_empty_shard(x) for x in (strategy.query, strategy.key, strategy.value, strategy.computed)
+    )
+    default_scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    blocks = _BlockwiseAttention(
+        strategy, query, key, is_causal, attn_mask, default_scale if scale is None else scale, dropout_p, dtype
+    )
+    gathers = _gather_steps(strategy)
 
     def local(query, key, value, attn_mask):
-        explain.record_outcome(f"rule: {way.summary}")
-        for dim, lengths, group in gathers:
+        explain.record_outcome(f"rule: {strategy.summary}")
+        for dim, sizes, group in gathers:
             key, value = _exchange_kv(
-                partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=lengths, group=group), key, value
+                partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=sizes, group=group), key, value
             )
-        if alone:
+        if is_local:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
             out = blocks(query, key, value, attn_mask)
-        return redistribute(out, way.computed, way.result)
+        return redistribute(out, strategy.computed, strategy.result)
 
-    operands = {"query": way.query, "key": way.key, "value": way.value}
-    if way.mask is not None:
-        operands["attn_mask"] = way.mask
-    return Plan(local=local, layout=way.result, operands=operands, own=dropout_p > 0)
+    operands = {"query": strategy.query, "key": strategy.key, "value": strategy.value}
+    if strategy.mask is not None:
+        operands["attn_mask"] = strategy.mask
+    return Plan(local=local, layout=strategy.result, operands=operands, own=dropout_p > 0)
 
 
 _sdpa_rule = HANDLERS[F.scaled_dot_product_attention]
@@ -88,10 +96,10 @@ _sdpa_rule = HANDLERS[F.scaled_dot_product_attention]
 
 @handler("scaled_dot_product_attention")
 def sdpa_handler(func, types, args, kwargs):
-    """torch's causal biases are tensors without data: what they stand for is said otherwise."""
+    """Replace torch's causal biases, which are tensors without data, by `is_causal` or a mask."""
     named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     bias = named.get("attn_mask")
-    # Who made one has imported its module, and the compiler with it: half a second that others need not pay.
+    # A CausalBias implies that its module is imported. Importing it here would import the compiler, which takes 0.5 s.
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(bias, module.CausalBias):
         return _sdpa_rule(func, types, args, kwargs)
@@ -109,37 +117,37 @@ def sdpa_handler(func, types, args, kwargs):
 
 @handler(left_aligned, exact=True)
 def left_aligned_mask(func, types, args, kwargs):
-    """Whether no row of a mask begins anew after it has ended: the mask tells, of the tensor no element is read."""
+    """Return whether the mask is left-aligned. Only the mask is read; the tensor contributes its shape."""
     tensor, mask = args
-    plain = to_full_tensor(mask) if isinstance(mask, ShardTensor) else mask
-    return func(torch.empty((*tensor.shape[:-1], 1), device=plain.device), plain)
+    full_mask = to_full_tensor(mask) if isinstance(mask, ShardTensor) else mask
+    return func(torch.empty((*tensor.shape[:-1], 1), device=full_mask.device), full_mask)
 
 
 def _validate(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> torch.dtype:
-    """torch's own errors for a call it would not take, on all ranks alike; else the dtype of its result."""
+    """Raise torch's errors for invalid calls on all ranks; return the dtype of the result."""
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
 
-    def ask(query, key, value, mask=None):
-        # mask and is_causal together are fine for some kernels and not for others, but not for shape functions
+    def call(query, key, value, mask=None):
+        # mask and is_causal together are valid for some kernels, but not for shape functions
         return fn(query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=gqa)
 
-    probe_shapes(ask, query, key, value, mask)
+    probe_shapes(call, query, key, value, mask)
 
     def small(x: Operand) -> Tensor:
         shape = [*(min(n, 2) for n in x.shape[:-3]), *x.shape[-3:-2], *(min(n, 2) for n in x.shape[-2:-1]), x.shape[-1]]
         return torch.ones(shape, dtype=x.dtype, device=x.device)
 
-    tiny = [
+    small_operands = [
         small(x) if x.ndim > 1 else torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     ]
     bias = None if mask is None else probe(lambda m: m, mask)
     with torch.no_grad():
-        return fn(*tiny, _probe_mask(bias, mask), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
+        return fn(*small_operands, _probe_mask(bias, mask), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
 
 
 def _probe_mask(bias: Any, mask: Any) -> Any:
-    """A small mask for small operands: their heads are all there."""
+    """Return a small mask for small operands, with all heads."""
     if bias is None or mask.ndim < 3:
         return bias
     return bias.narrow(-3, 0, 1).expand(*bias.shape[:-3], mask.shape[-3], *bias.shape[-2:])
@@ -150,7 +158,7 @@ def _has_empty_shard(layout: Layout) -> bool:
 
 
 def _exchange_kv(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in one message where their shapes allow."""
+    """Apply `move` to keys and values, in one message if their shapes allow it."""
     if key.shape[:-1] != value.shape[:-1] or key.dtype != value.dtype:
         return move(key), move(value)
     features = key.shape[-1]
@@ -158,74 +166,89 @@ def _exchange_kv(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -
     return both[..., :features], both[..., features:]
 
 
-def _gather_steps(way: Strategy) -> list[tuple[int, Sequence[int], Any]]:
-    """The axes along which keys are gathered first, innermost first: (dim, lengths, group)."""
-    (cut,) = way.key.dims[-2]
-    mesh = way.key.mesh
-    found: list[tuple[int, Sequence[int], Any]] = []
-    lengths = cut.shard_sizes
-    for axis in reversed(cut.axes):
+def _gather_steps(strategy: Strategy) -> list[tuple[int, Sequence[int], Any]]:
+    """Return (dim, shard sizes, group) of each axis along which keys are gathered, innermost first."""
+    (sharding,) = strategy.key.dims[-2]
+    mesh = strategy.key.mesh
+    steps: list[tuple[int, Sequence[int], Any]] = []
+    sizes = sharding.shard_sizes
+    for axis in reversed(sharding.axes):
         size = mesh.size(axis)
-        if axis not in way.gather:
+        if axis not in strategy.gather:
             break
-        at = way.key.index(cut.axes[: cut.axes.index(axis)]) * size
+        first = strategy.key.index(sharding.axes[: sharding.axes.index(axis)]) * size
         if size > 1:
-            found.append((-2, lengths[at : at + size], mesh.get_group(axis)))
-        lengths = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
-    return found
+            steps.append((-2, sizes[first : first + size], mesh.get_group(axis)))
+        sizes = tuple(sum(sizes[i : i + size]) for i in range(0, len(sizes), size))
+    return steps
 
 
-# ---------------------------------------------------------------------- by blocks
+# ---------------------------------------------------------------------- blockwise attention
 
 
 @dataclass(frozen=True)
 class _ZigzagRoutes:
-    """A deal of rows along a mesh axis, there and back."""
+    """The zigzag exchange of rows along a mesh axis, and its inverse."""
 
     forward_route: Route
     inverse_route: Route
     group: ProcessGroup
 
     @staticmethod
-    def of(deal: ZigzagExchange, layout: Layout) -> _ZigzagRoutes:
-        coord, group = layout.coords[deal.axis], layout.mesh.get_group(deal.axis)
-        there = tile_route(-2, deal.before, deal.after, coord)
-        return _ZigzagRoutes(there, tile_route(-2, deal.after, deal.before, coord), group)
+    def of(exchange: ZigzagExchange, layout: Layout) -> _ZigzagRoutes:
+        coord, group = layout.coords[exchange.axis], layout.mesh.get_group(exchange.axis)
+        forward_route = tile_route(-2, exchange.before, exchange.after, coord)
+        return _ZigzagRoutes(forward_route, tile_route(-2, exchange.after, exchange.before, coord), group)
 
 
 class _BlockwiseAttention:
-    """The call as blocks: what this rank computes of it, and how its operands become what `attend` takes."""
+    """Blockwise attention of one call: this rank's `RingPlan`, and the conversion of operands for `attend`."""
 
-    def __init__(self, way: Strategy, query: Operand, key: Operand, is_causal, mask, scale, dropout_p, dtype):
-        inner, mesh = way.computed, way.computed.mesh
+    def __init__(self, strategy: Strategy, query: Operand, key: Operand, is_causal, mask, scale, dropout_p, dtype):
+        computed, mesh = strategy.computed, strategy.computed.mesh
         rows, columns = query.shape[-2], key.shape[-2]
         self.dtype = dtype
         self.dropout = Dropout(dropout_p, (rows, columns)) if dropout_p else None
-        self.lead = Layout.make(mesh, inner.dims[:-2])
-        everywhere = list(product(*(range(n) for n in mesh.shape)))
-        of_rows = {c: _row_spans(inner, c) for c in everywhere}
-        keys = _gathered_layout(way.key, way.gather)
-        of_columns = {c: _row_spans(keys, c) for c in everywhere}
-        deals: list[ZigzagExchange] = []
-        key_deals: list[ZigzagExchange] = []
-        if is_zigzag(way, is_causal, mask is not None):
+        self.lead = Layout.make(mesh, computed.dims[:-2])
+        all_coords = list(product(*(range(n) for n in mesh.shape)))
+        rows_by_coords = {c: _row_spans(computed, c) for c in all_coords}
+        keys = _gathered_layout(strategy.key, strategy.gather)
+        columns_by_coords = {c: _row_spans(keys, c) for c in all_coords}
+        exchanges: list[ZigzagExchange] = []
+        key_exchanges: list[ZigzagExchange] = []
+        if is_zigzag(strategy, is_causal, mask is not None):
             square = min(rows, columns)
-            axes, key_axes = inner.nontrivial_axes(inner.axes_of(inner.ndim - 2)), inner.nontrivial_axes(way.ring)
-            deals, of_rows = plan_zigzag(of_rows, mesh.shape, axes, inner.coords, square, False)
-            key_deals, of_columns = plan_zigzag(of_columns, mesh.shape, key_axes, inner.coords, square, True)
-        self.exchanges = [_ZigzagRoutes.of(d, inner) for d in deals]
-        self.key_exchanges = [_ZigzagRoutes.of(d, inner) for d in key_deals]
-        round_ = inner.nontrivial_axes(way.ring)
+            axes, key_axes = (
+                computed.nontrivial_axes(computed.axes_of(computed.ndim - 2)),
+                computed.nontrivial_axes(strategy.ring),
+            )
+            exchanges, rows_by_coords = plan_zigzag(rows_by_coords, mesh.shape, axes, computed.coords, square, False)
+            key_exchanges, columns_by_coords = plan_zigzag(
+                columns_by_coords, mesh.shape, key_axes, computed.coords, square, True
+            )
+        self.exchanges = [_ZigzagRoutes.of(d, computed) for d in exchanges]
+        self.key_exchanges = [_ZigzagRoutes.of(d, computed) for d in key_exchanges]
+        ring_axes = computed.nontrivial_axes(strategy.ring)
         ring = Ring(
-            process_groups(inner, round_), tuple(mesh.size(a) for a in round_), tuple(inner.coords[a] for a in round_)
+            process_groups(computed, ring_axes),
+            tuple(mesh.size(a) for a in ring_axes),
+            tuple(computed.coords[a] for a in ring_axes),
         )
-        positions = [_replace_coords(inner.coords, round_, at) for at in product(*(range(n) for n in ring.sizes))]
-        mine, theirs = of_rows[inner.coords], tuple(of_columns[c] for c in positions)
+        positions = [_replace_coords(computed.coords, ring_axes, at) for at in product(*(range(n) for n in ring.sizes))]
+        local_rows, ring_columns = rows_by_coords[computed.coords], tuple(columns_by_coords[c] for c in positions)
         tiles = tuple(
-            (causal_tiles if is_causal else full_tiles)(mine, theirs[ring.owner(s)]) for s in range(ring.num_steps)
+            (causal_tiles if is_causal else full_tiles)(local_rows, ring_columns[ring.owner(s)])
+            for s in range(ring.num_steps)
         )
-        self.work = RingPlan(
-            ring, mine, theirs, tiles, scale, is_causal, process_groups(inner, way.merge), self.dropout
+        self.plan = RingPlan(
+            ring,
+            local_rows,
+            ring_columns,
+            tiles,
+            scale,
+            is_causal,
+            process_groups(computed, strategy.merge),
+            self.dropout,
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -238,11 +261,11 @@ class _BlockwiseAttention:
             q = autograd_collectives.exchange(q, e.forward_route, e.group)
         for e in self.key_exchanges:
             k, v = _exchange_kv(partial(autograd_collectives.exchange, route=e.forward_route, group=e.group), k, v)
-        where = key = None
+        head_index = key = None
         if self.dropout is not None:
             key = draw_key(self.lead.mesh)
-            where = global_index(self.lead, q.device).reshape(q.shape[:2])
-        out = attend(self.work, q, k, v, mask, where, key)
+            head_index = global_index(self.lead, q.device).reshape(q.shape[:2])
+        out = attend(self.plan, q, k, v, mask, head_index, key)
         for e in reversed(self.exchanges):
             out = autograd_collectives.exchange(out, e.inverse_route, e.group)
         return out.reshape(*lead, out.shape[-2], features)
@@ -253,46 +276,46 @@ def _row_spans(layout: Layout, coords: Coords) -> Spans:
 
 
 def _replace_coords(coords: Coords, axes: Sequence[int], at: Sequence[int]) -> Coords:
-    found = list(coords)
+    replaced = list(coords)
     for axis, coord in zip(axes, at, strict=True):
-        found[axis] = coord
-    return tuple(found)
+        replaced[axis] = coord
+    return tuple(replaced)
 
 
 def _gathered_layout(layout: Layout, axes: Sequence[int]) -> Layout:
-    """The keys' layout after the innermost `axes` of their cut are gathered."""
-    (cut,) = layout.dims[-2]
-    lengths = cut.shard_sizes
-    kept = [a for a in cut.axes if a not in axes]
-    for axis in reversed(cut.axes[len(kept) :]):
+    """Return the layout of the keys after the innermost `axes` of their sharding are gathered."""
+    (sharding,) = layout.dims[-2]
+    sizes = sharding.shard_sizes
+    kept = [a for a in sharding.axes if a not in axes]
+    for axis in reversed(sharding.axes[len(kept) :]):
         size = layout.mesh.size(axis)
-        lengths = tuple(sum(lengths[i : i + size]) for i in range(0, len(lengths), size))
-    return layout.with_dim(layout.ndim - 2, cut._replace(axes=tuple(kept), shard_sizes=lengths if kept else ()))
+        sizes = tuple(sum(sizes[i : i + size]) for i in range(0, len(sizes), size))
+    return layout.with_dim(layout.ndim - 2, sharding._replace(axes=tuple(kept), shard_sizes=sizes if kept else ()))
 
 
 def _as_4d(t: Tensor, lead: Sequence[int]) -> Tensor:
-    """(..., rows, features) -> (batch, heads, rows, features)."""
+    """Reshape (..., rows, features) to (batch, heads, rows, features)."""
     heads = lead[-1] if lead else 1
     return t.reshape(math.prod(lead[:-1]), heads, *t.shape[-2:])
 
 
 def _kv_as_4d(t: Tensor, lead: Sequence[int]) -> Tensor:
-    """Keys or values as (batch or 1, heads or fewer, rows, features), as small as they come."""
-    own = [1] * (len(lead) - t.ndim + 2) + list(t.shape[:-2])
-    heads = own[-1] if own else 1
-    whole_batch = all(n == m for n, m in zip(own[:-1], lead[:-1], strict=True))
-    if not whole_batch and any(n != 1 for n in own[:-1]):
+    """Reshape keys or values to (batch or 1, heads or fewer, rows, features) without expanding more than needed."""
+    own_lead = [1] * (len(lead) - t.ndim + 2) + list(t.shape[:-2])
+    heads = own_lead[-1] if own_lead else 1
+    full_batch = all(n == m for n, m in zip(own_lead[:-1], lead[:-1], strict=True))
+    if not full_batch and any(n != 1 for n in own_lead[:-1]):
         t = t.expand(*lead[:-1], *t.shape[-3:])
-        own[:-1] = list(lead[:-1])
-    return t.reshape(math.prod(own[:-1]), heads, *t.shape[-2:])
+        own_lead[:-1] = list(lead[:-1])
+    return t.reshape(math.prod(own_lead[:-1]), heads, *t.shape[-2:])
 
 
 def _mask_as_4d(mask: Tensor, lead: Sequence[int]) -> Tensor:
-    """A mask with four dims, those it is broadcast along 1 long where that can be."""
+    """Reshape a mask to four dims, with size 1 along dims that broadcast if possible."""
     if mask.ndim <= 2 or len(lead) <= 2:
         return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-    own = [1] * (len(lead) - mask.ndim + 2) + list(mask.shape[:-2])
-    if any(n != 1 for n in own[:-1]):
-        mask = mask.reshape(*own, *mask.shape[-2:]).expand(*lead[:-1], *[-1] * 3)
-        own[:-1] = list(lead[:-1])
-    return mask.reshape(math.prod(own[:-1]), own[-1], *mask.shape[-2:])
+    own_lead = [1] * (len(lead) - mask.ndim + 2) + list(mask.shape[:-2])
+    if any(n != 1 for n in own_lead[:-1]):
+        mask = mask.reshape(*own_lead, *mask.shape[-2:]).expand(*lead[:-1], *[-1] * 3)
+        own_lead[:-1] = list(lead[:-1])
+    return mask.reshape(math.prod(own_lead[:-1]), own_lead[-1], *mask.shape[-2:])
