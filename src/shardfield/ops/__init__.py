@@ -1,4 +1,4 @@
-"""The rules, one package per family. Importing this package registers them."""
+"""Rules of all torch functions, one package per family. Importing this package registers them."""
 
 from .attention import sdpa as sdpa
 from .elementwise import cross_entropy as cross_entropy
@@ -55,7 +55,7 @@ from .stencil import pad as pad
 from .stencil import pool as pool
 from .stencil import unpool as unpool
 
-from .stencil import lazy_pad as lazy_pad  # isort: skip  (it stands before rules that are in the table by now)
+from .stencil import lazy_pad as lazy_pad  # isort: skip  (wraps rules that are registered above)
 from .protocol.method_install import install_methods as _install  # isort: skip
 
 _install()

@@ -1,8 +1,9 @@
-"""Basic indexing: slices, ints, None and Ellipsis. Each rank keeps its overlap; nothing is sent.
+"""Basic indexing: slices, ints, None and Ellipsis. Each rank keeps its overlap; nothing is communicated.
 
-A slice of a cut dim is a view of this rank's part, with shorter (perhaps empty) pieces. An int on a cut dim is held by
-one rank: there the result is a view of its row, and empty elsewhere, which is a cut of the next dim with one piece. A
-result without dims is Partial: the owner adds the element, the others add nothing.
+A slice of a sharded dim is a view of this rank's shard; shards become smaller, or empty. An int on a sharded dim
+selects a row of one rank: the result is a view of the row there and empty on other ranks, which is expressed as a
+sharding of the next dim with one non-empty shard. A result without dims is Partial: the owner adds the element, the
+other ranks add zero.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .parse_index import IndexItem
 
 
 class BasicIndexPlan(NamedTuple):
-    """A basic index, planned: where the operand must lie, the local index, and where the result lies.
+    """The plan of a basic index: the operand's layout, the local index, and the result's layout.
 
-    `kept_dims` are dims that an int has made one long on the owner and empty elsewhere. `shape`: the local shape
-    without them, where there are any to leave out; () leaves none, and they are summed away.
+    `kept_dims` are dims that an int has reduced to size 1 on the owner and size 0 elsewhere. `shape` is the local shape
+    without them, or None if there are none to drop; () means that the result is a scalar.
     """
 
     source: Layout
@@ -55,7 +56,7 @@ class BasicIndexPlan(NamedTuple):
 
 
 def slice_sharding(factor: DimSharding, start: int, stop: int, step: int) -> DimSharding:
-    """The factor after a slice: every piece keeps what falls into it.
+    """Return the sharding after a slice: every shard keeps its overlap.
 
     >>> slice_sharding(DimSharding(7, (0,), (3, 4)), 1, 7, 2)
     DimSharding(size=3, axes=(0,), shard_sizes=(1, 2))
@@ -68,7 +69,7 @@ def slice_sharding(factor: DimSharding, start: int, stop: int, step: int) -> Dim
 
 
 def _slice_in_shard(lo: int, length: int, start: int, stop: int, step: int) -> range:
-    """The slice inside a piece, as positions in the piece."""
+    """Return the positions of a slice within a shard."""
     first = start if start >= lo else lo + (start - lo) % step
     return range(first - lo, max(first - lo, min(stop, lo + length) - lo), step)
 
@@ -77,74 +78,76 @@ def _slice_in_shard(lo: int, length: int, start: int, stop: int, step: int) -> r
 def plan_basic_index(layout: Layout, items: tuple[IndexItem, ...], keepdim: bool = False) -> BasicIndexPlan:
     """Plan a basic index with one item for every dim, and None between them. Pure.
 
-    keep: an int on a cut dim keeps its dim, one long.
+    keepdim: an int on a sharded dim keeps its dim, with size 1.
     """
     source = layout
-    for dim, cut_to in enumerate(i for i in items if i is not None):
-        if isinstance(cut_to, tuple) and len(layout.dims[dim]) > 1 and _merged_inner_size(layout, dim, cut_to) is None:
+    for dim, entry in enumerate(i for i in items if i is not None):
+        if isinstance(entry, tuple) and len(layout.dims[dim]) > 1 and _merged_inner_size(layout, dim, entry) is None:
             source = source.with_dim(dim, *unmerge_dims(layout).dims[dim])
     dims: list[tuple[DimSharding, ...]] = []
-    part: list[Any] = []
-    kept: list[int] = []
+    local_index: list[Any] = []
+    kept_dims: list[int] = []
     dim = 0
     for item in items:
         if item is None:
             dims.append((DimSharding(1),))
-            part.append(None)
+            local_index.append(None)
             continue
         if not isinstance(item, int):
-            here, factors = _local_slice(source, dim, item)
-            part.append(slice(here.start, here.stop, here.step))
+            local, factors = _local_slice(source, dim, item)
+            local_index.append(slice(local.start, local.stop, local.step))
             dims.append(factors)
         elif source.is_sharded(dim):
-            part.append(_local_row_slice(source, dim, item))
-            kept.append(len(dims))
+            local_index.append(_local_row_slice(source, dim, item))
+            kept_dims.append(len(dims))
             dims.append(tuple(slice_sharding(f, i, i + 1, 1) for f, i in _unravel(source, dim, item)))
         else:
-            part.append(item)
+            local_index.append(item)
         dim += 1
     copied = bool(layout.partial) or source is not layout
     result = source.with_dims(dims)
-    real = [i for i in items if i is not None]
+    dim_items = [i for i in items if i is not None]
     narrowed = any(
-        source.is_sharded(d) and i != (0, n, 1) for d, (i, n) in enumerate(zip(real, layout.shape, strict=True))
+        source.is_sharded(d) and i != (0, n, 1) for d, (i, n) in enumerate(zip(dim_items, layout.shape, strict=True))
     )
-    if keepdim or not kept:
-        return BasicIndexPlan(source, tuple(part), None, result, copied, tuple(kept), narrowed)
-    left = drop_dims(result, kept)
-    if left is not None:
-        return BasicIndexPlan(source, tuple(part), left.local_shape, left, copied, tuple(kept), narrowed)
+    if keepdim or not kept_dims:
+        return BasicIndexPlan(source, tuple(local_index), None, result, copied, tuple(kept_dims), narrowed)
+    dropped = drop_dims(result, kept_dims)
+    if dropped is not None:
+        return BasicIndexPlan(
+            source, tuple(local_index), dropped.local_shape, dropped, copied, tuple(kept_dims), narrowed
+        )
     if any(op != "sum" for _, op in source.partial):
         source = source.with_partial(())
-    alone = Layout.make(
+    scalar = Layout.make(
         layout.mesh, [], [*source.partial, *((a, "sum") for a in result.nontrivial_axes(result.shard_axes))]
     )
-    return BasicIndexPlan(source, tuple(part), torch.Size(()), alone, True, tuple(kept), narrowed)
+    return BasicIndexPlan(source, tuple(local_index), torch.Size(()), scalar, True, tuple(kept_dims), narrowed)
 
 
 def _unravel(layout: Layout, dim: int, i: int) -> list[tuple[DimSharding, int]]:
-    """An index of a dim as one for each of its factors."""
-    found = []
+    """Return the index of a dim as one index for each of its factors."""
+    digits = []
     for factor in reversed(layout.dims[dim]):
         i, digit = divmod(i, factor.size)
-        found.append((factor, digit))
-    return found[::-1]
+        digits.append((factor, digit))
+    return digits[::-1]
 
 
 def _local_row_slice(layout: Layout, dim: int, i: int) -> slice:
-    """Where this rank holds index `i` of a dim, as a slice that is empty on the ranks that do not."""
-    at = 0
+    """Return the local slice of index `i` of a dim, which is empty on ranks that do not hold it."""
+    position = 0
     for factor, digit in _unravel(layout, dim, i):
         length = layout.local_size_of(factor)
         digit -= starts(factor.shard_sizes)[layout.index(factor.axes)] if factor.axes else 0
         if not 0 <= digit < length:
             return slice(0, 0)
-        at = at * length + digit
-    return slice(at, at + 1)
+        position = position * length + digit
+    return slice(position, position + 1)
 
 
 def _merged_inner_size(layout: Layout, dim: int, item: tuple[int, int, int]) -> int | None:
-    """The size behind the first factor of a merged dim, if the slice takes whole multiples of it; 0: all of the dim."""
+    """Return the size of a merged dim's inner factors if the slice takes multiples of it; 0 for a full slice."""
     if item == (0, layout.shape[dim], 1) or not layout.is_sharded(dim):
         return 0
     first, *rest = layout.dims[dim]
@@ -153,7 +156,7 @@ def _merged_inner_size(layout: Layout, dim: int, item: tuple[int, int, int]) -> 
 
 
 def _local_slice(layout: Layout, dim: int, item: tuple[int, int, int]) -> tuple[Any, tuple[DimSharding, ...]]:
-    """This rank's part of a slice, and the dim's factors after it."""
+    """Return this rank's slice, and the factors of the dim after the slice."""
     start, stop, step = item
     first, *rest = layout.dims[dim]
     if rest:
@@ -163,36 +166,36 @@ def _local_slice(layout: Layout, dim: int, item: tuple[int, int, int]) -> tuple[
             return slice(None), layout.dims[dim]
         if inner == 0:
             return slice(start, stop, step), (DimSharding(len(range(start, stop, step))),)
-        here, (after,) = _local_slice(layout.with_dim(dim, first), dim, (start // inner, stop // inner, 1))
+        outer, (after,) = _local_slice(layout.with_dim(dim, first), dim, (start // inner, stop // inner, 1))
         width = 1
         for factor in rest:
             width *= layout.local_size_of(factor)
-        return slice(here.start * width, here.stop * width, 1), (after, *rest)
+        return slice(outer.start * width, outer.stop * width, 1), (after, *rest)
     lo = starts(first.shard_sizes)[layout.index(first.axes)] if first.axes else 0
     return _slice_in_shard(lo, layout.local_size_of(first), start, stop, step), (
         slice_sharding(first, start, stop, step),
     )
 
 
-# ---------------------------------------------------------------------- the named forms
+# ---------------------------------------------------------------------- select and narrow
 
 
 def index_one_dim(x: Any, dim: int, item: IndexItem, keepdim: bool = False) -> ShardTensor:
-    """`x` with a basic index on one dim."""
+    """Apply a basic index to one dim of `x`."""
     items: list[IndexItem] = [(0, n, 1) for n in x.shape]
     items[dim] = item
     return plan_basic_index(x._layout, tuple(items), keepdim).run(x)
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """A dim counted from the front, or torch's error."""
+    """Return a dim counted from the front, or raise torch's error."""
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim % max(ndim, 1)
 
 
 def as_shard_tensor(value: Tensor, mesh: Any) -> ShardTensor:
-    """Any tensor as a ShardTensor on `mesh`, as it lies."""
+    """Return any tensor as a ShardTensor on `mesh`; a plain tensor is replicated."""
     if value.__class__ is ShardTensor:
         return value  # type: ignore[return-value]
     return wrap(*as_operand(value, mesh, partial=True, merged=True))
@@ -200,7 +203,7 @@ def as_shard_tensor(value: Tensor, mesh: Any) -> ShardTensor:
 
 @composed("select")
 def select(input, dim, index):
-    """One row."""
+    """Return one row along `dim`."""
     if not input.ndim:
         raise IndexError("select() cannot be applied to a 0-dim tensor.")
     dim = normalize_dim(dim, input.ndim)
@@ -214,7 +217,7 @@ def select(input, dim, index):
 
 @composed("narrow")
 def narrow(input, dim, start, length):
-    """Consecutive rows."""
+    """Return consecutive rows along `dim`."""
     if not input.ndim:
         raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
     dim, start, length = normalize_dim(dim, input.ndim), int(start), int(length)

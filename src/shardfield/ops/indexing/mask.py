@@ -1,9 +1,9 @@
-"""Masks: nonzero, masked_select and x[mask]. How much is selected is known only when it is selected.
+"""Masks: nonzero, masked_select and x[mask]. The size of the result depends on the data.
 
-Each rank selects from its own part. The result lists what is selected in row-major order of the whole tensor. Where
-the leading dim alone is cut, the ranks' parts follow each other in that order and nothing but counts is sent. Else
-selected elements, and only those, travel: each to the rank that keeps the range of flat indices it falls into, which
-sorts what it gets. The result is Shard(0) with pieces of any sizes.
+Each rank selects from its own shard. The result lists the selected elements in row-major order of the global tensor. If
+only the leading dim is sharded, the ranks' selections follow each other in that order, and only counts are
+communicated. Otherwise the selected elements are sent: each to the rank that is assigned its range of flat indices,
+which sorts what it receives. The result is Shard(0) with uneven shard sizes.
 """
 
 from __future__ import annotations
@@ -27,58 +27,59 @@ from .owners import AxisExchange, Owners, gather_counts
 
 
 class SelectionOrder:
-    """The global order of what each rank has selected from a tensor laid out as `layout`.
+    """The global order of the elements that each rank selected from a tensor with layout `layout`.
 
-    `flat` holds the global flat indices of this rank's selection, ascending. `sharding` is the dim that lists the whole
-    selection in order; `exchange` takes rows to where they stand in it, `exchange_back` returns them.
+    `flat` holds the global flat indices of this rank's selection, ascending. `sharding` is the sharding of the dim that
+    lists the global selection in order. `exchange` sends rows to their position in it, and `exchange_back` returns
+    them.
     """
 
     def __init__(self, layout: Layout, flat: Tensor):
-        leading, inner, rest = _leading_sharding(layout)
+        leading, inner, inner_axes = _leading_sharding(layout)
         start, length = 0, layout.numel
         if leading is not None:
-            piece = layout.index(leading.axes)
-            start, length = starts(leading.shard_sizes)[piece] * inner, leading.shard_sizes[piece] * inner
+            shard = layout.index(leading.axes)
+            start, length = starts(leading.shard_sizes)[shard] * inner, leading.shard_sizes[shard] * inner
         self.exchanges: list[AxisExchange] = []
         self.permutation: Tensor | None = None
-        if rest:
-            sizes = [layout.mesh.size(a) for a in rest]
+        if inner_axes:
+            sizes = [layout.mesh.size(a) for a in inner_axes]
             ends = torch.tensor(balanced(length, math.prod(sizes)), device=flat.device).cumsum(0) + start
-            for i, axis in enumerate(rest):
-                keeper = torch.searchsorted(ends, flat, right=True).div(
+            for i, axis in enumerate(inner_axes):
+                range_owner = torch.searchsorted(ends, flat, right=True).div(
                     math.prod(sizes[i + 1 :]), rounding_mode="floor"
                 )
-                hop = AxisExchange.to(keeper % sizes[i], axis, layout)
-                self.exchanges.append(hop)
-                flat = hop.exchange(flat)
+                axis_exchange = AxisExchange.to(range_owner % sizes[i], axis, layout)
+                self.exchanges.append(axis_exchange)
+                flat = axis_exchange.exchange(flat)
             self.permutation = torch.argsort(flat)
             flat = flat[self.permutation]
         self.flat = flat
         self.layout = layout
-        axes = (*(leading.axes if leading is not None else ()), *rest)
+        axes = (*(leading.axes if leading is not None else ()), *inner_axes)
         counts = gather_counts(len(flat), layout, axes, flat.device)
         self.sharding = DimSharding(sum(counts), axes, counts if axes else ())
 
     def exchange(self, rows: Tensor) -> Tensor:
-        for hop in self.exchanges:
-            rows = hop.exchange(rows)
+        for axis_exchange in self.exchanges:
+            rows = axis_exchange.exchange(rows)
         return rows if self.permutation is None else rows.index_select(0, self.permutation)
 
     def exchange_back(self, rows: Tensor) -> Tensor:
         if self.permutation is not None:
             rows = rows.index_select(0, torch.argsort(self.permutation))
-        for hop in reversed(self.exchanges):
-            rows = hop.exchange_back(rows)
+        for axis_exchange in reversed(self.exchanges):
+            rows = axis_exchange.exchange_back(rows)
         return rows
 
     def global_positions(self) -> Tensor:
-        """The place in the global order of each element that this rank has selected."""
+        """Return the position in the global order of each element that this rank selected."""
         start = starts(self.sharding.shard_sizes)[self.layout.index(self.sharding.axes)] if self.sharding.axes else 0
         return self.exchange_back(torch.arange(start, start + len(self.flat), device=self.flat.device))
 
 
 def _leading_sharding(layout: Layout) -> tuple[DimSharding | None, int, tuple[int, ...]]:
-    """The first factor longer than 1, if it is cut; the size behind it; the axes that cut what is behind."""
+    """Return the first factor longer than 1 if it is sharded, the size behind it, and the axes that shard the rest."""
     factors = [f for d in layout.dims for f in d if f.size != 1 or layout.nontrivial_axes(f.axes)]
     if not factors or not layout.nontrivial_axes(factors[0].axes):
         return None, 1, tuple(a for f in factors for a in layout.nontrivial_axes(f.axes))
@@ -87,7 +88,7 @@ def _leading_sharding(layout: Layout) -> tuple[DimSharding | None, int, tuple[in
 
 
 def selected_flat_indices(mask: Tensor, layout: Layout) -> Tensor:
-    """The global flat indices of the true elements of a local mask, ascending."""
+    """Return the global flat indices of the true elements of a local mask, ascending."""
     owners = Owners(layout, range(layout.ndim))
     if not layout.ndim:
         return mask.reshape(1).nonzero().flatten()
@@ -95,13 +96,13 @@ def selected_flat_indices(mask: Tensor, layout: Layout) -> Tensor:
 
 
 def as_bool_mask(mask: Any) -> ShardTensor:
-    """A mask as a whole value of truth values."""
+    """Return a mask as a reduced ShardTensor of bools."""
     mask = mask._reduced_value()
     return mask if mask.dtype is torch.bool else wrap(mask._local_tensor != 0, mask._layout)
 
 
 def align_mask_layouts(layout: Layout, at: int, mask: Layout) -> tuple[Layout, Layout]:
-    """(operand, mask) laid out alike from dim `at` on: as the operand is cut; where it is not, as the mask."""
+    """Return layouts of operand and mask with equal shardings from dim `at` on: the operand's, else the mask's."""
     dims = list(layout.dims)
     used = set(layout.shard_axes) | set(layout.partial_axes)
     for d in mask.sharded_dims:
@@ -112,75 +113,74 @@ def align_mask_layouts(layout: Layout, at: int, mask: Layout) -> tuple[Layout, L
 
 
 def masked_rows(x: ShardTensor, at: int, mask: Tensor) -> ShardTensor:
-    """x[mask] for a mask over the dims of `x` from `at` on."""
+    """Return x[mask] for a mask over the dims of `x` from `at` on."""
     mask = as_bool_mask(as_shard_tensor(mask, x._layout.mesh))
-    layout, where = align_mask_layouts(x._layout, at, mask._layout)
-    chosen = redistribute(mask._local_tensor, mask._layout, where).to(x.device)
+    layout, mask_layout = align_mask_layouts(x._layout, at, mask._layout)
+    selected = redistribute(mask._local_tensor, mask._layout, mask_layout).to(x.device)
     block = redistribute(x._local_tensor, x._layout, layout)
-    n = where.ndim
-    order = SelectionOrder(where, selected_flat_indices(chosen, where))
-    rows = order.exchange(block.movedim(list(range(at, at + n)), list(range(n)))[chosen])
+    n = mask_layout.ndim
+    order = SelectionOrder(mask_layout, selected_flat_indices(selected, mask_layout))
+    rows = order.exchange(block.movedim(list(range(at, at + n)), list(range(n)))[selected])
     dims = (*layout.dims[:at], (order.sharding,), *layout.dims[at + n :])
     return wrap(rows.movedim(0, at), layout.with_dims(dims))
 
 
 def masked_put(y: ShardTensor, at: int, mask: Tensor, value: Tensor) -> None:
-    """y[mask] = value, for a mask over the dims of `y` from `at` on.
+    """Write y[mask] = value, for a mask over the dims of `y` from `at` on.
 
-    `value` has the dim of what is selected first, then the other dims of `y`; all of size 1 where it broadcasts.
+    The first dim of `value` is that of the selection, then come the other dims of `y`. A dim of size 1 broadcasts.
     """
     mask = as_bool_mask(as_shard_tensor(mask, y._layout.mesh))
     layout, n = y._layout, mask.ndim
-    where = Layout.make(layout.mesh, layout.dims[at : at + n])
-    chosen = redistribute(mask._local_tensor, mask._layout, where).to(y.device)
+    mask_layout = Layout.make(layout.mesh, layout.dims[at : at + n])
+    selected = redistribute(mask._local_tensor, mask._layout, mask_layout).to(y.device)
     block = y._local_tensor.movedim(list(range(at, at + n)), list(range(n)))
-    rest = [d for d in range(layout.ndim) if not at <= d < at + n]
-    sizes = [layout.shape[d] for d in rest]
-    kept = [
+    other_dims = [d for d in range(layout.ndim) if not at <= d < at + n]
+    sizes = [layout.shape[d] for d in other_dims]
+    value_dims = [
         layout.dims[d] if size == m else (DimSharding(m),)
-        for d, size, m in zip(rest, sizes, value.shape[1:], strict=True)
+        for d, size, m in zip(other_dims, sizes, value.shape[1:], strict=True)
     ]
-    if value.shape[0] == 1:  # the same for all that is selected
+    if value.shape[0] == 1:  # one row for all selected elements
         rows = as_shard_tensor(value, layout.mesh)
-        target = Layout.make(layout.mesh, [(DimSharding(1),), *kept])
+        target = Layout.make(layout.mesh, [(DimSharding(1),), *value_dims])
         local = redistribute_in(rows, target, layout)[0]
         if value.numel() == 1:
-            block.masked_fill_(chosen[(..., *[None] * len(rest))], local.reshape(()))
+            block.masked_fill_(selected[(..., *[None] * len(other_dims))], local.reshape(()))
         else:
-            block[chosen] = local
+            block[selected] = local
         return
-    order = SelectionOrder(where, selected_flat_indices(chosen, where))
+    order = SelectionOrder(mask_layout, selected_flat_indices(selected, mask_layout))
     if value.shape[0] != order.sharding.size:
         raise RuntimeError(
             f"shape mismatch: value tensor of shape {list(value.shape)} cannot be broadcast to indexing result of "
             f"shape {[order.sharding.size, *sizes]}"
         )
     axes = order.sharding.axes
-    counts = gather_counts(int(chosen.sum()), where, axes, chosen.device)
-    listed = DimSharding(
-        order.sharding.size, axes, counts if axes else ()
-    )  # what each rank has selected, rank after rank
-    numbers = wrap(order.global_positions(), Layout.make(layout.mesh, [(listed,)]))
+    counts = gather_counts(int(selected.sum()), mask_layout, axes, selected.device)
+    # the selection of each rank, concatenated in rank order
+    local_order = DimSharding(order.sharding.size, axes, counts if axes else ())
+    positions = wrap(order.global_positions(), Layout.make(layout.mesh, [(local_order,)]))
     rows = as_shard_tensor(value, layout.mesh)._redistribute_to(
-        _value_layout(as_shard_tensor(value, layout.mesh)._layout, axes, kept)
+        _value_layout(as_shard_tensor(value, layout.mesh)._layout, axes, value_dims)
     )
-    picked = as_shard_tensor(index_with_tensors(rows, [numbers], [0]), layout.mesh)
-    target = Layout.make(layout.mesh, [(listed,), *kept])
-    block[chosen] = redistribute_in(picked, target, layout)[0]
+    local_rows = as_shard_tensor(index_with_tensors(rows, [positions], [0]), layout.mesh)
+    target = Layout.make(layout.mesh, [(local_order,), *value_dims])
+    block[selected] = redistribute_in(local_rows, target, layout)[0]
 
 
 def _value_layout(values: Layout, axes: tuple[int, ...], rest: list[tuple[DimSharding, ...]]) -> Layout:
-    """Values whose other dims lie as `rest`, and whose first dim is cut as it is or, to free its axes, over `axes`."""
+    """Return a layout of values with other dims sharded as `rest` and the first dim by no axes but `axes`."""
     first = values.dims[0]
-    busy = {a for d in range(1, values.ndim) for a in values.axes_of(d)}
-    if not set(values.axes_of(0)) <= set(axes) or len(first) > 1 or busy & set(axes):
+    other_axes = {a for d in range(1, values.ndim) for a in values.axes_of(d)}
+    if not set(values.axes_of(0)) <= set(axes) or len(first) > 1 or other_axes & set(axes):
         parts = [values.mesh.size(a) for a in axes]
         first = (DimSharding(values.shape[0], axes, nested_chunk(values.shape[0], parts) if axes else ()),)
     return Layout.make(values.mesh, [first, *rest])
 
 
 def redistribute_in(value: ShardTensor, target: Layout, work: Layout) -> list[Tensor]:
-    """The local tensor of `value` under `target`, for work that is divided as `work` is."""
+    """Return the local tensor of `value` under `target`; its gradient is summed over other axes that shard `work`."""
     local = redistribute(value._local_tensor, value._layout, target)
     return autograd_collectives.replicate_in(
         [local], process_groups(work, [a for a in work.shard_axes if a not in target.shard_axes])
@@ -189,20 +189,20 @@ def redistribute_in(value: ShardTensor, target: Layout, work: Layout) -> list[Te
 
 @composed("masked_select")
 def masked_select(input, mask):
-    """The elements where the mask is true."""
+    """Return the elements where the mask is true."""
     if mask.dtype is not torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     mesh = (input if isinstance(input, ShardTensor) else mask)._layout.mesh
-    x, chosen = (t if t.shape == shape else t.expand(shape) for t in (input, mask))
+    x, selected = (t if t.shape == shape else t.expand(shape) for t in (input, mask))
     if not shape:
-        x, chosen = x.reshape(1), chosen.reshape(1)
-    return masked_rows(as_shard_tensor(x, mesh), 0, chosen)
+        x, selected = x.reshape(1), selected.reshape(1)
+    return masked_rows(as_shard_tensor(x, mesh), 0, selected)
 
 
 @composed("nonzero")
 def nonzero(input, *, as_tuple=False):
-    """Where elements are not zero, in row-major order."""
+    """Return the indices of nonzero elements, in row-major order."""
     if not isinstance(input, ShardTensor):
         return torch.nonzero(input, as_tuple=as_tuple)
     mask = as_bool_mask(input)
@@ -215,22 +215,22 @@ def nonzero(input, *, as_tuple=False):
     for size in reversed(layout.shape):
         columns.append(flat % max(size, 1))
         flat = flat.div(max(size, 1), rounding_mode="floor")
-    lists = Layout.make(layout.mesh, [(order.sharding,)])
+    list_layout = Layout.make(layout.mesh, [(order.sharding,)])
     if as_tuple:
-        return tuple(wrap(c, lists) for c in reversed(columns))
+        return tuple(wrap(c, list_layout) for c in reversed(columns))
     table = torch.stack(columns[::-1], 1) if columns else flat.new_empty(len(flat), 0)
-    return wrap(table, lists.insert(1, len(columns)))
+    return wrap(table, list_layout.insert(1, len(columns)))
 
 
 @composed("argwhere")
 def argwhere(input):
-    """`nonzero` by another name."""
+    """Return `nonzero(input)`."""
     return nonzero(input)
 
 
 @handler(torch.where)
 def where(func, types, args, kwargs):
-    """With a condition alone, `nonzero`; else a choice element by element."""
+    """Return `nonzero` for a condition alone, else choose element by element."""
     if len(args) + len(kwargs) > 1:
         return pointwise(func, types, args, kwargs)
     return nonzero(*args, *kwargs.values(), as_tuple=True)
@@ -238,5 +238,5 @@ def where(func, types, args, kwargs):
 
 @composed("count_nonzero")
 def count_nonzero(input, dim=None):
-    """How many elements are not zero."""
+    """Return the number of nonzero elements."""
     return (input != 0).sum() if dim is None else (input != 0).sum(dim)

@@ -1,4 +1,4 @@
-"""Reading an index as torch reads it: what each entry of x[...] means, and torch's errors."""
+"""Parse an index as torch does: the meaning of each entry of x[...], and torch's errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IndexItem = int | tuple[int, int, int] | None  # an int, a slice as (start, stop
 
 
 class ParsedIndex(NamedTuple):
-    """An index read: its basic part, and the index tensors with the dim (after the basic part) each applies to."""
+    """A parsed index: its basic part, and the index tensors with the dim (after the basic part) each applies to."""
 
     items: tuple[IndexItem, ...]
     tensors: list[tuple[int, Tensor]]
 
 
 def _lists_are_tuples() -> bool:
-    """Whether this torch reads x[[[0, 1], [1, 2]]] as x[[0, 1], [1, 2]]; it is to change one day."""
+    """Return whether this torch parses x[[[0, 1], [1, 2]]] as x[[0, 1], [1, 2]]; a later torch will not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.zeros(2, 2)[[[0, 1], [0, 1]]].ndim == 1
@@ -31,7 +31,7 @@ LISTS_ARE_TUPLES = _lists_are_tuples()
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """True for index tensors that select by truth."""
+    """Return whether an index tensor is a mask."""
     return tensor.dtype in (torch.bool, torch.uint8)
 
 
@@ -39,18 +39,18 @@ _SLICE_FIELD_TYPES = (int, type(None))
 
 
 def basic_index_key(index: Any) -> tuple | None:
-    """A key for an index of ints, slices of ints, None and Ellipsis (slices as tuples); None for any other."""
+    """Return a cache key for an index of ints, slices of ints, None and Ellipsis; None for any other index."""
     key: list[Any] = []
     for i in index if index.__class__ is tuple else (index,):
         if i.__class__ is slice:
-            part = (i.start, i.stop, i.step)
+            fields = (i.start, i.stop, i.step)
             if (
-                part[0].__class__ not in _SLICE_FIELD_TYPES
-                or part[1].__class__ not in _SLICE_FIELD_TYPES
-                or part[2].__class__ not in _SLICE_FIELD_TYPES
+                fields[0].__class__ not in _SLICE_FIELD_TYPES
+                or fields[1].__class__ not in _SLICE_FIELD_TYPES
+                or fields[2].__class__ not in _SLICE_FIELD_TYPES
             ):
                 return None
-            key.append(part)
+            key.append(fields)
         elif i.__class__ is int or i is None or i is Ellipsis:
             key.append(i)
         else:
@@ -68,7 +68,7 @@ def _as_tuple(index: Any) -> tuple:
 
 
 def _normalize_entry(index: Any, device: torch.device) -> Any:
-    """One entry of an index as an int, bool, slice, None, Ellipsis or tensor."""
+    """Return one entry of an index as an int, bool, slice, None, Ellipsis or tensor."""
     if index is None or index is Ellipsis or isinstance(index, (bool, slice)):
         return index
     if isinstance(index, Tensor):
@@ -81,39 +81,39 @@ def _normalize_entry(index: Any, device: torch.device) -> Any:
         return operator.index(index)
     if not hasattr(index, "__len__"):
         raise IndexError(f"only integers, slices, ellipsis, None and long or byte tensors are indices, not {index!r}")
-    made = torch.as_tensor(index, device=device) if len(index) else torch.empty(0, dtype=torch.int64, device=device)
-    return _normalize_entry(made, device)
+    tensor = torch.as_tensor(index, device=device) if len(index) else torch.empty(0, dtype=torch.int64, device=device)
+    return _normalize_entry(tensor, device)
 
 
 def parse_index(shape: Sequence[int], index: Any, device: torch.device) -> ParsedIndex:
-    """Read an index as torch does, for a tensor of this shape; raises torch's errors."""
+    """Parse an index for a tensor of this shape; raise torch's errors."""
     entries = [_normalize_entry(i, device) for i in _as_tuple(index)]
-    takes = [_num_indexed_dims(i) for i in entries]
-    free = len(shape) - sum(takes)
+    dims_taken = [_num_indexed_dims(i) for i in entries]
+    free = len(shape) - sum(dims_taken)
     if free < 0:
         raise IndexError(f"too many indices for tensor of dimension {len(shape)}")
     if not any(e is Ellipsis for e in entries):
         entries.append(Ellipsis)
     items: list[IndexItem] = []
     tensors: list[tuple[int, Tensor]] = []
-    dim = at = 0  # the dim of the operand, and of the result of the basic part
+    dim = result_dim = 0  # the dim of the operand, and of the result of the basic part
     for entry in entries:
         if entry is Ellipsis:
             items += [(0, n, 1) for n in shape[dim : dim + free]]
-            dim, at, free = dim + free, at + free, 0
+            dim, result_dim, free = dim + free, result_dim + free, 0
         elif entry is None:
             items.append(None)
-            at += 1
-        elif isinstance(entry, bool):  # a new dim, kept or emptied
+            result_dim += 1
+        elif isinstance(entry, bool):  # a new dim of size 1 or 0
             items.append(None)
-            tensors.append((at, torch.zeros(int(entry), dtype=torch.int64, device=device)))
-            at += 1
+            tensors.append((result_dim, torch.zeros(int(entry), dtype=torch.int64, device=device)))
+            result_dim += 1
         elif isinstance(entry, int):
             items.append(normalize_index(entry, shape, dim))
             dim += 1
         elif isinstance(entry, slice):
             items.append(slice_bounds(entry, shape[dim]))
-            dim, at = dim + 1, at + 1
+            dim, result_dim = dim + 1, result_dim + 1
         else:
             n = _num_indexed_dims(entry)
             if is_mask(entry) and tuple(entry.shape) != tuple(shape[dim : dim + n]):
@@ -121,21 +121,21 @@ def parse_index(shape: Sequence[int], index: Any, device: torch.device) -> Parse
                     f"The shape of the mask {list(entry.shape)} at index {dim} does not match the shape of the "
                     f"indexed tensor {list(shape)} at index {dim}"
                 )
-            tensors.append((at, entry))
+            tensors.append((result_dim, entry))
             items += [(0, m, 1) for m in shape[dim : dim + n]]
-            dim, at = dim + n, at + n
+            dim, result_dim = dim + n, result_dim + n
     return ParsedIndex(tuple(items), tensors)
 
 
 def _num_indexed_dims(entry: Any) -> int:
-    """How many dims an entry of an index speaks of."""
+    """Return the number of dims that an entry of an index applies to."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.ndim if isinstance(entry, Tensor) and is_mask(entry) else 1
 
 
 def normalize_index(i: int, shape: Sequence[int], dim: int) -> int:
-    """An int index counted from the front, or torch's error."""
+    """Return an int index counted from the front, or raise torch's error."""
     size = shape[dim]
     if not -size <= i < size:
         raise IndexError(f"index {i} is out of bounds for dimension {dim} with size {size}")
@@ -143,11 +143,11 @@ def normalize_index(i: int, shape: Sequence[int], dim: int) -> int:
 
 
 def slice_bounds(s: slice, size: int) -> tuple[int, int, int]:
-    """A slice as (start, stop, step) inside a dim, or torch's error."""
+    """Return a slice as (start, stop, step) inside a dim, or raise torch's error."""
     if s.step is not None and operator.index(s.step) <= 0:
         raise ValueError("step must be greater than zero")
     if s.step is not None and operator.index(s.step) >= 1 << 62:
-        raise ValueError(f"a step of {s.step} overflows what a slice can count")  # torch returns nothing here
+        raise ValueError(f"slice step {s.step} is too large: the index would overflow")  # torch returns nothing here
     start, stop, step = s.indices(size)
     return start, max(start, stop), step
 

@@ -1,4 +1,8 @@
-"""Looking values up in others. Values that are cut stay; a cut table is asked on every rank and answers are summed."""
+"""searchsorted, bucketize and isin.
+
+Sharded values stay where they are. If the table is sharded along its rows, each rank searches its shard for all values,
+and the counts are a partial sum.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,23 @@ from .._common.probe import probe
 
 @rule("searchsorted")
 def searchsorted(sorted_sequence: Operand, input, *, out_int32=False, right=False, side=None, sorter=None, fn):
-    """How many of a row lie below a value is the sum of how many of each block do."""
+    """Count the elements of a row below each value: a sum of the counts of each shard of the row."""
     options = {"out_int32": out_int32, "right": right, "side": side}
     probe(fn, sorted_sequence, input, **options)
     table, values, result = _align_table_layouts(sorted_sequence, input)
     if sorter is not None and (sorter.shape != sorted_sequence.shape or sorter.dtype is not torch.int64):
         raise RuntimeError("torch.searchsorted(): sorter must have the shape of boundaries and dtype long")
     operands = {"sorted_sequence": table} | ({"input": values} if isinstance(input, Operand) else {})
-    follows = sorter is not None and not table.is_sharded(table.ndim - 1)
-    if follows:
+    use_sorter = sorter is not None and not table.is_sharded(table.ndim - 1)
+    if use_sorter:
         operands["sorter"] = table
 
     def local(sorted_sequence, input, sorter):
-        if follows:
+        if use_sorter:
             return fn(_contiguous(sorted_sequence), _contiguous(input), **options, sorter=_contiguous(sorter))
         if sorter is not None:
-            # the order of the whole says nothing about a block, but a count asks for no order of its own: any will do
+            # `sorter` is the global order and does not apply to a shard, so the shard is sorted; counts need no global
+            # order
             sorted_sequence = sorted_sequence.sort(-1)[0]
         return fn(_contiguous(sorted_sequence), _contiguous(input), **options)
 
@@ -52,70 +57,78 @@ def bucketize(input, boundaries: Operand, *, out_int32=False, right=False, fn):
 
 
 def _contiguous(value: Any) -> Any:
-    """Contiguous: torch warns of others, and a piece of a contiguous tensor may be one."""
+    """Return a contiguous tensor: torch warns about others, and a shard of a contiguous tensor may be strided."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _align_table_layouts(table: Operand, values: Any) -> tuple[Layout, Layout, Layout]:
-    """Where the table and the values must lie, and the result: Partial over the axes that cut the table's rows.
+    """Return the layouts of the table, the values and the result, which is Partial over the axes of the table's rows.
 
-    Leading dims are cut alike, as the larger of the two has them. An axis that cuts both the table's rows and the
-    values makes the smaller of them whole.
+    Leading dims take the sharding of the larger operand. If an axis shards both the table's rows and the values, the
+    smaller of them is unsharded.
     """
-    have = table.layout
-    want = values.layout if isinstance(values, Operand) else Layout.replicate(have.mesh, ())
+    table_layout = table.layout
+    value_layout = values.layout if isinstance(values, Operand) else Layout.replicate(table_layout.mesh, ())
     lead = table.ndim - 1
-    if lead and have.shape[:-1] != want.shape[:-1]:
+    if lead and table_layout.shape[:-1] != value_layout.shape[:-1]:
         raise RuntimeError(
             "torch.searchsorted(): boundaries tensor should be 1 dimension or the first N-1 dimensions of boundaries "
-            f"tensor and input value tensor must match, but we got boundaries {list(have.shape)} and input "
-            f"{list(want.shape)}"
+            f"tensor and input value tensor must match, but we got boundaries {list(table_layout.shape)} and input "
+            f"{list(value_layout.shape)}"
         )
-    large, small = (have, want) if have.numel > want.numel else (want, have)
+    large, small = (
+        (table_layout, value_layout) if table_layout.numel > value_layout.numel else (value_layout, table_layout)
+    )
     dims: list[tuple[DimSharding, ...]] = []
     used: set[int] = set()
     for d in range(lead):
         options = [x.dims[d] for x in (large, small) if x.axes_of(d) and not used & set(x.axes_of(d))]
-        dims.append(options[0] if options else (DimSharding(have.shape[d]),))
+        dims.append(options[0] if options else (DimSharding(table_layout.shape[d]),))
         used |= {a for f in dims[-1] for a in f.axes}
 
-    def rest(layout: Layout, start: int, taken: set[int]) -> list[tuple[DimSharding, ...]]:
+    def trailing_dims(layout: Layout, start: int, used_axes: set[int]) -> list[tuple[DimSharding, ...]]:
         tail = range(start, layout.ndim)
-        return [(DimSharding(layout.shape[d]),) if taken & set(layout.axes_of(d)) else layout.dims[d] for d in tail]
+        return [(DimSharding(layout.shape[d]),) if used_axes & set(layout.axes_of(d)) else layout.dims[d] for d in tail]
 
-    if large is have:
-        rows = rest(have, lead, used)
-        tail = rest(want, lead, used | {a for f in rows[0] for a in f.axes})
+    if large is table_layout:
+        rows = trailing_dims(table_layout, lead, used)
+        tail = trailing_dims(value_layout, lead, used | {a for f in rows[0] for a in f.axes})
     else:
-        tail = rest(want, lead, used)
-        rows = rest(have, lead, used | {a for d in tail for f in d for a in f.axes})
-    summed = have.nontrivial_axes(a for f in rows[0] for a in f.axes)
-    placed = [Layout.make(have.mesh, dims + last) for last in (rows, tail)]
-    return placed[0], placed[1], placed[1].with_partial(summed)
+        tail = trailing_dims(value_layout, lead, used)
+        rows = trailing_dims(table_layout, lead, used | {a for d in tail for f in d for a in f.axes})
+    partial_axes = table_layout.nontrivial_axes(a for f in rows[0] for a in f.axes)
+    layouts = [Layout.make(table_layout.mesh, dims + last) for last in (rows, tail)]
+    return layouts[0], layouts[1], layouts[1].with_partial(partial_axes)
 
 
 @rule("isin", merged=True)
 def isin(elements, test_elements, *, assume_unique=False, invert=False, fn):
-    """The elements stay. Where the others are cut, each rank looks among its part, and any find counts."""
+    """Test elements where they are. If `test_elements` are sharded, an all_reduce combines the finds of each rank."""
     probe(fn, elements, test_elements, assume_unique=assume_unique, invert=invert)
     mesh = (elements if isinstance(elements, Operand) else test_elements).layout.mesh
-    held, among = (
+    element_layout, test_layout = (
         x.layout if isinstance(x, Operand) else Layout.replicate(mesh, ()) for x in (elements, test_elements)
     )
-    shared = set(held.nontrivial_axes(held.shard_axes)) & set(among.shard_axes)
-    target = held
-    if shared and among.numel <= held.numel:
-        among = among.unshard([d for d in range(among.ndim) if shared & set(among.axes_of(d))])
+    shared = set(element_layout.nontrivial_axes(element_layout.shard_axes)) & set(test_layout.shard_axes)
+    target = element_layout
+    if shared and test_layout.numel <= element_layout.numel:
+        test_layout = test_layout.unshard([d for d in range(test_layout.ndim) if shared & set(test_layout.axes_of(d))])
     elif shared:
-        target = held.unshard([d for d in range(held.ndim) if shared & set(held.axes_of(d))])
-    over = process_groups(among, among.shard_axes)
+        target = element_layout.unshard(
+            [d for d in range(element_layout.ndim) if shared & set(element_layout.axes_of(d))]
+        )
+    groups = process_groups(test_layout, test_layout.shard_axes)
 
     def local(elements, test_elements):
-        found = fn(elements, test_elements, assume_unique=assume_unique, invert=invert and not over)
-        for group in over:
-            found = collectives.all_reduce(found, group, "max")
-        return redistribute(~found if over and invert else found, target, held)
+        is_in = fn(elements, test_elements, assume_unique=assume_unique, invert=invert and not groups)
+        for group in groups:
+            is_in = collectives.all_reduce(is_in, group, "max")
+        return redistribute(~is_in if groups and invert else is_in, target, element_layout)
 
-    operands = {"elements": target, "test_elements": among}
-    given = {"elements": elements, "test_elements": test_elements}
-    return Plan(local=local, operands={k: v for k, v in operands.items() if isinstance(given[k], Operand)}, layout=held)
+    operands = {"elements": target, "test_elements": test_layout}
+    arguments = {"elements": elements, "test_elements": test_elements}
+    return Plan(
+        local=local,
+        operands={k: v for k, v in operands.items() if isinstance(arguments[k], Operand)},
+        layout=element_layout,
+    )
