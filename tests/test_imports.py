@@ -1,12 +1,13 @@
-"""Imports go one way, and private torch names live in one package.
+"""Imports go one way, private torch names are in one package, and messages leave by comm/.
 
-Both are read off the source with `ast`, so a wrong import is found even where it would happen to work.
+All three are read from the source with `ast`, so a wrong import is found even where it would happen to work.
 """
 
 import ast
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -25,11 +26,11 @@ LAYERS = [
     },
     {"dispatch.plan", "spec"},
     {"redistribute", "dispatch.write_tracking"},
+    {"tensor"},
     {"dispatch.arguments"},
     {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},
     {"dispatch.executor"},
     {"dispatch.registry"},
-    {"tensor"},
     {"ops", "distribute"},
     # Building blocks for users' own ops, and older paths of the same things.
     {"shard_utils", "neighbors"},
@@ -157,6 +158,49 @@ def test_private_torch_names_are_in_compat_alone(module):
     assert not found, f"{module} uses private names of torch; reach them through shardfield._compat: {found}"
 
 
+# Functions of torch.distributed that send messages.
+COLLECTIVES = {
+    name
+    for name in dir(torch.distributed)
+    if name.startswith(("all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "scatter"))
+    or name.startswith(("send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "monitored_barrier"))
+} - {"reduce_op"}
+# Modules that send messages past comm/, each with the reason.
+PAST_COMM = {
+    "shardfield._compat.world": "names torch's flat all_gather, which has two spellings, for comm.transport",
+    "shardfield.distributed.world": "starts and ends the process group, below comm/: no ShardTensor exists then",
+    "shardfield.testing._worker": "a barrier of the test ranks, below comm/",
+    "shardfield.train.ddp_simulation": "stands in for DistributedDataParallel, whose messages bypass comm/ too",
+    "shardfield.bench.measure": "barriers around a measurement, which must not count as its traffic",
+}
+
+
+def collectives_used(tree: ast.AST) -> list[str]:
+    """Return the functions of torch.distributed that send messages and that a module names, called or not."""
+    names = torch_names(tree)
+
+    def dotted(node: ast.AST) -> str:
+        if isinstance(node, ast.Name):
+            return names.get(node.id, "")
+        return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+    def sends(name: str) -> bool:
+        package, _, last = name.rpartition(".")
+        return name.startswith("torch.distributed.nn") or (package == "torch.distributed" and last in COLLECTIVES)
+
+    nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute)) and sends(dotted(n))]
+    return [f"line {n.lineno}: {dotted(n)}" for n in nodes]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("shardfield.comm.")])
+def test_messages_leave_by_comm(module):
+    found = collectives_used(ast.parse(MODULES[module].read_text()))
+    if module in PAST_COMM:
+        assert found, f"{module} sends no messages past comm/ any more: remove it from PAST_COMM"
+    else:
+        assert not found, f"{module} sends messages itself; use shardfield.comm.collectives: {found}"
+
+
 def test_the_checks_can_fail():
     assert row("shardfield.distributed") > row("shardfield.comm") > row("shardfield.distributed.manager")
     known = {
@@ -191,3 +235,16 @@ def test_the_checks_can_fail():
         assert private_torch_names(ast.parse(text)), text
     for text in ("import torch\nx._local_tensor", "import torch\ntorch.Tensor.__torch_function__", "self._torch = 1"):
         assert not private_torch_names(ast.parse(text)), text
+    for text in (
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\nsend = torch.distributed.isend",
+        "from torch.distributed import broadcast\nbroadcast(x, 0)",
+        "from torch import distributed\ndistributed.batch_isend_irecv(ops)",
+        "import torch.distributed.nn.functional as f\nf.all_reduce(x)",
+    ):
+        assert collectives_used(ast.parse(text)), text
+    for text in (
+        "import torch.distributed as dist\ndist.get_rank()",
+        "from ..comm import collectives\ncollectives.all_reduce(x)",
+    ):
+        assert not collectives_used(ast.parse(text)), text

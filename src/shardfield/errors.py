@@ -14,6 +14,6 @@ class WorldError(ShardfieldError):
 
 
 class Untraceable(ShardingError):
-    """A callable that cannot be written down as one program. `values`: because it looks at values of tensors."""
+    """A callable cannot be traced into one program. `needs_values`: because it reads the values of tensors."""
 
-    values = False
+    needs_values = False

@@ -1,13 +1,15 @@
-"""ShardTensor: a torch.Tensor that lies in pieces on the ranks of a device mesh.
+"""ShardTensor: a torch.Tensor that is sharded over the ranks of a device mesh.
 
-The wrapper takes no part in autograd: `_local_tensor` carries the graph, and everything about gradients is asked of
-it. What a call on a ShardTensor does is decided in `dispatch/registry.py`.
+A ShardTensor has a layout and either a local tensor or a `Deferred` value, which computes the local tensor when it is
+first read. The wrapper takes no part in autograd: the local tensor carries the graph and answers every question about
+gradients. Calls on ShardTensors are dispatched by `dispatch/registry.py`, which is reached through `entry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,68 +17,169 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from ._compat import make_wrapper
+from ._compat import dynamo_disable, make_wrapper
 from .comm import autograd_collectives
-from .dispatch import arguments, registry
 from .dispatch.plan import process_groups
-from .dispatch.write_tracking import INCOMPLETE_GRAD, WRITE_OBSERVERS, ViewConsensus, expose_local, write_is_lost
+from .dispatch.write_tracking import (
+    INCOMPLETE_GRAD,
+    WRITE_OBSERVERS,
+    ViewConsensus,
+    WriteObserver,
+    expose_local,
+    write_is_lost,
+)
 from .errors import ShardingError
 from .layout import Layout
 from .redistribute import redistribute, unmerge_dims
 from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 
 
-class ShardTensor(torch.Tensor):
-    """A drop-in tensor cut into pieces, of any sizes, over the ranks of a `DeviceMesh`.
+class Entry:
+    """The functions of the dispatcher that ShardTensor calls.
 
-    Make one with `scatter_tensor` (one rank has the data) or `ShardTensor.from_local` (each rank has its piece), and
-    use it as a tensor. Calls give what the same calls give on one device, forward and backward, or raise a
-    `ShardingError` on every rank.
+    The dispatcher is built on this module and cannot be imported here. `dispatch/registry.py` fills these fields once,
+    when it is imported; this is the only reference from a lower layer of the package to a higher one.
     """
 
-    _local_tensor: Tensor
+    torch_function: Callable[..., Any]
+    torch_dispatch: Callable[..., Any]
+    run_backward: Callable[..., None]
+    register: Callable[[Any, Callable], None]
+    register_named: Callable[[str, Callable], None]
+    register_dispatch: Callable[[Any, Callable], None]
+    __slots__ = tuple(__annotations__)
+
+
+entry = Entry()
+
+
+# ---------------------------------------------------------------------- deferred values
+
+
+class Deferred(WriteObserver):
+    """A value that is computed when its local tensor is first read: a lazy spectrum, a lazily padded field.
+
+    A deferred value holds its source. `before_write` and `before_export` (see `WriteObserver`) let it take a snapshot
+    before the source is written; both must send nothing, since ranks may differ in which deferred values are alive.
+    """
+
+    layout: Layout  # of the value
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the value will require grad; must be the same on all ranks, without a message."""
+        raise NotImplementedError
+
+    def materialize(self) -> ShardTensor:
+        """Compute the value in `layout`. Communicates: all ranks must call it."""
+        raise NotImplementedError
+
+
+# The attributes of a deferred tensor that are answered from the deferred value. Every other read of its local tensor
+# materializes, which communicates: all ranks must then do the same.
+DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
+    {
+        "requires_grad": lambda deferred: deferred.requires_grad,
+        "is_leaf": lambda deferred: not deferred.requires_grad,
+        "grad": lambda deferred: None,
+        "retains_grad": lambda deferred: False,
+        "_version": lambda deferred: 0,
+    }
+)
+
+
+class _MaterializeOnRead:
+    """`_local_tensor` of a ShardTensor that has none in its `__dict__`: compute the deferred value.
+
+    Not a data descriptor, so a local tensor in `__dict__` is found first and its reads cost nothing more. (With a
+    `__getattr__` every attribute of every ShardTensor would take longer.)
+    """
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        deferred = None if tensor is None else tensor._deferred
+        if deferred is None:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
+        local = deferred.materialize()._local_tensor
+        tensor._local_tensor = local
+        del tensor.__dict__["_deferred"]
+        return local
+
+
+def _local_attribute(name: str, doc: str) -> property:
+    """Build the property that reads `name` off the local tensor, or off the deferred value where that can tell."""
+    read, answer = attrgetter(f"_local_tensor.{name}"), DEFERRED_ATTRIBUTES.get(name)
+    if answer is None:
+        return property(read, doc=f"{doc} Communicates if the tensor is deferred.")
+
+    def get(self: ShardTensor) -> Any:
+        deferred = self._deferred
+        return read(self) if deferred is None else answer(deferred)
+
+    return property(get, doc=doc)
+
+
+# ---------------------------------------------------------------------- the tensor
+
+
+class ShardTensor(torch.Tensor):
+    """A drop-in tensor that is sharded, evenly or not, over the ranks of a `DeviceMesh`.
+
+    Make one with `scatter_tensor` (one rank has the data) or `ShardTensor.from_local` (each rank has its shard), and
+    use it as a tensor. Calls give what the same calls give on one device, forward and backward, or raise a
+    `ShardingError` on every rank.
+
+    Shape, dtype, device, layout, `requires_grad` and `repr` never communicate. Reading values does: `item`, `tolist`,
+    `numpy`, `bool`, `int`, `float`, `full_tensor`. A lazy spectrum (`torch.fft` of a sharded dim) or a lazily padded
+    field (`F.pad` of a sharded field) communicates when its local tensor is first read, by `to_local` say.
+    """
+
+    _local_tensor: Tensor = _MaterializeOnRead()  # type: ignore[assignment]
+    _deferred: Deferred | None = None  # in the place of a local tensor
     _layout: Layout
-    _dtype: torch.dtype  # the local tensor's, and so is the device: asking it takes longer
+    _dtype: torch.dtype  # dtype and device of the local tensor; reading them from it takes longer
     _device: torch.device
-    # torch would have returned a view here and this is a copy: writing would be lost
+    # torch would have returned a view here and this is a copy: a write would be lost
     _copied_view: bool | ViewConsensus = False
-    _narrowed = False  # a slice of a cut dim
+    _narrowed = False  # a slice along a sharded dim
     _unsent = False  # filled with a number on this rank: no message has ever held its memory
-    _grad_incomplete = False  # it was read before it was made, so that gradients do not go through it
-    _reduced_cache: tuple[tuple[int, bool], ShardTensor] | None = (
-        None  # what a Partial sums to, and the version it was taken at
-    )
+    _grad_incomplete = False  # its consumers were fused with its source, so its `.grad` is incomplete
+    # (version of the local tensor, grad mode) and the reduced value of a Partial, computed at that version
+    _reduced_cache: tuple[tuple[int, bool], ShardTensor] | None = None
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Layout | ShardTensorSpec, *, requires_grad: bool = False):
         layout = spec.layout if isinstance(spec, ShardTensorSpec) else spec
         if local_tensor.shape != layout.local_shape:
             raise ShardingError(
-                f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's part of {layout}"
+                f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's shard of {layout}, which has "
+                f"shape {tuple(layout.local_shape)}"
             )
         return wrap(expose_local(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    __torch_function__ = classmethod(registry.torch_function)
+    @classmethod
+    @dynamo_disable
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return entry.torch_function(cls, func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return registry.torch_dispatch(cls, func, types, args, kwargs or {})
+        return entry.torch_dispatch(cls, func, types, args, kwargs or {})
 
-    # ------------------------------------------------------------------ what it is; read without dispatch
+    # ------------------------------------------------------------------ metadata, read without dispatch
 
-    shape = property(attrgetter("_layout.shape"))
+    shape = property(attrgetter("_layout.shape"), doc="Global shape.")
     ndim = property(attrgetter("_layout.ndim"))
     dtype = property(attrgetter("_dtype"))
-    device = property(attrgetter("_device"))
+    device = property(attrgetter("_device"), doc="Device of the local tensor.")
     device_mesh = property(attrgetter("_layout.mesh"))
-    placements = property(attrgetter("_layout.placements"))
+    placements = property(attrgetter("_layout.placements"), doc="One placement per mesh axis.")
 
     @property
     def _spec(self) -> ShardTensorSpec:
-        return ShardTensorSpec(self._layout, self._local_tensor)
+        return ShardTensorSpec(self._layout, self)
 
     def size(self, dim: int | None = None):
         return self._layout.shape if dim is None else self._layout.shape[dim]
@@ -97,42 +200,61 @@ class ShardTensor(torch.Tensor):
         return self._layout.shape[0]
 
     def stride(self, dim: int | None = None):
-        """The strides of the whole tensor, stored in the order this rank's part is stored in."""
+        """Return the strides of the global tensor if its dims were stored in the order of the local tensor's dims.
+
+        Communicates if the tensor is deferred.
+        """
         order = sorted(range(self.ndim), key=lambda d: (-self._local_tensor.stride(d), d))
         strides, step = [0] * self.ndim, 1
         for d in reversed(order):
             strides[d], step = step, step * max(self.shape[d], 1)
         return tuple(strides) if dim is None else strides[dim]
 
-    # ------------------------------------------------------------------ autograd: asked of the local tensor
+    def _metadata_local(self) -> Tensor:
+        """Return a tensor with the metadata of the local one; a deferred value is not materialized for it."""
+        if self._deferred is not None:
+            return torch.empty((1,) * self.ndim, dtype=self._dtype, device=self._device)
+        return self._local_tensor
+
+    # ------------------------------------------------------------------ autograd, on the local tensor
+
+    is_leaf = _local_attribute("is_leaf", "Whether the local tensor is a leaf.")
+    retains_grad = _local_attribute("retains_grad", "Whether `retain_grad` was called.")
+    output_nr = _local_attribute("output_nr", "Index among the outputs of `grad_fn`.")
+    _version = _local_attribute("_version", "Number of writes into the local tensor.")
 
     @property
     def requires_grad(self) -> bool:
-        return self._local_tensor.requires_grad
+        """Whether gradients are computed for this tensor."""
+        deferred = self._deferred
+        return self._local_tensor.requires_grad if deferred is None else DEFERRED_ATTRIBUTES["requires_grad"](deferred)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self._local_tensor.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
+        """Set `requires_grad` of the local tensor. Communicates if the tensor is deferred."""
         self._local_tensor.requires_grad_(requires_grad)
         return self
 
-    is_leaf = property(attrgetter("_local_tensor.is_leaf"))
-    grad_fn = property(attrgetter("_local_tensor.grad_fn"))
-    retains_grad = property(attrgetter("_local_tensor.retains_grad"))
-    output_nr = property(attrgetter("_local_tensor.output_nr"))
-    _version = property(attrgetter("_local_tensor._version"))
+    @property
+    def grad_fn(self) -> Any:
+        """The node that computed the local tensor. Communicates if the tensor is deferred and requires grad."""
+        return self._local_tensor.grad_fn if self.requires_grad else None
 
     @property
     def grad(self) -> ShardTensor | None:
+        """The gradient, sharded as this tensor; Replicate where this tensor is Partial."""
+        if self._deferred is not None:
+            return DEFERRED_ATTRIBUTES["grad"](self._deferred)
         grad = self._local_tensor.grad
         return None if grad is None else wrap(grad, self._grad_layout)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            local, layout = arguments.as_operand(value, self._layout.mesh)
+            local, layout = as_operand(value, self._layout.mesh)
             value = redistribute(local, layout, self._grad_layout)
         self._local_tensor.grad = value
 
@@ -142,31 +264,36 @@ class ShardTensor(torch.Tensor):
 
     @property
     def _grad_layout(self) -> Layout:
-        """A Partial's gradient is the whole gradient; any other's lies like itself."""
+        """Layout of the gradient: that of the tensor, with Partial axes Replicate."""
         return self._layout.with_partial(()) if self._layout.partial else self._layout
 
     def retain_grad(self) -> None:
+        """Keep the gradient of a non-leaf tensor. Communicates if the tensor is deferred."""
         self._local_for_grad().retain_grad()
 
     def register_hook(self, hook: Callable[[ShardTensor], Tensor | None]) -> Any:
-        """`hook` gets the gradient as a ShardTensor and may return another."""
+        """Call `hook` with the gradient as a ShardTensor; it may return another one.
+
+        Communicates if the tensor is deferred.
+        """
         layout = self._grad_layout
         return self._local_for_grad().register_hook(_wrap_hook(hook, layout))
 
     def _local_for_grad(self) -> Tensor:
-        """The local tensor, for one who asks for its gradient."""
+        """Return the local tensor; refuse where its gradient would be incomplete."""
         if self._grad_incomplete:
             raise ShardingError(INCOMPLETE_GRAD)
         return self._local_tensor
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[ShardTensor], None]) -> Any:
+        """Call `hook` with this tensor after its gradient was accumulated."""
         return self._local_tensor.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-        """As on a tensor; `gradient` may be a ShardTensor in any layout or a plain whole tensor."""
-        registry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
+        """Compute gradients, as on a tensor; `gradient` may be a ShardTensor in any layout or a plain global tensor."""
+        entry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
-    # ------------------------------------------------------------------ moving
+    # ------------------------------------------------------------------ construction and redistribution
 
     @staticmethod
     def from_local(
@@ -178,11 +305,11 @@ class ShardTensor(torch.Tensor):
         run_check: bool = False,
         **kwargs: Any,
     ) -> ShardTensor:
-        """The ShardTensor whose piece on this rank is `local_tensor`. Differentiable.
+        """Return the ShardTensor whose shard on this rank is `local_tensor`. Differentiable.
 
-        `sharding_shapes`: "infer" asks the other ranks for their shapes (one small message), "chunk" trusts that the
-        pieces are cut as torch.chunk would, and a dict `{mesh axis: shape of each coord's piece}` states them; the
-        last two send nothing.
+        `sharding_shapes`: "infer" exchanges the local shapes between ranks (one small message), "chunk" assumes the
+        shard sizes of torch.chunk, and a dict `{mesh axis: local shape on each coordinate}` states them; the last two
+        send nothing.
         """
         if device_mesh is None:
             raise ShardingError("from_local: device_mesh is needed")
@@ -195,14 +322,14 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor, **kwargs: Any) -> ShardTensor:
-        """A DTensor taken over: same pieces, same mesh, gradients flow back into it."""
+        """Return the ShardTensor with the shards and the mesh of a DTensor; gradients flow back into the DTensor."""
         placements = dtensor.placements
         layout = Layout.of(dtensor.device_mesh, placements, dtensor.shape)
         grads = [Replicate() if isinstance(p, Partial) else p for p in placements]
         return wrap(expose_local(dtensor.to_local(grad_placements=grads)), layout)
 
     def to_dtensor(self) -> DTensor:
-        """A DTensor with the same pieces where torch.chunk cuts so, else after moving to such a cut."""
+        """Return a DTensor. Communicates where the shard sizes are not those of torch.chunk, which DTensor needs."""
         value = self.redistribute(placements=self.placements, sharding_shapes="chunk")
         return DTensor.from_local(
             expose_local(value._local_tensor),
@@ -221,10 +348,10 @@ class ShardTensor(torch.Tensor):
         sharding_shapes: str | Mapping[int, Sequence[Any]] | None = None,
         async_op: bool = False,
     ) -> ShardTensor:
-        """The same value in another layout. Differentiable.
+        """Return the same value in another layout. Differentiable.
 
-        `sharding_shapes` says how sharded dims are cut: None keeps a cut that is already there and chunks others,
-        "chunk" and "balanced" do so for every dim, a dict `{mesh axis: lengths or shapes}` states them.
+        `sharding_shapes` sets the shard sizes: None keeps those of a dim that is sharded already and chunks the others,
+        "chunk" and "balanced" apply to every sharded dim, `{mesh axis: shard sizes or local shapes}` states them.
         """
         if device_mesh is not None and device_mesh != self._layout.mesh:
             raise ShardingError(
@@ -233,14 +360,14 @@ class ShardTensor(torch.Tensor):
         target = target_layout(self._layout, placements, sharding_shapes)
         local = redistribute(self._local_tensor, self._layout, target)
         if target is not self._layout and local._is_view() and not local.requires_grad:
-            local = local.clone()  # else writing into the result would write into this tensor
+            local = local.clone()  # else a write into the result would reach this tensor
         return wrap(local, target)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's piece, as a plain tensor in the same graph.
+        """Return this rank's shard as a plain tensor in the same graph. Communicates if the tensor is deferred.
 
-        Its gradient is expected as the layout has it: a slice for Shard, the whole for Replicate and Partial. State
-        `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
+        Its gradient must be placed as the layout says: a shard for Shard, the full gradient for Replicate and Partial.
+        State `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
         """
         local = expose_local(self._local_tensor)
         if grad_placements is None:
@@ -254,12 +381,12 @@ class ShardTensor(torch.Tensor):
         return autograd_collectives.replicate_in([local], process_groups(self._layout, summed))[0]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole value as a plain tensor on every rank."""
+        """Return the global value as a plain tensor on every rank. Communicates."""
         target = Layout.replicate(self._layout.mesh, self._layout.shape)
         return self._redistribute_to(target).to_local(grad_placements=grad_placements)
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
-        """The global index of this rank's first element; with `mesh_dim`, along the dim that axis cuts."""
+        """Return the global index of this rank's first element; with `mesh_dim`, along the dim sharded by that axis."""
         offsets = self._layout.offsets()
         if mesh_dim is None:
             return offsets
@@ -272,63 +399,67 @@ class ShardTensor(torch.Tensor):
         return wrap(redistribute(self._local_tensor, self._layout, target), target)
 
     def _reduced_value(self) -> ShardTensor:
-        """This value with nothing left to reduce; taken once, however many ops ask."""
+        """Return this value without Partial axes. Communicates; the result is cached until the next write."""
         if not self._layout.partial:
             return self
         local = self._local_tensor
-        if local.is_inference():  # nobody counts its writes
+        if local.is_inference():  # its writes are not counted
             return self._redistribute_to(self._layout.with_partial(()))
         key = (local._version, torch.is_grad_enabled())
-        known = self._reduced_cache
-        if known is None or known[0] != key:
-            known = self._reduced_cache = (key, self._redistribute_to(self._layout.with_partial(())))
-        return known[1]
+        cached = self._reduced_cache
+        if cached is None or cached[0] != key:
+            cached = self._reduced_cache = (key, self._redistribute_to(self._layout.with_partial(())))
+        return cached[1]
 
     def _unmerged_value(self) -> ShardTensor:
-        """This value with nothing left to reduce and no merged dims."""
+        """Return this value without Partial axes and without merged dims. Communicates."""
         value = self._reduced_value()
         return value if value._layout.is_simple else value._redistribute_to(unmerge_dims(value._layout))
 
     def _write(self, value: ShardTensor) -> ShardTensor:
-        """Write a whole value of this shape into this tensor's pieces."""
+        """Write a value of this shape, in any layout, into the local tensor."""
         self._check_writable()
         self._local_tensor.copy_(redistribute(value._local_tensor, value._layout, self._layout))
         return self
 
     def _check_writable(self) -> None:
-        for borrower in list(WRITE_OBSERVERS) if WRITE_OBSERVERS else ():
-            borrower.before_write(self._local_tensor)
+        """Announce a write into the local tensor; refuse it where it would be lost."""
+        for observer in list(WRITE_OBSERVERS) if WRITE_OBSERVERS else ():
+            observer.before_write(self._local_tensor)
         if self._copied_view and write_is_lost(self._copied_view):
             raise ShardingError(
-                "writing into this tensor would be lost, or reach what it was made from on some ranks only: on one "
-                f"device it is a view, here pieces of it were moved or copied ({self._layout}). Write into the "
-                "original by index, or clone() first"
+                "writing into this tensor would be lost, or reach its source on some ranks only: on one device it is "
+                f"a view of its source, here shards were moved or copied ({self._layout}). Write into the source by "
+                "index, or clone() this tensor first"
             )
 
-    # ------------------------------------------------------------------ users' own ops
+    # ------------------------------------------------------------------ handlers of users
 
     @classmethod
     def register_function_handler(cls, func: Any, function_handler: Callable) -> None:
-        """Calls of `func` on ShardTensors go to `function_handler(func, types, args, kwargs)`."""
-        registry.register(func, function_handler)
+        """Dispatch calls of `func` on ShardTensors to `function_handler(func, types, args, kwargs)`."""
+        entry.register(func, function_handler)
 
     @classmethod
     def register_named_function_handler(cls, name: str, function_handler: Callable) -> None:
-        """The same for a function known by name, as `"mylib.op.default"` of a custom op or its qualified name."""
-        registry.register_named(name, function_handler)
+        """Dispatch by name: `"mylib.op.default"` of a custom op, or a function's qualified name."""
+        entry.register_named(name, function_handler)
 
     @classmethod
     def register_dispatch_handler(cls, op: Any, function_handler: Callable) -> None:
-        """Calls that reach torch's dispatcher as the aten operator `op` go to `function_handler(*args, **kwargs)`."""
-        registry.DISPATCH_HANDLERS[op] = function_handler
+        """Dispatch calls that reach the aten operator `op` to `function_handler(*args, **kwargs)`."""
+        entry.register_dispatch(op, function_handler)
 
-    # ------------------------------------------------------------------ as an object
+    # ------------------------------------------------------------------ Python protocols
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        local = self.__dict__.get("_local_tensor", "not made yet")
-        return f"ShardTensor({self._layout}, dtype={self.dtype}, local={local})"
+        """Describe layout, dtype and the local tensor. Never communicates, so one rank alone may print it."""
+        deferred = self._deferred
+        local = self._local_tensor if deferred is None else f"deferred {type(deferred).__name__}"
+        return f"ShardTensor({self._layout}, dtype={self._dtype}, local={local})"
 
     def __str__(self) -> str:
+        """Return the value of a tensor of no dims, which communicates; `repr` of any other."""
         if self.numel() == 1 and self.ndim == 0:
             return f"ShardTensor({self.item()}, {self._layout})"
         return repr(self)
@@ -337,34 +468,35 @@ class ShardTensor(torch.Tensor):
         return self.item().__format__(spec) if self.ndim == 0 else object.__format__(str(self), spec)
 
     def item(self) -> Any:
-        """The value of a tensor with one element, the same on every rank."""
-        return arguments.to_full_tensor(self).item()
+        """Return the value of a tensor with one element, the same on every rank. Communicates unless Replicate."""
+        return to_full_tensor(self).item()
 
     def tolist(self) -> Any:
-        return arguments.to_full_tensor(self).tolist()
+        """Return the global value as nested lists. Communicates unless Replicate."""
+        return to_full_tensor(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole value as an array on every rank."""
-        return arguments.to_full_tensor(self).numpy(force=force)
+        """Return the global value as an array on every rank. Communicates unless Replicate."""
+        return to_full_tensor(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        whole = arguments.to_full_tensor(self).numpy()
-        return whole if dtype is None else whole.astype(dtype, copy=False)
+        full = to_full_tensor(self).numpy()
+        return full if dtype is None else full.astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(arguments.to_full_tensor(self).detach())
+        return bool(to_full_tensor(self).detach())
 
     def __int__(self) -> int:
-        return int(arguments.to_full_tensor(self).detach())
+        return int(to_full_tensor(self).detach())
 
     def __float__(self) -> float:
-        return float(arguments.to_full_tensor(self).detach())
+        return float(to_full_tensor(self).detach())
 
     def __complex__(self) -> complex:
-        return complex(arguments.to_full_tensor(self).detach())
+        return complex(to_full_tensor(self).detach())
 
     def __index__(self) -> int:
-        return arguments.to_full_tensor(self).__index__()
+        return to_full_tensor(self).__index__()
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
@@ -390,7 +522,7 @@ def _rebuild(local: Tensor, layout: Layout) -> ShardTensor:
 
 
 def wrap(local: Tensor, layout: Layout) -> ShardTensor:
-    """The ShardTensor with this local tensor under this layout; nothing is checked."""
+    """Return the ShardTensor with this local tensor under this layout; nothing is checked."""
     dtype, device = local.dtype, local.device
     # by position (strides, offset and memory format are None): torch takes a third longer to read names
     made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, device)
@@ -398,15 +530,54 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     return made
 
 
+def wrap_deferred(deferred: Deferred, dtype: torch.dtype, device: torch.device) -> ShardTensor:
+    """Return the ShardTensor of a deferred value, which has no local tensor until one is read."""
+    layout = deferred.layout
+    made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, device)
+    made.__dict__ = {"_deferred": deferred, "_layout": layout, "_dtype": dtype, "_device": device}
+    return made
+
+
+# ---------------------------------------------------------------------- any tensor as (local tensor, layout)
+
+
+def as_operand(value: Tensor, mesh: Any, partial: bool = False, merged: bool = False) -> tuple[Tensor, Layout]:
+    """Return (local tensor, layout) on `mesh` of a tensor argument: a plain tensor is Replicate, a DTensor converted.
+
+    Partial axes are reduced and merged dims are resharded first (which communicates), unless the flags allow them.
+    """
+    if not isinstance(value, ShardTensor):
+        if not isinstance(value, DTensor):
+            return value, Layout.replicate(mesh, value.shape)
+        value = ShardTensor.from_dtensor(value)
+    layout = value._layout
+    if layout.mesh is not mesh and layout.mesh != mesh:
+        raise ShardingError(f"tensors on different meshes meet: {mesh} and {layout.mesh}")
+    if layout.partial and not partial:
+        value = value._reduced_value()
+        layout = value._layout
+    if not merged and not layout.is_simple:
+        goal = unmerge_dims(layout)
+        return redistribute(value._local_tensor, layout, goal), goal
+    return value._local_tensor, layout
+
+
+def to_full_tensor(value: Any) -> Tensor:
+    """Return the global value of a ShardTensor or DTensor as a plain tensor. Communicates unless Replicate."""
+    if isinstance(value, DTensor):
+        value = ShardTensor.from_dtensor(value)
+    goal = Layout.replicate(value._layout.mesh, value._layout.shape)
+    return redistribute(value._local_tensor, value._layout, goal)
+
+
 def _wrap_hook(hook: Callable, layout: Layout) -> Callable[[Tensor], Tensor | None]:
+    """Turn a hook on ShardTensors of this layout into a hook on their local tensors."""
+
     def run(grad: Tensor) -> Tensor | None:
         changed = hook(wrap(grad, layout))
         if changed is None:
             return None
-        local, now = arguments.as_operand(changed, layout.mesh)
+        local, now = as_operand(changed, layout.mesh)
         return redistribute(local, now, layout)
 
     return run
-
-
-arguments.ShardTensor, arguments.wrap = ShardTensor, wrap

@@ -315,16 +315,16 @@ def refused():
     summed = ShardTensor(torch.ones(4, 6), Layout.of(mesh, [Partial()], (4, 6)))
     model = nn.Linear(6, 6).double()
     for step, given, why in [
-        (puts, (x,), "a dict that is kept outside is written into"),
-        (numbers, (x,), "variable 'number' is given a new value"),
+        (puts, (x,), "it writes into a dict from outside"),
+        (numbers, (x,), "assigns the outer variable 'number'"),
         (method, (x,), "Trainer writes its attribute 'calls'"),
         (counts, (x, "counts"), "Counts writes its attribute 'calls'"),
-        (counts, (x, "keeps"), "a list that is kept outside is written into"),
-        (sets_data, (x,), "given other data"),
-        (item, ({"x": x},), "container among the arguments is changed"),
+        (counts, (x, "keeps"), "it writes into a list from outside"),
+        (sets_data, (x,), "assignment to `.data`|assigned other data"),
+        (item, ({"x": x},), "changes a container among its arguments"),
         (lambda x: types.SimpleNamespace(x=x * 2), (x,), "returns a SimpleNamespace that holds tensors"),
         (lambda x: (y * 2 for y in [x]), (x,), "returns a generator"),
-        (lambda x: x.relu_(), (summed,), "gives it another layout"),
+        (lambda x: x.relu_(), (summed,), "changes its layout"),
         (lambda x: (model(x) ** 2).mean().backward(), (x,), r"backward\(\) is called inside"),
     ]:
         with pytest.raises(Untraceable, match=why):
@@ -367,7 +367,7 @@ def apart():
         (eagerly(torch.sin) if dist.get_rank() == 1 else eagerly(model))(x)
     fast(x).sum().backward()  # nothing is lost so far
     rendezvous.TIMEOUT, began = timedelta(seconds=2), time.monotonic()
-    with pytest.raises(ShardingError, match="in 2 s rank .* did not come to trace it too.*New here: argument 0 is"):
+    with pytest.raises(ShardingError, match="rank .* did not trace it within 2 s.*New on this rank: argument 0 is"):
         fast(other)
     took = time.monotonic() - began
     dist.destroy_process_group()  # its connections are gone

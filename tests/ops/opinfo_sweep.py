@@ -1,7 +1,7 @@
 """A sweep over PyTorch's own operator database: every sample is right or refused, on all ranks alike.
 
 For each operator that takes float64, each sample input, each tensor argument and each of its dims: that argument is
-cut unevenly along that dim over the ranks, and outputs and gradients are compared with the plain call. Run
+sharded unevenly along that dim over the ranks, and outputs and gradients are compared with the plain call. Run
 `python -m tests.ops.opinfo_sweep --help`, or `make sweep` for all of it (it writes docs/op-coverage.md).
 """
 
@@ -132,7 +132,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
 
     layout = Layout.of(mesh, [Shard(dim)], tensors[which].shape, {dim: lengths})
     mine[which] = ShardTensor(local_shard(tensors[which], layout).requires_grad_(mine[which].requires_grad), layout)
-    where += f" cut {'+'.join(map(str, lengths))}"
+    where += f" sharded as {'+'.join(map(str, lengths))}"
     gather.warned.clear()
     torch.manual_seed(1)
     try:
@@ -251,8 +251,8 @@ def page(table: dict[str, list], about: str) -> str:
     lines = [
         "# Op coverage",
         "",
-        "Written by `make sweep`: PyTorch's own operator database in float64, each tensor argument cut unevenly along",
-        "each of its dims in turn, outputs and gradients compared with the plain call. The numbers may not fall.",
+        "Written by `make sweep`: PyTorch's operator database in float64, each tensor argument sharded unevenly along",
+        "each of its dims in turn, outputs and gradients compared with the plain call. The shares must not fall.",
         "",
         f"{about}",
         "",

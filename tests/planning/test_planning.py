@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor, cli
+from shardfield import ShardTensor, cli, scatter_tensor
 from shardfield.errors import ShardfieldError
 from shardfield.layout import Layout
 from shardfield.planning import DEVICES, Device, Link, Network, Seen, Subject, count, predict, simulated, watch
@@ -165,6 +165,18 @@ def test_what_hangs_on_numbers_is_refused():
     with pytest.raises(ShardfieldError, match="picky: .* hangs on numbers"):
         count(picky, (1, 2), 0)
     assert not dist.is_initialized()
+
+
+def record_scatter():
+    mesh = init_device_mesh("cpu", (2,))
+    with watch() as seen:
+        scatter_tensor(torch.ones(6, 2), 0, mesh, [Shard(0)])
+    sends = [entry for entry in seen.tape if isinstance(entry, Send) and entry.kind == "deliver"]
+    assert [(s.to, s.bytes) for s in sends] == [(((1 - dist.get_rank(), 24),), 24)], sends
+
+
+def test_scatter_is_recorded():
+    run_on_ranks(record_scatter, 2)
 
 
 def test_memory_is_counted():

@@ -1,23 +1,22 @@
-"""Write docs/models.md from the results of test_models.py: python tests/zoo/page.py results.jsonl docs/models.md"""
+"""Write docs/models.md from the results of test_zoo.py: python -m tests.zoo.page results.jsonl docs/models.md"""
 
 import json
 import sys
 from pathlib import Path
 
-HEAD = """# Models that run as they are
+HEAD = """# Models that run unmodified
 
-Models that nobody here wrote, run unmodified on fields in uneven pieces, against the same model on one device:
-outputs, the gradients of input and parameters, and the parameters after three steps of gradient descent, in float64.
-The error is the largest difference, relative to the largest number; gathers are calls that had no rule. Bytes are what
-one rank sends in a forward and backward pass.
+Public models, run unmodified on unevenly sharded fields and compared with the same model on one device: outputs, the
+gradients of input and parameters, and the parameters after three steps of gradient descent, in float64. The error is
+the largest difference, relative to the largest number. Gathers are calls without a sharding rule. Bytes are those
+that one rank sends in a forward and backward pass.
 
-neuraloperator writes `torch.cfloat` into its layers, so that its numbers are rounded to single precision on one device
-too; with that name standing for double precision it agrees to ten digits (`tests/ops/spectral/test_neuralop.py`).
-More about graph networks is on the page about [graphs](graphs.md); spherical ones are on the page about
-[the sphere](sphere.md). `make test-models` runs all of this again and writes this page; `shardfield check` does
-it for [your model](bring-your-model.md).
+neuraloperator uses `torch.cfloat` in its layers, so that its results are rounded to single precision on one device
+too. With `torch.complex128` in its place it agrees to ten digits (`tests/ops/spectral/test_neuralop.py`).
+[Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
+test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).
 
-| model | input | mesh | cut dims | error | gathers | bytes | messages |
+| model | input | mesh | sharded dims | error | gathers | bytes | messages |
 |---|---|---|---|---|---|---|---|
 """
 

@@ -8,6 +8,8 @@ it can do is not read off its name: one that serves the CPU as well is staged, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
 
+UNUSED_TAG = 7331  # no rank sends a message with this tag
 PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)
 
 
@@ -233,3 +236,15 @@ def _probe_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
             'and the group has none for the CPU to go by: init_process_group("cpu:gloo,cuda:...") gives it one'
         )
     return STAGED
+
+
+def break_connection(group: ProcessGroup) -> None:
+    """Break this rank's connection to a peer of a gloo group, so that peers blocked in a collective raise.
+
+    gloo blocks on the host, and raises when a peer has closed its connection. A receive that times out closes it.
+    """
+    with suppress(RuntimeError):
+        peer = (group.rank() + 1) % group.size()
+        receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=UNUSED_TAG)
+        if receive is not None:
+            receive.wait(timedelta(milliseconds=1))

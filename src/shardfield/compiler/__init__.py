@@ -1,3 +1,8 @@
-"""A sharded step as one local program: tracing, passes over its messages, compiling."""
+"""Compile a step on ShardTensors: trace it into local graphs with collectives in them, optimize those, compile them.
+
+`api` is the entry point and holds the cache of programs. `program` traces one program, `lowering` and `passes` rewrite
+its graphs, and `backends` compiles them. `closures`, `module_state` and `guards` decide when a program may be reused.
+`rendezvous` and `trace_consensus` keep the ranks together while they trace.
+"""
 
 from .api import compile as compile

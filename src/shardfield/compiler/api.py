@@ -1,4 +1,4 @@
-"""`compile`: a callable on ShardTensors whose calls run as compiled local programs."""
+"""`compile`: wrap a callable on ShardTensors so that its calls run as compiled local programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .module_state import ModuleState, is_index
 from .program import Program
 from .pytree import flatten
 
-RETRACES = 16  # programs of one callable, beyond which it runs as it is
+RETRACES = 16  # traces of one callable, after which new signatures run uncompiled
 
 
 def compile(
@@ -38,43 +38,44 @@ def compile(
     passes: Iterable[str] | None = None,
     retraces: int = RETRACES,
 ) -> Any:
-    """A module or function on ShardTensors, traced into one local forward and one local backward graph.
+    """Return a compiled version of a module or function on ShardTensors.
 
-    What it returns is called as the original is, and has its parameters: a module gives a module that shares them and
-    all its attributes, and
-    what DDP or FSDP2 has wrapped is compiled inside, FSDP2's innermost units each, and is itself returned. Each
-    new set of layouts, shapes, dtypes, devices and flags (grad mode, training, autocast) is traced once, on all ranks
-    together. What cannot be traced is an error with `fullgraph`; without, it runs uncompiled, and a warning says why.
+    The callable is traced into one local forward graph and one local backward graph. A compiled module shares the
+    parameters, buffers and all other attributes of the original. A model wrapped by DDP or FSDP2 is compiled in place,
+    inside its wrapper, and returned; under FSDP2 each innermost unit is compiled. Every new combination of layouts,
+    shapes, dtypes, devices and flags (grad mode, training, autocast) is traced once, by all ranks together. A callable
+    that cannot be traced is an error if `fullgraph` is True. If it is False, the callable runs uncompiled and a warning
+    gives the reason.
 
-    `backend`: "inductor", "aot_eager" (the graphs as they are), or a function `(graph, example inputs) -> callable`.
-    `passes`: which of these are applied; all of them, unless said otherwise. "halos": convolutions and activations that
-    follow each other in an nn.Sequential share a halo where that is fewer bytes and little work is done twice. "once":
-    equal messages are sent once. "buckets": small sums of gradients share messages. "overlap": messages start early and
-    land late, with work between.
+    `backend` is "inductor", "aot_eager" (run the graphs uncompiled), or a function
+    `(graph, example inputs) -> callable`. `passes` selects graph passes; the default is all of them. "halos":
+    consecutive convolutions and activations of an nn.Sequential share one halo exchange if that sends fewer bytes and
+    repeats little work. "once": identical collectives run once. "buckets": small gradient all_reduces are coalesced.
+    "overlap": collectives start early and are waited for late, with computation in between.
     """
     if dynamic:
-        raise ValueError("compile: layouts are fixed when a program is traced, so its shapes are: leave dynamic=False")
+        raise ValueError("compile: dynamic shapes are not supported, since a trace fixes layouts: leave dynamic=False")
     if not callable(model_or_step):
-        raise TypeError(f"compile: a module or a function is wanted, and this is a {type(model_or_step).__name__}")
+        raise TypeError(f"compile: expected a module or a function, got a {type(model_or_step).__name__}")
     if retraces < 1:
-        raise ValueError(f"compile: retraces={retraces}: at least one trace is needed")
-    how = Backend(backend), Passes(passes), fullgraph, retraces
+        raise ValueError(f"compile: retraces={retraces}: expected at least 1")
+    options = Backend(backend), Passes(passes), fullgraph, retraces
     if not isinstance(model_or_step, nn.Module):
-        return Compiled(model_or_step, *how)
+        return Compiled(model_or_step, *options)
     if isinstance(model_or_step, (DistributedDataParallel, FSDPModule)):
         for unit in _units(model_or_step):
-            unit.__dict__["forward"] = Compiled(unit.forward, *how)
+            unit.__dict__["forward"] = Compiled(unit.forward, *options)
         return model_or_step
-    return _compile_module(*how, model_or_step)
+    return _compile_module(*options, model_or_step)
 
 
 def _compile_module(backend: Backend, passes: Passes, fullgraph: bool, retraces: int, module: nn.Module) -> Any:
-    how = backend, passes, fullgraph, retraces
-    return make_proxy(module, functools.partial(_compile_module, *how), Compiled(module.forward, *how))
+    options = backend, passes, fullgraph, retraces
+    return make_proxy(module, functools.partial(_compile_module, *options), Compiled(module.forward, *options))
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """The modules inside a data-parallel wrapper around which no message of its own is sent."""
+    """Return the modules inside a DDP or FSDP2 wrapper whose forward contains no collective of the wrapper."""
     if isinstance(model, DistributedDataParallel):
         return [model.module]
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -82,14 +83,15 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 
 class Compiled:
-    """A callable and its programs, one for each set of layouts and flags it was called with."""
+    """Hold a callable and its compiled programs, one for each combination of layouts and flags in its calls."""
 
     def __init__(self, target: Callable, backend: Backend, passes: Passes, fullgraph: bool, retraces: int):
         self._target, self._backend, self._passes = target, backend, passes
         self._fullgraph, self._retraces = fullgraph, retraces
         self._programs: dict[Any, list[Program]] = {}
-        self._eager: dict[Any, list[Any]] = {}  # with the arguments, so that no other gets the id of one of them
-        self._last_signature: list[str] = []  # what it was last traced for
+        # Keys that run uncompiled. The arguments are kept alive: a key may hold the id of one of them.
+        self._eager: dict[Any, list[Any]] = {}
+        self._last_signature: list[str] = []  # signature of the latest trace
         self.traces = 0
         self.__name__ = getattr(target, "__name__", type(target).__name__)
         self.__qualname__ = getattr(target, "__qualname__", self.__name__)
@@ -97,7 +99,7 @@ class Compiled:
         self.__wrapped__ = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if trace_state.tracer is not None:  # inside another program that is being traced
+        if trace_state.tracer is not None:  # inside the trace of another program
             return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         key = self._cache_key(leaves, spec)
@@ -106,24 +108,24 @@ class Compiled:
                 return program.run(leaves)
         if key in self._eager:
             return self._target(*args, **kwargs)
-        made = self._trace(key, leaves, spec)
-        return self._target(*args, **kwargs) if made is None else made.run(leaves)
+        new_program = self._trace(key, leaves, spec)
+        return self._target(*args, **kwargs) if new_program is None else new_program.run(leaves)
 
     def __deepcopy__(self, memo: dict) -> Compiled:
-        """A copy has its own target, and traces anew."""
+        """Copy the target; the copy has no programs and traces again."""
         return Compiled(copy.deepcopy(self._target, memo), self._backend, self._passes, self._fullgraph, self._retraces)
 
     def __reduce__(self) -> tuple:
         return Compiled, (self._target, self._backend, self._passes, self._fullgraph, self._retraces)
 
     def _cache_key(self, leaves: list[Any], spec: Any) -> tuple:
-        found: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()]
-        found += autocast_state()
-        found.append(torch.are_deterministic_algorithms_enabled())
+        key: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()]
+        key += autocast_state()
+        key.append(torch.are_deterministic_algorithms_enabled())
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, ShardTensor):
-                found += (
+                key += (
                     leaf._layout,
                     leaf._dtype,
                     leaf._device,
@@ -131,18 +133,18 @@ class Compiled:
                     seen.setdefault(id(leaf), len(seen)),
                 )
             elif isinstance(leaf, Tensor):
-                found += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
+                key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
             else:
-                found += (type(leaf), _static_key(leaf))
-        return tuple(found)
+                key += (type(leaf), _static_key(leaf))
+        return tuple(key)
 
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
         if self.traces >= self._retraces:
             self._fall_back(
                 key,
                 leaves,
-                f"it has been traced {self.traces} times already, for other layouts, shapes, flags or values that are "
-                "no tensors: a number that changes from call to call is best passed as a tensor",
+                f"it was traced {self.traces} times already, for other layouts, shapes, flags or non-tensor arguments. "
+                "Pass a number that changes from call to call as a tensor",
             )
             return None
         self.traces += 1
@@ -158,19 +160,18 @@ class Compiled:
         return program
 
     def _build_program(self, leaves: list[Any], spec: Any) -> Program:
-        """A program; where it depends on values, which a trace has none of, one for these tensors of integers alone."""
+        """Trace a program. If the trace needs tensor values, trace again with integer tensors as constants."""
         captured = Captured(self._target, leaves)
-        how = leaves, spec, self._backend, self._passes
+        inputs = leaves, spec, self._backend, self._passes
+        last = self._last_signature
         try:
-            return Program(
-                self._target, ModuleState(captured), *how, constant_indices=False, last_signature=self._last_signature
-            )
+            return Program(self._target, ModuleState(captured), *inputs, constant_indices=False, last_signature=last)
         except Untraceable as error:
             state = ModuleState(captured, constant_indices=True)
             indices = state.constants or any(isinstance(x, Tensor) and is_index(x) for x in leaves)
-            if not (indices and error.values):
+            if not (indices and error.needs_values):
                 raise
-            return Program(self._target, state, *how, constant_indices=True, last_signature=self._last_signature)
+            return Program(self._target, state, *inputs, constant_indices=True, last_signature=last)
 
     def _fall_back(self, key: tuple, leaves: list[Any], reason: str) -> None:
         if self._fullgraph:
@@ -181,9 +182,9 @@ class Compiled:
 
 
 def _static_key(value: Any) -> Any:
-    """What stands in a key for an argument that is no tensor; programs keep it, so that no other gets its id."""
+    """Return the cache key of a non-tensor argument. Programs keep the argument alive, so that an id stays unique."""
     if isinstance(value, float):
-        return value.hex()  # 0.0 is not -0.0, and nan is nan
+        return value.hex()  # distinguishes 0.0 from -0.0, and nan equals nan
     if isinstance(value, slice):  # hashable from Python 3.12 on
         return value.start, value.stop, value.step
     if isinstance(value, set):

@@ -1,8 +1,9 @@
-"""For which calls a program sends its messages: `explain()` of a compiled step names them.
+"""Attribute the collectives of a compiled program to the torch calls it was traced from, for `explain()`.
 
-While a program is traced a Report listens, as it would if the calls were run. A message is written down with the number
-of the call that it is for; messages that are merged keep the numbers of all. When the program runs inside `explain()`,
-the calls it was traced from are listed again, and what it sends is told to them.
+While a program is traced, a Report records the calls as it does for an eager run. Each collective in the graph carries
+the number of the call that issued it; a merged collective carries the numbers of all its calls. When the program runs
+inside `explain()`, the recorded calls are added to the user's report, and the bytes of each collective are counted for
+its calls.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from ..debug.explain import Report, Row
 from ..errors import ShardingError
 from . import rendezvous
 
-# Called with a message's calls before it is sent; None while nobody listens.
+# Called with the call numbers of a collective before it starts; None if no report is active.
 on_send: Callable[[Sequence[int]], None] | None = None
 
 
 class TracedCalls:
-    """The calls that a program was traced from."""
+    """Record the calls that a program was traced from, and replay them into a report."""
 
     def __init__(self, target: Any):
         root = getattr(target, "__self__", None)
         self._root = root if isinstance(root, nn.Module) else None
         self._report = Report()
         self._sending: list[Row] = []
-        self.groups: list[ProcessGroup] = []  # whose ranks run it together
+        self.groups: list[ProcessGroup] = []  # process groups of the program's meshes
 
     # ------------------------------------------------------------------ tracing
 
     def reset(self) -> None:
-        """Another trace begins."""
+        """Drop the recorded calls, since another trace begins."""
         self._report.rows.clear()
         self._sending.clear()
         self._report._path = [] if self._root is None else [(self._root, "")]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, calls are noted, and nobody else listens."""
+        """Record calls in the own report, with all other observers switched off."""
         before = explain.active, collectives.meter, collectives.tag
         explain.active, collectives.meter, collectives.tag = (
             self._report,
             None,
             None,
-        )  # what is counted is what the program sends
+        )  # messages are counted when the program runs, not while it is traced
         hooks = [
             register_module_forward_pre_hook(self._report.enter_module),
             register_module_forward_hook(self._report.leave_module, always_call=True),
@@ -64,12 +65,12 @@ class TracedCalls:
                 hook.remove()
 
     def current_ids(self) -> list[int]:
-        """The number of the call for which a message is written down; nothing outside any call."""
+        """Return the number of the call that issues the current collective, as a list; empty outside any call."""
         row = collectives.tag
         if row is None:
             return []
-        for number, known in enumerate(self._sending):
-            if known is row:
+        for number, sending in enumerate(self._sending):
+            if sending is row:
                 return [number]
         self._sending.append(row)
         return [len(self._sending) - 1]
@@ -77,19 +78,21 @@ class TracedCalls:
     # ------------------------------------------------------------------ running
 
     def instrument(self, compiled: Callable, *, backward: bool = False, has_backward: bool = False) -> Callable:
-        """A compiled graph that tells who listens what it sends. keep: its backward will be run."""
+        """Wrap a compiled graph so that an active report sees its collectives. `has_backward`: it is a forward graph
+        whose backward graph will run later.
+        """
 
         def run(args: Any) -> Any:
             listener = explain.active_report()
             try:
-                if listener is None or listener._row is not None:  # inside another call, messages are that one's
+                if listener is None or listener._row is not None:  # inside another call, which gets the messages
                     return compiled(args)
                 with self._attributing(listener, backward, has_backward):
                     return compiled(args)
-            except RuntimeError as error:  # a message that failed, maybe for a rank that left to trace alone
-                if not (said := rendezvous.failure_reason(self.groups)):
+            except RuntimeError as error:  # a collective failed, maybe because a rank left to trace alone
+                if not (reason := rendezvous.failure_reason(self.groups)):
                     raise
-                raise ShardingError(said) from error
+                raise ShardingError(reason) from error
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -102,24 +105,24 @@ class TracedCalls:
             listener.keep_for_backward(self, rows)
         shared: dict[tuple[int, ...], Row] = {}
 
-        def tell(calls: Sequence[int]) -> None:
+        def set_tag(calls: Sequence[int]) -> None:
             if len(calls) < 2 or not rows:
                 collectives.tag = rows[calls[0]] if calls and rows else None
-            elif (found := shared.get(tuple(calls))) is not None:
-                collectives.tag = found
+            elif (row := shared.get(tuple(calls))) is not None:
+                collectives.tag = row
             else:
                 collectives.tag = shared[tuple(calls)] = listener.add_shared_row([rows[i] for i in calls])
             if not backward:
                 listener._row = collectives.tag
 
-        before, on_send = on_send, tell
+        before, on_send = on_send, set_tag
         try:
             yield
         finally:
             on_send, collectives.tag, listener._row = before, None, None
 
     def _replay_rows(self, listener: Report) -> list[Row]:
-        """The calls, once more, in a report; those that send by their numbers."""
-        where = listener.path()
-        again = {id(row): listener.compiled(row, where) for row in self._report.rows}
-        return [again.get(id(row)) or listener.compiled(row, where) for row in self._sending]
+        """Add the traced calls to a report. Return the rows of the calls that communicate, by call number."""
+        path = listener.path()
+        replayed = {id(row): listener.compiled(row, path) for row in self._report.rows}
+        return [replayed.get(id(row)) or listener.compiled(row, path) for row in self._sending]

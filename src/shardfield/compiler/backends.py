@@ -1,4 +1,4 @@
-"""What makes a traced graph run: Inductor, the graph as it is, or a user's own compiler."""
+"""Backends that compile a traced graph: Inductor, none (the graph runs as traced), or a function of the user."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ BACKEND_NAMES = ("inductor", "aot_eager")
 
 
 class Backend:
-    """A compiler of local graphs: `(graph, example inputs) -> callable` of tensors."""
+    """Compile local graphs: `(graph, example inputs) -> callable` of tensors."""
 
     def __init__(self, chosen: str | Callable):
         if isinstance(chosen, str) and chosen not in BACKEND_NAMES:
-            raise ValueError(f"compile: backend {chosen!r} is not one of {', '.join(BACKEND_NAMES)}, nor a function")
+            raise ValueError(f"compile: backend {chosen!r} is not one of {', '.join(BACKEND_NAMES)}, nor a callable")
         self.name = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", "custom")
         self._chosen = chosen
-        self.mutates = chosen == "inductor"  # writes into inputs are part of the graph
+        self.mutates = chosen == "inductor"  # whether the graph itself contains the writes into its inputs
 
     def decompositions(self) -> dict[Any, Callable]:
-        """What the compiler wants taken apart."""
+        """Return the decompositions that the compiler expects to be applied before it gets a graph."""
         return inductor_decompositions() if self._chosen == "inductor" else {}
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], is_backward: bool, outputs: int) -> Callable:
-        """`outputs` of the graph's results are the user's; the others are kept for backward."""
+        """Compile a graph. Its first `outputs` results are returned to the user; the others are saved for backward."""
         if self._chosen == "inductor":
-            travels = any(node.target is WAIT for node in graph.graph.nodes)  # then work is where it hides messages
-            return inductor_compile(graph, inputs, is_backward, outputs, travels)
+            # Inductor must keep the order of a graph with collectives: it overlaps them with computation.
+            has_collectives = any(node.target is WAIT for node in graph.graph.nodes)
+            return inductor_compile(graph, inputs, is_backward, outputs, has_collectives)
         _views_to_reshapes(graph)
         if self._chosen == "aot_eager":
             return boxed_graph(graph)
@@ -41,9 +42,10 @@ class Backend:
 
 
 def _views_to_reshapes(graph: GraphModule) -> None:
-    """A kernel's results may lie otherwise than its trace says (Fourier transforms of torch 2.11 do).
+    """Replace every `view` by `reshape`, which copies where a view is impossible.
 
-    So what is a view in the trace copies where it can be none. Inductor looks at what comes, and raises.
+    The strides of a kernel's result may differ from those in its trace: FFTs of torch 2.11 do so, and `view` raises
+    then. Inductor does not need this: its code asserts strides.
     """
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.view.default:

@@ -1,4 +1,4 @@
-"""What a callable reaches besides its arguments: modules, objects of the user's, and the variables of its functions."""
+"""Find the state that a callable can reach besides its arguments: modules, user objects, closure cells and globals."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from ..errors import Untraceable
 
-MAX_DEPTH = 4  # objects and containers inside each other that are looked into
-LIBRARIES = ("torch", "shardfield", "numpy")  # packages whose objects' insides are their own business
+MAX_DEPTH = 4  # depth of nested objects and containers to which the search goes
+LIBRARIES = ("torch", "shardfield", "numpy")  # packages whose objects are not searched
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Captured:
-    """What a callable is, is a method of, closes over, has in its globals, or is given.
+    """Collect what a callable may read: its `self`, closure, globals, default arguments and non-tensor arguments.
 
-    modules: with all modules inside them. objects: others that have attributes. variables: (dict of globals, name), and
-    cells: of functions, all with their names. defaults: of their arguments.
+    `modules` includes submodules. `objects` are other user objects with attributes. `variables` are pairs (globals
+    dict, name) and `cells` are pairs (closure cell, name). `defaults` are default values of arguments.
     """
 
     def __init__(self, target: Any, arguments: Iterable[Any] = ()):
@@ -32,18 +32,18 @@ class Captured:
         self.cells: list[tuple[types.CellType, str]] = []
         self.defaults: list[Any] = []
         self._roots: dict[int, nn.Module] = {}
-        self._seen: dict[int, Any] = {}  # with the thing itself, so that no other gets its id
+        self._seen: dict[int, Any] = {}  # id -> value; the value is kept alive so that its id stays unique
         self._visit(target, 0, strict=True)
         for value in arguments:
             if not isinstance(value, Tensor):
                 self._visit(value, 0)
         self.modules: list[nn.Module] = []
-        known: set[int] = set()
-        while self._roots:  # hooks and forwards may lead to further modules
+        visited: set[int] = set()
+        while self._roots:  # visiting hooks and forward methods may add further roots
             root = self._roots.pop(next(iter(self._roots)))
             for module in root.modules():
-                if id(module) not in known:
-                    known.add(id(module))
+                if id(module) not in visited:
+                    visited.add(id(module))
                     self.modules.append(module)
                     self._visit_module(module)
 
@@ -59,7 +59,10 @@ class Captured:
                     self._visit(value, 2)
 
     def _visit(self, value: Any, depth: int, strict: bool = False) -> None:
-        """strict: a tensor that a function captures is refused at once; elsewhere it is when it is used."""
+        """Visit a value and what it refers to.
+
+        strict: refuse a tensor that a function captures at once; otherwise the trace refuses it when it is used.
+        """
         if depth > MAX_DEPTH or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):
@@ -103,35 +106,35 @@ class Captured:
             self.cells.append((cell, name))
             self._visit_variable(function, name, value, depth, strict)
         for name, attribute in _global_names(function.__code__):
-            held = function.__globals__
-            if isinstance(held.get(name), types.ModuleType):  # `settings.scale`
-                held, name = held[name].__dict__, attribute
-            if name in held and (not _is_library_namespace(held) or held is function.__globals__):
-                value = held[name]
+            namespace = function.__globals__
+            if isinstance(namespace.get(name), types.ModuleType):  # `settings.scale`
+                namespace, name = namespace[name].__dict__, attribute
+            if name in namespace and (not _is_library_namespace(namespace) or namespace is function.__globals__):
+                value = namespace[name]
                 if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
-                    self.variables.append((held, name))
+                    self.variables.append((namespace, name))
                     self._visit_variable(function, name, value, depth, strict)
 
     def _visit_variable(self, function: Any, name: str, value: Any, depth: int, strict: bool) -> None:
         if isinstance(value, Tensor) and strict:
             raise Untraceable(
-                f"compile: {function.__qualname__} captures the tensor {name!r}, and a program would keep the one "
-                "that is there now: pass it as an argument, or make it a parameter or buffer of a module"
+                f"compile: {function.__qualname__} captures the tensor {name!r}, and the program would always use its "
+                "current value. Pass it as an argument, or make it a parameter or buffer of a module"
             )
         if not isinstance(value, types.FunctionType):
             self._visit(value, depth + 1, strict)
-        elif not _is_library_namespace(value.__globals__):  # the user's own functions may use modules and variables too
+        elif not _is_library_namespace(value.__globals__):  # a user function may itself read modules and variables
             self._visit(value, depth, strict and value.__module__ == function.__module__)
 
 
 def _is_library_namespace(variables: dict[str, Any]) -> bool:
-    """Whether a Python module is somebody else's, and what it reads its own business."""
+    """Return whether the globals are those of a library module, which is not searched."""
     name, file = str(variables.get("__name__")).partition(".")[0], variables.get("__file__") or ""
     return name in LIBRARIES or name in sys.stdlib_module_names - {"__main__"} or "site-packages" in file
 
 
 def _is_user_object(value: Any) -> bool:
-    """Whether a value is an object of the user's own, whose attributes code may read."""
+    """Return whether a value is an instance of a user class, whose attributes the callable may read."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) and not _is_library_type(type(value))
@@ -143,14 +146,14 @@ def _is_library_type(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """The global names that a function and the functions in it read, with the attribute that is read of each."""
-    steps = list(dis.get_instructions(code))
-    found: dict[tuple[str, str], None] = {}
-    for step, then in zip(steps, [*steps[1:], None], strict=True):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            of = then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            found[step.argval, str(then.argval) if of and then is not None else ""] = None
+    """Return pairs (global name, attribute read from it, or "") of a function and its nested functions."""
+    instructions = list(dis.get_instructions(code))
+    names: dict[tuple[str, str], None] = {}
+    for load, following in zip(instructions, [*instructions[1:], None], strict=True):
+        if load.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            reads_attribute = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            names[load.argval, str(following.argval) if reads_attribute and following is not None else ""] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found.update(dict.fromkeys(_global_names(constant)))
-    return tuple(found)
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)

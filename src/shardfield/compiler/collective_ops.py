@@ -1,8 +1,9 @@
-"""Messages in a traced program: each is one call that starts it and one call that brings what it carried.
+"""Collectives as custom ops of a traced graph: a start op issues the collective, a wait op returns its result.
 
-A start returns a ticket, a number in a tensor, and takes the ticket of the start before it, which it does not read: so
-the order of the starts, which all ranks must share, is part of the program, and no compiler can change it. Between a
-start and its landing there may be any work. When the program runs, the calls below send by `wire` as any others do.
+A start op returns a token, an integer tensor that identifies the collective in flight. It also takes the token of the
+preceding start op, without reading it. This data dependency fixes the order of the collectives, which must be the same
+on all ranks, so that no compiler can reorder them. Any computation may stand between a start and its wait. When the
+program runs, the ops communicate through `comm.collectives`, like eager code.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def _notify(numbers: list[int]) -> None:
 
 
 def _register(pending: collectives.Pending[Tensor], keep: bool) -> Tensor:
-    number = next(_tokens)
+    token = next(_tokens)
     if keep:
-        _in_flight[number] = pending
-    else:  # nobody asks for what it brings: it must have left before the program ends
+        _in_flight[token] = pending
+    else:  # the graph has no wait op for it, and it must complete before the program ends
         pending.wait()
-    return torch.tensor(number)
+    return torch.tensor(token)
 
 
 def _all_reduce(x: Tensor, op: str, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
@@ -51,8 +52,8 @@ def _all_reduce(x: Tensor, op: str, group: str, calls: list[int], after: Tensor 
 
 def _all_gather(x: Tensor, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
     _notify(calls)
-    members = process_group(group)
-    out = torch.stack(collectives.all_gather(x, [x.shape] * members.size(), members))
+    ranks = process_group(group)
+    out = torch.stack(collectives.all_gather(x, [x.shape] * ranks.size(), ranks))
     return _register(collectives.Pending((), (), lambda: out), keep)
 
 
@@ -66,24 +67,23 @@ def _exchange(
     x: Tensor, sends: list[int], receives: list[int], group: str, calls: list[int], after: Tensor | None, keep: bool
 ) -> Tensor:
     _notify(calls)
-    members = process_group(group)
-    landing = x.new_empty(sum(receives))
+    received = x.new_empty(sum(receives))
     pending = collectives.start_exchange(
-        x.split(sends), [(n,) for n in receives], members, into=landing.split(receives)
+        x.split(sends), [(n,) for n in receives], process_group(group), into=received.split(receives)
     )
 
-    def landed() -> Tensor:
+    def finish() -> Tensor:
         pending.wait()
-        return landing
+        return received
 
-    return _register(collectives.Pending((), (), landed), keep)
-
-
-def _wait(ticket: Tensor, sent: Tensor, shape: list[int]) -> Tensor:
-    return _in_flight.pop(int(ticket)).wait().view(shape)
+    return _register(collectives.Pending((), (), finish), keep)
 
 
-def _depend(x: Tensor, ticket: Tensor) -> Tensor:
+def _wait(token: Tensor, sent: Tensor, shape: list[int]) -> Tensor:
+    return _in_flight.pop(int(token)).wait().view(shape)
+
+
+def _depend(x: Tensor, token: Tensor) -> Tensor:
     return x.clone()
 
 
@@ -98,7 +98,7 @@ def _random_key(serial: int) -> Tensor:
 
 
 def _define(schema: str, run: Callable, shape: Callable, *, effect: bool = False, tags: Sequence[Any] = ()) -> None:
-    name = LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, *tags))  # tensors may lie as the compiler likes
+    name = LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, *tags))  # any strides: the compiler chooses
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardfield::{name}", shape, lib=LIBRARY)
     if effect:
@@ -109,8 +109,8 @@ def _fake_token(*_: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-# The last arguments of all that has a place in the order: the calls that it is for, what started before, and whether
-# anybody will ask for what it brings.
+# The last arguments of every ordered op: the numbers of the calls that it belongs to, the token of the preceding
+# ordered op, and whether a wait op will read its result.
 ORDER_ARGS = "int[] calls, Tensor? after, bool keep) -> Tensor"
 _define(f"start_all_reduce(Tensor x, str op, str group, {ORDER_ARGS}", _all_reduce, _fake_token, effect=True)
 _define(f"start_all_gather(Tensor x, str group, {ORDER_ARGS}", _all_gather, _fake_token, effect=True)
@@ -123,17 +123,17 @@ _define(
 )
 _define(f"raise_if(Tensor x, str error, str why, {ORDER_ARGS}", _raise_if, _fake_token, effect=True)
 _define(
-    "land(Tensor ticket, Tensor sent, int[] shape) -> Tensor", _wait, lambda ticket, sent, shape: sent.new_empty(shape)
+    "wait(Tensor token, Tensor sent, int[] shape) -> Tensor", _wait, lambda token, sent, shape: sent.new_empty(shape)
 )
-_define("tie(Tensor x, Tensor ticket) -> Tensor", _depend, lambda x, ticket: x.new_empty(x.shape))
+_define("depend(Tensor x, Tensor token) -> Tensor", _depend, lambda x, token: x.new_empty(x.shape))
 _define(
-    "random_key(int serial) -> Tensor",  # the serial keeps compilers from taking two of them for one
+    "random_key(int serial) -> Tensor",  # the serial number prevents that two calls are merged as common subexpressions
     _random_key,
     lambda serial: torch.empty(1, dtype=torch.int64),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
-# All that has a place in the order: a message that starts, or a look at what came, by which all ranks go on or none.
+# The ordered ops: starts of collectives, and `raise_if`, which raises on all ranks or on none.
 START_OPS = (
     OPS.start_all_reduce.default,
     OPS.start_all_gather.default,
@@ -141,47 +141,47 @@ START_OPS = (
     OPS.start_exchange.default,
     OPS.raise_if.default,
 )
-WAIT, DEPEND = OPS.land.default, OPS.tie.default
+WAIT, DEPEND = OPS.wait.default, OPS.depend.default
 
 
 class CollectiveTracer:
-    """Writes messages down, one after the other; `count` of them so far."""
+    """Emit collectives into the graph that is being traced; `count` is the number of ordered ops so far."""
 
     def __init__(self, calls: calling.TracedCalls) -> None:
         self._calls = calls
         self.reset()
 
     def reset(self) -> None:
-        """Another program begins."""
+        """Start a new trace."""
         self._last_token: Tensor | None = None
         self.count = 0
-        self.forward = 0  # how many of them forward sent
+        self.forward_count = 0  # ordered ops of the forward
         self._keys = 0
         self._calls.reset()
 
     def _emit(self, start: Callable, x: Tensor, args: Sequence[Any], shape: Sequence[int]) -> Callable[[], Tensor]:
-        ticket = self._last_token = start(x, *args, self._calls.current_ids(), self._last_token, True)
+        token = self._last_token = start(x, *args, self._calls.current_ids(), self._last_token, True)
         self.count += 1
-        found: list[Tensor] = []
+        result: list[Tensor] = []
 
-        def land() -> Tensor:
-            if not found:
-                found.append(OPS.land(ticket, x, list(shape)))
-            return found[0]
+        def wait() -> Tensor:
+            if not result:
+                result.append(OPS.wait(token, x, list(shape)))
+            return result[0]
 
-        return land
+        return wait
 
     def is_zeros(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor of the program is zeros."""
+        """Return whether a plain tensor of the trace is known to be all zeros."""
         return is_zeros(tensor)
 
     def random_key(self) -> Tensor:
-        """A number from torch's generator, drawn anew whenever the program runs."""
+        """Return a random integer from torch's generator, drawn again in every run of the program."""
         self._keys += 1
         return OPS.random_key(self._keys)
 
     def raise_if(self, flag: Tensor, error: type[Exception], why: str) -> None:
-        """Have the program look at a flag that is the same on all ranks, and raise on all."""
+        """Make the program raise `error(why)` if `flag` is true. The flag must be equal on all ranks."""
         self._last_token = OPS.raise_if(flag, error.__name__, why, [], self._last_token, False)
         self.count += 1
 
@@ -197,20 +197,22 @@ class CollectiveTracer:
     def exchange(
         self, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]], coord: int, group: ProcessGroup
     ) -> Callable[[], list[Tensor]]:
-        """All that is sent as one flat tensor, all that comes as another."""
-        away = [t.reshape(-1) for peer, t in enumerate(sends) if peer != coord]
-        flat = torch.cat(away) if len(away) > 1 else away[0]
-        lengths = [0 if peer == coord else t.numel() for peer, t in enumerate(sends)]
-        counts = [0 if peer == coord else math.prod(s) for peer, s in enumerate(shapes)]
-        land = self._emit(OPS.start_exchange, flat, (lengths, counts, group.group_name), (sum(counts),))
+        """Start an all_to_all: one flat tensor holds all that is sent, another all that is received.
 
-        def landed() -> list[Tensor]:
-            parts = land().split(counts)
-            whole = [
-                part.view(tuple(shape)) if i != coord else part
-                for i, (part, shape) in enumerate(zip(parts, shapes, strict=True))
+        The tensor for this rank itself is not sent; it is returned as it is.
+        """
+        outgoing = [t.reshape(-1) for peer, t in enumerate(sends) if peer != coord]
+        flat = torch.cat(outgoing) if len(outgoing) > 1 else outgoing[0]
+        send_counts = [0 if peer == coord else t.numel() for peer, t in enumerate(sends)]
+        recv_counts = [0 if peer == coord else math.prod(s) for peer, s in enumerate(shapes)]
+        wait = self._emit(OPS.start_exchange, flat, (send_counts, recv_counts, group.group_name), (sum(recv_counts),))
+
+        def finish() -> list[Tensor]:
+            received = [
+                part.view(tuple(shape)) if peer != coord else part
+                for peer, (part, shape) in enumerate(zip(wait().split(recv_counts), shapes, strict=True))
             ]
-            whole[coord] = sends[coord]
-            return whole
+            received[coord] = sends[coord]
+            return received
 
-        return landed
+        return finish

@@ -1,7 +1,8 @@
-"""Passes over traced graphs that make messages cheap and change nothing but time. (Another, "halos", is in `program`.)
+"""Graph passes that make collectives cheaper without changing results.
 
-once: identical messages are sent once. buckets: small sums of gradients share a message. overlap: messages start as
-early as their contents are known, and land behind work that does not need them.
+"once" merges identical collectives. "buckets" coalesces small all_reduces of gradients. "overlap" starts a collective
+as soon as its input is computed, and waits for it behind computation that does not need its result. A fourth pass,
+"halos", works on modules before the trace (see `program`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .collective_ops import OPS, START_OPS, WAIT
 ALL_REDUCE = OPS.start_all_reduce.default
 aten = torch.ops.aten
 
-MAX_SMALL_BYTES = 1 << 20  # bytes of a sum that may share a message
-BUCKET_BYTES = 4 << 20  # bytes of a message that sums share
-MAX_MOVE = 400  # nodes that a landing may be put off by
-MAX_OVERLAP_OPS = 2  # heavy calls behind which a message hides
+MAX_SMALL_BYTES = 1 << 20  # largest all_reduce that is coalesced
+BUCKET_BYTES = 4 << 20  # largest coalesced all_reduce
+MAX_MOVE = 400  # number of nodes by which a wait is postponed at most
+MAX_OVERLAP_OPS = 2  # number of compute ops that one collective overlaps with at most
 COMPUTE_OPS = {
     aten.convolution.default,
     aten.convolution_backward.default,
@@ -51,75 +52,78 @@ VIEWS = {
 
 
 def find_starts(graph: Graph) -> list[Node]:
-    """The messages of a graph, in order."""
+    """Return the ordered ops of a graph (the starts of its collectives), in order."""
     return [n for n in graph.nodes if n.target in START_OPS]
 
 
 def find_waits(start: Node) -> list[Node]:
-    """Where what a message brings is asked for."""
+    """Return the wait ops of a collective."""
     return [user for user in start.users if user.target is WAIT]
 
 
 def remove_start(start: Node) -> None:
-    """Take a message out of the order of messages, and out of the graph."""
-    before = start.args[-2]
+    """Remove a collective from the graph, and link its successor to its predecessor."""
+    predecessor = start.args[-2]
     for user in list(start.users):
         assert user.target in START_OPS, user
-        user.update_arg(len(user.args) - 2, before)
+        user.update_arg(len(user.args) - 2, predecessor)
     start.graph.erase_node(start)
 
 
 def merge_calls(starts: Iterable[Node]) -> list[int]:
-    """The calls for which messages are sent."""
+    """Return the numbers of all calls to which the collectives belong, each once."""
     return list(dict.fromkeys(call for start in starts for call in start.args[-3]))  # type: ignore[union-attr]
 
 
-Changes = list[tuple[int, ...]]  # what a pass has done: messages that are one now, by their places in the order
+Changes = list[tuple[int, ...]]  # effect of a pass: positions of the collectives that were merged into one
 
 
-def once(graph: Graph, forward: int) -> tuple[int, Changes]:
-    """Send identical messages once, within forward and within backward; returns how many are left in forward."""
-    known: dict[tuple, tuple[int, Node]] = {}
-    left = forward
+def once(graph: Graph, forward_count: int) -> tuple[int, Changes]:
+    """Merge identical collectives, within forward and within backward. Return the new `forward_count` and the changes.
+
+    The first `forward_count` collectives of the graph belong to the forward.
+    """
+    first_seen: dict[tuple, tuple[int, Node]] = {}
+    remaining = forward_count
     changes: Changes = []
     for i, start in enumerate(find_starts(graph)):
-        key = (i < forward, start.target, *map(_hashable, start.args[:-3]))
-        place, first = known.setdefault(key, (i, start))
+        key = (i < forward_count, start.target, *map(_hashable, start.args[:-3]))
+        position, first = first_seen.setdefault(key, (i, start))
         if first is start:
             continue
-        mine, others = find_waits(start), find_waits(first)
-        if mine and not others:
-            continue  # nobody has asked for the first one yet
-        for land in mine:
-            other = others[0]
-            if land < other:  # in the order of the graph
-                land.prepend(other)
-            land.replace_all_uses_with(other)
-            graph.erase_node(land)
+        waits, first_waits = find_waits(start), find_waits(first)
+        if waits and not first_waits:
+            continue  # the first one has no wait op whose result could be used
+        for wait in waits:
+            first_wait = first_waits[0]
+            if wait < first_wait:  # in the order of the graph
+                wait.prepend(first_wait)
+            wait.replace_all_uses_with(first_wait)
+            graph.erase_node(wait)
         first.update_arg(len(first.args) - 3, merge_calls([first, start]))
         remove_start(start)
-        left -= i < forward
-        changes.append((place, i))
-    return left, changes
+        remaining -= i < forward_count
+        changes.append((position, i))
+    return remaining, changes
 
 
 def _hashable(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-def buckets(graph: Graph, forward: int) -> tuple[int, Changes]:
-    """Let small sums of backward that do not wait for each other share messages; returns forward's messages."""
+def buckets(graph: Graph, forward_count: int) -> tuple[int, Changes]:
+    """Coalesce small, mutually independent all_reduces of the backward. Return `forward_count` and the changes."""
     opened: dict[tuple, list[Node]] = {}
-    full: list[list[Node]] = []
-    behind: dict[Node, set[Node]] = {}  # a start -> the starts that wait for what it brings
+    closed: list[list[Node]] = []
+    dependents: dict[Node, set[Node]] = {}  # start op -> start ops that depend on its result
 
     def close(key: tuple) -> None:
-        full.append(opened.pop(key))
+        closed.append(opened.pop(key))
 
-    sent = find_starts(graph)
-    for start in sent[forward:]:
+    starts = find_starts(graph)
+    for start in starts[forward_count:]:
         for key, members in list(opened.items()):
-            if any(start in behind[m] for m in members):
+            if any(start in dependents[m] for m in members):
                 close(key)
         if start.target is not ALL_REDUCE or start.args[1] != "sum":
             continue
@@ -127,17 +131,17 @@ def buckets(graph: Graph, forward: int) -> tuple[int, Changes]:
         size = value.numel() * value.element_size()
         if size > MAX_SMALL_BYTES or not find_waits(start):
             continue
-        behind[start] = _dependent_starts(find_waits(start))
-        # what others wait for does not itself wait for what nobody waits for, the gradient of a kernel, say
-        key = (start.args[2], value.dtype, value.device, bool(behind[start]))
+        dependents[start] = _dependent_starts(find_waits(start))
+        # An all_reduce that others depend on is not delayed by one that none depends on (the gradient of a weight).
+        key = (start.args[2], value.dtype, value.device, bool(dependents[start]))
         if key in opened and sum(_nbytes(m) for m in opened[key]) + size > BUCKET_BYTES:
             close(key)
         opened.setdefault(key, []).append(start)
-    together = [members for members in [*full, *opened.values()] if len(members) > 1]
-    changes = [tuple(sent.index(m) for m in members) for members in together]
-    for members in together:
+    merged = [members for members in [*closed, *opened.values()] if len(members) > 1]
+    changes = [tuple(starts.index(m) for m in members) for members in merged]
+    for members in merged:
         _merge_all_reduces(graph, members)
-    return forward, changes
+    return forward_count, changes
 
 
 def _nbytes(start: Node) -> int:
@@ -146,21 +150,22 @@ def _nbytes(start: Node) -> int:
 
 
 def _dependent_starts(nodes: Iterable[Node]) -> set[Node]:
-    """The starts that need any of the nodes."""
+    """Return the start ops that depend on any of the nodes."""
     return {n for n in _transitive_users(nodes) if n.target in START_OPS}
 
 
 def _transitive_users(nodes: Iterable[Node]) -> set[Node]:
-    seen, ahead = set(nodes), list(nodes)
-    while ahead:
-        for user in ahead.pop().users:
+    seen, to_visit = set(nodes), list(nodes)
+    while to_visit:
+        for user in to_visit.pop().users:
             if user not in seen:
                 seen.add(user)
-                ahead.append(user)
+                to_visit.append(user)
     return seen
 
 
 def _merge_all_reduces(graph: Graph, members: list[Node]) -> None:
+    """Replace all_reduces by one over their concatenated inputs, at the position of the last one."""
     last = members[-1]
     values = [m.args[0].meta["val"] for m in members]
 
@@ -176,147 +181,153 @@ def _merge_all_reduces(graph: Graph, members: list[Node]) -> None:
         ]
         total = sum(v.numel() for v in values)
         joined = add(aten.cat.default, (flat,), values[0].new_empty(total))
-        how = (*last.args[1:-3], merge_calls(members), *last.args[-2:])
-        start = add(ALL_REDUCE, (joined, *how), last.meta["val"])
-    first_land = min(land for m in members for land in find_waits(m))
+        options = (*last.args[1:-3], merge_calls(members), *last.args[-2:])
+        start = add(ALL_REDUCE, (joined, *options), last.meta["val"])
+    first_wait = min(wait for m in members for wait in find_waits(m))
     with graph.inserting_after(start):
-        land = add(WAIT, (start, joined, [total]), values[0].new_empty(total))
-    if first_land < last:  # its users must come behind: nothing that starts a message is among them
-        _move_after(graph, [land for m in members for land in find_waits(m)], land)
-    at, after = 0, land
+        merged_wait = add(WAIT, (start, joined, [total]), values[0].new_empty(total))
+    if first_wait < last:  # users of the waits move behind the merged wait; no start op is among them
+        _move_after(graph, [wait for m in members for wait in find_waits(m)], merged_wait)
+    offset, after = 0, merged_wait
     for member, value in zip(members, values, strict=True):
+        stop = offset + value.numel()
         with graph.inserting_after(after):
-            part = add(aten.slice.Tensor, (land, 0, at, at + value.numel()), value.new_empty(value.numel()))
+            part = add(aten.slice.Tensor, (merged_wait, 0, offset, stop), value.new_empty(value.numel()))
         with graph.inserting_after(part):
             shaped = after = add(aten.reshape.default, (part, list(value.shape)), value.new_empty(value.shape))
         for old in find_waits(member):
             old.replace_all_uses_with(shaped)
             graph.erase_node(old)
-        at += value.numel()
+        offset = stop
     for user in list(last.users):
         user.update_arg(len(user.args) - 2, start)
     for member in members:
         remove_start(member)
 
 
-def _move_after(graph: Graph, lands: list[Node], behind: Node) -> None:
-    """Move landings and all that needs them behind a node, in their order."""
-    moved = _transitive_users(lands)
-    place = behind
-    for node in [n for n in graph.nodes if n in moved and n < behind]:
-        place.append(node)
-        place = node
+def _move_after(graph: Graph, waits: list[Node], target: Node) -> None:
+    """Move wait ops and all nodes that depend on them behind the target, in their present order."""
+    moved = _transitive_users(waits)
+    previous = target
+    for node in [n for n in graph.nodes if n in moved and n < target]:
+        previous.append(node)
+        previous = node
 
 
 def overlap(graph: Graph) -> None:
-    """Start messages as soon as what they carry is there, and land them behind work that does not need them."""
+    """Start each collective as soon as its input is computed, and wait for it behind independent computation."""
     for start in find_starts(graph):
         _hoist(graph, start)
-    for land in [n for n in graph.nodes if n.target is WAIT]:
-        _sink(graph, land)
+    for wait in [n for n in graph.nodes if n.target is WAIT]:
+        _sink(graph, wait)
     _rebalance_overlap(graph)
 
 
 def _rebalance_overlap(graph: Graph) -> None:
-    """Give messages that hide behind nothing a heavy call of those that hide behind several.
+    """Move a compute op from a collective that overlaps with several to a later collective that overlaps with none.
 
-    A convolution's backward has two, of its input and its kernel, and a halo that travels meanwhile; only the first is
-    waited for. So the second is put off until something else travels: the sums of the norm before it, say.
+    The backward of a convolution has two compute ops, for the gradients of input and weight, and both overlap with the
+    halo exchange. Only the gradient of the input is needed next. The gradient of the weight can be postponed to overlap
+    with a later collective, for example the all_reduce of the preceding norm.
     """
     nodes = list(graph.nodes)
-    at = {node: i for i, node in enumerate(nodes)}
-    pairs = [(land.args[0], land) for land in nodes if land.target is WAIT]
-    behind = {land: [n for n in nodes[at[start] : at[land]] if n.target in COMPUTE_OPS] for start, land in pairs}
-    for start, land in pairs:
-        if behind[land]:
+    index = {node: i for i, node in enumerate(nodes)}
+    pairs = [(wait.args[0], wait) for wait in nodes if wait.target is WAIT]
+    overlapped = {
+        wait: [n for n in nodes[index[start] : index[wait]] if n.target in COMPUTE_OPS] for start, wait in pairs
+    }
+    for start, wait in pairs:
+        if overlapped[wait]:
             continue
-        for other in reversed([land for _, land in pairs if at[land] < at[start] and len(behind[land]) > 1]):
-            moved = next(filter(None, (_deferrable_nodes(h, start, land, nodes, at) for h in behind[other])), None)
+        for donor in reversed([w for _, w in pairs if index[w] < index[start] and len(overlapped[w]) > 1]):
+            candidates = (_deferrable_nodes(op, start, wait, nodes, index) for op in overlapped[donor])
+            moved = next(filter(None, candidates), None)
             if moved is None:
                 continue
             for node in moved:
-                land.prepend(node)
-            behind[other].remove(moved[0])
-            behind[land].append(moved[0])
+                wait.prepend(node)
+            overlapped[donor].remove(moved[0])
+            overlapped[wait].append(moved[0])
             nodes = list(graph.nodes)
-            at = {node: i for i, node in enumerate(nodes)}
+            index = {node: i for i, node in enumerate(nodes)}
             break
 
 
 def _deferrable_nodes(
-    heavy: Node, start: Node, land: Node, nodes: list[Node], at: dict[Node, int]
+    compute: Node, start: Node, wait: Node, nodes: list[Node], index: dict[Node, int]
 ) -> list[Node] | None:
-    """A heavy call and what needs it, if all of that can wait until `start` has left."""
-    if at[land] - at[heavy] > MAX_MOVE:
+    """Return a compute op and all that depends on it before `wait`, or None if they cannot move behind `start`."""
+    if index[wait] - index[compute] > MAX_MOVE:
         return None
-    moved = {heavy}
-    for node in nodes[at[heavy] + 1 : at[land]]:
+    moved = {compute}
+    for node in nodes[index[compute] + 1 : index[wait]]:
         if mutates(node.target):
             return None
         if any(n in moved for n in node.all_input_nodes):
             if node.target in START_OPS or node.target is WAIT:
                 return None
             moved.add(node)
-    return None if any(n in moved for n in land.all_input_nodes) else sorted(moved, key=at.__getitem__)
+    return None if any(n in moved for n in wait.all_input_nodes) else sorted(moved, key=index.__getitem__)
 
 
 def _hoist(graph: Graph, start: Node) -> None:
-    """Move a start, and what is only made for it, up to the last node that it really waits for."""
-    own, ahead = {start}, [start]
-    while ahead:
-        for needed in ahead.pop().all_input_nodes:
+    """Move a start op, and the cheap nodes that only prepare its input, up to directly behind its last input."""
+    moved, to_visit = {start}, [start]
+    while to_visit:
+        for needed in to_visit.pop().all_input_nodes:
             if needed.op == "call_function" and needed.target not in COMPUTE_OPS and needed.target not in START_OPS:
-                if needed.target is not WAIT and all(user in own for user in needed.users) and needed not in own:
-                    own.add(needed)
-                    ahead.append(needed)
-    waits = {needed for n in own for needed in n.all_input_nodes if needed not in own}
-    if not waits:
+                if needed.target is not WAIT and all(user in moved for user in needed.users) and needed not in moved:
+                    moved.add(needed)
+                    to_visit.append(needed)
+    inputs = {needed for n in moved for needed in n.all_input_nodes if needed not in moved}
+    if not inputs:
         return
-    place = max(waits)
-    if place.op == "placeholder":
-        place = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    for node in [n for n in graph.nodes if n in own]:
-        if node < place:
+    previous = max(inputs)
+    if previous.op == "placeholder":
+        previous = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    for node in [n for n in graph.nodes if n in moved]:
+        if node < previous:
             continue
-        if place.next is not node:
-            place.append(node)
-        place = node
+        if previous.next is not node:
+            previous.append(node)
+        previous = node
 
 
-def _sink(graph: Graph, land: Node) -> None:
-    """Put a landing and what needs it behind up to HEAVY_WANTED heavy calls that follow and do not need it."""
-    needing, free, heavy, last = {land}, [], 0, None
-    node, seen = land.next, 0
-    while node.op != "output" and seen < MAX_MOVE and heavy < MAX_OVERLAP_OPS:
+def _sink(graph: Graph, wait: Node) -> None:
+    """Move up to MAX_OVERLAP_OPS following compute ops that do not depend on a wait op in front of it."""
+    dependents, independent, compute_count, last = {wait}, [], 0, None
+    node, seen = wait.next, 0
+    while node.op != "output" and seen < MAX_MOVE and compute_count < MAX_OVERLAP_OPS:
         if mutates(node.target):
             break
-        if any(n in needing for n in node.all_input_nodes):
-            needing.add(node)
+        if any(n in dependents for n in node.all_input_nodes):
+            dependents.add(node)
         else:
-            free.append(node)
+            independent.append(node)
             if node.target in COMPUTE_OPS:
-                heavy, last = heavy + 1, node
+                compute_count, last = compute_count + 1, node
         node, seen = node.next, seen + 1
     if last is None:
         return
-    moved = [n for n in free if n <= last]
-    # only those that the heavy calls need: what is merely early would live longer for nothing
-    wanted: set[Node] = set()
-    for n in reversed(moved):
-        if n.target in COMPUTE_OPS or n.target in START_OPS or any(user in wanted for user in n.users):
-            wanted.add(n)
-    for n in moved:
-        if n in wanted:
-            land.prepend(n)
+    candidates = [n for n in independent if n <= last]
+    # Move only what the compute ops need: anything else would only occupy memory for longer.
+    needed: set[Node] = set()
+    for n in reversed(candidates):
+        if n.target in COMPUTE_OPS or n.target in START_OPS or any(user in needed for user in n.users):
+            needed.add(n)
+    for n in candidates:
+        if n in needed:
+            wait.prepend(n)
 
 
 def fingerprint(graph: Graph, changes: Sequence[Changes]) -> int:
-    """A number that is the same on ranks whose messages are of the same kinds and have been changed in the same way.
+    """Return a hash of the sequence of collectives and of the changes that the passes made.
 
-    What is computed between them may differ: a rank at the border of a field pads, one with an empty piece does little.
+    Local computation is not part of it, since it may differ between ranks: a rank at the boundary of the domain pads, a
+    rank with an empty shard computes little.
     """
-    sent = [(str(s.target), _reduction_meta(s) if s.target is ALL_REDUCE else ()) for s in find_starts(graph)]
-    return int.from_bytes(hashlib.blake2b(repr((sent, changes)).encode(), digest_size=7).digest(), "big")
+    starts = [(str(s.target), _reduction_meta(s) if s.target is ALL_REDUCE else ()) for s in find_starts(graph)]
+    return int.from_bytes(hashlib.blake2b(repr((starts, changes)).encode(), digest_size=7).digest(), "big")
 
 
 def _reduction_meta(start: Node) -> tuple[int, str]:

@@ -1,4 +1,9 @@
-"""One program: a callable traced for one set of layouts, shapes and flags, as local graphs with messages in them."""
+"""One compiled program: a callable traced for one combination of layouts, shapes and flags.
+
+A program is a function of local tensors: those of the modules first, then those among the arguments. AOTAutograd traces
+it into a forward and a backward graph of local ops and collectives (`collective_ops`). `run` unwraps the ShardTensors,
+runs the graphs, and wraps the results in the layouts of the trace.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +37,26 @@ from .pytree import contains_tensors, flatten, unflatten
 from .trace_consensus import TraceConsensus
 from .trace_facts import TraceMode
 
-LIBRARY_PATHS = (*torch.__path__, str(Path(__file__).parents[1]))  # whose lines say nothing to a user
+LIBRARY_PATHS = (*torch.__path__, str(Path(__file__).parents[1]))  # their lines are not shown in errors
 RULE_CACHES: tuple[dict, ...] = (
     result_placement._SHARDING_BY_SIZE,
     lazy_forward.FIELD_LAYOUTS,
-)  # what rules remember of calls, the same on all ranks
+)  # caches of rules, equal on all ranks
 
 
 class Static:
-    """An argument, or a result, that is no tensor: part of the program."""
+    """A non-tensor argument or result, which is a constant of the program."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def guards_pass(self, value: Any) -> bool:
-        """Whether an argument is the one that is part of the program; the key under which it is found says so."""
+        """Return True: the cache key has already compared the argument."""
         return True
 
 
 class ConstantTensor(Static):
-    """An argument that is a tensor and part of the program: the same one, and not written since."""
+    """A tensor argument that is a constant of the program. Its guard: the same tensor, not written since the trace."""
 
     def __init__(self, value: Tensor):
         super().__init__(value)
@@ -62,7 +67,7 @@ class ConstantTensor(Static):
 
 
 def classify(value: Any, constant_indices: bool = False) -> Any:
-    """What an argument or result is to a program: a layout, a plain tensor (None), or something static."""
+    """Return how a program treats an argument or result: its Layout, None for a plain tensor, or a `Static`."""
     if not isinstance(value, Tensor):
         return Static(value)
     if constant_indices and is_index(value):
@@ -71,9 +76,9 @@ def classify(value: Any, constant_indices: bool = False) -> Any:
 
 
 class Program:
-    """A callable as a function of local tensors: first those of its modules, then those among its arguments.
+    """A callable, compiled as a function of local tensors.
 
-    `constant_indices`: tensors of integers are part of the program, which is then good for these tensors alone.
+    `constant_indices`: integer tensors are constants, so that the program is valid for these tensors only.
     """
 
     def __init__(
@@ -94,18 +99,18 @@ class Program:
         self._kinds = [classify(x, constant_indices) for x in leaves]
         self._state_kinds = [classify(t) for t in state.tensors()]
         self._marks = [getattr(t, "_averaged_later", None) for t in state.tensors()]
-        # one whose elements share memory could not be written with others
+        # Elements of an expanded tensor share memory, so an input with stride 0 could not be filled on another call.
         locals_ = [t.contiguous() if 0 in t.stride() else t for t in self._inputs(leaves)]
         self._strides = [t.stride() for t in locals_]
         self._mutated_inputs: list[int] = []
         layouts = [k for k in [*self._kinds, *self._state_kinds] if isinstance(k, Layout)]
         layouts += [k.value._layout for k in self._kinds if isinstance(getattr(k, "value", None), ShardTensor)]
-        given = [k.value for k in self._kinds if isinstance(k, Static) and isinstance(k.value, DeviceMesh)]
-        self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *given]))
+        mesh_args = [k.value for k in self._kinds if isinstance(k, Static) and isinstance(k.value, DeviceMesh)]
+        self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *mesh_args]))
         self._constant_args = [k.value for k in self._kinds if isinstance(k, ConstantTensor)]
         self._constants = [*self._constant_args, *(tensor for _, _, tensor, _ in state.constants)]
         self._calls = TracedCalls(target)
-        self._writer = CollectiveTracer(self._calls)
+        self._tracer = CollectiveTracer(self._calls)
         self._shares_halos = "halos" in passes.enabled
         self.signature, self._last_signature = self._describe_signature(leaves, state), last_signature
         self._run = self._trace_graphs(target, locals_, backend, passes)
@@ -113,28 +118,28 @@ class Program:
         self._aliasing = _shared_memory(locals_) if self._mutated_inputs else []
 
     def _describe_signature(self, leaves: Sequence[Any], state: ModuleState) -> list[str]:
-        """What the program is for, as far as that must be the same on all ranks."""
+        """Return lines that describe the inputs of the program; they must be equal on all ranks."""
         modes = [
             name
             for name, on in (("grad", torch.is_grad_enabled()), ("inference", torch.is_inference_mode_enabled()))
             if on
         ]
-        found = [f"mode {' '.join([*modes, *map(str, autocast_state())]) or 'no grad'}"]
+        lines = [f"mode {' '.join([*modes, *map(str, autocast_state())]) or 'no grad'}"]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, ShardTensor):
                 needs = "requires" if leaf.requires_grad else "does not require"
-                found.append(
+                lines.append(
                     f"argument {i} is {leaf.dtype} {tuple(leaf.shape)} as {leaf.placements} and {needs} gradients"
                 )
         needed = "".join("01"[t.requires_grad] for t in state.tensors())
-        return [*found, f"{needed.count('1')} of {len(needed)} tensors of modules require gradients ({needed})"]
+        return [*lines, f"{needed.count('1')} of {len(needed)} tensors of modules require gradients ({needed})"]
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
-        given = [to_local(t) for t in self.state.tensors()]
-        return given + [to_local(x) for x, k in zip(leaves, self._kinds, strict=True) if not isinstance(k, Static)]
+        of_modules = [to_local(t) for t in self.state.tensors()]
+        return of_modules + [to_local(x) for x, k in zip(leaves, self._kinds, strict=True) if not isinstance(k, Static)]
 
     def guards_pass(self, leaves: Sequence[Any]) -> bool:
-        """Whether the program is for these arguments, of all with the same key, and for its modules as they are."""
+        """Return whether the program is valid for these arguments, whose cache key matches, and the modules' state."""
         if self._constant_args and not all(
             k.guards_pass(x) for x, k in zip(leaves, self._kinds, strict=True) if isinstance(k, ConstantTensor)
         ):
@@ -146,53 +151,57 @@ class Program:
     # ------------------------------------------------------------------ tracing
 
     def _trace_graphs(self, target: Callable, locals_: list[Tensor], backend: Backend, passes: Passes) -> Callable:
-        def done() -> None:
+        def end_trace() -> None:
             trace_state.tracer = None
 
         def body(*flat: Tensor) -> tuple[Tensor, ...]:
             return tuple(self._body(target, flat))
 
-        together = TraceConsensus(self._meshes)
-        self._calls.groups = together.groups
-        different = rendezvous.sync_trace(_qualname(target), self.signature, self._last_signature, together.groups)
-        partition, compilers = passes.make_compilers(backend, self._writer, self._calls, together, done)
-        before, remembered = set(WRITE_OBSERVERS), [dict(table) for table in RULE_CACHES]
-        trace_state.tracer = self._writer
+        consensus = TraceConsensus(self._meshes)
+        self._calls.groups = consensus.groups
+        mismatch = rendezvous.sync_trace(_qualname(target), self.signature, self._last_signature, consensus.groups)
+        partition, compilers = passes.make_compilers(backend, self._tracer, self._calls, consensus, end_trace)
+        before, caches_before = set(WRITE_OBSERVERS), [dict(table) for table in RULE_CACHES]
+        trace_state.tracer = self._tracer
         try:
-            if different:
-                raise Untraceable(different)
-            with together.checking_collectives(), self._calls.recording(), self.state.guards.recording():
-                made = aot_compile(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
-                together.check_programs()
-            return made
+            if mismatch:
+                raise Untraceable(mismatch)
+            with consensus.checking_collectives(), self._calls.recording(), self.state.guards.recording():
+                compiled = aot_compile(body, locals_, partition, compilers, backend.decompositions(), backend.mutates)
+                consensus.check_programs()
+            return compiled
         except Exception as error:
-            done()
+            end_trace()
             with self._calls.recording():
-                found = _to_trace_error(target, error, together)
-            for table, entries in zip(RULE_CACHES, remembered, strict=True):  # ranks may have come to different places
+                trace_error = _to_trace_error(target, error, consensus)
+            for table, entries in zip(
+                RULE_CACHES, caches_before, strict=True
+            ):  # ranks may have traced different numbers of calls
                 table.clear()
                 table.update(entries)
-            if found is error:
+            if trace_error is error:
                 raise
-            raise found from error
+            raise trace_error from error
         finally:
-            done()
-            for waiting in set(WRITE_OBSERVERS) - before:  # what waits in the trace waits for nothing outside it
-                WRITE_OBSERVERS.discard(waiting)
+            end_trace()
+            for observer in set(WRITE_OBSERVERS) - before:  # lazy values of the trace alias no tensor outside it
+                WRITE_OBSERVERS.discard(observer)
 
     def _body(self, target: Callable, flat: Sequence[Tensor]) -> list[Tensor]:
-        self._writer.reset()
+        self._tracer.reset()
         n = len(self._state_kinds)
-        mine = [x if layout is None else wrap(x, layout) for x, layout in zip(flat[:n], self._state_kinds, strict=True)]
-        for tensor, mark in zip(mine, self._marks, strict=True):
+        of_modules = [
+            x if layout is None else wrap(x, layout) for x, layout in zip(flat[:n], self._state_kinds, strict=True)
+        ]
+        for tensor, mark in zip(of_modules, self._marks, strict=True):
             if mark is not None:
                 tensor._averaged_later = mark
         rest = iter(flat[n:])
         leaves = [
             k.value if isinstance(k, Static) else next(rest) if k is None else wrap(next(rest), k) for k in self._kinds
         ]
-        args, kwargs = given = unflatten(leaves, self._spec)
-        with self.state.with_tensors(mine), TraceMode(self._constants):
+        args, kwargs = arguments = unflatten(leaves, self._spec)
+        with self.state.with_tensors(of_modules), TraceMode(self._constants):
             if self._shares_halos:
                 install_halo_blocks(self.state.modules, MAX_REDUNDANCY, only_if_fewer_bytes=True)
                 if getattr(target, "__func__", None) is nn.Sequential.forward:
@@ -203,66 +212,68 @@ class Program:
                         only_if_fewer_bytes=True,
                     )  # noqa: B009
             out = target(*args, **kwargs)
-        self._check_arguments(leaves, given, flat[n:])
+        self._check_arguments(leaves, arguments, flat[n:])
         self._mutated_inputs = [i for i, t in enumerate(flat) if is_written(t)]
         results, self._result_spec = flatten(out)
         for result in results:
             if not isinstance(result, Tensor) and contains_tensors(result):
                 raise Untraceable(
                     f"compile: {_qualname(target)} returns a {type(result).__name__} that holds tensors: return them "
-                    "in a tuple, a dict or a dataclass"
+                    "in a tuple, dict or dataclass"
                 )
         results = [r.clone() if isinstance(r, Tensor) and _needs_copy(to_local(r), flat) else r for r in results]
         self._results = [classify(r) for r in results]
-        found = [to_local(r) for r in results if isinstance(r, Tensor)]
-        self._writer.forward = self._writer.count
-        return found
+        self._tracer.forward_count = self._tracer.count
+        return [to_local(r) for r in results if isinstance(r, Tensor)]
 
-    def _check_arguments(self, leaves: list[Any], given: Any, flat: Sequence[Tensor]) -> None:
-        """What is written into an argument is written in the program; that an argument is changed is not."""
-        now, spec = flatten(given)
+    def _check_arguments(self, leaves: list[Any], arguments: Any, flat: Sequence[Tensor]) -> None:
+        """Raise if the callable changed a container, the data pointer or the layout of an argument.
+
+        In-place writes are part of the graph; these changes are not.
+        """
+        now, spec = flatten(arguments)
         if spec != self._spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
-            raise Untraceable("compile: a container among the arguments is changed: return what it should hold instead")
+            raise Untraceable("compile: the callable changes a container among its arguments: return the value instead")
         rest = iter(flat)
         for leaf, kind in zip(leaves, self._kinds, strict=True):
             if isinstance(kind, Static):
                 continue
-            mine = next(rest)
-            if isinstance(kind, Layout) and leaf._layout == kind and leaf._local_tensor is not mine:
-                raise Untraceable("compile: an argument is given other data: write into it in place, or return it")
+            local = next(rest)
+            if isinstance(kind, Layout) and leaf._layout == kind and leaf._local_tensor is not local:
+                raise Untraceable("compile: an argument is assigned other data: write in place, or return it")
             if isinstance(kind, Layout) and leaf._layout != kind:
                 raise Untraceable(
-                    f"compile: a write into an argument gives it another layout, {leaf._layout} in place of {kind}: do "
-                    "that before the call, or return the result"
+                    f"compile: an in-place write into an argument changes its layout from {kind} to {leaf._layout}. "
+                    "Redistribute it before the call, or return the result"
                 )
 
     # ------------------------------------------------------------------ running
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """The callable's result for arguments like those it was traced with."""
-        given = self._inputs(leaves)
-        moved = []
-        for i, (tensor, stride) in enumerate(zip(given, self._strides, strict=True)):
-            if tensor.stride() != stride:
-                given[i] = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+        """Run the program. The arguments must match its cache key and pass its guards."""
+        inputs = self._inputs(leaves)
+        write_back = []
+        for i, (tensor, stride) in enumerate(zip(inputs, self._strides, strict=True)):
+            if tensor.stride() != stride:  # the graphs assume the strides of the trace
+                inputs[i] = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
                 if i in self._mutated_inputs:
-                    moved.append((tensor, given[i]))
-        results = iter(self._run(*given))
-        for tensor, stand_in in moved:
-            tensor.copy_(stand_in)
-        found = [
+                    write_back.append((tensor, inputs[i]))
+        results = iter(self._run(*inputs))
+        for tensor, copied in write_back:
+            tensor.copy_(copied)
+        wrapped = [
             k.value if isinstance(k, Static) else next(results) if k is None else wrap(next(results), k)
             for k in self._results
         ]
-        return unflatten(found, self._result_spec)
+        return unflatten(wrapped, self._result_spec)
 
 
 def _shared_memory(inputs: Sequence[Tensor]) -> list[tuple]:
-    """Which inputs share memory, and where they lie in it: a program that writes into one of them depends on that."""
-    found: dict[int, list[int]] = {}
+    """Return which inputs alias each other, with offsets and strides. A program that writes an input depends on it."""
+    by_storage: dict[int, list[int]] = {}
     for i, tensor in enumerate(inputs):
-        found.setdefault(storage_id(tensor), []).append(i)
-    shared = [i for members in found.values() if len(members) > 1 for i in members]
+        by_storage.setdefault(storage_id(tensor), []).append(i)
+    shared = [i for members in by_storage.values() if len(members) > 1 for i in members]
     return [
         (i, storage_id(inputs[i]) == storage_id(inputs[shared[0]]), inputs[i].storage_offset(), inputs[i].stride())
         for i in shared
@@ -270,37 +281,39 @@ def _shared_memory(inputs: Sequence[Tensor]) -> list[tuple]:
 
 
 def _needs_copy(result: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether a result must be made a tensor of its own: it is part of the program, or its elements share memory, as
-    windows do, and it is no view of an input. AOTAutograd takes gradients to lie as results do, and loses some there.
+    """Return whether a result must be copied before it is returned.
+
+    A constant of the program must. So must a tensor with overlapping elements (a window view, for example), unless it
+    is a view of an input: AOTAutograd gives its gradient the same strides, and loses values where elements overlap.
     """
     if trace_state.is_concrete(result):
         return True
-    reach = 0  # of the elements so far, in memory
+    extent = 0  # largest offset of the dims so far
     for stride, size in sorted(zip(result.stride(), result.shape, strict=True)):
         if stride and size > 1:
-            if stride <= reach:
+            if stride <= extent:
                 return not any(trace_state.same_memory(result, x) for x in inputs)
-            reach += stride * (size - 1)
+            extent += stride * (size - 1)
     return False
 
 
-def _to_trace_error(target: Callable, error: Exception, together: TraceConsensus) -> Exception:
-    """What a failed trace is raised as; all ranks ask."""
-    own = isinstance(error, ShardfieldError) and not isinstance(error, Untraceable)  # an error of the step itself
-    found = error if isinstance(error, ShardfieldError) else _make_untraceable(target, error)
-    reason = together.report_failure(is_data_dependent_error(error), own, str(found))
-    if together.peer_failed or (own and not together.all_user_errors):
-        found = Untraceable(f"compile: {_qualname(target)} cannot be traced on all ranks. {reason}")
-    if isinstance(found, Untraceable):
-        found.values = together.values
-    return found
+def _to_trace_error(target: Callable, error: Exception, consensus: TraceConsensus) -> Exception:
+    """Return the exception that a failed trace raises. A collective: all ranks call it and agree on the reason."""
+    is_user_error = isinstance(error, ShardfieldError) and not isinstance(error, Untraceable)
+    trace_error = error if isinstance(error, ShardfieldError) else _make_untraceable(target, error)
+    reason = consensus.report_failure(is_data_dependent_error(error), is_user_error, str(trace_error))
+    if consensus.peer_failed or (is_user_error and not consensus.all_user_errors):
+        trace_error = Untraceable(f"compile: {_qualname(target)} cannot be traced on all ranks. {reason}")
+    if isinstance(trace_error, Untraceable):
+        trace_error.needs_values = consensus.needs_values
+    return trace_error
 
 
 def _make_untraceable(target: Callable, error: Exception) -> Untraceable:
-    where = _failing_op(error)
+    location = _failing_op(error)
     reason = str(error).strip().splitlines() or [""]
     return Untraceable(
-        f"compile: {_qualname(target)} cannot be traced{f', at {where}' if where else ''}: "
+        f"compile: {_qualname(target)} cannot be traced{f', at {location}' if location else ''}: "
         f"{type(error).__name__}: {reason[0]}"
     )
 
@@ -310,20 +323,20 @@ def _qualname(target: Callable) -> str:
 
 
 def _failing_op(error: BaseException) -> str:
-    """The torch function that was being called when a trace failed, the module it was in, and the user's line."""
-    func, module, line, step = None, "", "", error.__traceback__
-    while step is not None:
-        code, scope = step.tb_frame.f_code, step.tb_frame.f_locals
+    """Return the torch function in which a trace failed, with the enclosing module and the line of user code."""
+    func, module, line, entry = None, "", "", error.__traceback__
+    while entry is not None:
+        code, scope = entry.tb_frame.f_code, entry.tb_frame.f_locals
         if func is None:
-            watched = code.co_name == "__torch_function__" and isinstance(scope.get("self"), TraceMode)
-            if watched or (code.co_name == "torch_function" and "func" in scope and "types" in scope):
+            intercepted = code.co_name == "__torch_function__" and isinstance(scope.get("self"), TraceMode)
+            if intercepted or (code.co_name == "torch_function" and "func" in scope and "types" in scope):
                 func = scope.get("func")
             elif not code.co_filename.startswith(LIBRARY_PATHS):
-                line = f"line {step.tb_lineno} of {code.co_name}"
+                line = f"line {entry.tb_lineno} of {code.co_name}"
         if code.co_name == "_call_impl" and isinstance(scope.get("self"), nn.Module):
             module = type(scope["self"]).__name__
-        step = step.tb_next
-    said = function_name(func) if func is not None else ""
-    within = "" if module in ("", "Body") else f" in {module}"  # what AOTAutograd is given is no module of the user's
-    found = f"{said}{within}" if said else within.removeprefix(" in ")
-    return f"{found} ({line})" if found and line else found or line
+        entry = entry.tb_next
+    op = function_name(func) if func is not None else ""
+    within = "" if module in ("", "Body") else f" in {module}"  # "Body" is the module that AOTAutograd traces
+    location = f"{op}{within}" if op else within.removeprefix(" in ")
+    return f"{location} ({line})" if location and line else location or line

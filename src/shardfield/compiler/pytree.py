@@ -1,4 +1,4 @@
-"""Arguments and results as their leaves: nested containers and dataclasses are opened, and can be built again."""
+"""Flatten arguments and results into leaves, and build them again: torch's pytrees, extended by dataclasses."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from torch import Tensor, nn
 
 from .._compat.aot import tree_flatten, tree_unflatten
 
-MAX_DEPTH = 4  # objects inside each other in which tensors are looked for
+MAX_DEPTH = 4  # depth of nested objects to which `contains_tensors` searches
 
 
 @dataclass(frozen=True)
 class DataclassSpec:
-    """Dataclasses among the leaves of a tree: where they are, of what class, and what they are made of."""
+    """Structure of a tree that has dataclasses among its leaves.
+
+    An entry describes one dataclass: leaf index in `outer`, class, field names, spec of the field values, leaf count.
+    """
 
     outer: Any
-    entries: tuple[
-        tuple[int, type, tuple[str, ...], Any, int], ...
-    ]  # place, class, names, tree of values, leaves of it
+    entries: tuple[tuple[int, type, tuple[str, ...], Any, int], ...]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested containers and dataclasses, and what `unflatten` builds them from again."""
+    """Return the leaves of nested containers and dataclasses, and the spec from which `unflatten` rebuilds the tree."""
     leaves, spec = tree_flatten(tree)
     if not any(map(_is_dataclass_leaf, leaves)):
         return leaves, spec
-    found: list[Any] = []
-    at = []
+    all_leaves: list[Any] = []
+    entries = []
     for i, leaf in enumerate(leaves):
         if _is_dataclass_leaf(leaf):
             names = tuple(vars(leaf)) if hasattr(leaf, "__dict__") else tuple(leaf.__dataclass_fields__)
             inner, inner_spec = flatten([getattr(leaf, name) for name in names])
-            at.append((i, type(leaf), names, inner_spec, len(inner)))
-            found += inner
+            entries.append((i, type(leaf), names, inner_spec, len(inner)))
+            all_leaves += inner
         else:
-            found.append(leaf)
-    return found, DataclassSpec(spec, tuple(at))
+            all_leaves.append(leaf)
+    return all_leaves, DataclassSpec(spec, tuple(entries))
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The tree that has these leaves."""
+    """Rebuild the tree that `flatten` took apart, with these leaves."""
     if not isinstance(spec, DataclassSpec):
         return tree_unflatten(leaves, spec)
     rest = iter(leaves)
-    records = {place: made_of for place, *made_of in spec.entries}
-    count = spec.outer.num_leaves
-    found: list[Any] = []
-    for i in range(count):
-        if i in records:
-            kind, names, inner, n = records[i]
-            values = unflatten([next(rest) for _ in range(n)], inner)
-            made = object.__new__(kind)
+    dataclasses = {index: entry for index, *entry in spec.entries}
+    outer_leaves: list[Any] = []
+    for i in range(spec.outer.num_leaves):
+        if i in dataclasses:
+            kind, names, inner_spec, n = dataclasses[i]
+            values = unflatten([next(rest) for _ in range(n)], inner_spec)
+            instance = object.__new__(kind)
             for name, value in zip(names, values, strict=True):
-                object.__setattr__(made, name, value)
-            found.append(made)
+                object.__setattr__(instance, name, value)
+            outer_leaves.append(instance)
         else:
-            found.append(next(rest))
-    return tree_unflatten(found, spec.outer)
+            outer_leaves.append(next(rest))
+    return tree_unflatten(outer_leaves, spec.outer)
 
 
 def _is_dataclass_leaf(value: Any) -> bool:
@@ -68,15 +68,15 @@ def _is_dataclass_leaf(value: Any) -> bool:
 
 
 def contains_tensors(leaf: Any, depth: int = 0) -> bool:
-    """Whether something that is no container to us holds tensors, which a program would keep as they were."""
+    """Return whether a leaf holds tensors that `flatten` does not see; a program would keep those of the trace."""
     if isinstance(leaf, Tensor):
         return True
     if depth > MAX_DEPTH or isinstance(leaf, (nn.Module, type)):
         return False
     if isinstance(leaf, Mapping):
-        inside: Any = leaf.values()
+        items: Any = leaf.values()
     elif isinstance(leaf, (list, tuple, set)):
-        inside = leaf
+        items = leaf
     else:
-        inside = getattr(leaf, "__dict__", {}).values()
-    return isinstance(leaf, Iterator) or any(contains_tensors(x, depth + 1) for x in inside)
+        items = getattr(leaf, "__dict__", {}).values()
+    return isinstance(leaf, Iterator) or any(contains_tensors(x, depth + 1) for x in items)

@@ -1,8 +1,8 @@
-"""What is known of tensors while a program is traced: which are zeros, and which are there already.
+"""Facts about the values of tensors in a trace: which are all zeros, and which are constants of the program.
 
-No value of a traced tensor can be looked at. But code asks: whether a spectrum that takes in modes was zeros, and where
-the edges of a graph lead. So what is made as zeros is marked; and tensors that are part of the program (such edges) are
-real ones, and so is all that is made of them alone.
+A traced tensor has no values, but some rules need them: whether a spectrum was zeros before modes were written into it,
+or which nodes the edges of a graph connect. Results of `torch.zeros` and the like are therefore marked. Constants of
+the program (such edges) are real tensors, and so are all results of calls on constants alone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ ZERO_FACTORIES = {torch.zeros, torch.zeros_like, Tensor.new_zeros}
 INT_FACTORIES = {torch.arange, torch.tensor, torch.as_tensor}
 AS_TO_SHAPE = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
 BACKWARD_ERROR = (
-    "backward() is called inside: return the loss and call backward() on what the program returns, which has a "
-    "compiled backward too"
+    "backward() is called inside the compiled callable. Return the loss and call backward() on it: that runs the "
+    "compiled backward"
 )
 REFUSED = {
     Tensor.backward: BACKWARD_ERROR,
     torch.autograd.backward: BACKWARD_ERROR,
-    Tensor.data.__set__: "a tensor is given other data: write into it in place",  # type: ignore[attr-defined]
+    Tensor.data.__set__: "assignment to `.data` of a tensor: write into it in place",  # type: ignore[attr-defined]
 }
 ZEROS_MARK = "_made_of_zeros"
 
 
 class TraceMode(TorchFunctionMode):
-    """Sees all calls that the traced callable makes.
+    """Intercept all torch calls of the traced callable.
 
-    `constants` are the real tensors that are part of the program. Where there are any, calls on them alone are made at
-    once, on every rank, and so are those that make ranges of integers.
+    `constants` are the real tensors that are constants of the program. If there are any, calls on constants alone are
+    executed during the trace, on every rank, and so are factory calls for integers.
     """
 
     def __init__(self, constants: list[Tensor]):
@@ -63,7 +63,7 @@ class TraceMode(TorchFunctionMode):
         if real or (self._folds_constants and func in INT_FACTORIES and not tensors):
             return self._run_constants(func, args, kwargs, tensors, real)
         try:
-            return func(*args, **kwargs)  # which may look at the mark
+            return func(*args, **kwargs)  # a rule may read the mark, so it is removed after the call
         finally:
             for tensor in tensors:
                 if ZEROS_MARK in tensor.__dict__:
@@ -74,20 +74,20 @@ class TraceMode(TorchFunctionMode):
             if tensor not in self._constants:
                 raise Untraceable(
                     f"compile: {getattr(func, '__name__', func)} reads a tensor of shape {tuple(tensor.shape)} that is "
-                    "neither an argument nor part of a module: a program would keep the one that is there now"
+                    "neither an argument nor part of a module: the program would always use its current value"
                 )
-        if func in AS_TO_SHAPE and len(args) == 2 and _is_real(args[0]):  # the other one only tells a shape
+        if func in AS_TO_SHAPE and len(args) == 2 and _is_real(args[0]):  # only the shape of the other one is used
             func, args, tensors = AS_TO_SHAPE[func], (args[0], args[1].shape), real
         if len(real) < len(tensors):
             if _is_real(tensors[0]) and _is_in_place(func, kwargs):
-                raise NotImplementedError("an index that is part of the program is written into")
+                raise NotImplementedError("write into an index tensor that is a constant of the program")
             return func(*args, **kwargs)
         with trace_state.concrete():
             out = func(*args, **kwargs)
         if tensors or not out.is_floating_point():
             map_tensors(out, self._add_constant)
             return out
-        return func(*args, **kwargs)  # no index: made when the program runs
+        return func(*args, **kwargs)  # a floating-point factory call: no index, so it is traced
 
     def _add_constant(self, tensor: Tensor) -> Tensor:
         self._constants[tensor] = True
@@ -107,10 +107,10 @@ def _is_in_place(func: Any, kwargs: Any) -> bool:
 def _is_real(tensor: Tensor) -> bool:
     if tensor.__class__ is not ShardTensor:
         return trace_state.is_concrete(unwrap_functorch(tensor))
-    local = tensor.__dict__.get("_local_tensor")  # what is not there yet is not asked for
+    local = tensor.__dict__.get("_local_tensor")  # read from __dict__, so that a lazy value is not materialized
     return local is not None and trace_state.is_concrete(local)
 
 
 def is_zeros(tensor: Tensor) -> bool:
-    """Whether a plain tensor was made as zeros and nothing has touched it since."""
+    """Return whether a plain tensor was created as zeros and has not been used since."""
     return ZEROS_MARK in tensor.__dict__

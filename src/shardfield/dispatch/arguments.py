@@ -6,14 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import ShardingError
-from ..layout import Layout
-from ..redistribute import redistribute, unmerge_dims
-
-ShardTensor: Any = None  # the class; tensor.py, which stands on this module, sets it
-wrap: Any = None  # (local tensor, layout) -> ShardTensor; likewise
+from ..tensor import ShardTensor, to_full_tensor
+from ..tensor import as_operand as as_operand
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -38,32 +34,6 @@ def mesh_of(args: Any, kwargs: Any) -> Any:
             if mesh is not None:
                 return mesh
     return mesh_of(tuple(kwargs.values()), None) if kwargs else None
-
-
-def as_operand(value: Tensor, mesh: Any, partial: bool = False, merged: bool = False) -> tuple[Tensor, Layout]:
-    """A tensor argument as (local tensor, layout) on `mesh`: plain ones are Replicate, DTensors are taken over."""
-    if not isinstance(value, ShardTensor):
-        if not isinstance(value, DTensor):
-            return value, Layout.replicate(mesh, value.shape)
-        value = ShardTensor.from_dtensor(value)
-    layout = value._layout
-    if layout.mesh is not mesh and layout.mesh != mesh:
-        raise ShardingError(f"tensors on different meshes meet: {mesh} and {layout.mesh}")
-    if layout.partial and not partial:
-        value = value._reduced_value()
-        layout = value._layout
-    if not merged and not layout.is_simple:
-        goal = unmerge_dims(layout)
-        return redistribute(value._local_tensor, layout, goal), goal
-    return value._local_tensor, layout
-
-
-def to_full_tensor(value: Any) -> Tensor:
-    """The whole value as a plain tensor on this rank."""
-    if isinstance(value, DTensor):
-        value = ShardTensor.from_dtensor(value)
-    goal = Layout.replicate(value._layout.mesh, value._layout.shape)
-    return redistribute(value._local_tensor, value._layout, goal)
 
 
 def write_out(target: Tensor, value: Any) -> None:

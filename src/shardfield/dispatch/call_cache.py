@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from .._compat import make_wrapper
 from ..layout import Layout
-from . import arguments
+from ..tensor import ShardTensor
 
 CACHE_SIZE = 4096  # of plans that one reader remembers, and of calls of one function that are known by their arguments
 
@@ -73,7 +73,7 @@ def _compile_reader(kinds: Sequence[type]) -> Callable[..., tuple[tuple, list[Te
     lines, key, given = [], [], []
     nested = any(kind is list or kind is tuple for kind in kinds)
     for name, kind in zip(names, kinds, strict=True):
-        if kind is arguments.ShardTensor:
+        if kind is ShardTensor:
             key += [f"{name}._layout", f"{name}._dtype"]
             given.append(f"{name}._local_tensor")
         elif kind is Tensor or kind is Parameter:
@@ -108,7 +108,7 @@ def _operand_form(args: Sequence[Any], named: list[Any]) -> str:
     if not args:
         return ""
     first, rest = args[0], [*args[1:], *named]
-    if first.__class__ is arguments.ShardTensor:
+    if first.__class__ is ShardTensor:
         if all(v.__class__ in PLAIN_TENSOR_TYPES or not tensors(v) for v in rest):
             return "first"
     elif isinstance(first, (list, tuple)):
@@ -118,7 +118,7 @@ def _operand_form(args: Sequence[Any], named: list[Any]) -> str:
 
 
 def _is_supported(kind: type) -> bool:
-    return kind in CONSTANT_TYPES or kind in (arguments.ShardTensor, Tensor, Parameter, list, tuple)
+    return kind in CONSTANT_TYPES or kind in (ShardTensor, Tensor, Parameter, list, tuple)
 
 
 def _sequence_key(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
@@ -127,7 +127,7 @@ def _sequence_key(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
     for value in values:
         kind = value.__class__
         key.append(kind)
-        if kind is arguments.ShardTensor:
+        if kind is ShardTensor:
             key += value._layout, value._dtype
             given.append(value._local_tensor)
         elif kind is Tensor or kind is Parameter:
@@ -210,7 +210,7 @@ def _compile_call(looks: tuple[str, ...], count: int, names: tuple[str, ...], pa
     """What makes calls for `CALL_CACHE`, of `count` arguments and some by name, given how to look at all but the first.
 
     `passed` is what the function is given behind its first argument. The calls wrap the result themselves, as
-    `operands.wrap` does: every step less shows.
+    `tensor.wrap` does: every step less shows.
     """
     values = [f"v{i}" for i in range(len(looks))]
     named = list(zip(values[count - 1 :], names, strict=True))
@@ -224,9 +224,7 @@ def _compile_call(looks: tuple[str, ...], count: int, names: tuple[str, ...], pa
         differ=" or ".join(tests[how].format(v) for v, how in zip(values, looks, strict=True)),
         passed=passed,
     )
-    space = dict(
-        make_wrapper=make_wrapper, ShardTensor=arguments.ShardTensor, strided=torch.strided, PLAIN=PLAIN_TENSOR_TYPES
-    )
+    space = dict(make_wrapper=make_wrapper, ShardTensor=ShardTensor, strided=torch.strided, PLAIN=PLAIN_TENSOR_TYPES)
     exec(text, space)
     return space["make"]
 

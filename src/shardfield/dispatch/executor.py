@@ -21,9 +21,9 @@ from ..comm import autograd_collectives
 from ..errors import ShardingError
 from ..layout import Layout
 from ..redistribute import redistribute
+from ..tensor import ShardTensor, wrap
 from ..trace_state import same_memory
-from . import arguments as operands
-from .arguments import as_operand, mesh_of, write_out
+from .arguments import as_operand, map_tensors, mesh_of, write_out
 from .call_cache import READERS, ArgumentReader, cache_call, make_reader
 from .fallback import gather_fallback
 from .plan import Operand, Plan, Returns, process_groups
@@ -142,7 +142,7 @@ class BoundPlan:
             return self._wrap_results(out, locals_[0], None)
         if reader.cache_by_identity:
             cache_call(func, args, kwargs, self.layout)
-        return operands.wrap(out, self.layout)
+        return wrap(out, self.layout)
 
     def _wrap_results(self, out: Any, base: Tensor, source: Any) -> Any:
         """What was computed, each tensor of it under its layout."""
@@ -161,12 +161,12 @@ class BoundPlan:
         )
         if self.tracks_views:
             return self._wrap_view(out, layout, base, source)
-        return operands.wrap(out, layout)
+        return wrap(out, layout)
 
     def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
         """Wrap a result that torch returns as a view; a write into it is checked as one into its source is."""
         kind = self.plan.view
-        of_shards = source.__class__ is operands.ShardTensor
+        of_shards = source.__class__ is ShardTensor
         before = source._copied_view if of_shards else False
         narrowed = kind.of_slice or (of_shards and source._narrowed)
         always = kind.returns is Returns.VIEW
@@ -178,7 +178,7 @@ class BoundPlan:
             copied = ViewConsensus(layout, always, here if out.numel() else None, before, narrowed)
         elif not copied and (always or before):
             copied = before if same_memory(out, base) else always and out.numel() > 0
-        result = operands.wrap(out, layout)
+        result = wrap(out, layout)
         if copied:
             result._copied_view = copied
         if narrowed:
@@ -327,8 +327,8 @@ def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] 
         found.append(value)
         return value.item()
 
-    named = {k: v if k in ("input", "tensors") else operands.map_tensors(v, read) for k, v in kwargs.items()}
-    given = (*args[:1], *operands.map_tensors(args[1:], read))
+    named = {k: v if k in ("input", "tensors") else map_tensors(v, read) for k, v in kwargs.items()}
+    given = (*args[:1], *map_tensors(args[1:], read))
     return (given, named) if found else None
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..debug import explain
 from ..errors import ShardingError
 from ..layout import Layout
-from . import arguments
+from ..tensor import ShardTensor, wrap
 from .arguments import map_tensors, mesh_of, to_full_tensor
 from .torch_aliases import function_name
 
@@ -26,7 +26,7 @@ def gather_fallback(func, types, args, kwargs):
     inside: list[Any] = []
 
     def note(value):
-        if isinstance(value, arguments.ShardTensor):
+        if isinstance(value, ShardTensor):
             inside.append(value)
         return value
 
@@ -48,16 +48,16 @@ def gather_fallback(func, types, args, kwargs):
             )
 
     def whole(value):
-        return to_full_tensor(value) if isinstance(value, (arguments.ShardTensor, DTensor)) else value
+        return to_full_tensor(value) if isinstance(value, (ShardTensor, DTensor)) else value
 
     written = _in_place_target(func, args, kwargs)
     plain_args, plain_kwargs = map_tensors(args, whole), map_tensors(kwargs or {}, whole)
     if written is not None:
         copy = plain_args[0].clone()
         func(copy, *plain_args[1:], **plain_kwargs)
-        return written._write(arguments.wrap(copy, Layout.replicate(mesh, copy.shape)))
+        return written._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
     out = func(*plain_args, **plain_kwargs)
-    return map_tensors(out, lambda t: arguments.wrap(t, Layout.replicate(mesh, t.shape)))
+    return map_tensors(out, lambda t: wrap(t, Layout.replicate(mesh, t.shape)))
 
 
 def _user_stacklevel() -> int:
@@ -76,6 +76,6 @@ def _in_place_target(func, args, kwargs):
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
     in_place = in_place and name not in ("__index__", "__int__", "__iter__")
-    if (in_place or name == "__setitem__") and args and isinstance(args[0], arguments.ShardTensor):
+    if (in_place or name == "__setitem__") and args and isinstance(args[0], ShardTensor):
         return args[0]
     return None

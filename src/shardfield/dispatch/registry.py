@@ -18,7 +18,7 @@ from .._compat import dynamo_disable, without_override_check
 from ..debug import explain
 from ..errors import ShardingError
 from ..redistribute import redistribute
-from . import arguments
+from ..tensor import ShardTensor, entry, wrap
 from .arguments import as_operand, map_tensors, to_full_tensor
 from .arguments import mesh_of as mesh_of
 from .arguments import write_out as write_out
@@ -110,6 +110,11 @@ def register_named(name: str, function_handler: Handler) -> None:
     _RESOLVED_HANDLERS.clear()
 
 
+def register_dispatch(op: Any, function_handler: Callable) -> None:
+    """A user's own handler for an aten operator."""
+    DISPATCH_HANDLERS[op] = function_handler
+
+
 @dynamo_disable
 def torch_function(cls, func, types, args=(), kwargs=None):
     """`__torch_function__` of ShardTensor."""
@@ -129,7 +134,7 @@ def torch_function(cls, func, types, args=(), kwargs=None):
                 if out is not None:
                     return out
         elif len(args) == 1 and not kwargs and HANDLERS.get(func) is elementwise and not args[0]._layout.partial:
-            return arguments.wrap(func(args[0]._local_tensor), args[0]._layout)  # as the handler would, a call less
+            return wrap(func(args[0]._local_tensor), args[0]._layout)  # as the handler would, a call less
     found = HANDLERS.get(func)
     if found is None:
         found = _RESOLVED_HANDLERS.get(func)
@@ -158,11 +163,11 @@ def torch_dispatch(cls, func, types, args, kwargs):
     """
     if func in DISPATCH_HANDLERS:
         return DISPATCH_HANDLERS[func](*args, **kwargs)
-    if bridge_depth and func in ALIAS_OPS and args[0].__class__ is arguments.ShardTensor:
+    if bridge_depth and func in ALIAS_OPS and args[0].__class__ is ShardTensor:
         # C++ makes a view of an input that a Function returns as it is; it keeps the graph, we keep the value
-        return arguments.wrap(args[0]._local_tensor.detach(), args[0]._layout)
+        return wrap(args[0]._local_tensor.detach(), args[0]._layout)
     tensors: list[Any] = []
-    map_tensors((args, kwargs), lambda t: tensors.append(t) if isinstance(t, arguments.ShardTensor) else None)
+    map_tensors((args, kwargs), lambda t: tensors.append(t) if isinstance(t, ShardTensor) else None)
     if torch.is_grad_enabled() and any(t._local_tensor.requires_grad for t in tensors):
         raise ShardingError(
             f"{func}: reached torch's dispatcher with a ShardTensor that requires grad; call it in Python"
@@ -180,14 +185,14 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
         seeds.append(seed)
     if inputs is not None:
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        inputs = [t._local_for_grad() if isinstance(t, arguments.ShardTensor) else t for t in inputs]
+        inputs = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
 
 
 def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     """An output's local tensor and the local tensor of the gradient that backward starts from."""
-    if not isinstance(output, arguments.ShardTensor):
-        return output, to_full_tensor(gradient) if isinstance(gradient, arguments.ShardTensor) else gradient
+    if not isinstance(output, ShardTensor):
+        return output, to_full_tensor(gradient) if isinstance(gradient, ShardTensor) else gradient
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -196,3 +201,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
         raise RuntimeError(f"Mismatch in shape: gradient has {tuple(gradient.shape)}, output {tuple(output.shape)}")
     local, layout = as_operand(gradient, output._layout.mesh)
     return output._local_tensor, redistribute(local, layout, output._grad_layout)
+
+
+entry.torch_function, entry.torch_dispatch, entry.run_backward = torch_function, torch_dispatch, run_backward
+entry.register, entry.register_named, entry.register_dispatch = register, register_named, register_dispatch

@@ -1,8 +1,9 @@
-"""Is a reshaped tensor a view, or a copy? On one device the strides tell; a piece's strides may tell otherwise.
+"""Writes into tensors that share memory: observers of writes, and whether a reshaped tensor is a view of its source.
 
-A piece that is empty, or one long where the whole is not, can be viewed in ways in which the whole cannot, and so can a
-piece that a slice happens to take in full. Then ranks may differ on what a write would reach. That is settled when
-someone writes, by one small message: all ranks write, or all refuse.
+On one device strides decide whether a reshaped tensor is a view or a copy. The strides of a shard may decide otherwise:
+an empty shard, or one of length 1 along a dim, can be viewed in shapes in which the global tensor cannot, and so can a
+shard that a slice takes in full. Ranks may then differ on what a write reaches. They agree when someone writes, by one
+small message: all ranks write, or all refuse.
 """
 
 from __future__ import annotations
@@ -16,62 +17,77 @@ from torch import Tensor
 from ..comm.consensus import any_rank
 from ..layout import Layout
 
-# Those who still need a tensor that others may write into: `keep(local tensor)` is called before every write.
-# `lend(local tensor)`, where they have it, when it is handed out, so that it may be written from outside.
-WRITE_OBSERVERS: WeakSet[Any] = WeakSet()
-# The memory of tensors made in inference mode, whose writes nobody counts, that is known outside.
+
+class WriteObserver:
+    """An object that still needs a tensor which others may write: a deferred value, an input saved for backward.
+
+    Both calls let it take a snapshot. Neither may communicate: ranks may differ in which observers are alive.
+    """
+
+    def before_write(self, target: Tensor) -> None:
+        """Take a snapshot if `target`, a local tensor that is about to be written, shares the observed memory."""
+
+    def before_export(self, target: Tensor) -> None:
+        """Take a snapshot if `target`, a local tensor that is returned to the user, shares the observed memory.
+
+        Writes into an exported tensor are not announced.
+        """
+
+
+WRITE_OBSERVERS: WeakSet[WriteObserver] = WeakSet()
+# Storages of exported tensors that were made in inference mode: torch does not count writes into these.
 EXPOSED_STORAGES: WeakSet[Any] = WeakSet()
 
 INCOMPLETE_GRAD = (
-    "this tensor's gradient is not known: ops have read it as part of what it was made from. Call retain_grad() on it "
-    "before it is used"
+    "the gradient of this tensor is incomplete: its consumers were fused with its source, so gradients do not flow "
+    "through it. Call retain_grad() on it before it is used"
 )
 
 
 def expose_local(local: Tensor) -> Tensor:
-    """A local tensor that the caller may write into from now on, as those who still need it as it is are told."""
+    """Return `local` to the caller; deferred values that alias it take a snapshot first."""
     if WRITE_OBSERVERS:
-        for borrower in [b for b in WRITE_OBSERVERS if hasattr(b, "before_export")]:
-            borrower.before_export(local)
+        for observer in list(WRITE_OBSERVERS):
+            observer.before_export(local)
     if local.is_inference():
         EXPOSED_STORAGES.add(local.untyped_storage())
     return local
 
 
-def dims_are_nested(tensor: Tensor, joined: Sequence[Sequence[int]]) -> bool:
-    """Whether the dims of each group lie one inside the other, so that they can be one dim of the same memory.
+def dims_are_nested(tensor: Tensor, groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether the dims of each group are contiguous with one another, so that they can become one dim.
 
-    Unlike torch's own test it looks at dims of size 1 too, which tell what lies around this piece.
+    Unlike torch's own test it looks at dims of size 1 too, whose strides show the memory around this shard.
     """
     shape, strides = tensor.shape, tensor.stride()
     return all(
-        strides[a] == strides[b] * max(shape[b], 1) for dims in joined for a, b in zip(dims, dims[1:], strict=False)
+        strides[a] == strides[b] * max(shape[b], 1) for dims in groups for a, b in zip(dims, dims[1:], strict=False)
     )
 
 
 class ViewConsensus:
-    """A reshaped tensor on ranks that may not agree on whether it is a view of its source.
+    """A reshaped tensor on ranks that may differ on whether it is a view of its source.
 
-    strict: torch makes a view or raises (`view`), else it makes a view or a copy (`reshape`). here: whether it is a
-    view on this rank; None if there is nothing here to tell. source: what is known of the source itself: True if
-    writing into it would be lost, False if not, or a doubt. narrowed: the source is a slice of a cut dim, and pieces
-    that it takes in full say nothing of the whole.
+    strict: torch returns a view or raises (`view`), else it returns a view or a copy (`reshape`).
+    local_is_view: whether it is a view on this rank; None if the local tensor is empty and cannot tell.
+    source: whether a write into the source is lost: a bool, or the source's own ViewConsensus.
+    of_slice: the source is a slice along a sharded dim, and shards that it takes in full prove nothing.
     """
 
     __slots__ = ("layout", "strict", "local_is_view", "source", "of_slice", "result")
 
-    def __init__(self, layout: Layout, strict: bool, here: bool | None, source: bool | ViewConsensus, narrowed: bool):
-        self.layout, self.strict, self.local_is_view, self.source, self.of_slice = (
-            layout,
-            strict,
-            here,
-            source,
-            narrowed,
-        )
+    def __init__(
+        self, layout: Layout, strict: bool, local_is_view: bool | None, source: bool | ViewConsensus, of_slice: bool
+    ):
+        self.layout, self.strict, self.local_is_view = layout, strict, local_is_view
+        self.source, self.of_slice = source, of_slice
         self.result: bool | None = None
 
     def write_is_lost(self) -> bool:
-        """Whether a write would be lost, or reach the source on some ranks only. All ranks ask, and get one answer."""
+        """Return whether a write would be lost, or reach the source on some ranks only.
+
+        Communicates: all ranks must call it, and all get the same answer.
+        """
         if self.result is None:
             mesh = self.layout.mesh
             groups = [mesh.get_group(axis) for axis in self.layout.nontrivial_axes(range(mesh.ndim))]
@@ -84,5 +100,5 @@ class ViewConsensus:
 
 
 def write_is_lost(copied: bool | ViewConsensus) -> bool:
-    """Whether writing into a tensor would be lost."""
+    """Return whether a write into a tensor with this `_copied_view` would be lost."""
     return copied if isinstance(copied, bool) else copied.write_is_lost()

@@ -151,10 +151,10 @@ class _RecordingTransport:
 
     def send_to_ranks(self, sends: Any) -> list[_RecordedHandle]:
         to = [(rank, _nbytes(flat)) for rank, flat in sends]
-        return self._record("deliver", sum(b for _, b in to), to, "deliver", sends)
+        return self._record("deliver", sum(b for _, b in to), to, "send_to_ranks", sends)
 
     def recv_from_rank(self, into: Tensor, source: int) -> None:
-        self._record("deliver", _nbytes(into), [(source, _nbytes(into))], "collect", into, source)[0].wait()
+        self._record("deliver", _nbytes(into), [(source, _nbytes(into))], "recv_from_rank", into, source)[0].wait()
 
 
 class _RecorderMode(DispatchMode):

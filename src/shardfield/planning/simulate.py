@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._compat.fake import data_dependent_errors
+from ..comm import collectives
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, balanced
 from ..tensor import ShardTensor, wrap
@@ -91,10 +92,9 @@ class Step:
         loss.backward()
         total = to_full_tensor(loss.detach()).double()
         norm = clip_grad_norm_(self.model, 1.0)
-        told = torch.stack([total, norm.to(total)])
-        dist.all_reduce(told)
+        stats = collectives.all_reduce(torch.stack([total, norm.to(total)]), dist.group.WORLD)
         self.optimizer.step()
-        return told
+        return stats
 
 
 def _make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, integers: bool) -> ShardTensor:

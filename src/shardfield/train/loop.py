@@ -142,9 +142,8 @@ class Trainer:
     def _reduce_step_stats(self, loss: Tensor, norm: Tensor, stop_requested: bool) -> tuple[float, float, bool, bool]:
         """The mean loss over data ranks, the norm of the gradients; was any rank asked to end, or cannot write?"""
         flags = torch.tensor([float(stop_requested), float(self.log.write_error is not None)]).to(loss)
-        told = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
-        dist.all_reduce(told)
-        loss_sum, norm_sum, stop, trouble = told.tolist()
+        stats = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
+        loss_sum, norm_sum, stop, trouble = collectives.all_reduce(stats, dist.group.WORLD).tolist()
         return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0, trouble > 0
 
     def _nonfinite_error(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
@@ -174,7 +173,7 @@ class Trainer:
                     values = [to_full_tensor(score(output, batch)).double() for score in self.task.metrics.values()]
                     if count:
                         sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(count))])
-                dist.all_reduce(sums, group=self.mesh.get_group("data"))
+                sums = collectives.all_reduce(sums, self.mesh.get_group("data"))
                 for metric, value in zip(self.task.metrics, sums[:-1] / sums[-1], strict=True):
                     results[f"{name}/{metric}"] = value.item()
         if results:

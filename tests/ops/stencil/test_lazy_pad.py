@@ -89,8 +89,8 @@ def uses() -> list[str]:
 
     padded = around(x)
     check("shape", padded.shape == wide.shape and padded.ndim == 4 and padded.numel() == wide.numel())
-    check("repr", "not made yet" in repr(padded))
-    check("to_local", padded.to_local().shape[2] == 7 and "not made yet" not in repr(padded))
+    check("repr", "deferred" in repr(padded))
+    check("to_local", padded.to_local().shape[2] == 7 and "deferred" not in repr(padded))
     check("copy", torch.equal(copy.deepcopy(around(x)).full_tensor(), wide))
     file = io.BytesIO()
     torch.save(around(x), file)

@@ -1,4 +1,4 @@
-"""New tensors like a given one: they lie as it lies, with nothing to reduce, and nothing is sent."""
+"""`zeros_like`, `new_zeros` and others. Results have the input's sharding and no Partial; nothing is communicated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..spectral import lazy_spectrum
 
 
 def as_number(value):
-    """A number that came as a ShardTensor."""
+    """Return the value of a ShardTensor with one element; return other values unchanged."""
     return value.item() if isinstance(value, ShardTensor) else value
 
 
@@ -25,44 +25,44 @@ def new_like(func, types, args, kwargs):
     if not isinstance(x, ShardTensor):
         return func(x, **named)
     if func.__name__ == "zeros_like" and not named.keys() - {"dtype"}:
-        later = lazy_spectrum.lazy_zeros_like(x, named.get("dtype") or x.dtype)
-        if later is not None:
-            return later
+        lazy = lazy_spectrum.lazy_zeros_like(x, named.get("dtype") or x.dtype)
+        if lazy is not None:
+            return lazy
     return wrap(func(x._local_tensor, **named), x._layout.with_partial(()))
 
 
 @handler("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 def new_with_shape(func, types, args, kwargs):
-    """Of the same shape: the same layout. Of another: whole on every rank."""
+    """Return a tensor with the input's layout if the shape is the same, else a replicated tensor."""
     x, *rest = args
     kwargs = {k: as_number(v) for k, v in kwargs.items()}
     if not isinstance(x, ShardTensor):
         return func(x, *map(as_number, rest), **kwargs)
-    whole = func(
+    meta = func(
         torch.empty(0, device="meta"), *map(as_number, rest), **{k: v for k, v in kwargs.items() if k != "device"}
     )
-    if whole.shape != x.shape or func.__name__ == "new_empty_strided":
-        local = func(lazy_spectrum.proxy_local(x), *map(as_number, rest), **kwargs)
-        made = wrap(local, Layout.replicate(x._layout.mesh, whole.shape))
-        made._unsent = True
-        return made
+    if meta.shape != x.shape or func.__name__ == "new_empty_strided":
+        local = func(x._metadata_local(), *map(as_number, rest), **kwargs)
+        out = wrap(local, Layout.replicate(x._layout.mesh, meta.shape))
+        out._unsent = True
+        return out
     layout = x._layout.with_partial(())
-    numbers = len(rest) and isinstance(rest[0], int)
+    varargs = len(rest) and isinstance(rest[0], int)
     kwargs.pop("size", None)
-    rest = [layout.local_shape, *([] if numbers else map(as_number, rest[1:]))]
-    return wrap(func(lazy_spectrum.proxy_local(x), *rest, **kwargs), layout)
+    rest = [layout.local_shape, *([] if varargs else map(as_number, rest[1:]))]
+    return wrap(func(x._metadata_local(), *rest, **kwargs), layout)
 
 
 @handler("new_tensor")
 def new_tensor(func, types, args, kwargs):
-    """Data as a tensor of this one's kind, whole on every rank; of a ShardTensor, a copy that lies as it does."""
+    """Return `data` as a replicated tensor of x's dtype and device; a ShardTensor is copied with its layout."""
     x, data = args if len(args) > 1 else (args[0], kwargs.pop("data"))
     if isinstance(data, ShardTensor):
         data = data._reduced_value()
         kwargs = {"dtype": x.dtype, "device": x.device} | kwargs
-        needs = kwargs.pop("requires_grad", False)
-        return wrap(data._local_tensor.detach().to(copy=True, **kwargs).requires_grad_(needs), data._layout)
+        requires_grad = kwargs.pop("requires_grad", False)
+        return wrap(data._local_tensor.detach().to(copy=True, **kwargs).requires_grad_(requires_grad), data._layout)
     if not isinstance(x, ShardTensor):
         return func(x, data, **kwargs)
-    made: Tensor = func(lazy_spectrum.proxy_local(x), data, **kwargs)
-    return wrap(made, Layout.replicate(x._layout.mesh, made.shape))
+    out: Tensor = func(x._metadata_local(), data, **kwargs)
+    return wrap(out, Layout.replicate(x._layout.mesh, out.shape))

@@ -1,7 +1,8 @@
-"""Losses: one value per element (or per sample) by the functions torch has for them, then a sum or a global mean.
+"""Elementwise losses: values per element (or per sample) from torch's function, then a sum or a global mean.
 
-torch.nn.functional's losses are Python bodies that open down to the C functions named here. The mean is over the
-global count, so that values and gradients are those of one device however the elements are spread.
+The losses of torch.nn.functional are Python functions. The dispatcher runs their bodies, which call the C functions
+listed here. The mean divides by the global count, so that values and gradients equal those on one device for every
+sharding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .pointwise import pointwise
 
 NN = NAMESPACES[1]
 
-# C function of a loss that takes one element at a time -> the place of its `reduction` argument
+# C function of an elementwise loss -> position of its `reduction` argument
 ELEMENTWISE = {
     NN.mse_loss: 2,
     NN.l1_loss: 2,
@@ -34,20 +35,20 @@ ELEMENTWISE = {
     torch.hinge_embedding_loss: 3,
     torch.margin_ranking_loss: 4,
 }
-NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions; its C functions reduce nothing unless told
+NONE, MEAN, SUM = 0, 1, 2  # torch's reduction codes; its C functions default to NONE
 
 
-def apply_reduction(each: Tensor, reduction: int) -> Tensor:
-    """The values of a loss, or their mean or sum."""
-    return each.mean() if reduction == MEAN else each.sum() if reduction == SUM else each
+def apply_reduction(losses: Tensor, reduction: int) -> Tensor:
+    """Return the values of a loss, or their mean or sum."""
+    return losses.mean() if reduction == MEAN else losses.sum() if reduction == SUM else losses
 
 
 def elementwise_loss(func, types, args, kwargs):
-    at = ELEMENTWISE[func]
+    position = ELEMENTWISE[func]
     if func == NN.binary_cross_entropy:
         check_probabilities(*args[:2])
-    if len(args) > at:
-        reduction, args = args[at], (*args[:at], NONE, *args[at + 1 :])
+    if len(args) > position:
+        reduction, args = args[position], (*args[:position], NONE, *args[position + 1 :])
     else:
         reduction, kwargs = kwargs.get("reduction", NONE), kwargs | {"reduction": NONE}
     return apply_reduction(pointwise(func, types, args, kwargs), reduction)
@@ -58,17 +59,17 @@ for _function in ELEMENTWISE:
 
 
 def check_probabilities(*tensors: Any) -> None:
-    """Raise on all ranks if any element on any rank is no probability: torch's kernel would raise on one alone."""
-    admitted = [as_operand(t, mesh_of(tensors, {})) for t in tensors]
-    axes = sorted({a for _, layout in admitted for a in layout.shard_axes})
-    bad = torch.stack([~((local >= 0) & (local <= 1)).all() for local, _ in admitted])
-    over = process_groups(admitted[0][1], axes)
-    raise_if_any_rank(bad, over, RuntimeError, "all elements of input and target should be between 0 and 1")
+    """Raise on all ranks if an element on any rank is outside [0, 1]; torch's kernel would raise on that rank alone."""
+    operands = [as_operand(t, mesh_of(tensors, {})) for t in tensors]
+    axes = sorted({a for _, layout in operands for a in layout.shard_axes})
+    bad = torch.stack([~((local >= 0) & (local <= 1)).all() for local, _ in operands])
+    groups = process_groups(operands[0][1], axes)
+    raise_if_any_rank(bad, groups, RuntimeError, "all elements of input and target should be between 0 and 1")
 
 
 @handler(F.l1_loss, exact=True)
 def l1_loss(func, types, args, kwargs):
-    """As its body has it, with the weight that the body forgets to hand to `__torch_function__`."""
+    """Run torch's body with `weight`, which the body does not pass on to `__torch_function__`."""
     weight = caller_argument(F.l1_loss, "weight")
     if weight is not None:
         kwargs = kwargs | {"weight": weight}
@@ -77,11 +78,11 @@ def l1_loss(func, types, args, kwargs):
 
 @handler(*filter(None, [getattr(F, "linear_cross_entropy", None)]), exact=True)  # new in torch 2.13
 def linear_cross_entropy(func, types, args, kwargs):
-    """Its `options` say how to go through the batch in chunks to save memory; here the batch is in pieces already."""
+    """Run torch's body without `options`, which chunk the batch to save memory: it is sharded already."""
     return without_override_check(func)(*args, **kwargs | {"options": None})
 
 
-# ---------------------------------------------------------------------- made of distances
+# ---------------------------------------------------------------------- composed of distances
 
 
 @composed(torch.triplet_margin_loss, exact=True)
@@ -95,12 +96,12 @@ def triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6,
 
 @composed(torch.cosine_embedding_loss, exact=True)
 def cosine_embedding_loss(input1, input2, target, margin=0.0, reduction=NONE):
-    """1 - cos where the target is 1, what cos has over the margin where it is -1."""
+    """Return 1 - cos if the target is 1, and max(0, cos - margin) if the target is -1."""
     probe_shapes(torch.cosine_embedding_loss, input1, input2, target, margin, reduction)
     input1, input2 = autocast_to_fp32(input1, input2)
     dim, tiny = target.ndim, 1e-12
-    both = (input1 * input2).sum(dim)
-    sizes = ((input1 * input1).sum(dim) + tiny) * ((input2 * input2).sum(dim) + tiny)
-    cos = both / sizes.sqrt()
-    each = torch.where(target == 1, 1 - cos, 0) + torch.where(target == -1, (cos - margin).clamp_min(0), 0)
-    return apply_reduction(each, reduction)
+    products = (input1 * input2).sum(dim)
+    squared_norms = ((input1 * input1).sum(dim) + tiny) * ((input2 * input2).sum(dim) + tiny)
+    cos = products / squared_norms.sqrt()
+    losses = torch.where(target == 1, 1 - cos, 0) + torch.where(target == -1, (cos - margin).clamp_min(0), 0)
+    return apply_reduction(losses, reduction)

@@ -1,6 +1,7 @@
-"""Functions of one element at a time: operands are aligned, the rest is local.
+"""Elementwise functions: operands are aligned by broadcasting rules, then torch's function runs on the local tensors.
 
-The table is a list of names; the algorithm exists once. A few of them are linear and pass Partial on.
+One handler (`pointwise`) serves all functions of the tables below. Functions that are linear keep Partial operands
+partial. The adjoint of the alignment sums gradients over the axes along which an operand was broadcast.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ fake_quantize_per_tensor_affine
 
 TERNARY = "addcdiv addcmul lerp masked_fill".split()
 
-# Linear in the operands together ("sum": all of them Partial alike) or in one of them ("product": the first for div).
+# Linear in all operands together ("sum": all must have the same Partial) or in one operand ("product"; for div, the
+# first).
 LINEAR = dict.fromkeys(
     "neg negative positive clone detach contiguous conj resolve_conj resolve_neg alias add sub subtract __add__ "
     "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_ complex".split(),
@@ -63,7 +65,7 @@ QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__
 
 
 def linear_partials(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
-    """The operands whose Partial can stay: the op is linear in them."""
+    """Return the positions of operands that may stay Partial, because the op is linear in them."""
     partials = [i for i, x in enumerate(layouts) if x.partial]
     if not partials:
         return ()
@@ -72,18 +74,18 @@ def linear_partials(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: A
     if kind is None or any(op != "sum" for i in partials for _, op in layouts[i].partial):
         return ()
     if kind == "sum":
-        alike = len({layouts[i].partial for i in partials}) == 1
-        return tuple(partials) if alike and len(partials) == len(layouts) and not scalars else ()
+        equal = len({layouts[i].partial for i in partials}) == 1
+        return tuple(partials) if equal and len(partials) == len(layouts) and not scalars else ()
     if len(partials) != 1 or (name in QUOTIENT and partials[0] != 0):
         return ()
     axes = set(layouts[partials[0]].partial_axes)
-    busy = any(axes & set(x.shard_axes) for x in layouts)
-    return () if busy else (partials[0],)
+    conflict = any(axes & set(x.shard_axes) for x in layouts)
+    return () if conflict else (partials[0],)
 
 
 def pointwise(func, types, args, kwargs):
     first = args[0] if args and not kwargs else None
-    if first.__class__ is ShardTensor and not first._layout.partial:  # the way most calls go
+    if first.__class__ is ShardTensor and not first._layout.partial:  # fast path: layouts are equal
         layout, count, out = first._layout, len(args), None
         if count == 2:
             second = args[1]
@@ -102,61 +104,62 @@ def pointwise(func, types, args, kwargs):
     elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
         return pointwise_inplace(func, types, args, kwargs)
     key, values = call_key(args, kwargs)
-    known = BROADCAST_PLANS.get(key)
-    if known is None:
-        known = plan_broadcast(key, BROADCAST_PLANS, align)
-    if known is not None:
-        if known.single_rank and first.__class__ is ShardTensor and len(args) == 2 and args[1].__class__ is Parameter:
-            cache_call(func, args, kwargs, known.result)
-        return wrap_results(func(*known.redistribute(values), **kwargs), known.result)
+    plan = BROADCAST_PLANS.get(key)
+    if plan is None:
+        plan = plan_broadcast(key, BROADCAST_PLANS, align)
+    if plan is not None:
+        if plan.single_rank and first.__class__ is ShardTensor and len(args) == 2 and args[1].__class__ is Parameter:
+            cache_call(func, args, kwargs, plan.result)
+        return wrap_results(func(*plan.redistribute(values), **kwargs), plan.result)
     if "out" in kwargs:
         out = kwargs["out"]
         result = pointwise(func, types, args, {k: v for k, v in kwargs.items() if k != "out"})
-        for target, part in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
-            write_out(target, part)
+        for target, value in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
+            write_out(target, value)
         return out
     locals_, layouts, put_back = collect_tensors(args, kwargs)
     keep = linear_partials(func.__name__, layouts, args, kwargs)
-    how = align(layouts, keep)
-    args, kwargs = put_back(how.redistribute(locals_, layouts))
-    return wrap_results(func(*args, **kwargs), how.result)
+    alignment = align(layouts, keep)
+    args, kwargs = put_back(alignment.redistribute(locals_, layouts))
+    return wrap_results(func(*args, **kwargs), alignment.result)
 
 
 def pointwise_inplace(func, types, args, kwargs):
     target = args[0]
-    if target.__class__ is not ShardTensor:  # a plain tensor takes in what ShardTensors hold: whole
-        whole = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
-        return func(target, *whole[0], **whole[1])
+    if target.__class__ is not ShardTensor:  # a plain target takes the full values of ShardTensors
+        full = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
+        return func(target, *full[0], **full[1])
     target._check_writable()
     key, values = call_key(args, kwargs)
-    known = INPLACE_PLANS.get(key)
-    if known is None:
-        known = plan_broadcast(key, INPLACE_PLANS, lambda layouts: align_to(layouts[0], layouts))
-    if known is not None:
-        func(*known.redistribute(values), **kwargs)
+    plan = INPLACE_PLANS.get(key)
+    if plan is None:
+        plan = plan_broadcast(key, INPLACE_PLANS, lambda layouts: align_to(layouts[0], layouts))
+    if plan is not None:
+        func(*plan.redistribute(values), **kwargs)
         return target
     locals_, layouts, put_back = collect_tensors(args, kwargs)
     keep = linear_partials(func.__name__, layouts, args, kwargs)
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):  # no_grad is about func alone
-            whole_value = target._reduced_value()
-        target._local_tensor, target._layout = whole_value._local_tensor, whole_value._layout
+        # no_grad applies to func alone, not to the reduction
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):
+            reduced = target._reduced_value()
+        target._local_tensor, target._layout = reduced._local_tensor, reduced._layout
         locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
-    how = align_to(target._layout, layouts, keep)
-    moved = how.redistribute(locals_, layouts)
-    moved[0] = target._local_tensor
-    args, kwargs = put_back(moved)
+    alignment = align_to(target._layout, layouts, keep)
+    redistributed = alignment.redistribute(locals_, layouts)
+    redistributed[0] = target._local_tensor
+    args, kwargs = put_back(redistributed)
     func(*args, **kwargs)
     return target
 
 
-# ---------------------------------------------------------------------- calls known by the layouts of their operands
+# ---------------------------------------------------------------------- plans cached by the operands' layouts
 
 
 class BroadcastPlan(NamedTuple):
-    """How operands of known layouts meet, whether they can do so as they lie, and whether all there is lies here."""
+    """The alignment of operands of these layouts, and whether it needs no redistribute or the mesh has one rank."""
 
     layouts: tuple[Layout, ...]
     alignment: Alignment
@@ -165,27 +168,28 @@ class BroadcastPlan(NamedTuple):
     single_rank: bool
 
     def redistribute(self, values: list[Any]) -> list[Any]:
-        """The arguments of a call, its tensors moved."""
+        """Return the arguments of a call with its tensors redistributed."""
         if self.no_redistribute:
             return values
-        at = [i for i, v in enumerate(values) if v.__class__ not in STATIC_TYPES]
-        for i, moved in zip(at, self.alignment.redistribute([values[i] for i in at], self.layouts), strict=True):
-            values[i] = moved
+        positions = [i for i, v in enumerate(values) if v.__class__ not in STATIC_TYPES]
+        tensors = self.alignment.redistribute([values[i] for i in positions], self.layouts)
+        for i, tensor in zip(positions, tensors, strict=True):
+            values[i] = tensor
         return values
 
 
-# The key: the layout of each ShardTensor and the shape of each plain tensor, in order. No other argument matters as
-# long as nothing is Partial.
+# Key: the layout of each ShardTensor and the shape of each plain tensor, in order. Other arguments do not affect the
+# alignment as long as no operand is Partial.
 BROADCAST_PLANS: dict[Any, BroadcastPlan] = {}
-INPLACE_PLANS: dict[Any, BroadcastPlan] = {}  # of in-place calls, which meet in the layout of the first operand
+INPLACE_PLANS: dict[Any, BroadcastPlan] = {}  # for in-place calls, whose operands align to the first
 MAX_CACHED_PLANS = 8192
 STATIC_TYPES = {int, float, bool, str, complex, type(None), torch.dtype, torch.memory_format}
 
 
 def call_key(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
-    """A call's key in `BROADCAST_PLANS` and its arguments, local tensors for ShardTensors.
+    """Return the key of a call in `BROADCAST_PLANS`, and its arguments with ShardTensors replaced by local tensors.
 
-    The key is None where an argument is anything else than a ShardTensor, a plain tensor or parameter, or static.
+    The key is None if an argument is not a ShardTensor, a plain tensor, a parameter or of one of `STATIC_TYPES`.
     """
     key: list[Any] = []
     values: list[Any] = []
@@ -208,44 +212,48 @@ def call_key(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
 
 
 def plan_broadcast(key: tuple | None, table: dict[Any, BroadcastPlan], find: Callable) -> BroadcastPlan | None:
-    """The meeting of a key, remembered; None for those that depend on the function or need a closer look."""
+    """Return the plan for `key` and cache it, or None if the plan depends on more than the key (Partial operands)."""
     mesh = next((x.mesh for x in key if x.__class__ is Layout), None) if key else None
     if key is None or mesh is None:
         return None
     layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key)
     if any(x.partial or (x.mesh is not mesh and x.mesh != mesh) for x in layouts):
         return None
-    how = find(layouts)
+    alignment = find(layouts)
     if len(table) >= MAX_CACHED_PLANS:
         table.clear()
-    known = table[key] = BroadcastPlan(
-        layouts, how, how.result, how.targets == layouts and not how.grad_reductions, how.result.mesh.size() == 1
+    plan = table[key] = BroadcastPlan(
+        layouts,
+        alignment,
+        alignment.result,
+        alignment.targets == layouts and not alignment.grad_reductions,
+        alignment.result.mesh.size() == 1,
     )
-    return known
+    return plan
 
 
 def collect_tensors(args: Any, kwargs: Any):
-    """The tensors among the arguments, their layouts, and a way to put others in their place."""
+    """Return the local tensors among the arguments, their layouts, and a function that replaces them in the call."""
     mesh = mesh_of(args, kwargs)
     locals_: list[Tensor] = []
     layouts: list[Layout] = []
 
-    def take(value: Tensor) -> None:
+    def collect(value: Tensor) -> None:
         local, layout = as_operand(value, mesh, partial=True, merged=True)
         locals_.append(local)
         layouts.append(layout)
 
-    map_tensors((args, kwargs), take)
+    map_tensors((args, kwargs), collect)
 
-    def put_back(moved: list[Tensor]):
-        left = iter(moved)
-        return map_tensors((args, kwargs), lambda _: next(left))
+    def put_back(tensors: list[Tensor]):
+        remaining = iter(tensors)
+        return map_tensors((args, kwargs), lambda _: next(remaining))
 
     return locals_, tuple(layouts), put_back
 
 
 def wrap_results(out: Any, layout: Layout) -> Any:
-    """The result, or each of several."""
+    """Wrap the result, or each of several results."""
     return wrap(out, layout) if out.__class__ is Tensor else map_tensors(out, lambda t: wrap(t, layout))
 
 
@@ -265,7 +273,7 @@ LINEAR_UNARY = [
 
 for _name in [*UNARY, *BINARY, *TERNARY, *LINEAR_UNARY]:
     handler(_name)(pointwise)
-    if _name not in CASTS:  # of some, as of leaky_relu, the in-place form is a function and no method
+    if _name not in CASTS:  # some in-place forms, as leaky_relu_, are functions and not methods
         handler(_name + "_")(pointwise_inplace)
 handler("copy_", "fill_", "zero_")(pointwise_inplace)
 handler("fill")(pointwise)
@@ -275,16 +283,16 @@ registry.elementwise = pointwise
 
 @handler("frexp", "type")
 def frexp_type(func, types, args, kwargs):
-    """Those of one element at a time that give two tensors, or none."""
+    """Run elementwise functions that return two tensors or a string."""
     return pointwise(func, types, args, kwargs)
 
 
 @composed("prelu")
 def prelu(input, weight):
-    """A slope per channel, or one for all."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (input.dtype, weight.dtype):
-        input, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (input, weight))
+    """Multiply negative elements by a slope, one per channel or one for all."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
+        input, weight = (t.to(torch.get_autocast_dtype(device)) for t in (input, weight))
     if input.dtype != weight.dtype:
         raise RuntimeError(f"prelu: input and weight should have one dtype, not {input.dtype} and {weight.dtype}")
     if weight.numel() == 1:
@@ -296,7 +304,7 @@ def prelu(input, weight):
 
 @composed("glu")
 def glu(input, dim=-1):
-    """One half times the sigmoid of the other."""
+    """Multiply the first half along `dim` by the sigmoid of the second."""
     if input.shape[dim] % 2:
         raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}")
     value, gate = input.chunk(2, dim)

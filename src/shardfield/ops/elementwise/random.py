@@ -1,8 +1,8 @@
-"""Random numbers that belong to the tensor, not to the rank.
+"""Random numbers that depend on the global index, not on the rank.
 
-Each call draws one key from torch's default generator (the first rank's, sent to all: ranks may be seeded alike or
-not); the number at a global index is a hash of (key, index). So replicas agree, shards differ, and with
-`torch.manual_seed` the same global numbers come out for every cut and every number of ranks.
+Each call draws one key from torch's default generator of the first rank and broadcasts it, so that ranks may be seeded
+equally or not. The number at a global index is a hash of (key, index). Replicas therefore agree, shards differ, and a
+`torch.manual_seed` gives the same global tensor for every sharding and every number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIX2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
-    """One 62-bit key for a call, the same on every rank of the mesh; a scalar tensor on the mesh's device."""
+    """Return a 62-bit key for one call, equal on all ranks of the mesh, as a tensor of one element on its device."""
     device = collectives.device_of(mesh)
     where = device if generator is None else generator.device
     where = torch.device("cpu") if generator is None else where
@@ -39,24 +39,24 @@ def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
 
 
 def global_index(layout: Layout, device: torch.device) -> Tensor:
-    """The row-major global index of every element this rank holds."""
+    """Return the row-major global index of every element of this rank's shard."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for factor in (f for d in layout.dims for f in d):
-        at = layout.index(factor.axes) if factor.axes else 0
-        start = starts(factor.shard_sizes)[at] if factor.axes else 0
-        mine = torch.arange(start, start + layout.local_size_of(factor), device=device)
-        index = index.unsqueeze(-1) * factor.size + mine
+        position = layout.index(factor.axes) if factor.axes else 0
+        start = starts(factor.shard_sizes)[position] if factor.axes else 0
+        local_index = torch.arange(start, start + layout.local_size_of(factor), device=device)
+        index = index.unsqueeze(-1) * factor.size + local_index
     return index.reshape(layout.local_shape)
 
 
 def random_bits(key: Tensor, index: Tensor) -> Tensor:
-    """64 random bits for each index: splitmix64, whose state after `index` steps is a product."""
+    """Return 64 random bits for each index, by splitmix64 (its state after `index` steps is a product)."""
 
     def shifted(x: Tensor, n: int) -> Tensor:
         return (x >> n) & ((1 << (64 - n)) - 1)  # a logical shift; torch's is arithmetic
 
-    # key + (index + 1) * _GOLDEN. But Inductor takes a product of an index and a constant for a place in memory, where
-    # numbers have no end: this one would not fit.
+    # This is key + (index + 1) * _GOLDEN. Inductor would treat the product of an index and a constant as a memory
+    # offset of unbounded range, which does not fit in 64 bits; with the key inside the product it does not.
     z = (key * _INVERSE + index + 1) * _GOLDEN
     z = (z ^ shifted(z, 30)) * _MIX1
     z = (z ^ shifted(z, 27)) * _MIX2
@@ -64,23 +64,23 @@ def random_bits(key: Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(layout: Layout, device: torch.device, key: Tensor) -> Tensor:
-    """Numbers in [0, 1) for every element this rank holds."""
+    """Return uniform numbers in [0, 1) for this rank's shard."""
     return uniform_at(key, global_index(layout, device))
 
 
 def uniform_at(key: Tensor, index: Tensor) -> Tensor:
-    """The number in [0, 1) of each global index, 53 bits of it."""
+    """Return the uniform number in [0, 1) of each global index, with 53 random bits."""
     return ((random_bits(key, index) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 def normal(layout: Layout, device: torch.device, key: Tensor) -> Tensor:
-    """Standard normal numbers, by Box and Muller."""
+    """Return standard normal numbers for this rank's shard, by the Box-Muller transform."""
     radius = torch.sqrt(-2 * torch.log1p(-uniform(layout, device, key)))
     return radius * torch.cos(2 * math.pi * uniform(layout, device, key ^ _MIX1))
 
 
 def _noise(x: ShardTensor, kind: str, generator: Any, *parameters: float) -> Tensor:
-    """This rank's part of a random tensor of x's shape and layout, in float64."""
+    """Return this rank's shard of a random tensor with x's layout, in float64."""
     key = draw_key(x._layout.mesh, generator)
     layout, device = x._layout, x._local_tensor.device
     if kind == "normal":
@@ -119,10 +119,10 @@ FILLS = {
 @handler(*FILLS)
 def fill_random(func, types, args, kwargs):
     kind, names, defaults = FILLS[func.__name__]
-    target, *given = args
+    target, *positional = args
     named = dict(kwargs)
     generator = named.pop("generator", None)
-    parameters = dict(zip(names, defaults, strict=True)) | dict(zip(names, given, strict=False)) | named
+    parameters = dict(zip(names, defaults, strict=True)) | dict(zip(names, positional, strict=False)) | named
     _prepare_fill(target, func.__name__)
     values = _noise(target, kind, generator, *(parameters[n] for n in names))
     if target.is_complex():
@@ -133,13 +133,13 @@ def fill_random(func, types, args, kwargs):
 
 
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To a narrower dtype; a number below 1 must not round up to 1."""
+    """Cast to a narrower dtype."""
     return values.to(dtype)
 
 
 def _prepare_fill(target: Any, name: str) -> None:
     if not isinstance(target, ShardTensor):
-        raise ShardingError(f"{name}: only the tensor that is filled may be a ShardTensor")
+        raise ShardingError(f"{name}: the tensor to fill must be a ShardTensor if any argument is one")
     target._check_writable()
     if target._layout.partial:
         target._local_tensor, target._layout = target._local_tensor.clone(), target._layout.with_partial(())
@@ -198,7 +198,7 @@ def bernoulli(func, types, args, kwargs):
     return out if "out" not in kwargs else kwargs["out"]._write(out)
 
 
-# ---------------------------------------------------------------------- like another
+# ---------------------------------------------------------------------- rand_like, randn_like, randint_like
 
 
 @handler(torch.rand_like, torch.randn_like, torch.randint_like)
@@ -220,14 +220,14 @@ def random_like(func, types, args, kwargs):
 
 
 def _dropout_mask(x: ShardTensor, p: float, per_channel: bool) -> ShardTensor:
-    """True where an element (or a channel of an (N, C, ...) tensor) is kept."""
+    """Return the mask of kept elements (or of kept channels of an (N, C, ...) tensor)."""
     layout = x._layout
     if per_channel:
         if layout.ndim < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-        keep = [layout.dims[0], layout.dims[1]]
+        batch_and_channel = [layout.dims[0], layout.dims[1]]
         layout = Layout.make(
-            layout.mesh, [*keep, *(Layout.replicate(layout.mesh, (1,)).dims[0] for _ in layout.dims[2:])]
+            layout.mesh, [*batch_and_channel, *(Layout.replicate(layout.mesh, (1,)).dims[0] for _ in layout.dims[2:])]
         )
     u = uniform(layout, x._local_tensor.device, draw_key(layout.mesh))
     return wrap(u >= p, layout)
@@ -239,13 +239,13 @@ def dropout(func, types, args, kwargs):
 
 
 def _dropout(name, input, p=0.5, train=True, inplace=False, *, training=None):
-    """torch.dropout(input, p, train) and F.dropout(input, p, training, inplace), whole or by channel."""
+    """Run torch.dropout(input, p, train) or F.dropout(input, p, training, inplace), per element or per channel."""
     train = train if training is None else training
     if not 0 <= p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
     in_place = inplace or name.endswith("_")
     if not train or p == 0:
-        return input  # torch's own too is the tensor itself: who writes into one writes into the other
+        return input  # torch returns the input itself too, so a write into the result reaches the input
     source = input._reduced_value()
     factor = 0.0 if p == 1 else 1 / (1 - p)
     noise = _dropout_mask(source, p, name.startswith("feature")).to(source.dtype) * factor
@@ -273,12 +273,12 @@ def _alpha_dropout(name, input, p=0.5, train=False, inplace=False, *, training=N
     return input.mul_(keep * a).add_(shift) if in_place else input * (keep * a) + shift
 
 
-# ---------------------------------------------------------------------- the rest
+# ---------------------------------------------------------------------- functions without a rule
 
 
 @handler("multinomial", "poisson", "binomial", "normal", "rrelu", "rrelu_", "rrelu_with_noise", torch.native_dropout)
 def draw_replicated(func, types, args, kwargs):
-    """No rule: every rank draws the whole result from the same key, so that ranks agree."""
+    """Gather the operands and draw the full result on every rank from the same key, so that ranks agree."""
     key = draw_key(mesh_of(args, kwargs), kwargs.get("generator"))
     kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
     with torch.random.fork_rng(devices=[key.device] if key.device.type != "cpu" else []):

@@ -28,7 +28,7 @@ from .parse_index import ParsedIndex, basic_index_key, broadcast_index_shapes, i
 def getitem(func, types, args, kwargs):
     x, index = args
     if x.__class__ is ShardTensor:
-        if "_deferred" in x.__dict__:
+        if x._deferred is not None:
             found = lazy_spectrum.read_block(x, index)
             if found is not None:
                 return found
@@ -72,7 +72,7 @@ def setitem(func, types, args, kwargs):
     x, index, value = args
     if x.__class__ is not ShardTensor:
         return _setitem_on_plain(func, types, args)
-    if "_deferred" in x.__dict__ and lazy_spectrum.write_block(x, index, value):
+    if x._deferred is not None and lazy_spectrum.write_block(x, index, value):
         return None
     x._check_writable()
     reduce_partial(x)

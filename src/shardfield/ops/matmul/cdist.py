@@ -1,4 +1,8 @@
-"""Distances between points: a product in all but name, so the same planner says where the points go."""
+"""Distances: cdist, pairwise_distance, cosine_similarity.
+
+`cdist` has the dims of a matrix product, so that the planner of contractions chooses its layouts. If the feature dim is
+sharded, ranks compute partial distances, which an all_reduce combines.
+"""
 
 from __future__ import annotations
 
@@ -27,65 +31,64 @@ MODES = {
 
 @rule("cdist", merged=True)
 def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
-    """One set of points stays in pieces and the other, the smaller one, is whole; cut features give sums of powers."""
+    """Replicate the smaller set of points and keep the larger sharded; sharded features are combined by all_reduce."""
     compute_mode = MODES.get(compute_mode, compute_mode)
     validate_args(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
-    if compute_mode == MODES[None]:  # torch asks for the number of points, which is not that of a piece
+    if compute_mode == MODES[None]:  # torch decides by the number of points, which must be the global one
         compute_mode = MODES[1] if max(x1.shape[-2], x2.shape[-2]) > 25 else MODES[2]
     left, right = batch_labels(x1.ndim - 2), batch_labels(x2.ndim - 2)
     terms = [make_term(x1, (*left, "p", "m")), make_term(x2, (*right, "r", "m"))]
     out = (*max(left, right, key=len), "p", "r")
-    # below 1 the power of a zero difference has no gradient, and torch's own distance has
-    work = plan_contraction(terms, out, linear=False, prefer_local=False, unsharded=() if p >= 1 or p == 0 else ("m",))
-    over = process_groups(work.result, work.result.partial_axes)
+    # for p < 1, the power of a zero difference has no gradient, but torch's distance has one
+    plan = plan_contraction(terms, out, linear=False, prefer_local=False, unsharded=() if p >= 1 or p == 0 else ("m",))
+    groups = process_groups(plan.result, plan.result.partial_axes)
 
     def local(x1: Tensor, x2: Tensor) -> Tensor:
-        near = torch.cdist(x1, x2, p=p, compute_mode=compute_mode)
-        return _combine_distances(near, p, over) if over else near
+        distance = torch.cdist(x1, x2, p=p, compute_mode=compute_mode)
+        return _combine_distances(distance, p, groups) if groups else distance
 
-    targets = dict(zip(("x1", "x2"), work.targets, strict=True))
-    return Plan(local=local, operands=targets, layout=work.result.with_partial(()))
+    targets = dict(zip(("x1", "x2"), plan.targets, strict=True))
+    return Plan(local=local, operands=targets, layout=plan.result.with_partial(()))
 
 
-def _combine_distances(distance: Tensor, p: float, over: tuple[ProcessGroup, ...]) -> Tensor:
-    """The p-norm distance from those of parts of the features, one part on each rank."""
+def _combine_distances(distance: Tensor, p: float, groups: tuple[ProcessGroup, ...]) -> Tensor:
+    """Combine the p-norm distances of each rank's shard of the features."""
     if p == math.inf:
-        # torch gives the whole gradient to each of the features that are farthest apart, and shares nothing
-        farthest = all_reduce_minmax(distance, over, "max")
-        return known_sum(torch.where(distance == farthest, distance, 0), farthest, over)
+        # torch gives the full gradient to each of the features with the maximal difference
+        farthest = all_reduce_minmax(distance, groups, "max")
+        return known_sum(torch.where(distance == farthest, distance, 0), farthest, groups)
     if p in (0, 1):
-        return autograd_collectives.reduce(distance, over)
-    total = autograd_collectives.reduce(distance**p, over)
-    # a distance of zero has gradient zero, as torch has it, where that of the root is infinite
-    apart = total > 0
-    return torch.where(apart, torch.where(apart, total, 1) ** (1 / p), 0)
+        return autograd_collectives.reduce(distance, groups)
+    total = autograd_collectives.reduce(distance**p, groups)
+    # a distance of zero has gradient zero in torch, but the gradient of the root is infinite
+    nonzero = total > 0
+    return torch.where(nonzero, torch.where(nonzero, total, 1) ** (1 / p), 0)
 
 
 @composed(F.pairwise_distance)
 def pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
-    """The norm of a difference over the last dim."""
+    """Return the norm of the difference over the last dim."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 @rule("cosine_similarity")
 def cosine_similarity(x1: Operand, x2: Operand, dim=1, eps=1e-8, *, fn):
-    """The product of the two directions. Both norms travel in one message."""
-    result = probe(fn, x1, x2, dim, eps).dtype
-    how = align((x1.layout, x2.layout))
-    dims = reduced_dims(how.result.ndim, dim)
-    over = process_groups(how.result, sharding_axes(how.result, dims))
+    """Multiply the normalized inputs and sum. One all_reduce sums both squared norms."""
+    dtype = probe(fn, x1, x2, dim, eps).dtype
+    alignment = align((x1.layout, x2.layout))
+    dims = reduced_dims(alignment.result.ndim, dim)
+    groups = process_groups(alignment.result, sharding_axes(alignment.result, dims))
 
     def local(x1, x2):
-        if not over:
+        if not groups:
             return fn(x1, x2, dim, eps)
-        pair = torch.broadcast_tensors(x1.to(result), x2.to(result))
-        sizes = torch.stack([x.square().sum(dims, keepdim=True, dtype=accumulate_dtype(result)) for x in pair])
-        sizes = autograd_collectives.replicate_in([safe_sqrt(autograd_collectives.reduce(sizes, over))], over)[0].to(
-            result
-        )
-        # torch's gradient goes through a norm below eps as if it were not held at eps
-        sizes = sizes + (sizes.clamp_min(eps) - sizes).detach()
-        return (pair[0] / sizes[0] * (pair[1] / sizes[1])).sum(dims)
+        pair = torch.broadcast_tensors(x1.to(dtype), x2.to(dtype))
+        norms = torch.stack([x.square().sum(dims, keepdim=True, dtype=accumulate_dtype(dtype)) for x in pair])
+        norms = safe_sqrt(autograd_collectives.reduce(norms, groups))
+        norms = autograd_collectives.replicate_in([norms], groups)[0].to(dtype)
+        # torch's gradient ignores the clamp of a norm below eps
+        norms = norms + (norms.clamp_min(eps) - norms).detach()
+        return (pair[0] / norms[0] * (pair[1] / norms[1])).sum(dims)
 
-    moved = {"x1": how.targets[0], "x2": how.targets[1]}
-    return Plan(local=local, operands=moved, layout=reduced_layout(how.result, dims, False))
+    operands = {"x1": alignment.targets[0], "x2": alignment.targets[1]}
+    return Plan(local=local, operands=operands, layout=reduced_layout(alignment.result, dims, False))

@@ -1,4 +1,4 @@
-"""einsum and tensordot: any contraction, by any equation; and the functions opt_einsum asks a tensor's package for."""
+"""einsum and tensordot: contractions of any equation, planned by `contraction_strategy`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .matmul import make_term, validate_args
 
 
 def parse_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[Label]], list[Label]]:
-    """The labels of every operand's dims and of the result's, as torch reads a valid equation.
+    """Return the labels of every operand's dims and of the result's dims, as torch parses a valid equation.
 
     Dims under an ellipsis are numbered from the right: -1, -2, ... Without an arrow the result has the ellipsis and
-    then every letter that occurs once, in the order of the alphabet.
+    then every letter that occurs once, in alphabetical order.
 
     >>> parse_equation("...ij,jk", [3, 2])
     ([[-1, 'i', 'j'], ['j', 'k']], [-1, 'i', 'k'])
@@ -42,79 +42,80 @@ def parse_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[Label
     return rows, _parse_labels(right, widest)
 
 
-def _parse_labels(text: str, hidden: int) -> list[Label]:
+def _parse_labels(text: str, ellipsis_dims: int) -> list[Label]:
     before, dots, after = text.partition("...")
-    return [*before, *(range(-hidden, 0) if dots else ()), *after]
+    return [*before, *(range(-ellipsis_dims, 0) if dots else ()), *after]
 
 
 @handler("einsum")
 def einsum(func, types, args, kwargs):
-    """A Partial that meets a table: what is constant and what is learned, layouts do not tell."""
+    """Pass the positions of constant operands to the planner if an operand is Partial; layouts do not show them."""
     constants: tuple[int, ...] = ()
-    written = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])  # not as lists of dims
-    if written and any(x.__class__ is ShardTensor and x._layout.partial for x in args[1:]):
+    # not the form with lists of dims
+    has_equation = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])
+    if has_equation and any(x.__class__ is ShardTensor and x._layout.partial for x in args[1:]):
         constants = tuple(i for i, x in enumerate(args[1:]) if x.__class__ is Tensor and not x.requires_grad)
     return _run_einsum(func, types, args, {**kwargs, "constants": constants} if constants else kwargs)
 
 
 def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (), fn):
-    """One label is divided by each mesh axis in all operands at once; each rank contracts what it has."""
+    """Shard one label per mesh axis in all operands and contract the local tensors."""
     if not all(isinstance(x, Operand) for x in operands):
         return None
     validate_args(fn, equation, *operands)
     rows, out = parse_equation(equation, [x.ndim for x in operands])
     terms = [make_term(x, row) for x, row in zip(operands, rows, strict=True)]
-    work = plan_contraction(terms, out, broadcast=True, constants=constants)
-    narrows = [_diagonal_slices(row, target) for row, target in zip(rows, work.targets, strict=True)]
+    plan = plan_contraction(terms, out, broadcast=True, constants=constants)
+    slices = [_diagonal_slices(row, target) for row, target in zip(rows, plan.targets, strict=True)]
 
     def local(operands: Sequence[Tensor]) -> Tensor:
-        if any(narrows):
-            operands = [_narrow_all(t, n) for t, n in zip(operands, narrows, strict=True)]
+        if any(slices):
+            operands = [_narrow_all(t, n) for t, n in zip(operands, slices, strict=True)]
         return fn(equation, *operands)
 
-    return Plan(local=local, operands={"operands": work.targets}, layout=work.result)
+    return Plan(local=local, operands={"operands": plan.targets}, layout=plan.result)
 
 
 _run_einsum = make_handler(_plan_einsum, partial=True, merged=True)
 
 
 def _diagonal_slices(row: Sequence[Label], target: Layout) -> list[tuple[int, int, int]]:
-    """A label twice on one operand is its diagonal: a rank that has some rows needs those columns only."""
-    found = []
+    """Return the (dim, start, length) that narrow an operand with a repeated label to the columns of its local rows."""
+    slices = []
     for dim, label in enumerate(row):
         if row.count(label) > 1:
-            holder = next((d for d, x in enumerate(row) if x == label and target.axes_of(d)), dim)
-            if holder != dim:
-                span = target.span(holder)
-                found.append((dim, span.start, span.stop - span.start))
-    return found
+            sharded_dim = next((d for d, x in enumerate(row) if x == label and target.axes_of(d)), dim)
+            if sharded_dim != dim:
+                span = target.span(sharded_dim)
+                slices.append((dim, span.start, span.stop - span.start))
+    return slices
 
 
-def _narrow_all(tensor: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
-    for dim, start, length in pieces:
+def _narrow_all(tensor: Tensor, slices: Sequence[tuple[int, int, int]]) -> Tensor:
+    for dim, start, length in slices:
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
 @rule("tensordot", partial=True, merged=True)
 def tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, *, fn):
-    """Called as torch.tensordot is, or with two lists of dims as the function below it is."""
+    """Plan torch.tensordot, and the C function with two lists of dims."""
     if isinstance(dims, Operand):
         return None  # the dims are data
     if dims_other is not None:
         dims = dims, dims_other
     validate_args(torch.tensordot, a, b, dims)
-    over = dims if isinstance(dims, (list, tuple)) else (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
-    first = [d % a.ndim for d in ([over[0]] if isinstance(over[0], int) else over[0])]
-    second = [d % b.ndim for d in ([over[1]] if isinstance(over[1], int) else over[1])]
+    contracted = dims if isinstance(dims, (list, tuple)) else (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
+    first = [d % a.ndim for d in ([contracted[0]] if isinstance(contracted[0], int) else contracted[0])]
+    second = [d % b.ndim for d in ([contracted[1]] if isinstance(contracted[1], int) else contracted[1])]
     left: list[Label] = [f"a{d}" for d in range(a.ndim)]
     right: list[Label] = [f"b{d}" for d in range(b.ndim)]
     for i, (d, e) in enumerate(zip(first, second, strict=True)):
         left[d] = right[e] = i
     out = [label for label in (*left, *right) if isinstance(label, str)]
-    work = plan_contraction([make_term(a, left), make_term(b, right)], out)
+    plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
     return Plan(
         local=lambda a, b: torch.tensordot(a, b, (first, second)),
-        operands=dict(zip(("a", "b"), work.targets, strict=True)),
-        layout=work.result,
+        operands=dict(zip(("a", "b"), plan.targets, strict=True)),
+        layout=plan.result,
     )

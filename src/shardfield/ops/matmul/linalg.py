@@ -1,7 +1,7 @@
-"""Linear algebra on batches of matrices: the matrices are whole, the batch is cut, and all work is local.
+"""Linear algebra on batches of matrices: matrix dims are unsharded, batch dims are sharded, and all work is local.
 
-Cuts of a matrix move to a batch dim (or to the columns of a right-hand side). Where there is none the matrix would
-have to be gathered, and there is no rule.
+If a matrix dim is sharded, the sharding moves to a batch dim or to the columns of a right-hand side. If there is none,
+the matrix would have to be gathered, which is left to the fallback.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .matmul import batch_labels
 
 LA = torch.linalg
 
-# The dims of every operand that belong to a matrix. The columns "k" of a right-hand side do not see each other, so
-# they may be cut, and lie in the result as in the operand.
+# The labels of each operand's matrix dims. The columns "k" of a right-hand side are independent of each other, so they
+# may be sharded; the result has their sharding.
 MATRIX_LABELS: dict[Any, str] = dict.fromkeys(
     [
         *"det logdet slogdet inverse pinverse cholesky cholesky_inverse qr svd lu geqrf".split(),
@@ -54,21 +54,21 @@ MATRIX_LABELS: dict[Any, str] = dict.fromkeys(
     "lu_unpack": "mn q",
 }
 
-# These find no fault with the numbers, so the ranks need not ask each other.
+# These raise for no values, so ranks need no consensus about failures.
 NEVER_FAILS = set(
     "det logdet slogdet qr matrix_exp geqrf inv_ex cholesky_ex lu_factor_ex ldl_factor_ex solve_ex".split()
 )
 
-# Tensors given by name are taken in this order, which is that of the positions they could have been given in.
+# Tensors passed by name are taken in the order of their positions in the signature.
 ARGUMENT_ORDER = "input A LU LD LU_data pivots LU_pivots tau input2 input3 B".split()
 
-TENSOR_SLOT = object()  # stands for a tensor among the arguments that are part of a key
+TENSOR_SLOT = object()  # placeholder for a tensor in a cache key
 
 
 class BatchPlan(NamedTuple):
-    """A planned call: where operands go, the result's layouts, and whom to ask whether all went well.
+    """The alignment of a call's operands, the layouts of its results, and the groups that agree on failures.
 
-    `placeholder_shapes`: on a rank that gets no matrices, the shapes of what it works on instead of each operand.
+    placeholder_shapes: on a rank without matrices, the shape of the placeholder for each operand (None: none needed).
     """
 
     alignment: Alignment
@@ -78,14 +78,14 @@ class BatchPlan(NamedTuple):
 
 
 def matrix_dims(name: str, rows: str, shapes: Sequence[torch.Size], left: bool) -> list[str]:
-    """The matrix dims of every operand; a right-hand side may be a vector, as torch decides it, or stand left."""
-    found = rows.split() if left else rows.replace("nk", "qn").split()
+    """Return the matrix dims of every operand. A right-hand side may be a vector, by torch's rule, or on the left."""
+    labels = rows.split() if left else rows.replace("nk", "qn").split()
     if name in ("solve", "solve_ex", "lstsq"):
         a, b = shapes
         if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]):
-            found[1] = found[1][:1]
-    # what follows are tolerances: a number, or one number for each matrix
-    return found + [""] * (len(shapes) - len(found))
+            labels[1] = labels[1][:1]
+    # the remaining operands are tolerances: a number, or one number per matrix
+    return labels + [""] * (len(shapes) - len(labels))
 
 
 @lru_cache(maxsize=4096)
@@ -96,26 +96,31 @@ def plan_batch(
     args: tuple,
     kwargs: tuple,
 ) -> BatchPlan | None:
-    """Batch dims are cut, matrix dims are not. None: an axis would be left with nothing to divide."""
+    """Plan a call with sharded batch dims and unsharded matrix dims; None if an axis has nothing to shard."""
     name = function_name(func).removeprefix("linalg_")
     parts = matrix_dims(name, LABELS_BY_FUNCTION[func], [x.shape for x in layouts], dict(kwargs).get("left", True))
     counts = [x.ndim - len(core) for x, core in zip(layouts, parts, strict=True)]
     if min(counts) < 0:
-        return None  # torch's own error
-    free = any(core.endswith("k") for core in parts)
-    over = batch_labels(max(counts))
+        return None  # torch raises its own error
+    has_columns = any(core.endswith("k") for core in parts)
+    out_labels = batch_labels(max(counts))
     terms = [
         Term(x, (*batch_labels(n), *core), dtype.itemsize)
         for x, n, core, (dtype, _) in zip(layouts, counts, parts, kinds, strict=True)
     ]
-    whole: set[Label] = {c for core in parts for c in core if c != "k"}
-    work = plan_contraction(
-        terms, (*over, "k") if free else over, unsharded=whole, linear=False, allow_partial=False, use_all_axes=True
+    unsharded: set[Label] = {c for core in parts for c in core if c != "k"}
+    plan = plan_contraction(
+        terms,
+        (*out_labels, "k") if has_columns else out_labels,
+        unsharded=unsharded,
+        linear=False,
+        allow_partial=False,
+        use_all_axes=True,
     )
-    cut = {a for x in layouts if x.numel for a in x.nontrivial_axes(x.shard_axes)}
-    if cut - set(work.result.shard_axes):
+    axes = {a for x in layouts if x.numel for a in x.nontrivial_axes(x.shard_axes)}
+    if axes - set(plan.result.shard_axes):
         return None
-    # no matrices at all, in a batch of two dims: what comes back shows which results have the batch, and which not
+    # run torch on an empty batch of two dims: the shapes of its results show which results have the batch dims
     empty = [
         torch.zeros((0, 0, *x.shape[n:]), dtype=dtype, device=device)
         for x, n, (dtype, device) in zip(layouts, counts, kinds, strict=True)
@@ -124,29 +129,30 @@ def plan_batch(
     for out in _as_list(_call_with_tensors(func, args, kwargs, empty)):
         dims: list[tuple[DimSharding, ...]] = [(DimSharding(n),) for n in out.shape]
         if out.shape[:2] == (0, 0):
-            dims[:2] = work.result.dims[: len(over)]
-            if free and out.ndim == 4:
-                dims[-1] = work.label_shardings["k"]
-        results.append(Layout.make(work.result.mesh, dims))
-    asked = () if name in NEVER_FAILS else process_groups(work.result, sorted(cut))
-    stand_ins = None
-    here = work.result.local_shape
-    if 0 in here:
-        nothing = 0 in here[: len(over)]  # else there are matrices, and no columns of a right-hand side
-        stand_ins = tuple(
+            dims[:2] = plan.result.dims[: len(out_labels)]
+            if has_columns and out.ndim == 4:
+                dims[-1] = plan.label_shardings["k"]
+        results.append(Layout.make(plan.result.mesh, dims))
+    failure_groups = () if name in NEVER_FAILS else process_groups(plan.result, sorted(axes))
+    placeholder_shapes = None
+    local_shape = plan.result.local_shape
+    if 0 in local_shape:
+        # else there are matrices, but no columns of a right-hand side
+        no_matrices = 0 in local_shape[: len(out_labels)]
+        placeholder_shapes = tuple(
             torch.Size(1 if c == "k" else size for c, size in zip(core, x.shape[n:], strict=True))
-            if nothing or "k" in core
+            if no_matrices or "k" in core
             else None
             for x, n, core in zip(layouts, counts, parts, strict=True)
         )
-    how = Alignment(work.targets, find_grad_reductions(work.result, work.targets), work.result)
-    return BatchPlan(how, tuple(results), asked, stand_ins)
+    alignment = Alignment(plan.targets, find_grad_reductions(plan.result, plan.targets), plan.result)
+    return BatchPlan(alignment, tuple(results), failure_groups, placeholder_shapes)
 
 
 def _call_with_tensors(func: Any, args: tuple, kwargs: tuple, tensors: Sequence[Tensor]) -> Any:
-    left = iter(tensors)
-    given = [next(left) if a is TENSOR_SLOT else a for a in args]
-    return func(*given, **{n: next(left) if v is TENSOR_SLOT else v for n, v in kwargs})
+    remaining = iter(tensors)
+    filled = [next(remaining) if a is TENSOR_SLOT else a for a in args]
+    return func(*filled, **{n: next(remaining) if v is TENSOR_SLOT else v for n, v in kwargs})
 
 
 def _as_list(out: Any) -> Sequence[Tensor]:
@@ -154,83 +160,86 @@ def _as_list(out: Any) -> Sequence[Tensor]:
 
 
 def run_batched(func, types, args, kwargs):
-    """Move the operands as planned, call torch on the pieces of the batch, and agree on failures."""
+    """Redistribute the operands as planned, call torch on the local batch, and reach consensus on failures."""
     if kwargs.get("out") is not None:
         result = run_batched(func, types, args, {n: v for n, v in kwargs.items() if n != "out"})
-        for target, part in zip(_as_list(kwargs["out"]), _as_list(result), strict=True):
-            write_out(target, part)
+        for target, value in zip(_as_list(kwargs["out"]), _as_list(result), strict=True):
+            write_out(target, value)
         return kwargs["out"]
     kwargs = dict(
         sorted(
             kwargs.items(),
-            key=lambda given: ARGUMENT_ORDER.index(given[0]) if given[0] in ARGUMENT_ORDER else len(ARGUMENT_ORDER),
+            key=lambda item: ARGUMENT_ORDER.index(item[0]) if item[0] in ARGUMENT_ORDER else len(ARGUMENT_ORDER),
         )
     )
     mesh = mesh_of(args, kwargs)
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    given = tuple(TENSOR_SLOT if isinstance(v, Tensor) else v for v in args)
-    named = tuple((n, TENSOR_SLOT if isinstance(v, Tensor) else v) for n, v in kwargs.items())
-    admitted = [as_operand(t, mesh) for t in tensors]
-    locals_, layouts = [t for t, _ in admitted], tuple(x for _, x in admitted)
-    found = plan_batch(func, layouts, tuple((t.dtype, t.device) for t in tensors), given, named)
-    if found is None:
+    slots = tuple(TENSOR_SLOT if isinstance(v, Tensor) else v for v in args)
+    named_slots = tuple((n, TENSOR_SLOT if isinstance(v, Tensor) else v) for n, v in kwargs.items())
+    operands = [as_operand(t, mesh) for t in tensors]
+    locals_, layouts = [t for t, _ in operands], tuple(x for _, x in operands)
+    plan = plan_batch(func, layouts, tuple((t.dtype, t.device) for t in tensors), slots, named_slots)
+    if plan is None:
         return gather_fallback(func, types, args, kwargs)
-    moved = found.alignment.redistribute(locals_, layouts)
-    if found.placeholder_shapes is not None:
-        moved = [make_placeholder(t, shape) for t, shape in zip(moved, found.placeholder_shapes, strict=True)]
+    tensors_in = plan.alignment.redistribute(locals_, layouts)
+    if plan.placeholder_shapes is not None:
+        tensors_in = [make_placeholder(t, shape) for t, shape in zip(tensors_in, plan.placeholder_shapes, strict=True)]
     out = run_or_fail_on_all(
         function_name(func),
-        lambda: _call_with_tensors(func, given, named, moved),
-        found.failure_groups,
-        moved[0].device,
+        lambda: _call_with_tensors(func, slots, named_slots, tensors_in),
+        plan.failure_groups,
+        tensors_in[0].device,
     )
-    left = iter(found.results)
-    if found.placeholder_shapes is None:
-        return map_tensors(out, lambda t: wrap(t, next(left)))
-    return map_tensors(out, lambda t: wrap(empty_shard_of(t, layout := next(left)), layout))
+    layouts_out = iter(plan.results)
+    if plan.placeholder_shapes is None:
+        return map_tensors(out, lambda t: wrap(t, next(layouts_out)))
+    return map_tensors(out, lambda t: wrap(empty_shard_of(t, layout := next(layouts_out)), layout))
 
 
 def make_placeholder(operand: Tensor, shape: torch.Size | None) -> Tensor:
-    """A harmless matrix (or vector, or number) of `shape` in the graph of `operand`, for a rank that has none.
+    """Return a regular matrix (or vector, or number) of `shape` in the graph of `operand`, for a rank without matrices.
 
-    torch's functions make results for no matrices, but some leave the graph, and the derivatives of some raise: such a
-    rank would miss the moves of backward that the others wait in. With a matrix of its own it does what they do.
+    torch accepts empty batches, but some functions then leave the graph, and some derivatives raise. Such a rank would
+    miss the collectives of the backward pass, and the other ranks would hang. With a placeholder, every rank runs the
+    same graph.
     """
     if shape is None:
         return operand
     integers = not (operand.is_floating_point() or operand.is_complex())
     count = min(shape, default=1)
-    # pivots are integers from 1 on; other numbers are positive and distinct, so that every factorization exists
-    numbers = torch.arange(1, count + 1) if integers else torch.linspace(1, 2, count, dtype=torch.float64)
-    numbers = numbers.to(operand.device, operand.dtype)
-    made = operand.new_zeros(shape)
-    (made.diagonal() if made.ndim == 2 else made.view(-1)).copy_(numbers)
-    made = made.view([1] * (operand.ndim - made.ndim) + list(shape))
-    return made + operand.flatten()[:0].sum() if operand.requires_grad else made
+    # pivots are integers >= 1; other numbers are positive and distinct, so that every factorization exists
+    diagonal = torch.arange(1, count + 1) if integers else torch.linspace(1, 2, count, dtype=torch.float64)
+    diagonal = diagonal.to(operand.device, operand.dtype)
+    out = operand.new_zeros(shape)
+    (out.diagonal() if out.ndim == 2 else out.view(-1)).copy_(diagonal)
+    out = out.view([1] * (operand.ndim - out.ndim) + list(shape))
+    return out + operand.flatten()[:0].sum() if operand.requires_grad else out
 
 
 def empty_shard_of(out: Tensor, layout: Layout) -> Tensor:
-    """What a rank returns in place of the result of stand-ins."""
+    """Return the empty shard of the result on a rank that computed with placeholders."""
     return out.flatten()[:0].reshape(layout.local_shape) if 0 in layout.local_shape else out
 
 
-def run_or_fail_on_all(name: str, work: Callable[[], Any], asked: Sequence[ProcessGroup], device: torch.device) -> Any:
-    """Do the work; if it fails on some rank (a singular matrix), it fails on all: else the others would wait for it."""
-    if not asked:
+def run_or_fail_on_all(name: str, work: Callable[[], Any], groups: Sequence[ProcessGroup], device: torch.device) -> Any:
+    """Run `work`; if it fails on some rank (a singular matrix), raise on all ranks, which would hang otherwise."""
+    if not groups:
         return work()
     if trace_state.tracer is not None:
-        raise NotImplementedError(f"{name} may fail for a matrix on one rank, and could not tell the others")
+        raise NotImplementedError(
+            f"{name}: a compiled graph cannot tell other ranks that it failed for a matrix on this rank"
+        )
     failure, out = None, None
     try:
         out = work()
     except RuntimeError as error:
         failure = error
-    told = torch.tensor(int(failure is not None), dtype=torch.int32, device=device)
-    for group in asked:
-        told = collectives.all_reduce(told, group, "max")
+    failed = torch.tensor(int(failure is not None), dtype=torch.int32, device=device)
+    for group in groups:
+        failed = collectives.all_reduce(failed, group, "max")
     if failure is not None:
         raise failure
-    if told.item():
+    if failed.item():
         raise LA.LinAlgError(f"{name}: failed for a matrix on another rank")
     return out
 
@@ -242,30 +251,30 @@ for _function in MATRIX_LABELS:
 
 @handler("matrix_power", LA.matrix_power)
 def matrix_power(func, types, args, kwargs):
-    """One matrix in pieces is multiplied by itself as it lies, squares first; a batch, and an inverse, is local."""
+    """Multiply a single sharded matrix by repeated squaring; powers of batches and inverses are local."""
     if len(args) != 2 or kwargs or args[0].ndim != 2 or args[0].shape[0] != args[0].shape[1] or args[1] < 1:
         return run_batched(func, types, args, kwargs)
-    square, left = args
+    base, exponent = args
     power: Any = None
-    while left:
-        if left % 2:
-            power = square if power is None else power @ square
-        left //= 2
-        if left:
-            square = square @ square
+    while exponent:
+        if exponent % 2:
+            power = base if power is None else power @ base
+        exponent //= 2
+        if exponent:
+            base = base @ base
     return power.clone()
 
 
 @composed(LA.vander)
 def vander(x, *, N=None):
-    """Powers, along a new last dim."""
-    LA.vander(torch.zeros(2), N=N)  # torch's own complaint about N
+    """Return powers along a new last dim."""
+    LA.vander(torch.zeros(2), N=N)  # raises torch's error about N
     return x.unsqueeze(-1) ** torch.arange(x.shape[-1] if N is None else N, device=x.device)
 
 
 @composed("vander")
 def vander_decreasing(x, N=None, increasing=False):
-    """Powers of a vector's numbers, the highest first."""
+    """Return powers of a vector, the highest first."""
     torch.vander(torch.zeros([2] * x.ndim), N, increasing)
     powers = torch.arange(x.shape[0] if N is None else N, device=x.device)
     return x.unsqueeze(-1) ** (powers if increasing else powers.flip(0))

@@ -1,4 +1,9 @@
-"""Products of vectors, matrices and batches of them. Each is a row: the labels of its operands' dims."""
+"""Products of vectors, matrices and batches of them.
+
+Each function is a contraction: a table row or a rule gives the labels of its operands' dims, and `plan_contraction`
+chooses the layouts. The local work is torch's function. Contracting a sharded label leaves a Partial result. The
+adjoint redistributes the gradients back to the operands' layouts.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,11 @@ from .contraction_strategy import Label, Term, plan_contraction
 
 
 def validate_args(fn: Callable, *args: Any, **kwargs: Any) -> None:
-    """Raise what torch raises for such arguments: here, where every rank does, and not in the pieces.
+    """Raise torch's errors for such arguments on every rank, before any rank works on its local tensors.
 
-    A dry run on tensors with no dim longer than 3. Sizes that do not agree pass this; `contract` finds them. All are
-    of one dtype, for autocast lets unequal ones meet; but for integers, of which devices have no products.
+    Runs `fn` on tensors with no dim longer than 3. Sizes that do not match pass this check; `plan_contraction` finds
+    them. All tensors have one dtype, since autocast allows different ones, except integers, for which devices have no
+    products.
     """
 
     def small(value: Any) -> Any:
@@ -37,19 +43,19 @@ def validate_args(fn: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def make_term(operand: Operand, labels: Sequence[Label | None]) -> Term:
-    """An operand as the planner sees it."""
+    """Return the operand as a term of a contraction."""
     return Term(operand.layout, tuple(labels), operand.dtype.itemsize)
 
 
 def batch_labels(count: int) -> tuple[int, ...]:
-    """Labels of `count` dims that meet those of other operands from the right."""
+    """Return labels for `count` batch dims, which match those of other operands from the right."""
     return tuple(range(-count, 0))
 
 
 def with_signature(planner: Callable, *names: str, **defaults: Any) -> Callable:
-    """A planner under the parameter names that torch gives this function."""
-    either, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter(n, either) for n in names]
+    """Give a planner the parameter names that torch has for this function."""
+    positional, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(n, positional) for n in names]
     parameters += [inspect.Parameter(n, by_name, default=v) for n, v in defaults.items()]
     signature = inspect.Signature([*parameters, inspect.Parameter("fn", by_name)])
     planner.__signature__ = signature  # type: ignore[attr-defined]
@@ -72,9 +78,9 @@ PAIRS = {
 def _pair_rule(first: str, left: str, second: str, right: str, out: str) -> Callable:
     def planner(a: Operand, b: Operand, *, fn: Callable) -> Plan:
         validate_args(fn, a, b)
-        work = plan_contraction([make_term(a, left), make_term(b, right)], out)
-        targets = dict(zip((first, second), work.targets, strict=True))
-        return Plan(local=fn, takes=(first, second), operands=targets, layout=work.result)
+        plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
+        targets = dict(zip((first, second), plan.targets, strict=True))
+        return Plan(local=fn, takes=(first, second), operands=targets, layout=plan.result)
 
     return with_signature(planner, first, second)
 
@@ -83,7 +89,7 @@ for _name, _row in PAIRS.items():
     rule(_name, partial=True, merged=True)(_pair_rule(*_row))
 
 
-# ---------------------------------------------------------------------- a product added to something
+# ---------------------------------------------------------------------- a product added to an input
 
 ADD_PRODUCTS: dict[str, tuple[str, str, str, str, str, Callable[[Tensor, Tensor], Tensor]]] = {
     "addmm": ("mat1", "mk", "mat2", "kn", "mn", torch.mm),
@@ -97,21 +103,21 @@ ADD_PRODUCTS: dict[str, tuple[str, str, str, str, str, Callable[[Tensor, Tensor]
 def _add_product_rule(first: str, left: str, second: str, right: str, out: str, multiply: Callable) -> Callable:
     def planner(input: Operand, a: Operand, b: Operand, *, beta: Any, alpha: Any, fn: Callable) -> Plan:
         validate_args(fn, input, a, b, beta=beta, alpha=alpha)
-        work = plan_contraction([make_term(a, left), make_term(b, right)], out)
-        result = _reduce_into_shards(work.result, input.layout) if beta != 0 else work.result
+        plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
+        result = _reduce_into_shards(plan.result, input.layout) if beta != 0 else plan.result
 
-        def both(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            # expanded, since torch's addmv with a number and no columns resizes its result
+        def fused(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            # expand: torch's addmv with a scalar input and an empty matrix resizes its result
             return fn(input.expand(result.local_shape), a, b, beta=beta, alpha=alpha)
 
-        def one_by_one(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            product = redistribute(multiply(a, b), work.result, result)
+        def product_then_add(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            product = redistribute(multiply(a, b), plan.result, result)
             return (input * beta).to(product.dtype) + product * alpha
 
         return Plan(
-            local=both if result is work.result else one_by_one,
+            local=fused if result is plan.result else product_then_add,
             takes=("input", first, second),
-            operands={"input": addend_layout(result, input), first: work.targets[0], second: work.targets[1]},
+            operands={"input": addend_layout(result, input), first: plan.targets[0], second: plan.targets[1]},
             layout=result,
         )
 
@@ -119,12 +125,12 @@ def _add_product_rule(first: str, left: str, second: str, right: str, out: str, 
 
 
 def addend_layout(result: Layout, operand: Operand) -> Layout:
-    """Where something added to a product goes: as the product lies; to one coord only where that is Partial."""
+    """Return the layout of an operand added to a product: the product's; where that is Partial, on one coord only."""
     return broadcast_layout(result, operand.shape, result.partial)
 
 
 def _reduce_into_shards(result: Layout, input: Layout) -> Layout:
-    """A Partial product is summed into the pieces of what it is added to, where that lies in pieces."""
+    """Return the layout that reduces a Partial product into the shards of the input it is added to."""
     dims, partial = list(result.dims), dict(result.partial)
     for d in range(1, input.ndim + 1):
         axes = input.axes_of(-d)
@@ -144,34 +150,34 @@ for _name, _more in ADD_PRODUCTS.items():
     handler(_name + "_")(_add_product_inplace)
 
 
-# ---------------------------------------------------------------------- the others
+# ---------------------------------------------------------------------- other products
 
 
 @rule("linear", partial=True, merged=True)
 def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
-    """Free unless the channels are cut; then slices of the weight give addends, and one coord adds the bias."""
+    """Run locally if features are unsharded; else the product is a partial sum, and one coord adds the bias."""
     validate_args(fn, input, weight, bias)
-    over = batch_labels(input.ndim - 1)
+    batch = batch_labels(input.ndim - 1)
     out = ("o",) if weight.ndim == 2 else ()
-    work = plan_contraction([make_term(input, (*over, "c")), make_term(weight, (*out, "c"))], (*over, *out))
-    operands = {"input": work.targets[0], "weight": work.targets[1]}
+    plan = plan_contraction([make_term(input, (*batch, "c")), make_term(weight, (*out, "c"))], (*batch, *out))
+    operands = {"input": plan.targets[0], "weight": plan.targets[1]}
     if bias is not None:
-        operands["bias"] = addend_layout(work.result, bias)
-    return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=work.result)
+        operands["bias"] = addend_layout(plan.result, bias)
+    return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=plan.result)
 
 
 @rule("bilinear", partial=True, merged=True)
 def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None, *, fn):
-    """As `linear`, with two inputs."""
+    """Plan `bilinear` like `linear`, with two inputs."""
     validate_args(fn, input1, input2, weight, bias)
-    if not input1.dtype == input2.dtype == weight.dtype:  # torch's kernel says so, but not to empty pieces
-        raise RuntimeError(f"bilinear: one dtype is wanted, not {input1.dtype}, {input2.dtype} and {weight.dtype}")
-    over = batch_labels(input1.ndim - 1)
-    terms = [make_term(input1, (*over, "i")), make_term(input2, (*over, "j")), make_term(weight, "oij")]
-    work = plan_contraction(terms, (*over, "o"))
-    operands = dict(zip(("input1", "input2", "weight"), work.targets, strict=True))
+    if not input1.dtype == input2.dtype == weight.dtype:  # torch's kernel does not check empty shards
+        raise RuntimeError(f"bilinear: dtypes must be equal, got {input1.dtype}, {input2.dtype} and {weight.dtype}")
+    batch = batch_labels(input1.ndim - 1)
+    terms = [make_term(input1, (*batch, "i")), make_term(input2, (*batch, "j")), make_term(weight, "oij")]
+    plan = plan_contraction(terms, (*batch, "o"))
+    operands = dict(zip(("input1", "input2", "weight"), plan.targets, strict=True))
     if bias is not None:
-        operands["bias"] = addend_layout(work.result, bias)
+        operands["bias"] = addend_layout(plan.result, bias)
 
     def local(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if weight.numel():
@@ -179,54 +185,54 @@ def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | 
         out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)  # torch's bilinear cannot view empty inputs
         return out if bias is None else out + bias
 
-    return Plan(local=local, operands=operands, layout=work.result)
+    return Plan(local=local, operands=operands, layout=plan.result)
 
 
 @rule("matmul", torch.linalg.matmul, partial=True, merged=True)
 def matmul(input: Operand, other: Operand, *, fn):
-    """Batch dims meet as in broadcasting; a vector lacks the dim that would be in the result."""
+    """Broadcast batch dims; a vector lacks the row or column dim."""
     validate_args(fn, input, other)
     left, right = batch_labels(max(input.ndim - 2, 0)), batch_labels(max(other.ndim - 2, 0))
     rows, columns = ("m",) if input.ndim > 1 else (), ("n",) if other.ndim > 1 else ()
     out = (*max(left, right, key=len), *rows, *columns)
-    work = plan_contraction([make_term(input, (*left, *rows, "k")), make_term(other, (*right, "k", *columns))], out)
-    targets = dict(zip(("input", "other"), work.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=work.result)
+    plan = plan_contraction([make_term(input, (*left, *rows, "k")), make_term(other, (*right, "k", *columns))], out)
+    targets = dict(zip(("input", "other"), plan.targets, strict=True))
+    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
 
 
 @rule("inner", partial=True, merged=True)
 def inner(input: Operand, other: Operand, *, fn):
-    """The last dims are summed over; a number multiplies."""
+    """Sum over the last dims; a scalar multiplies."""
     validate_args(fn, input, other)
     left, right = [f"m{d}" for d in range(input.ndim)], [f"n{d}" for d in range(other.ndim)]
     if input.ndim and other.ndim:
         left[-1] = right[-1] = "k"
-    work = plan_contraction([make_term(input, left), make_term(other, right)], [x for x in (*left, *right) if x != "k"])
-    targets = dict(zip(("input", "other"), work.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=work.result)
+    plan = plan_contraction([make_term(input, left), make_term(other, right)], [x for x in (*left, *right) if x != "k"])
+    targets = dict(zip(("input", "other"), plan.targets, strict=True))
+    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
 
 
 @rule("vecdot", torch.linalg.vecdot, partial=True, merged=True)
 def vecdot(x: Operand, y: Operand, *, dim=-1, fn):
-    """A product of dims that broadcast, summed over one of them."""
+    """Multiply with broadcasting and sum over one dim."""
     validate_args(fn, x, y, dim=dim)
-    over = batch_labels(max(x.ndim, y.ndim))
-    summed = over[dim]
+    labels = batch_labels(max(x.ndim, y.ndim))
+    summed = labels[dim]
     terms = [make_term(x, batch_labels(x.ndim)), make_term(y, batch_labels(y.ndim))]
-    work = plan_contraction(terms, [label for label in over if label != summed])
-    targets = dict(zip(("x", "y"), work.targets, strict=True))
-    return Plan(local=lambda x, y: fn(x, y, dim=dim), operands=targets, layout=work.result)
+    plan = plan_contraction(terms, [label for label in labels if label != summed])
+    targets = dict(zip(("x", "y"), plan.targets, strict=True))
+    return Plan(local=lambda x, y: fn(x, y, dim=dim), operands=targets, layout=plan.result)
 
 
 @rule("chain_matmul", partial=True, merged=True)
 def chain_matmul(*matrices: Operand, fn):
-    """All of them at once: one label is divided, whatever order the factors are taken in."""
+    """Plan all factors as one contraction, whatever order torch multiplies them in."""
     return _plan_chain("matrices", matrices, lambda matrices: fn(*matrices))
 
 
 @rule(torch.linalg.multi_dot, partial=True, merged=True)
 def multi_dot(tensors: Sequence[Operand], *, fn):
-    """All of them at once; the first and the last may be vectors."""
+    """Plan all factors as one contraction; the first and the last may be vectors."""
     return _plan_chain("tensors", tensors, fn)
 
 
@@ -240,24 +246,24 @@ def _plan_chain(name: str, factors: Sequence[Operand], local: Callable) -> Plan 
     if factors[-1].ndim == 1:
         labels[-1] = labels[-1][:1]
     out = (() if factors[0].ndim == 1 else (0,)) + (() if factors[-1].ndim == 1 else (len(factors),))
-    work = plan_contraction([make_term(f, row) for f, row in zip(factors, labels, strict=True)], out)
-    return Plan(local=local, takes=(name,), operands={name: work.targets}, layout=work.result)
+    plan = plan_contraction([make_term(f, row) for f, row in zip(factors, labels, strict=True)], out)
+    return Plan(local=local, takes=(name,), operands={name: plan.targets}, layout=plan.result)
 
 
 @rule("kron", partial=True, merged=True)
 def kron(input: Operand, other: Operand, *, fn):
-    """Every dim of the result merges one of each operand, cuts and all."""
+    """Merge one dim of each operand, with their shardings, into every dim of the result."""
     validate_args(fn, input, other)
     left, right = {d: f"m{d}" for d in batch_labels(input.ndim)}, {d: f"n{d}" for d in batch_labels(other.ndim)}
     out = [tuple(x[d] for x in (left, right) if d in x) for d in batch_labels(max(input.ndim, other.ndim))]
-    work = plan_contraction([make_term(input, tuple(left.values())), make_term(other, tuple(right.values()))], out)
-    targets = dict(zip(("input", "other"), work.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=work.result)
+    plan = plan_contraction([make_term(input, tuple(left.values())), make_term(other, tuple(right.values()))], out)
+    targets = dict(zip(("input", "other"), plan.targets, strict=True))
+    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
 
 
 @rule("trace", partial=True)
 def trace(input: Operand, *, fn):
-    """The diagonal runs through each piece at the offset of its rows to its columns; the sums are Partial."""
+    """Sum the diagonal of the local block at the block's offset; the result is a partial sum."""
     validate_args(fn, input)
     layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else input.layout.with_partial(())
     rows, columns = layout.span(0), layout.span(1)
@@ -271,18 +277,18 @@ def trace(input: Operand, *, fn):
 
 @rule("cross", torch.linalg.cross)
 def cross(input: Operand, other: Operand, dim: int | None = None, *, fn):
-    """The dim of three is whole on every rank; a cut of it moves to the largest other dim."""
+    """Unshard the dim of size 3; its sharding moves to the largest other dim."""
     if dim is None and fn is torch.linalg.cross:
         dim = -1
     validate_args(fn, input, other, dim=dim)
     shape = torch.broadcast_shapes(input.shape, other.shape)
     dim = shape.index(3) if dim is None else dim  # torch.cross takes the first dim of three
-    over = batch_labels(len(shape))
-    three = over[dim]
+    labels = batch_labels(len(shape))
+    three = labels[dim]
     terms = [make_term(input, batch_labels(input.ndim)), make_term(other, batch_labels(other.ndim))]
-    work = plan_contraction(terms, over, unsharded={three}, linear=False, allow_partial=False)
+    plan = plan_contraction(terms, labels, unsharded={three}, linear=False, allow_partial=False)
     return Plan(
         local=lambda input, other: fn(input, other, dim=dim),
-        operands=dict(zip(("input", "other"), work.targets, strict=True)),
-        layout=work.result,
+        operands=dict(zip(("input", "other"), plan.targets, strict=True)),
+        layout=plan.result,
     )

@@ -1,4 +1,4 @@
-"""What opt_einsum looks up in the package of the tensors it is given, under numpy's names and conventions."""
+"""The functions that opt_einsum looks up in the package of a tensor's class, with numpy's names and conventions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """`torch.einsum`."""
+    """Call `torch.einsum`."""
     return torch.einsum(equation, *operands)
 
 
 def tensordot(x: Tensor, y: Tensor, axes: Any = 2) -> Tensor:
-    """`torch.tensordot`, over the dims in `axes`."""
+    """Call `torch.tensordot` over the dims in `axes`."""
     return torch.tensordot(x, y, dims=axes)
 
 
 def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """`torch.permute`."""
+    """Call `torch.permute`."""
     return torch.permute(x, tuple(axes))

@@ -8,7 +8,6 @@ from ..._compat import tensor_getter
 from ...dispatch.registry import HANDLERS, handler
 from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
-from ..spectral.lazy_spectrum import proxy_local
 
 # answered by the local tensor as they are
 METHODS = """
@@ -23,7 +22,7 @@ is_vulkan is_xla is_xpu itemsize layout name names _base
 
 def answer_from_local(func, types, args, kwargs):
     first, *rest = args
-    return func(proxy_local(first), *rest, **kwargs)
+    return func(first._metadata_local(), *rest, **kwargs)
 
 
 for _name in METHODS:

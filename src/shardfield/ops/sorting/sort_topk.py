@@ -1,10 +1,11 @@
-"""Sorting and what follows from order, along any dim.
+"""sort, topk, kthvalue, median and mode along any dim.
 
-Along a dim that is not cut all of it is local. Along a cut dim there are three ways, none of which brings the dim's
-whole length together for all rows on one rank:
-- another dim takes the cut (`freed`): one swap, torch's own function, for sorts a swap back;
-- where no dim has room for that, elements are sorted across the blocks (`samplesort`);
-- single order statistics are found by counting (`select`), and the k greatest among each block's k greatest.
+Along an unsharded dim all of it is local. Along a sharded dim there are three strategies; none gathers the full rows
+of all other dims on one rank:
+- `move_shard_off` moves the sharding to another dim by one all_to_all. torch's function then runs locally, and a sort
+  moves the sharding back.
+- If no other dim is long enough, `samplesort` sorts across the blocks.
+- Single order statistics are found by counting (`order_statistics`), and topk among the top k of each block.
 """
 
 from __future__ import annotations
@@ -44,98 +45,99 @@ def msort(input: Operand):
 
 
 def _sort_plan(input: Operand, dim: int, descending: bool, stable: bool | None, wanted: tuple[int, ...]) -> Plan:
-    """The result lies like the input. `wanted`: values (0), global indices (1), or both."""
+    """Plan a sort whose results have the input's layout. `wanted`: values (0), global indices (1), or both."""
     probe(torch.sort, input, dim=dim)
-    layout, dim, cut = simplify_dim(input.layout, dim)
-    cut = cut and layout.numel > 0
-    target = move_shard_off(layout, dim) if cut else layout
+    layout, dim, sharded = simplify_dim(input.layout, dim)
+    sharded = sharded and layout.numel > 0
+    target = move_shard_off(layout, dim) if sharded else layout
     result = (layout, layout) if len(wanted) > 1 else layout
 
     def finish(pair):
         parts = [pair[i]() if callable(pair[i]) else pair[i] for i in wanted]
         return torch.return_types.sort(parts) if len(wanted) > 1 else parts[0]
 
-    def here(input):
+    def local_sort(input):
         return torch.sort(input, stable=bool(stable), dim=dim, descending=bool(descending))
 
-    def swapped(input):
+    def sort_resharded(input):
         assert target is not None
-        values, indices = here(input)
+        values, indices = local_sort(input)
         narrow = torch.int32 if layout.shape[dim] < 1 << 31 else torch.int64
         back = [partial(redistribute, t, target, layout) for t in (values, indices.to(narrow))]
         return finish([back[0], lambda: back[1]().to(torch.int64)])
 
-    def across(input):
+    def sort_across_blocks(input):
         pair = sort_rows(as_rows(input, dim), Blocks.along(layout, dim), bool(descending))
         return finish([from_rows(t, input.shape, dim) for t in pair])
 
-    if not cut:
-        return Plan(local=lambda input: finish(here(input)), operands={"input": layout}, layout=result)
+    if not sharded:
+        return Plan(local=lambda input: finish(local_sort(input)), operands={"input": layout}, layout=result)
     if target is None:
-        return Plan(local=across, operands={"input": layout}, layout=result)
-    return Plan(local=swapped, operands={"input": target}, layout=result)
+        return Plan(local=sort_across_blocks, operands={"input": layout}, layout=result)
+    return Plan(local=sort_resharded, operands={"input": target}, layout=result)
 
 
 @rule("topk", merged=True)
 def topk(input: Operand, k, dim=-1, largest=True, sorted=True, *, fn):
-    """The k greatest are among each block's k greatest: those travel, or, where that is most of all, it is a sort."""
+    """Select among the top k of each block; if that is most of the elements, reshard or sort instead."""
     probe(fn, input, min(1, *input.shape, 1), dim)
-    layout, dim, cut = simplify_dim(input.layout, dim)
+    layout, dim, sharded = simplify_dim(input.layout, dim)
     n = layout.shape[dim] if layout.ndim else 1
     if not 0 <= k <= n:
         raise RuntimeError(f"topk: selected index k out of range: {k} of {n}")
 
-    def whole(input):
+    def local_topk(input):
         return fn(input, k, dim, largest, sorted)
 
-    if not cut:
+    if not sharded:
         result = layout.with_dim(dim, DimSharding(k)) if layout.ndim else layout
-        return Plan(local=whole, operands={"input": layout}, layout=(result, result))
+        return Plan(local=local_topk, operands={"input": layout}, layout=(result, result))
     blocks, target = Blocks.along(layout, dim), move_shard_off(layout, dim)
     if k * blocks.count <= n:
-        lengths = [min(k, length) for length in blocks.shard_sizes]
+        candidate_sizes = [min(k, length) for length in blocks.shard_sizes]
 
-        def candidates(input):
+        def topk_of_candidates(input):
             values, indices = fn(input, min(k, input.shape[dim]), dim, largest)
-            values = blocks.all_gather(values, dim, lengths)
-            indices = blocks.all_gather(indices + blocks.start, dim, lengths)
+            values = blocks.all_gather(values, dim, candidate_sizes)
+            indices = blocks.all_gather(indices + blocks.start, dim, candidate_sizes)
             best, which = fn(values, k, dim, largest, sorted)
             return torch.return_types.topk((best, indices.gather(dim, which)))
 
         result = layout.with_dim(dim, DimSharding(k))
-        return Plan(local=candidates, operands={"input": layout}, layout=(result, result))
+        return Plan(local=topk_of_candidates, operands={"input": layout}, layout=(result, result))
     if target is not None:
         result = target.with_dim(dim, DimSharding(k))
-        return Plan(local=whole, operands={"input": target}, layout=(result, result))
-    kept, left = [], k
+        return Plan(local=local_topk, operands={"input": target}, layout=(result, result))
+    result_sizes, remaining = [], k
     for length in blocks.shard_sizes:
-        kept.append(min(left, length))
-        left -= kept[-1]
+        result_sizes.append(min(remaining, length))
+        remaining -= result_sizes[-1]
 
-    def head(input):
+    def topk_of_sorted(input):
         pair = sort_rows(as_rows(input, dim), blocks, bool(largest))
-        parts = [from_rows(t, input.shape, dim).narrow(dim, 0, kept[blocks.index]) for t in pair]
+        parts = [from_rows(t, input.shape, dim).narrow(dim, 0, result_sizes[blocks.index]) for t in pair]
         return torch.return_types.topk(parts)
 
-    result = layout.with_dim(dim, DimSharding(k, blocks.axes, tuple(kept)))
-    return Plan(local=head, operands={"input": layout}, layout=(result, result))
+    result = layout.with_dim(dim, DimSharding(k, blocks.axes, tuple(result_sizes)))
+    return Plan(local=topk_of_sorted, operands={"input": layout}, layout=(result, result))
 
 
 # ---------------------------------------------------------------------- one element of each row
 
 
 def _plan_order_statistic(input: Operand, dim: int, keepdim: bool, fn: Callable, column: Callable, cost: int) -> Plan:
-    """A plan for functions that return (value, index) of one element of each row.
+    """Plan a function that returns (value, index) of one element of each row.
 
-    fn: torch's function of a tensor whose `dim` is whole. column(rows, blocks): the global column chosen in each row
-    of a cut dim, (rows, 1). cost: the bytes a row costs that way; where a swap sends fewer, it is a swap.
+    fn: torch's function, run if `dim` is unsharded. column(rows, blocks): returns the global column chosen in each row
+    of a sharded dim, (rows, 1). cost: bytes per row sent by `column`; if moving the sharding to another dim sends
+    fewer, plan that.
     """
-    layout, dim, cut = simplify_dim(input.layout, dim)
+    layout, dim, sharded = simplify_dim(input.layout, dim)
     target: Layout | None = layout
-    if cut:
+    if sharded:
         target = move_shard_off(layout, dim)
-        held = layout.shape[dim] * input.dtype.itemsize / len(layout.shard_sizes(dim))
-        if target is not None and held > cost:
+        local_bytes = layout.shape[dim] * input.dtype.itemsize / len(layout.shard_sizes(dim))
+        if target is not None and local_bytes > cost:
             target = None
     if target is not None:
         result = reduced_layout(target, (dim,) if layout.ndim else (), keepdim, None)
@@ -159,7 +161,7 @@ def _with_name(name: str, call: Callable) -> Callable:
 
 @rule("kthvalue", merged=True)
 def kthvalue(input: Operand, k, dim=-1, keepdim=False, *, fn):
-    """By counting."""
+    """Find the k-th smallest element by counting."""
     probe(fn, input, 1, dim)
     n = input.shape[dim] if input.ndim else 1
     if not 1 <= k <= n:
@@ -174,7 +176,7 @@ def kthvalue(input: Operand, k, dim=-1, keepdim=False, *, fn):
 
 @rule("median", "nanmedian", merged=True)
 def median(input: Operand, dim=None, keepdim=False, *, fn):
-    """The lower of the two in the middle. A NaN is the median of a row that has one, unless it is left out."""
+    """Return the lower median. A row with a NaN has median NaN; nanmedian skips NaNs."""
     skip = fn.__name__ == "nanmedian"
     if dim is None:
         return _plan_global_median(input, skip, fn)
@@ -188,14 +190,14 @@ def median(input: Operand, dim=None, keepdim=False, *, fn):
 
 
 def _median_rank(nans: Tensor, n: int, skip: bool) -> Tensor:
-    """The rank of the median in each row, NaNs being the greatest."""
+    """Return the order-statistic rank of the median in each row, with NaNs sorted last."""
     if skip:
         return ((n - nans - 1).div(2, rounding_mode="floor")).clamp(min=0)
     return torch.where(nans > 0, n - nans, (n - 1) // 2)
 
 
 def _plan_global_median(input: Operand, skip: bool, fn: Callable) -> Plan:
-    """All elements equal to the median share its gradient, as in torch."""
+    """Plan the median of all elements. All elements equal to it share its gradient, as in torch."""
     probe(fn, input)
     layout = input.layout
     result = Layout.replicate(layout.mesh, ())
@@ -218,13 +220,14 @@ def _plan_global_median(input: Operand, skip: bool, fn: Callable) -> Plan:
 
 @rule("mode", merged=True)
 def mode(input: Operand, dim=-1, keepdim=False, *, fn):
-    """The longest run of equal elements in sorted order."""
+    """Find the longest run of equal elements in sorted order."""
     probe(fn, input, dim)
 
     def column(rows, blocks):
         if not len(rows):
             return rows.new_zeros(0, 1).long()
-        if count_nans(rows, blocks).any():  # torch sorts with <, so that NaNs spoil the order of others: do as it does
+        # torch sorts with <, so NaNs spoil the order of other elements: reproduce that
+        if count_nans(rows, blocks).any():
             return fn(blocks.all_gather(rows.detach(), 1, blocks.shard_sizes), 1, True)[1]
         return longest_run(*sort_rows(rows.detach(), blocks, False), blocks)
 

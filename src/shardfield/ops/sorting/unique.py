@@ -1,9 +1,9 @@
-"""Distinct elements. How many there are only the data tell, so these are handlers, not plans.
+"""unique and unique_consecutive. Result shapes depend on the data, so these are handlers and not rules.
 
-Each rank finds what is distinct among its own; only those travel. `unique` gives its values whole on every rank where
-they are few. Where they are more than a rank's share of the elements, each rank gets a stretch of their order and
-finds what is distinct in it. What points at values lies like the elements. `unique_consecutive` keeps its values where
-they are found: the first of every run stays, the others go.
+Each rank first finds the distinct elements of its own shard and sends only those. If they are few, `unique` gathers
+them and returns replicated values. If they exceed a rank's share of the elements, each rank receives one range of the
+global order and finds the distinct elements in it, so that the values are sharded. The inverse has the input's layout.
+`unique_consecutive` keeps the first element of every run on its rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .samplesort import assign_buckets, plan_exchanges
 
 
 def _select_outputs(values: Any, inverse: Any, counts: Any, return_inverse: bool, return_counts: bool) -> Any:
-    """What torch returns of the three."""
-    found = (values, *((inverse,) if return_inverse else ()), *((counts,) if return_counts else ()))
-    return found if len(found) > 1 else values
+    """Return those of the three outputs that the call requests."""
+    outputs = (values, *((inverse,) if return_inverse else ()), *((counts,) if return_counts else ()))
+    return outputs if len(outputs) > 1 else values
 
 
 def _raise_torch_errors(fn: Any, value: ShardTensor, dim: int | None) -> None:
-    """Its errors for such a tensor, raised on all ranks."""
+    """Raise on all ranks the errors that torch raises for such a tensor."""
     probe(fn, Operand(value._layout, value.dtype, value.device, 0), dim=dim)
 
 
@@ -54,75 +54,78 @@ def _unique(input, sorted=True, return_inverse=False, return_counts=False, dim=N
     local, mesh = value._local_tensor, layout.mesh
     blocks = Blocks.over_all_shards(layout) if dim is None else Blocks.along(layout, dim)
 
-    mine, inside, often = torch.unique(local, return_inverse=True, return_counts=True, dim=dim)
+    local_values, local_inverse, local_counts = torch.unique(local, return_inverse=True, return_counts=True, dim=dim)
     along = dim or 0
-    sizes = gather_counts(mine.shape[along], layout, blocks.axes, local.device)
+    sizes = gather_counts(local_values.shape[along], layout, blocks.axes, local.device)
     slices = layout.numel if dim is None else layout.shape[dim]
     if sum(sizes) * blocks.count <= slices or not layout.numel:
-        candidates = blocks.all_gather(mine, along, sizes)
-        values, which = torch.unique(candidates, sorted=sorted, return_inverse=True, dim=dim)
-        inverse = which[sum(sizes[: blocks.index]) :][inside]
-        number = values.shape[along]
-        cut = DimSharding(number)
-        counts = torch.bincount(inverse.flatten(), minlength=number)
+        candidates = blocks.all_gather(local_values, along, sizes)
+        values, position = torch.unique(candidates, sorted=sorted, return_inverse=True, dim=dim)
+        inverse = position[sum(sizes[: blocks.index]) :][local_inverse]
+        count = values.shape[along]
+        value_sharding = DimSharding(count)
+        counts = torch.bincount(inverse.flatten(), minlength=count)
         partial = [(a, "sum") for a in layout.nontrivial_axes(blocks.axes)]
     else:
-        values, which, counts, lengths = _unique_by_range(mine, often, along, sizes, blocks)
-        inverse = which[inside]
-        cut = DimSharding(sum(lengths), blocks.axes, lengths)
+        values, position, counts, shard_sizes = _unique_by_range(local_values, local_counts, along, sizes, blocks)
+        inverse = position[local_inverse]
+        value_sharding = DimSharding(sum(shard_sizes), blocks.axes, shard_sizes)
         partial = []
-    shape = [(cut,)] if dim is None else layout.unshard(range(layout.ndim)).with_dim(dim, cut).dims
-    lies = layout if dim is None else Layout.make(mesh, [layout.dims[dim]])
+    dims = [(value_sharding,)] if dim is None else layout.unshard(range(layout.ndim)).with_dim(dim, value_sharding).dims
+    inverse_layout = layout if dim is None else Layout.make(mesh, [layout.dims[dim]])
     return _select_outputs(
-        wrap(values, Layout.make(mesh, shape)),
-        wrap(inverse, lies),
-        wrap(counts, Layout.make(mesh, [(cut,)], partial)),
+        wrap(values, Layout.make(mesh, dims)),
+        wrap(inverse, inverse_layout),
+        wrap(counts, Layout.make(mesh, [(value_sharding,)], partial)),
         return_inverse,
         return_counts,
     )
 
 
 def _unique_by_range(
-    mine: Tensor, often: Tensor, dim: int, sizes: Sequence[int], blocks: Blocks
+    local_values: Tensor, counts_in: Tensor, dim: int, sizes: Sequence[int], blocks: Blocks
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """The distinct slices of every block's, of which this rank gets one stretch of the order.
+    """Find the distinct slices of all blocks, of which this rank receives one range of the global order.
 
-    Returns them, the global place of each of `mine` among all, how many elements are like them, and what ranks hold.
+    Returns the slices, the global position of each of `local_values`, the count of elements equal to each slice, and
+    the shard sizes of the result.
     """
-    rows = mine.movedim(dim, 0)
-    # slices sort by their first element first, so that alone may say where they go
+    rows = local_values.movedim(dim, 0)
+    # slices sort by their first element first, so the first element alone may determine the destination
     first = sortable_key(rows.flatten(1)[:, 0] if rows.ndim > 1 else rows).contiguous()
-    way = plan_exchanges(assign_buckets(first, sizes, blocks), blocks)
-    for hop in way:
-        rows, often = hop.exchange(rows), hop.exchange(often)
-    values, which = torch.unique(rows.movedim(0, dim), return_inverse=True, dim=dim if mine.ndim > 1 else None)
-    counts = often.new_zeros(values.shape[dim]).index_add(0, which, often)
-    lengths = gather_counts(values.shape[dim], blocks.layout, blocks.axes, mine.device)
-    which = which + sum(lengths[: blocks.index])
-    for hop in reversed(way):
-        which = hop.exchange_back(which)
-    return values, which, counts, lengths
+    exchanges = plan_exchanges(assign_buckets(first, sizes, blocks), blocks)
+    for hop in exchanges:
+        rows, counts_in = hop.exchange(rows), hop.exchange(counts_in)
+    values, position = torch.unique(
+        rows.movedim(0, dim), return_inverse=True, dim=dim if local_values.ndim > 1 else None
+    )
+    counts = counts_in.new_zeros(values.shape[dim]).index_add(0, position, counts_in)
+    shard_sizes = gather_counts(values.shape[dim], blocks.layout, blocks.axes, local_values.device)
+    position = position + sum(shard_sizes[: blocks.index])
+    for hop in reversed(exchanges):
+        position = hop.exchange_back(position)
+    return values, position, counts, shard_sizes
 
 
 def _shard_only_along(layout: Layout, dim: int) -> tuple[Layout, int]:
-    """The layout in which `dim` carries every cut, inside its own, so that each of its slices is on one rank."""
+    """Return the layout in which `dim` is sharded by all sharding axes, so that each of its slices is on one rank."""
     dim %= layout.ndim
     others = [a for d in range(layout.ndim) if d != dim for a in layout.axes_of(d)[::-1]]
     if not others:
         return layout, dim
     sizes = [layout.mesh.size(a) for a in others]
-    lengths = [n for piece in layout.shard_sizes(dim) for n in nested_balanced(piece, sizes)]
+    shard_sizes = [n for size in layout.shard_sizes(dim) for n in nested_balanced(size, sizes)]
     axes = (*layout.axes_of(dim), *others)
-    rest = [d for d in range(layout.ndim) if d != dim]
-    return layout.unshard(rest).with_dim(dim, DimSharding(layout.shape[dim], axes, tuple(lengths))), dim
+    other_dims = [d for d in range(layout.ndim) if d != dim]
+    return layout.unshard(other_dims).with_dim(dim, DimSharding(layout.shape[dim], axes, tuple(shard_sizes))), dim
 
 
 @handler("unique_consecutive")
 def unique_consecutive(func, types, args, kwargs):
-    found, return_inverse, return_counts = _unique_consecutive(*args, **kwargs)
+    outputs, return_inverse, return_counts = _unique_consecutive(*args, **kwargs)
     if func not in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
-        return found  # the C function behind them returns all three
-    values, inverse, counts = found
+        return outputs  # the C function behind them returns all three
+    values, inverse, counts = outputs
     return _select_outputs(values, inverse, counts, return_inverse, return_counts)
 
 
@@ -139,43 +142,43 @@ def _unique_consecutive(input, return_inverse=False, return_counts=False, dim=No
 
 
 def _find_runs(value: ShardTensor, dim: int) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
-    """The first slice of every run of equal slices along `dim`, which run each is in, and how long the runs are."""
+    """Return the first slice of every run of equal slices along `dim`, the run of each slice, and the run lengths."""
     layout, dim, _ = simplify_dim(value._layout, dim)
     local = value._redistribute_to(layout)._local_tensor
     blocks, n = Blocks.along(layout, dim), layout.shape[dim]
-    fresh = _run_starts(local, dim, blocks)
+    is_start = _run_starts(local, dim, blocks)
 
-    first = fresh.nonzero().flatten()
+    first = is_start.nonzero().flatten()
     counts = gather_counts(len(first), layout, blocks.axes, local.device)
-    cut = DimSharding(sum(counts), blocks.axes, counts if blocks.axes else ())
-    values = wrap(local.index_select(dim, first), layout.with_dim(dim, cut))
-    run = fresh.cumsum(0) - 1 + sum(counts[: blocks.index])
+    run_sharding = DimSharding(sum(counts), blocks.axes, counts if blocks.axes else ())
+    values = wrap(local.index_select(dim, first), layout.with_dim(dim, run_sharding))
+    run = is_start.cumsum(0) - 1 + sum(counts[: blocks.index])
     inverse = wrap(run, Layout.make(layout.mesh, [layout.dims[dim]]))
 
-    # a run ends where the next one begins, perhaps in a later block
-    at = first + blocks.start
-    end = at.new_full((1,), n)
-    begins = torch.cat([blocks.all_gather_unit(at[:1] if len(at) else end, 0), end])
-    ends = torch.cat([at[1:], begins[blocks.index + 1 :].amin(0, keepdim=True)])
-    lengths = ends[: len(at)] - at
-    return values, inverse, wrap(lengths, Layout.make(layout.mesh, [(cut,)]))
+    # a run ends where the next one begins, possibly in a later block
+    run_starts = first + blocks.start
+    end = run_starts.new_full((1,), n)
+    block_starts = torch.cat([blocks.all_gather_unit(run_starts[:1] if len(run_starts) else end, 0), end])
+    ends = torch.cat([run_starts[1:], block_starts[blocks.index + 1 :].amin(0, keepdim=True)])
+    lengths = ends[: len(run_starts)] - run_starts
+    return values, inverse, wrap(lengths, Layout.make(layout.mesh, [(run_sharding,)]))
 
 
 def _run_starts(local: Tensor, dim: int, blocks: Blocks) -> Tensor:
-    """Which slices along `dim` differ from the one before, (this block's slices,); the very first does."""
+    """Return the mask of slices along `dim` that differ from the slice before, for this block; the first one does."""
     layout, length = blocks.layout, local.shape[dim]
     local = local.detach()
     shape = [1 if d == dim else m for d, m in enumerate(local.shape)]
     lasts = blocks.all_gather_unit(local.narrow(dim, length - 1, 1) if length else local.new_zeros(shape), dim)
-    filled = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
-    before = [lasts.narrow(dim, filled[-1], 1)] if filled else []
-    line = torch.cat([*before, local], dim)
-    steps = line.shape[dim] - 1 if line.shape[dim] else 0
-    unlike = line.narrow(dim, min(1, line.shape[dim]), steps) != line.narrow(dim, 0, steps)
-    unlike = unlike.movedim(dim, 0).reshape(steps, math.prod(shape)).any(1)
-    if not filled:
-        unlike = torch.cat([unlike.new_ones(min(length, 1)), unlike])
+    nonempty = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
+    previous = [lasts.narrow(dim, nonempty[-1], 1)] if nonempty else []
+    extended = torch.cat([*previous, local], dim)
+    steps = extended.shape[dim] - 1 if extended.shape[dim] else 0
+    differs = extended.narrow(dim, min(1, extended.shape[dim]), steps) != extended.narrow(dim, 0, steps)
+    differs = differs.movedim(dim, 0).reshape(steps, math.prod(shape)).any(1)
+    if not nonempty:
+        differs = torch.cat([differs.new_ones(min(length, 1)), differs])
     others = [a for a in layout.shard_axes if a not in blocks.axes]
     for group in process_groups(layout, others):
-        unlike = collectives.all_reduce(unlike, group, "max")
-    return unlike
+        differs = collectives.all_reduce(differs, group, "max")
+    return differs

@@ -1,6 +1,9 @@
-"""Fourier transforms: a dim that lies whole is transformed where it is; a cut moves to a free dim and stays there.
+"""Rules of torch.fft on sharded tensors.
 
-A transform over several dims is done dim by dim, those that lie whole first, so that a cut moves as late as can be.
+An unsharded dim is transformed locally. To transform a sharded dim, an all_to_all moves its sharding to another,
+unsharded dim, where it stays. A transform over several dims transforms the unsharded dims first, so that the all_to_all
+comes as late as possible. Transforms along sharded dims are deferred if they can be (`lazy_spectrum.py`): a model that
+keeps only some modes then needs no all_to_all.
 """
 
 from __future__ import annotations
@@ -19,14 +22,11 @@ from . import lazy_spectrum
 
 fft = torch.fft
 
-# transforms that wait for what is wanted of them, and those that end such a wait
-LAZY_FORWARD = (fft.fft, fft.rfft, fft.ifft)
-LAZY_INVERSE = (fft.ifft, fft.irfft)
-FROM_HALF_SPECTRUM = (
-    fft.irfft,
-    fft.hfft,
-)  # of half a spectrum: the length asked for along the last dim is that of the result
-# the length of the result along the transformed dim, from the length asked for and the operand's
+LAZY_FORWARD = (fft.fft, fft.rfft, fft.ifft)  # transforms that may be deferred
+LAZY_INVERSE = (fft.ifft, fft.irfft)  # transforms that may consume a deferred spectrum
+# Transforms of a half spectrum: the argument `n` along the last dim is the size of the result.
+FROM_HALF_SPECTRUM = (fft.irfft, fft.hfft)
+# (argument `n`, size of the operand) -> size of the result along the transformed dim
 OUT_LENGTH = {
     "fft_fft": lambda n, size: size if n is None else n,
     "fft_ifft": lambda n, size: size if n is None else n,
@@ -39,7 +39,7 @@ OUT_LENGTH = {
 
 @rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)
 def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
-    """One dim, whole on every rank."""
+    """Transform one dim, which is unsharded first."""
     if not -input.ndim <= dim < input.ndim or 0 in input.shape:
         return None  # the fallback raises torch's error
     if n is not None and n < 1:
@@ -69,55 +69,55 @@ def _apply(fn, input, n, dim, norm, length):
 
 
 def _empty_result(fn, input, shape):
-    """torch has no transform of nothing: the empty piece of a batch, of the dtype that the others get."""
+    """Return the result of an empty shard, which torch.fft refuses, with the dtype of the other ranks' results."""
     dtype = fn(torch.ones(2, dtype=input.dtype, device=input.device), 2).dtype
-    nothing = input.sum() * 0
-    return (nothing.real if input.is_complex() and not dtype.is_complex else nothing).to(dtype).expand(shape)
+    zero = input.sum() * 0  # in the autograd graph of the input
+    return (zero.real if input.is_complex() and not dtype.is_complex else zero).to(dtype).expand(shape)
 
 
 EAGER = {one: HANDLERS[one] for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)}
 
 
 def _is_local(input, dims) -> bool:
-    """Whether a transform of a ShardTensor is one of the pieces that ranks have, without a message."""
-    if input.__class__ is not ShardTensor or "_deferred" in input.__dict__:
+    """Return whether every rank can transform its local tensor without communication."""
+    if input.__class__ is not ShardTensor or input._deferred is not None:
         return False
     layout = input._layout
     return layout.is_simple and not layout.partial and not any(map(layout.is_sharded, dims))
 
 
 def _eager_fft(one, input, n, dim, norm):
-    """A transform along one dim that does not wait."""
+    """Transform one dim now, without deferring."""
     return EAGER[one](one, (), (input, n, dim, norm), {})
 
 
 def _try_lazy(input, dims, sizes, norm, last, compute):
-    """A transform that waits, or ends a wait; None where it is to be done now."""
-    found = lazy_spectrum.defer_inverse(input, dims, sizes, norm, last is fft.irfft) if last in LAZY_INVERSE else None
-    if found is None and last in LAZY_FORWARD:
-        found = lazy_spectrum.defer_forward(input, dims, sizes, norm, last is fft.rfft, last is fft.ifft, compute)
-    return found
+    """Defer a transform, or invert a deferred spectrum; return None if the transform must be computed now."""
+    lazy = lazy_spectrum.defer_inverse(input, dims, sizes, norm, last is fft.irfft) if last in LAZY_INVERSE else None
+    if lazy is None and last in LAZY_FORWARD:
+        lazy = lazy_spectrum.defer_forward(input, dims, sizes, norm, last is fft.rfft, last is fft.ifft, compute)
+    return lazy
 
 
 def _fft_handler(one):
-    """A transform along one dim, as those over several: it waits if the dim is cut."""
+    """Return the handler of a transform along one dim, which is deferred if the dim is sharded."""
 
     def run(func, types, args, kwargs):
-        with comparing(*args, **kwargs) as check:
-            found = None if "out" in kwargs else known(*args, **kwargs)
-            if found is None:
-                if moves(*args, **kwargs):
+        with start_check(*args, **kwargs) as check:
+            result = None if "out" in kwargs else try_lazy(*args, **kwargs)
+            if result is None:
+                if communicates(*args, **kwargs):
                     check.wait()
-                found = EAGER[one](func, types, args, kwargs)
-        return found
+                result = EAGER[one](func, types, args, kwargs)
+        return result
 
-    def comparing(input, n=None, dim=-1, norm=None, out=None):
+    def start_check(input, n=None, dim=-1, norm=None, out=None):
         return lazy_spectrum.check_consensus(input, f"{one.__name__}(n={n}, dim={dim}, norm={norm})", n is not None)
 
-    def moves(input, n=None, dim=-1, norm=None, out=None):
+    def communicates(input, n=None, dim=-1, norm=None, out=None):
         return out is not None or not -input.ndim <= dim < input.ndim or not _is_local(input, [dim])
 
-    def known(input, n=None, dim=-1, norm=None):
+    def try_lazy(input, n=None, dim=-1, norm=None):
         if input.__class__ is not ShardTensor or not -input.ndim <= dim < input.ndim:
             return None
         dims = [dim % input.ndim]
@@ -131,7 +131,7 @@ for _one in EAGER:
 
 
 def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
-    """The dims of a transform over several, and the length asked for along each, as torch reads them."""
+    """Return the dims of an n-dim transform and the requested size of each, from torch's arguments `s` and `dim`."""
     if dim is None:
         count = len(s) if s is not None else input.ndim
         dim = range(input.ndim - count, input.ndim)
@@ -150,62 +150,65 @@ def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
 
 
 def _fft_each_dim(one, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
-    """A complex transform along each dim; those that lie whole first."""
-    cut = getattr(input, "_layout", None)
-    order = sorted(range(len(dims)), key=lambda i: (cut is not None and cut.is_sharded(dims[i]), -i))
+    """Apply a complex transform along each dim, unsharded dims first."""
+    layout = getattr(input, "_layout", None)
+    order = sorted(range(len(dims)), key=lambda i: (layout is not None and layout.is_sharded(dims[i]), -i))
     for i in order:
         input = _eager_fft(one, input, sizes[i], dims[i], norm)
     return input
 
 
 def _fft_nd(fn, one, last, first: bool):
-    """A transform over several dims: `last` along the last of them, before or after `one` along the others."""
+    """Return handlers of an n-dim and a 2-dim transform: `last` along the last dim, `one` along the others.
 
-    def together(input: Operand, dims, sizes, norm):
-        """All dims lie whole: torch's own call, on the piece of each rank."""
+    `first`: the last dim is transformed before the others.
+    """
+
+    def plan_unsharded(input: Operand, dims, sizes, norm):
+        """Plan torch's n-dim call on the local tensor: no dim is sharded."""
         layout = input.layout.unshard(dims)
         for d, n in zip(dims, sizes, strict=True):
             layout = layout.with_dim(
                 d, DimSharding(OUT_LENGTH[(last if d == dims[-1] else one).__name__](n, input.shape[d]))
             )
-        asked = [
+        s = [
             layout.shape[d] if last in FROM_HALF_SPECTRUM else n or input.shape[d]
             for d, n in zip(dims, sizes, strict=True)
         ]
 
         def local(input):
-            return fn(input, asked, dims, norm) if input.numel() else _empty_result(last, input, layout.local_shape)
+            return fn(input, s, dims, norm) if input.numel() else _empty_result(last, input, layout.local_shape)
 
         return Plan(local=local, operands={"input": input.layout.unshard(dims)}, layout=layout)
 
-    run_together = make_handler(together, partial=False, merged=False)
+    run_unsharded = make_handler(plan_unsharded, partial=False, merged=False)
 
     def nd(input, s=None, dim=None, norm=None):
         call = f"{fn.__name__}(s={s}, dim={dim}, norm={norm})"
         with lazy_spectrum.check_consensus(input, call, s is not None) as check:
             dims, sizes = _dims(input, s, dim)
-            found = _try_lazy(input, dims, sizes, norm, last, lambda x: now(x, dims, sizes, norm))
-            if found is None:
+            result = _try_lazy(input, dims, sizes, norm, last, lambda x: compute_now(x, dims, sizes, norm))
+            if result is None:
                 if not _is_local(input, dims):
                     check.wait()
-                found = now(input, dims, sizes, norm)
-        return found
+                result = compute_now(input, dims, sizes, norm)
+        return result
 
-    def now(input, dims, sizes, norm):
-        whole = getattr(input, "_layout", None)
-        if whole is not None and len(dims) > 1 and whole.is_simple and not any(map(whole.is_sharded, dims)):
+    def compute_now(input, dims, sizes, norm):
+        layout = getattr(input, "_layout", None)
+        if layout is not None and len(dims) > 1 and layout.is_simple and not any(map(layout.is_sharded, dims)):
             if 0 not in input.shape and all(n is None or n > 0 for n in sizes):
-                return run_together(fn, (), (input, tuple(dims), tuple(sizes), norm), {})
+                return run_unsharded(fn, (), (input, tuple(dims), tuple(sizes), norm), {})
         if last is one:
             return _fft_each_dim(one, input, dims, sizes, norm)
         if first:
             return _fft_each_dim(one, _eager_fft(last, input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm)
         return _eager_fft(last, _fft_each_dim(one, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm)
 
-    def two(input, s=None, dim=(-2, -1), norm=None):
+    def two_dim(input, s=None, dim=(-2, -1), norm=None):
         return nd(input, s, dim, norm)
 
-    return nd, two
+    return nd, two_dim
 
 
 for _name, _one, _last, _first in [
@@ -216,26 +219,26 @@ for _name, _one, _last, _first in [
     ("hfft", fft.fft, fft.hfft, False),
     ("ihfft", fft.ifft, fft.ihfft, True),
 ]:
-    _nd, _two = _fft_nd(getattr(fft, _name + "n"), _one, _last, _first)
+    _nd, _two_dim = _fft_nd(getattr(fft, _name + "n"), _one, _last, _first)
     composed(getattr(fft, _name + "n"))(_nd)
-    composed(getattr(fft, _name + "2"))(_two)
+    composed(getattr(fft, _name + "2"))(_two_dim)
 
 
 @composed(fft.fftshift)
 def fftshift(input, dim=None):
-    """Half a turn forward."""
+    """Roll every dim by half its size."""
     return _shift(input, dim, 1)
 
 
 @composed(fft.ifftshift)
 def ifftshift(input, dim=None):
-    """Half a turn back."""
+    """Roll every dim back by half its size."""
     return _shift(input, dim, -1)
 
 
 def _shift(input, dim, sign: int):
     dims = list(range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim)
-    by = [sign * (input.shape[d] // 2) for d in dims]
-    turns = {d % input.ndim: n for d, n in zip(dims, by, strict=True)}
-    later = lazy_spectrum.lazy_roll(input, turns) if len(turns) == len(dims) else None
-    return torch.roll(input, by, dims) if later is None else later
+    shifts = [sign * (input.shape[d] // 2) for d in dims]
+    shift_by_dim = {d % input.ndim: n for d, n in zip(dims, shifts, strict=True)}
+    lazy = lazy_spectrum.lazy_roll(input, shift_by_dim) if len(shift_by_dim) == len(dims) else None
+    return torch.roll(input, shifts, dims) if lazy is None else lazy

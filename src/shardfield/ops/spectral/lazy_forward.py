@@ -25,7 +25,7 @@ from ...dispatch.plan import process_groups
 from ...dispatch.write_tracking import EXPOSED_STORAGES, WRITE_OBSERVERS
 from ...errors import ShardingError
 from ...layout import Layout
-from ...tensor import ShardTensor, wrap
+from ...tensor import Deferred, ShardTensor, wrap
 from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, format_index, overlaps, parse_block, roll_dims
 from .mode_placement import choose_placement
 from .truncation import truncated_fft_unchecked
@@ -36,7 +36,7 @@ FIELD_LAYOUTS: OrderedDict[tuple, Layout] = OrderedDict()
 MAX_FIELD_LAYOUTS = 64
 
 
-class LazySpectrum:
+class LazySpectrum(Deferred):
     """The spectrum of a field along `dims`, rolled by `shifts`. `compute` takes it of a field; `is_inverse`: an
     inverse one."""
 

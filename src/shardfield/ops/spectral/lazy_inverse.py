@@ -9,12 +9,12 @@ import torch
 
 from ...comm.consensus import Consensus
 from ...layout import DimSharding, Layout
-from ...tensor import ShardTensor, wrap
+from ...tensor import Deferred, ShardTensor, wrap
 from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, overlaps, parse_block, roll_dims
 from .truncation import resized_layout, truncated_ifft_unchecked
 
 
-class SparseSpectrum:
+class SparseSpectrum(Deferred):
     """A spectrum that is zero but for some blocks, rolled by `shifts`; its field is to lie as `field_layout`.
 
     `dims` are those of which it holds modes, `real` says that the last of them is half a spectrum.

@@ -1,9 +1,9 @@
-"""Spectra that are not there yet: a transform along a cut dim waits until it is known what of it is wanted.
+"""Lazy spectra: a transform along a sharded dim is deferred until the modes that are read are known.
 
-Code that keeps some modes of a field takes its spectrum, perhaps shifts it, and slices it; what it makes of the slice
-it writes into zeros, shifts back and inverts. `Asked` remembers the first half: a slice of it is a truncated transform.
-`Given` remembers the second half: its inverse is evaluated from the blocks that were written. Both stand behind an
-ordinary ShardTensor without a local tensor; whatever else asks for that gets the spectrum as it would have been.
+Code that keeps some modes of a field transforms it, perhaps shifts the spectrum, and slices it; it writes the result
+into zeros, shifts back and inverts. `LazySpectrum` is the first half: a slice of it is a truncated transform.
+`SparseSpectrum` is the second half: its inverse is evaluated from the blocks that were written. Both are `Deferred`
+values of an ordinary ShardTensor; any other read of its local tensor materializes the spectrum.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ... import trace_state
-from ..._compat import make_wrapper
 from ...comm.consensus import Consensus
 from ...layout import Layout
-from ...tensor import ShardTensor
+from ...tensor import ShardTensor, wrap_deferred
 from .._common.probe import autocast_to_fp32
 from .lazy_forward import FIELD_LAYOUTS as FIELD_LAYOUTS
 from .lazy_forward import LazySpectrum
@@ -28,15 +27,18 @@ from .truncation import FLOATS
 
 
 def lazy_spectrum_of(x: Any) -> LazySpectrum | SparseSpectrum | None:
-    """The spectrum that a tensor stands for, if it is not there yet."""
-    found = x.__dict__.get("_deferred") if x.__class__ is ShardTensor else None
+    """Return the deferred spectrum of a tensor; None if it has none."""
+    found = x._deferred if x.__class__ is ShardTensor else None
     return found if isinstance(found, (LazySpectrum, SparseSpectrum)) else None
 
 
 def defer_forward(
     input: Any, dims: Sequence[int], sizes: Sequence[int | None], norm, real: bool, is_inverse: bool, compute: Callable
 ) -> Any:
-    """The spectrum of a cut field, later; None where it is better had at once. `compute` takes it of a field."""
+    """Return the deferred spectrum of a field; None if no dim is sharded or the transform changes sizes.
+
+    `compute(field)` computes the spectrum eagerly; `is_inverse` marks an inverse transform.
+    """
     if input.__class__ is not ShardTensor or lazy_spectrum_of(input) is not None:
         return None
     (input,) = autocast_to_fp32(input)
@@ -50,9 +52,8 @@ def defer_forward(
     if not any(source._layout.is_sharded(d) for d in dims):
         return None
     layout = spectrum_layout(source._layout, dims, real)
-    return _wrap_lazy(
-        LazySpectrum(source, dims, norm, real, is_inverse, layout, compute), source._dtype.to_complex(), source
-    )
+    spectrum = LazySpectrum(source, dims, norm, real, is_inverse, layout, compute)
+    return wrap_deferred(spectrum, source._dtype.to_complex(), source._device)
 
 
 def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
@@ -68,7 +69,7 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
                 Consensus.start(mesh, f"modes that cannot be put into {made}: {error}").wait()
                 raise
             if taken:
-                return _wrap_lazy(made, x.dtype, x)
+                return wrap_deferred(made, x.dtype, x.device)
             # ranks on which it was taken compare when its field is wanted: this is where the others meet them
             Consensus.start(mesh, f"modes of {value._layout} that are put where {made} could not take them in").wait()
             return None
@@ -78,28 +79,22 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
 def _is_zeros(x: Tensor) -> bool:
     if trace_state.tracer is not None:
         return trace_state.tracer.is_zeros(x)
-    return trace_state.fake_tensors or not x.view(torch.int64).any()  # what is only counted is taken for zeros
+    return trace_state.fake_tensors or not x.view(torch.int64).any()  # tensors without data count as zeros
 
 
 def lazy_zeros_like(x: Any, dtype: torch.dtype) -> ShardTensor | None:
-    """Zeros like a spectrum that is not there yet."""
+    """Return a sparse spectrum without modes, like a deferred one; None if `x` is no deferred forward transform."""
     spectrum = lazy_spectrum_of(x)
     if not isinstance(spectrum, LazySpectrum) or spectrum.is_inverse or not dtype.is_complex:
         return None
     home = spectrum.field._layout
-    return _wrap_lazy(SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real), dtype, x)
-
-
-def proxy_local(x: ShardTensor) -> Tensor:
-    """A local tensor that tells dtype and device; the own one, unless that would have to be taken first."""
-    if "_deferred" in x.__dict__:
-        return torch.empty((1,) * x.ndim, dtype=x.dtype, device=x.device)
-    return x._local_tensor
+    zeros = SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real)
+    return wrap_deferred(zeros, dtype, x.device)
 
 
 def read_block(x: ShardTensor, index: Any) -> ShardTensor | None:
-    """A slice of a spectrum that is not there yet."""
-    spectrum = x.__dict__["_deferred"]
+    """Return a block of modes of a deferred spectrum; None if it must be materialized."""
+    spectrum = x._deferred
     found = spectrum.read_block(index) if isinstance(spectrum, LazySpectrum) else None
     if found is not None and found.requires_grad:
         x._grad_incomplete = True
@@ -107,21 +102,20 @@ def read_block(x: ShardTensor, index: Any) -> ShardTensor | None:
 
 
 def write_block(x: ShardTensor, index: Any, value: Any) -> bool:
-    """A block written into a spectrum that is not there yet."""
-    spectrum = x.__dict__["_deferred"]
+    """Write a block of modes into a deferred spectrum; return False if it must be materialized."""
+    spectrum = x._deferred
     return isinstance(spectrum, SparseSpectrum) and spectrum.write_block(index, value)
 
 
 def lazy_roll(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
-    """A shifted spectrum that is not there yet."""
+    """Return the deferred spectrum rolled by these shifts; None if `x` has none, or blocks of it were read."""
     spectrum = lazy_spectrum_of(x)
     other = None if spectrum is None else spectrum.roll(by)
-    return None if other is None else _wrap_lazy(other, x._dtype, x)
+    return None if other is None else wrap_deferred(other, x._dtype, x._device)
 
 
 def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
-    """Start to compare a transform over the ranks, if lengths are `defer_block_write` or its field is made without a
-    message."""
+    """Start comparing a transform over the ranks, if it has sizes or its field is computed without a message."""
     spectrum = lazy_spectrum_of(x)
     if x.__class__ is not ShardTensor or not (has_sizes or isinstance(spectrum, SparseSpectrum)):
         return Consensus.start(None, call)
@@ -132,52 +126,7 @@ def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
 
 
 def defer_inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
-    """The field of a spectrum that is not there yet."""
+    """Return the field of a sparse spectrum, evaluated from its blocks; None if `x` is none, or they do not suffice."""
     spectrum = lazy_spectrum_of(x)
     found = spectrum.inverse(dims, sizes, norm, real) if isinstance(spectrum, SparseSpectrum) else None
-    return _wrap_lazy(found, x._dtype, x) if isinstance(found, SparseSpectrum) else found
-
-
-class _LazyLocalTensor:
-    """The local tensor of a spectrum, when something wants it: Python asks the class where the tensor has none itself.
-
-    (A `__getattr__` would do, and every attribute of every ShardTensor would take longer.)
-    """
-
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        if tensor is None or "_deferred" not in tensor.__dict__:
-            raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
-        local = tensor.__dict__["_deferred"].materialize()._local_tensor
-        tensor._local_tensor = local
-        del tensor.__dict__["_deferred"]
-        return local
-
-
-def _lazy_property(plain: property, answer: Callable[[Any], Any]) -> property:
-    """A property that can be told of a tensor that is not there yet; ranks need not all ask."""
-
-    def get(self: ShardTensor) -> Any:
-        later = self.__dict__.get("_deferred")
-        return plain.fget(self) if later is None else answer(later)  # type: ignore[misc]
-
-    return property(get, plain.fset, plain.fdel, plain.__doc__)
-
-
-ShardTensor._local_tensor = _LazyLocalTensor()  # type: ignore[assignment]
-for _name, _answer in {
-    "requires_grad": lambda s: s.requires_grad,
-    "is_leaf": lambda s: not s.requires_grad,
-    "grad": lambda s: None,
-    "retains_grad": lambda s: False,
-    "_version": lambda s: 0,
-}.items():
-    setattr(ShardTensor, _name, _lazy_property(vars(ShardTensor)[_name], _answer))
-_grad_fn = vars(ShardTensor)["grad_fn"].fget
-ShardTensor.grad_fn = property(lambda self: _grad_fn(self) if self.requires_grad else None)  # type: ignore[assignment]
-
-
-def _wrap_lazy(spectrum: LazySpectrum | SparseSpectrum, dtype: torch.dtype, like: Any) -> ShardTensor:
-    layout = spectrum.layout
-    made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, like.device)
-    made.__dict__ = {"_layout": layout, "_dtype": dtype, "_device": like.device, "_deferred": spectrum}
-    return made
+    return wrap_deferred(found, x._dtype, x._device) if isinstance(found, SparseSpectrum) else found

@@ -1,4 +1,4 @@
-"""Blocks of spectra: which indices they hold, what they cost to send, and rolling."""
+"""Blocks of a spectrum: parse their index, estimate the cost of sending them, choose the layout of a spectrum."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ IndexRanges = list[range]
 
 
 def parse_block(shape: Sequence[int], index: Any) -> IndexRanges | None:
-    """The indices along each dim of an index of slices; None for any other, and for nothing or everything."""
+    """Return the index ranges along each dim of an index of slices.
+
+    Return None for any other index, for an empty block, and for the full spectrum.
+    """
     if basic_index_key(index) is None:
         return None
     items = parse_index(shape, index, torch.device("cpu")).items
     if len(items) != len(shape) or not all(isinstance(i, tuple) for i in items):
         return None
-    runs = [range(*i) for i in items if isinstance(i, tuple)]
-    return None if min(map(len, runs)) == 0 or tuple(map(len, runs)) == tuple(shape) else runs
+    ranges = [range(*i) for i in items if isinstance(i, tuple)]
+    return None if min(map(len, ranges)) == 0 or tuple(map(len, ranges)) == tuple(shape) else ranges
 
 
 def format_index(index: Any) -> str:
-    """An index as it stands in a program."""
+    """Format an index as in source code."""
     key = basic_index_key(index)
     if key is None:
         return "[an index of tensors]"
@@ -39,45 +42,47 @@ def format_index(index: Any) -> str:
 
 
 def overlaps(one: IndexRanges, other: IndexRanges) -> bool:
-    """Whether two blocks have an entry in common."""
+    """Return whether two blocks have an element in common."""
     return all(set(a) & set(b) for a, b in zip(one, other, strict=True))
 
 
-def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], runs: IndexRanges) -> bool:
-    """Whether summing a block of modes over all ranks sends less than swapping cuts of the spectrum (or gathering it,
-    if there is nowhere to swap them to)."""
+def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], ranges: IndexRanges) -> bool:
+    """Return whether an all_reduce of a block of modes sends less than the all_to_all of the full spectrum.
+
+    It does whenever the spectrum would have to be gathered, as no dim can take the sharding of the transformed dims.
+    """
     if spectrum_layout(field, dims, False).is_replicated:
         return True
-    summed = swapped = 0.0
-    here = math.prod(max(field.shard_sizes(d)) / field.shape[d] for d in range(field.ndim) if d not in dims)
-    there = math.prod(max(field.shard_sizes(d)) / field.shape[d] for d in range(field.ndim))
+    all_reduce = all_to_all = 0.0  # elements sent
+    block_share = math.prod(max(field.shard_sizes(d)) / field.shape[d] for d in range(field.ndim) if d not in dims)
+    spectrum_share = math.prod(max(field.shard_sizes(d)) / field.shape[d] for d in range(field.ndim))
     for axis in {a for d in dims for a in field.nontrivial_axes(field.axes_of(d))}:
-        away = 1 - 1 / field.mesh.size(axis)
-        summed += 2 * away * here * math.prod(map(len, runs))
-        swapped += away * there * math.prod(shape)
-    return summed < swapped
+        remote = 1 - 1 / field.mesh.size(axis)
+        all_reduce += 2 * remote * block_share * math.prod(map(len, ranges))
+        all_to_all += remote * spectrum_share * math.prod(shape)
+    return all_reduce < all_to_all
 
 
 def spectrum_layout(layout: Layout, dims: Sequence[int], real: bool) -> Layout:
-    """Where a spectrum lies once it is taken: whole, if a dim has nowhere to leave its cut."""
-    left, start = list(dims), layout
-    half = left.pop() if real else None
+    """Return the layout of a spectrum after `fft.py` computes it: replicated, if no dim can take a dim's sharding."""
+    remaining, field = list(dims), layout
+    half = remaining.pop() if real else None
     order = [] if half is None else [half]
-    while order or left:
+    while order or remaining:
         if not order:
-            order = sorted(reversed(left), key=layout.is_sharded)  # as `fft._each` takes them
-            left = []
+            order = sorted(reversed(remaining), key=layout.is_sharded)  # the order of `fft._fft_each_dim`
+            remaining = []
         d = order.pop(0)
         moved = move_shard_off(layout, d, allow_empty=True) if layout.is_sharded(d) else layout.unshard([d])
         if moved is None:
-            return Layout.replicate(start.mesh, [n // 2 + 1 if d == half else n for d, n in enumerate(start.shape)])
+            return Layout.replicate(field.mesh, [n // 2 + 1 if d == half else n for d, n in enumerate(field.shape)])
         layout = moved.with_dim(d, DimSharding(layout.shape[d] // 2 + 1 if d == half else layout.shape[d]))
     return layout
 
 
-def as_slice(run: range) -> slice:
-    return slice(run.start, run.stop, run.step)
+def as_slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop, indices.step)
 
 
-def roll_dims(x: Any, by: Mapping[int, int]) -> Any:
-    return torch.roll(x, list(by.values()), list(by)) if by else x
+def roll_dims(x: Any, shifts: Mapping[int, int]) -> Any:
+    return torch.roll(x, list(shifts.values()), list(shifts)) if shifts else x

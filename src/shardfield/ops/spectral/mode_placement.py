@@ -1,18 +1,17 @@
-"""Where a block of modes is mixed: whole on every rank, or a share of the modes on each. Bytes decide. Pure.
+"""Choose the placement of a block of modes before its channels are mixed: replicated, or sharded by modes. Pure.
 
-The modes of a cut field are addends on P ranks; weights mix their channels, and every rank needs all of the product
-for its rows of the field. Let b be the bytes of the block, c those of the product, w those of the weights:
+The modes of a sharded field are partial sums on P ranks. The weights mix their channels, and every rank then needs the
+full product to evaluate its rows of the field. With b bytes of modes, c bytes of product and w bytes of weights:
 
-- whole: an all-reduce of b, and of c in backward. Every rank does all of the product and of its two gradients;
-- shares: a reduce-scatter of b before the product and an all-gather of c after it, in backward the other way round.
-  Every rank does 1/P of the product and of its gradients. Weights that are whole want their gradient whole: an
-  all-gather of w.
+- replicated: all_reduce b; all_reduce c in backward. Every rank computes the full product and both its gradients.
+- sharded: reduce_scatter b before the product and all_gather c after it; the reverse in backward. Every rank computes
+  1/P of the product and of its gradients. Replicated weights need their full gradient, an all_gather of w.
 
-An all-reduce is a reduce-scatter and an all-gather, so over one mesh axis both send the same, 2 (1 - 1/P) (b + c), but
-for w. Over several axes shares still send that, and sums axis by axis 2 (1 - 1/Pi) (b + c) for each. But w is (out
-channels / batch) times b. So large blocks are mixed in shares where the weights' gradient is not owed at once: it is
-not wanted, or a wrapper sums all parameters' gradients over these ranks anyway (`comm/grad_deferral.py`). Weights
-that lie in shards of their modes have it so in any case.
+Over one mesh axis both send 2 (1 - 1/P) (b + c), as an all_reduce is a reduce_scatter and an all_gather; sharded sends
+w in addition. Over several axes of Pi ranks sharded sends the same in total, but replicated sends 2 (1 - 1/Pi) (b + c)
+for each axis. As w is (out channels / batch) times b, large blocks are sharded if the weights' gradient need not be
+replicated now: it is not required, or a wrapper reduces the gradients of all parameters over these ranks later
+(`comm/grad_deferral.py`). Weights sharded by modes always use sharded modes.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ from collections.abc import Sequence
 
 from ...layout import DimSharding, Layout, balanced
 
-# Bytes of a block below which a rank mixes all of it: it would wait for messages longer than it mixes.
+# A smaller block, in bytes, is replicated: the latency of the messages exceeds the time of the product.
 MIN_SHARDED_BYTES = 1 << 18
 
 
 def shard_modes(layout: Layout, dims: Sequence[int]) -> Layout:
-    """A Partial block with a dim of modes, among `dims`, cut by each axis it is Partial over; the longest comes first.
+    """Return the layout of a Partial block after a reduce_scatter: each Partial axis shards one of `dims`.
 
-    An axis of more ranks than there are modes along any dim that is left is summed over instead.
+    Each axis shards the largest dim still unsharded, axes with the most ranks first. An axis with more ranks than any
+    such dim has modes is all-reduced instead.
     """
-    found = layout.with_partial(())
+    result = layout.with_partial(())
     for axis in sorted(layout.nontrivial_axes(layout.partial_axes), key=lambda a: -layout.mesh.size(a)):
-        free = [d for d in dims if not found.axes_of(d) and found.shape[d] >= layout.mesh.size(axis)]
+        free = [d for d in dims if not result.axes_of(d) and result.shape[d] >= layout.mesh.size(axis)]
         if free:
-            dim = max(free, key=lambda d: found.shape[d])
-            size = found.shape[dim]
-            found = found.with_dim(dim, DimSharding(size, (axis,), tuple(balanced(size, layout.mesh.size(axis)))))
-    return found
+            dim = max(free, key=lambda d: result.shape[d])
+            size = result.shape[dim]
+            result = result.with_dim(dim, DimSharding(size, (axis,), tuple(balanced(size, layout.mesh.size(axis)))))
+    return result
 
 
 def choose_placement(
@@ -50,27 +50,31 @@ def choose_placement(
     grad_bytes: float = 0.0,
     grad: bool = False,
 ) -> Layout:
-    """Where a Partial block of modes along `dims` goes, whole or in shares, whichever sends less; shares on a tie.
+    """Return the layout that a Partial block of modes along `dims` is redistributed to: the one that sends less.
 
-    growth: the bytes of the product for each of the block. owed: bytes of weights whose gradient must be whole at once.
-    grad: backward is to come.
+    On a tie the modes are sharded.
+
+    out_ratio: bytes of the product per byte of the block.
+    grad_bytes: bytes of weights whose full gradient every rank needs in this backward.
+    grad: a backward will follow.
     """
-    whole, shares = layout.with_partial(()), shard_modes(layout, dims)
+    replicated, sharded = layout.with_partial(()), shard_modes(layout, dims)
     block = itemsize * math.prod(max(layout.shard_sizes(d)) for d in range(layout.ndim))
-    if block < MIN_SHARDED_BYTES or shares is whole:
-        return whole
-    summed = scattered = again = 0.0  # for each byte of the block, or of the product
-    left, parts = 1.0, 1
+    if block < MIN_SHARDED_BYTES or sharded is replicated:
+        return replicated
+    all_reduce = reduce_scatter = rest = 0.0  # bytes sent per byte; `rest`: all_reduce over the axes left unsharded
+    local_share, shards = 1.0, 1
     for axis in layout.nontrivial_axes(layout.partial_axes):
         size = layout.mesh.size(axis)
-        summed += 2 * (1 - 1 / size)
-        if axis in shares.shard_axes:
-            scattered += left * (1 - 1 / size)
-            left, parts = left / size, parts * size
+        all_reduce += 2 * (1 - 1 / size)
+        if axis in sharded.shard_axes:
+            reduce_scatter += local_share * (1 - 1 / size)
+            local_share, shards = local_share / size, shards * size
         else:
-            again += 2 * left * (1 - 1 / size)
+            rest += 2 * local_share * (1 - 1 / size)
     product = out_ratio * block
-    by_whole = summed * (block + (product if grad else 0))
-    by_shares = scattered * (block + product) * (2 if grad else 1) + again * (block + (product if grad else 0))
-    by_shares += grad_bytes * (1 - 1 / parts)
-    return shares if by_shares <= by_whole * (1 + 1e-9) else whole
+    reduced = block + (product if grad else 0)
+    replicated_cost = all_reduce * reduced
+    sharded_cost = reduce_scatter * (block + product) * (2 if grad else 1) + rest * reduced
+    sharded_cost += grad_bytes * (1 - 1 / shards)
+    return sharded if sharded_cost <= replicated_cost * (1 + 1e-9) else replicated

@@ -1,7 +1,8 @@
-"""Fourier sums over some rows of a dim and at some of its frequencies, on plain tensors of one rank.
+"""Local DFT of the rows of one rank at chosen frequencies, on plain tensors. No communication.
 
-A dim that lies whole is transformed by torch.fft; of one that does not, the rows that are here meet the columns of
-the DFT matrix that are asked for. Frequencies are lists of integers, of any sign and in any order.
+An unsharded dim is transformed by torch.fft. Of a sharded dim each rank multiplies its rows with the matching rows of
+the DFT matrix, restricted to the chosen modes. Frequencies are lists of integers, of any sign and in any order. A
+transform is a list of steps, one per dim, cached by everything they depend on.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ..._compat import autocast_on
 from ...trace_state import concrete
 
 Modes = tuple[int, ...]
-FEW_MODES_RATIO = 16  # on a GPU, of so many modes that a dim has, one is kept at most: see `_prefers_matmul`
+FEW_MODES_RATIO = 16  # on a GPU a product is faster if at most 1 of so many modes is kept: see `_prefers_matmul`
 
 
 class DimModes(NamedTuple):
-    """A transformed dim: its size, the frequencies of its modes, and which of its rows are here, if not all."""
+    """A transformed dim: its global size, the frequencies of its modes, and this rank's rows, None for all rows."""
 
     dim: int
     size: int
@@ -31,7 +32,7 @@ class DimModes(NamedTuple):
 
 
 def scale(norm: str | None, size: int, is_inverse: bool) -> float:
-    """What torch.fft multiplies a sum over `size` values with."""
+    """Return the factor that torch.fft applies to a sum over `size` values."""
     if norm not in (None, "backward", "ortho", "forward"):
         raise RuntimeError(f'Invalid normalization mode: "{norm}"')
     if norm == "ortho":
@@ -39,22 +40,22 @@ def scale(norm: str | None, size: int, is_inverse: bool) -> float:
     return 1 / size if is_inverse is (norm != "forward") else 1.0
 
 
-def _without_autocast(sums: Callable) -> Callable:
-    """Like torch.fft, which autocast leaves in full precision: these are products, which it would not."""
+def _without_autocast(dft: Callable) -> Callable:
+    """Disable autocast in `dft`: torch.fft runs in full precision, but autocast would lower the matrix products."""
 
     def run(x: Tensor, *args, **kwargs) -> Tensor:
         if not autocast_on():
-            return sums(x, *args, **kwargs)
+            return dft(x, *args, **kwargs)
         with torch.autocast(x.device.type, enabled=False):
-            return sums(x, *args, **kwargs)
+            return dft(x, *args, **kwargs)
 
-    run.__doc__ = sums.__doc__
+    run.__doc__ = dft.__doc__
     return run
 
 
 @_without_autocast
 def forward_dft(x: Tensor, along: Sequence[DimModes], norm: str | None) -> Tensor:
-    """The modes of the rows that are here: sums over x exp(-2 pi i k n / size), a dim at a time."""
+    """Return the partial sums of the modes over this rank's rows: sums of x exp(-2 pi i k n / size), dim by dim."""
     for step in _forward_steps(tuple(along), norm, _step_key(x, along)):
         x = step(x)
     return x
@@ -62,10 +63,10 @@ def forward_dft(x: Tensor, along: Sequence[DimModes], norm: str | None) -> Tenso
 
 @_without_autocast
 def inverse_dft(y: Tensor, along: Sequence[DimModes], norm: str | None, real: bool) -> Tensor:
-    """The rows that belong here of the field with these modes: sums over y exp(2 pi i k n / size).
+    """Return this rank's rows of the field with these modes: sums of y exp(2 pi i k n / size), dim by dim.
 
-    With `real`, the last dim has one half of a spectrum whose other half is its conjugate. As torch.fft.irfftn has it,
-    the mode 0 and that of half the size have no other half: their imaginary parts do not count.
+    With `real`, the last dim holds half a spectrum, and the other half is its conjugate. As in torch.fft.irfftn, mode 0
+    and the mode of half the size have no conjugate, and their imaginary parts are ignored.
     """
     for step in _inverse_steps(tuple(along), norm, real, _step_key(y, along)):
         y = step(y)
@@ -76,13 +77,13 @@ Step = Callable[[Tensor], Tensor]
 
 
 class StepKey(NamedTuple):
-    """What the way to take sums depends on, apart from them."""
+    """Properties of the operand that the choice of steps depends on."""
 
     dtype: torch.dtype
     device: torch.device
     ndim: int
-    empty: bool  # before or after
-    exact: bool  # products are of full precision, like torch.fft
+    empty: bool  # the operand or the result has no elements
+    exact: bool  # matrix products have full precision, like torch.fft
 
 
 def _step_key(x: Tensor, along: Sequence[DimModes]) -> StepKey:
@@ -90,83 +91,84 @@ def _step_key(x: Tensor, along: Sequence[DimModes]) -> StepKey:
     return StepKey(x.dtype, x.device, x.ndim, empty, torch.get_float32_matmul_precision() == "highest")
 
 
-def _cache_steps(find: Callable[..., list[Step]]) -> Callable[..., list[Step]]:
-    """Steps that will be used again, elsewhere: their tensors are real ones, whatever is going on now.
+def _cache_steps(build: Callable[..., list[Step]]) -> Callable[..., list[Step]]:
+    """Cache the steps that `build` returns.
 
-    They are where they are needed, too: to bring them there every time would have a device wait.
+    Later calls outside this trace, inference or grad mode reuse them, so their tensors are built as plain tensors. They
+    are built on the device: a copy from the host on every call would block it.
     """
 
     @lru_cache(maxsize=256)
     def steps(*key: Any) -> list[Step]:
         with concrete(), torch.inference_mode(False), torch.no_grad():
-            return find(*key)
+            return build(*key)
 
     return steps
 
 
 @_cache_steps
 def _forward_steps(along: tuple[DimModes, ...], norm: str | None, x: StepKey) -> list[Step]:
-    first, *left = _by_shrinkage(along)
-    whole = x._replace(dtype=x.dtype.to_complex())
-    # of real values, half the work for the first dim
+    first, *others = _by_shrinkage(along)
+    complex_key = x._replace(dtype=x.dtype.to_complex())
+    # A real transform of the first dim is half the work.
     return [
         (_forward_step if x.dtype.is_complex else _real_forward_step)(first, norm, x),
-        *(_forward_step(a, norm, whole) for a in left),
+        *(_forward_step(a, norm, complex_key) for a in others),
     ]
 
 
 @_cache_steps
 def _inverse_steps(along: tuple[DimModes, ...], norm: str | None, real: bool, y: StepKey) -> list[Step]:
-    left, half = _by_shrinkage(along)[::-1], along[-1]
+    others, half = _by_shrinkage(along)[::-1], along[-1]
     if not real:
-        return [_inverse_step(a, norm, y) for a in left]
-    last = half if _use_fft(half, y) and _is_leading_half(half) else left[-1]
-    left.remove(last)
-    steps = [_inverse_step(a, norm, y) for a in left]
+        return [_inverse_step(a, norm, y) for a in others]
+    last = half if _use_fft(half, y) and _is_leading_half(half) else others[-1]
+    others.remove(last)
+    steps = [_inverse_step(a, norm, y) for a in others]
     if last is not half:
         steps.insert(0, _double_step(half, y))
     return [*steps, *_real_inverse_steps(last, norm, y, last is half)]
 
 
 def _use_fft(a: DimModes, x: StepKey) -> bool:
-    """Whether torch.fft transforms this dim: it lies whole, it is not empty (products may be), and it keeps enough."""
+    """Return whether torch.fft transforms this dim: it is unsharded, not empty, and keeps enough modes."""
     return a.rows is None and not x.empty and not (x.dtype.is_complex and _prefers_matmul(a, x))
 
 
 def _prefers_matmul(a: DimModes, x: StepKey) -> bool:
-    """Whether one product with the modes' columns takes less time than a transform of as many modes as the dim has.
+    """Return whether a product with the DFT matrix of the kept modes is faster than the full FFT.
 
-    On an H200 it does for complex values, and from modes back to a field of real ones (39 us against 97 for 33 of 1440
-    in 5,760 rows). The real transform of a field it does not beat.
+    On an H200 it is for complex values, and for the inverse to a real field (39 us against 97 us for 33 of 1440 modes
+    in 5,760 rows). It is not faster than the forward FFT of a real field.
     """
     return x.device.type == "cuda" and x.exact and FEW_MODES_RATIO * len(a.modes) <= a.size
 
 
 def _is_leading_half(a: DimModes) -> bool:
-    """Whether the modes are the first of a half spectrum, as torch.fft.irfft takes them."""
+    """Return whether the modes are 0, 1, 2, ... of a half spectrum, the order that torch.fft.irfft takes."""
     return 0 < len(a.modes) <= a.size // 2 + 1 and a.modes == tuple(range(len(a.modes)))
 
 
 def _by_shrinkage(along: Sequence[DimModes]) -> list[DimModes]:
-    """Dims in the order in which their sums leave the least to the next; of those alike, the last in memory first."""
+    """Sort dims by the ratio of modes to rows, so that early steps shrink the data most; ties start at the last dim."""
 
-    def left(a: DimModes) -> float:
+    def ratio(a: DimModes) -> float:
         first, last = a.rows or (0, a.size)
         return len(a.modes) / max(last - first, 1)
 
-    return sorted(along, key=lambda a: (left(a), -a.dim))
+    return sorted(along, key=lambda a: (ratio(a), -a.dim))
 
 
 def _forward_step(a: DimModes, norm: str | None, x: StepKey) -> Step:
-    """Modes along one dim of complex values."""
+    """Return the step from complex rows to modes along one dim."""
     if not _use_fft(a, x):
         return _matmul_step(_dft_matrix(a, -1, scale(norm, a.size, False), x.dtype, x.device), a.dim, x.ndim)
-    picked = _select_step(a.dim, tuple(k % a.size for k in a.modes), x.device)
-    return lambda x: picked(torch.fft.fft(x, dim=a.dim, norm=norm))
+    select = _select_step(a.dim, tuple(k % a.size for k in a.modes), x.device)
+    return lambda x: select(torch.fft.fft(x, dim=a.dim, norm=norm))
 
 
 def _inverse_step(a: DimModes, norm: str | None, y: StepKey) -> Step:
-    """The sum over the modes of one dim."""
+    """Return the step from modes to complex rows along one dim."""
     if not _use_fft(a, y):
         return _matmul_step(_dft_matrix(a, 1, scale(norm, a.size, True), y.dtype, y.device), a.dim, y.ndim)
     index = _index_tensor(tuple(k % a.size for k in a.modes), y.device)
@@ -174,29 +176,29 @@ def _inverse_step(a: DimModes, norm: str | None, y: StepKey) -> Step:
 
 
 def _real_forward_step(a: DimModes, norm: str | None, x: StepKey) -> Step:
-    """Modes along one dim of real values: those of negative frequencies are conjugates."""
+    """Return the step from real rows to modes along one dim; modes of negative frequencies are conjugates."""
     if not _use_fft(a, x):
         matrix = _real_dft_matrix(a, -1, scale(norm, a.size, False), x.dtype, x.device)
         return lambda x: torch.view_as_complex(
             (x.movedim(a.dim, -1) @ matrix).unflatten(-1, (len(a.modes), 2))
         ).movedim(-1, a.dim)
-    folded = [_signed_frequency(k, a.size) for k in a.modes]
-    picked = _select_step(a.dim, tuple(map(abs, folded)), x.device)
-    if min(folded, default=0) >= 0:
-        return lambda x: picked(torch.fft.rfft(x, dim=a.dim, norm=norm))
-    signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in folded), x.dtype, x.device).view(
+    frequencies = [_signed_frequency(k, a.size) for k in a.modes]
+    select = _select_step(a.dim, tuple(map(abs, frequencies)), x.device)
+    if min(frequencies, default=0) >= 0:
+        return lambda x: select(torch.fft.rfft(x, dim=a.dim, norm=norm))
+    signs = _vector(tuple(-1.0 if k < 0 else 1.0 for k in frequencies), x.dtype, x.device).view(
         _broadcast_shape(x.ndim, a.dim)
     )
 
-    def turned(x: Tensor) -> Tensor:
-        found = picked(torch.fft.rfft(x, dim=a.dim, norm=norm))
-        return torch.complex(found.real, found.imag * signs)
+    def transform(x: Tensor) -> Tensor:
+        modes = select(torch.fft.rfft(x, dim=a.dim, norm=norm))
+        return torch.complex(modes.real, modes.imag * signs)
 
-    return turned
+    return transform
 
 
 def _real_inverse_steps(a: DimModes, norm: str | None, y: StepKey, half: bool) -> list[Step]:
-    """The real part of the sum over the last dim left; with `half`, of half a spectrum and its conjugate."""
+    """Return the steps from modes to real rows along one dim; `half`: the modes are half a spectrum."""
     if not _use_fft(a, y):
         matrix = _real_dft_matrix(a, 1, scale(norm, a.size, True), y.dtype.to_real(), y.device, half)
 
@@ -207,35 +209,40 @@ def _real_inverse_steps(a: DimModes, norm: str | None, y: StepKey, half: bool) -
         return [product]
     if half and _is_leading_half(a):
         return [lambda y: torch.fft.irfft(y, a.size, a.dim, norm)]
-    # the real part of a field has the modes (y[k] + conj(y[-k])) / 2
-    folded = [_signed_frequency(k, a.size) for k in a.modes]
-    up, down = ([i for i, k in enumerate(folded) if k >= 0], [i for i, k in enumerate(folded) if k <= 0])
-    down += [i for i, k in enumerate(folded) if 2 * k == a.size]
-    chosen = [
-        (_select_step(a.dim, tuple(at), y.device), _index_tensor(tuple(abs(folded[i]) for i in at), y.device), turned)
-        for at, turned in ((up, False), (down, True))
-        if at
+    # The real part of a field has the modes (y[k] + conj(y[-k])) / 2.
+    frequencies = [_signed_frequency(k, a.size) for k in a.modes]
+    positive = [i for i, k in enumerate(frequencies) if k >= 0]
+    negative = [i for i, k in enumerate(frequencies) if k <= 0]
+    negative += [i for i, k in enumerate(frequencies) if 2 * k == a.size]
+    parts = [
+        (
+            _select_step(a.dim, tuple(kept), y.device),
+            _index_tensor(tuple(abs(frequencies[i]) for i in kept), y.device),
+            conjugate,
+        )
+        for kept, conjugate in ((positive, False), (negative, True))
+        if kept
     ]
 
     def transform(y: Tensor) -> Tensor:
         shape = list(y.shape)
         shape[a.dim] = a.size // 2 + 1
-        found = y.new_zeros(shape)
-        for picked, index, turned in chosen:
-            found = found.index_add(a.dim, index, picked(y.conj() if turned else y) * 0.5)
-        return torch.fft.irfft(found, a.size, a.dim, norm)
+        spectrum = y.new_zeros(shape)
+        for select, index, conjugate in parts:
+            spectrum = spectrum.index_add(a.dim, index, select(y.conj() if conjugate else y) * 0.5)
+        return torch.fft.irfft(spectrum, a.size, a.dim, norm)
 
     return [_double_step(a, y), transform] if half else [transform]
 
 
 def _double_step(a: DimModes, y: StepKey) -> Step:
-    """Modes that stand for their conjugates as well, where they have one."""
+    """Return the step that doubles the modes of half a spectrum that have a conjugate in the other half."""
     factors = _conjugate_factors(a.size, a.modes, y.dtype, y.device).view(_broadcast_shape(y.ndim, a.dim))
     return lambda y: y * factors
 
 
 def _signed_frequency(k: int, size: int) -> int:
-    """The frequency that k is on a grid of `size`: from -(size - 1) // 2 to size // 2."""
+    """Return the frequency between -(size - 1) // 2 and size // 2 that k aliases to on a grid of `size`."""
     k %= size
     return k if 2 * k <= size else k - size
 
@@ -245,37 +252,37 @@ def _broadcast_shape(ndim: int, dim: int) -> list[int]:
 
 
 def _matmul_step(matrix: Tensor, dim: int, ndim: int) -> Step:
-    if dim == ndim - 2:  # as it lies
-        turned = matrix.mT
-        return lambda x: turned @ x
+    if dim == ndim - 2:  # no transpose of the operand is needed
+        transposed = matrix.mT
+        return lambda x: transposed @ x
     return lambda x: (x.movedim(dim, -1) @ matrix).movedim(-1, dim)
 
 
 def _select_step(dim: int, index: Modes, device: torch.device) -> Step:
-    """Some indices of a dim: slices side by side where they are runs."""
-    marks = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
-    if len(marks) > 4:
-        chosen = _index_tensor(index, device)
-        return lambda x: x.index_select(dim, chosen)
-    runs = [(index[i] if i < j else 0, j - i) for i, j in zip(marks, marks[1:], strict=False)]
+    """Return the step that selects indices of a dim: by slices if they are at most three runs, else by index_select."""
+    bounds = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
+    if len(bounds) > 4:
+        index_tensor = _index_tensor(index, device)
+        return lambda x: x.index_select(dim, index_tensor)
+    runs = [(index[i] if i < j else 0, j - i) for i, j in zip(bounds, bounds[1:], strict=False)]
     if len(runs) == 1:
         return lambda x: x.narrow(dim, *runs[0])
     return lambda x: torch.cat([x.narrow(dim, *run) for run in runs], dim)
 
 
 def _scatter_modes(y: Tensor, dim: int, size: int, index: Tensor) -> Tensor:
-    """Modes at their places among zeros; those at one place are summed."""
+    """Scatter modes into a full spectrum of zeros; modes with the same index are summed."""
     shape = list(y.shape)
     shape[dim] = size
     return y.new_zeros(shape).index_add(dim, index, y)
 
 
 def _dft_matrix(a: DimModes, sign: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """exp(sign 2 pi i k n / size), rows by modes for sums over rows (sign -1), modes by rows for sums over modes."""
+    """Return exp(sign 2 pi i k n / size): (rows, modes) for sign -1, the forward transform, else (modes, rows)."""
     rows = torch.arange(*(a.rows or (0, a.size)), device=device)
     modes = _index_tensor(tuple(k % a.size for k in a.modes), device)
     product = torch.outer(rows, modes) if sign < 0 else torch.outer(modes, rows)
-    # taken modulo the size as integers: large products would cost digits
+    # Integers modulo the size: the angle of a large product would lose digits.
     angle = (product % a.size).to(torch.float64) * (sign * 2 * math.pi / a.size)
     return torch.polar(torch.full_like(angle, factor), angle).to(dtype)
 
@@ -283,9 +290,9 @@ def _dft_matrix(a: DimModes, sign: int, factor: float, dtype: torch.dtype, devic
 def _real_dft_matrix(
     a: DimModes, sign: int, factor: float, dtype: torch.dtype, device: torch.device, half: bool = False
 ) -> Tensor:
-    """The same in real numbers, for values that are real before (sign -1) or after: cosine and sine side by side.
+    """Return the DFT matrix in real numbers, cosine and sine interleaved, for a real operand (sign -1) or result.
 
-    With `half`, each mode stands for its conjugate as well, where it has one.
+    With `half`, modes that have a conjugate in the other half of the spectrum are doubled.
     """
     matrix = _dft_matrix(a, sign, factor, dtype.to_complex(), device)
     if sign < 0:

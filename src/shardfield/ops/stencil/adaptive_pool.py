@@ -1,8 +1,8 @@
-"""Adaptive pools: the field is divided into a given number of windows, of lengths that differ by one or two.
+"""Adaptive pooling of an input sharded along any dim.
 
-Along a cut dim there are two ways. Either a rank makes the outputs whose windows have their centre in its piece and
-fetches what they read, or every rank pools what it has of every window and the parts are merged: averages by adding
-(they stay Partial), maxima by an all-reduce. A pool to 1x1 is merged; whichever sends less is taken.
+A sharded dim is pooled in one of two ways, whichever sends less; a dim pooled to size 1 always uses the second.
+Halo: each rank computes the outputs whose windows are centered in its shard and receives the cells they read.
+Reduce: each rank pools its own cells of every window. Averages stay Partial sums; maxima are all-reduced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .pool import broadcast_along, keep_partial_sums, result_dtype, to_global_fl
 
 ADAPTIVE_AVG_POOL: dict[int, Callable] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 ADAPTIVE_MAX_POOL: dict[int, Callable] = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
-# those that return indices too; one of them has the name of one that does not
+# Functions that return indices. torch.adaptive_max_pool1d is one, F.adaptive_max_pool1d of the same name is not.
 WITH_INDICES = (
     torch.adaptive_max_pool1d,
     F.adaptive_max_pool1d_with_indices,
@@ -43,18 +43,18 @@ class AdaptiveWindow(NamedTuple):
     size: int
     out: int
 
-    def owned(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """How many outputs have the centre of their window in each piece.
+    def owned(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of outputs whose windows are centered in each shard.
 
         >>> AdaptiveWindow(8, 3).owned([4, 4])
         (1, 2)
         """
-        centred = [-(-(2 * start * self.out - self.size) // (2 * self.size)) for start in starts(lengths)[1:]]
-        marks = [0, *(min(max(o, 0), self.out) for o in centred), self.out]
-        return tuple(b - a for a, b in pairwise(marks))
+        centered = [-(-(2 * start * self.out - self.size) // (2 * self.size)) for start in starts(shard_sizes)[1:]]
+        bounds = [0, *(min(max(o, 0), self.out) for o in centered), self.out]
+        return tuple(b - a for a, b in pairwise(bounds))
 
     def receptive_field(self, first: int, stop: int) -> Span:
-        """The inputs that outputs `first` to `stop` read.
+        """Return the input range that outputs `first` to `stop` read.
 
         >>> AdaptiveWindow(7, 3).receptive_field(1, 2)
         Span(start=2, stop=5)
@@ -63,12 +63,15 @@ class AdaptiveWindow(NamedTuple):
 
 
 class EqualWindows:
-    """One dim of a piece, laid out so that all windows are equally long and stand one behind the other.
+    """Rearrangement of one dim of a block into contiguous windows of equal size, which torch's kernel pools.
 
-    The piece holds the cells `held`; the outputs are `local_out`. A window that is shorter than the others (or of
-    which the
-    piece has only a part) is filled up with its last cell. index: the cells of the new dim, None if they are as they
-    were. length: of every window. counts: the cells of each that are its own.
+    The block holds the cells `held` and gives the outputs `outs`. A window with fewer cells than the longest one
+    repeats its last cell as filler.
+
+    index: the cell of the block at each position of the rearranged dim; None if the dim stays unchanged.
+    length: size of every window after the rearrangement.
+    counts: number of cells of each window in this block, without filler.
+    window_sizes: number of cells of each window in the global field.
     """
 
     def __init__(self, window: AdaptiveWindow, outs: Span, held: Span):
@@ -94,13 +97,13 @@ class EqualWindows:
         return block.index_select(dim, torch.tensor(self.index, device=block.device))
 
     def global_index(self, position: Tensor) -> Tensor:
-        """Global cells of positions along the dim of `of`."""
+        """Return the global cells at positions along the rearranged dim."""
         if self.index is not None:
             position = torch.tensor(self.index, device=position.device)[position]
         return position + self.begin
 
     def filler_mask(self, like: Tensor, dim: int) -> Tensor | None:
-        """Which of the cells of `of` fill up a window."""
+        """Return which positions of the rearranged dim are filler; None if there is no filler."""
         if all(n == self.length for n in self.counts):
             return None
         extra = [j >= n for n in self.counts for j in range(self.length)]
@@ -108,11 +111,12 @@ class EqualWindows:
 
 
 class AdaptivePoolPlan:
-    """What a rank does along the last dims, each of which it pools to a number of `out`.
+    """Plan of an adaptive pool of the last dims to the sizes `out`.
 
-    source: where the operand must lie. result: where the outputs do; those along `reduced_dims` dims are whole, and
-    over `axes` each rank has made them of its part. rows: by dim, for those that are cut. weight: what a merged output
-    costs, in cells of input.
+    source: layout of the operand. result: layout of the outputs, unsharded along `reduced_dims`.
+    reduced_dims: the dims pooled by reduction. axes: their mesh axes, over which the outputs must be reduced.
+    rows: dim -> its rearrangement into equal windows, for sharded dims.
+    reduce_cost: cost of reducing one output, in cells of input.
     """
 
     def __init__(self, layout: Layout, out: Sequence[int], reduce_cost: int):
@@ -120,13 +124,13 @@ class AdaptivePoolPlan:
         self.dims = dims = tuple(range(layout.ndim - nd, layout.ndim))
         self.source = layout = shard_by_one_axis(layout, dims)
         windows = {d: AdaptiveWindow(layout.shape[d], n) for d, n in zip(dims, out, strict=True)}
-        fetched, cells = PaddedBlockPlan(layout, windows).remote_cells, layout.shape[-nd:].numel()
+        halo_cells, cells = PaddedBlockPlan(layout, windows).remote_cells, layout.shape[-nd:].numel()
         self.reduced_dims = []
         for d in dims:
-            if fetched[d]:
-                parts = math.prod(layout.mesh.size(a) for a in layout.axes_of(d))
-                reduced = 2 * (parts - 1) * math.prod(out) * reduce_cost
-                if windows[d].out == 1 or fetched[d] * (cells // layout.shape[d]) > reduced:
+            if halo_cells[d]:
+                shards = math.prod(layout.mesh.size(a) for a in layout.axes_of(d))
+                reduce_cells = 2 * (shards - 1) * math.prod(out) * reduce_cost
+                if windows[d].out == 1 or halo_cells[d] * (cells // layout.shape[d]) > reduce_cells:
                     self.reduced_dims.append(d)
         self.axes = layout.nontrivial_axes(a for d in self.reduced_dims for a in layout.axes_of(d))
         self.block_plan = PaddedBlockPlan(layout, {d: w for d, w in windows.items() if d not in self.reduced_dims})
@@ -141,10 +145,10 @@ class AdaptivePoolPlan:
                 self.rows[d] = EqualWindows(window, owned, window.receptive_field(*owned))
         self.local_out = self.result.local_shape[-nd:]
         self.has_outputs = self.result.local_shape.numel() > 0
-        self.has_inputs = self.has_outputs and all(r.length for r in self.rows.values())  # there are cells to pool
+        self.has_inputs = self.has_outputs and all(r.length for r in self.rows.values())  # this rank has cells to pool
 
     def equalize_windows(self, block: Tensor) -> Tensor:
-        """The piece with windows of one length along its cut dims."""
+        """Rearrange the block into windows of equal size along its sharded dims."""
         for dim, rows in self.rows.items():
             block = rows.select(block, dim)
         return block
@@ -152,88 +156,89 @@ class AdaptivePoolPlan:
 
 @rule(*(f"adaptive_avg_pool{nd}d" for nd in ADAPTIVE_AVG_POOL), partial=True, merged=True)
 def adaptive_avg_pool(input: Operand, output_size, *, fn):
-    """Means of windows; along merged dims, every rank's share of them."""
+    """Average windows; along reduced dims the result is Partial, and each rank adds its cells' share of the mean."""
     nd = int(fn.__name__.removeprefix("adaptive_avg_pool")[0])
     call = ADAPTIVE_AVG_POOL[nd]
-    out = probe_shapes(call, input, output_size).shape[-nd:]
+    out_size = probe_shapes(call, input, output_size).shape[-nd:]
     # torch takes a mean over all of a dim for size 1, which has kernels for other dtypes
-    dtype = result_dtype(input, nd, lambda x: call(x, 1 if set(out) == {1} else 2))
-    way = AdaptivePoolPlan(keep_partial_sums(input.layout), out, reduce_cost=1)
-    shape = way.result.local_shape
+    dtype = result_dtype(input, nd, lambda x: call(x, 1 if set(out_size) == {1} else 2))
+    plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
+    shape = plan.result.local_shape
 
     def local(input):
-        block = way.block_plan.gather_block(input)
-        if not way.has_outputs:
+        block = plan.block_plan.gather_block(input)
+        if not plan.has_outputs:
             return empty_result(block, shape, dtype)
-        if not way.has_inputs:
+        if not plan.has_inputs:
             return block.new_zeros(shape, dtype=dtype) + block.reshape(-1)[:0].sum()
-        block = way.equalize_windows(block)
-        for dim, rows in way.rows.items():
-            surplus = rows.filler_mask(block, dim)
-            block = block if surplus is None else block.masked_fill(surplus, 0)
-        made = call(block, way.local_out)
-        for dim, rows in way.rows.items():
+        block = plan.equalize_windows(block)
+        for dim, rows in plan.rows.items():
+            filler = rows.filler_mask(block, dim)
+            block = block if filler is None else block.masked_fill(filler, 0)
+        out = call(block, plan.local_out)
+        for dim, rows in plan.rows.items():
             if any(n != rows.length for n in rows.window_sizes):
-                made = made * broadcast_along(made, dim, [rows.length / n for n in rows.window_sizes])
-        return made
+                out = out * broadcast_along(out, dim, [rows.length / n for n in rows.window_sizes])
+        return out
 
-    partial = [*way.result.partial, *((a, "sum") for a in way.axes)]
-    result = Layout.make(way.result.mesh, way.result.dims, partial)
-    return Plan(local=local, operands={"input": way.source}, layout=result)
+    partial = [*plan.result.partial, *((a, "sum") for a in plan.axes)]
+    result = Layout.make(plan.result.mesh, plan.result.dims, partial)
+    return Plan(local=local, operands={"input": plan.source}, layout=result)
 
 
 @rule(*ADAPTIVE_MAX_POOL.values(), *WITH_INDICES, exact=True, merged=True)
 def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
-    """Maxima of windows and where they are; along merged dims, the largest of every rank's."""
+    """Return maxima of windows and their global indices; along reduced dims, all-reduce the local maxima."""
     nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
-    call, pair = ADAPTIVE_MAX_POOL[nd], fn in WITH_INDICES
+    call, with_indices = ADAPTIVE_MAX_POOL[nd], fn in WITH_INDICES
     out = probe_shapes(call, input, output_size).shape[-nd:]
     dtype = result_dtype(input, nd, lambda x: call(x, 1))
-    way = AdaptivePoolPlan(input.layout, out, reduce_cost=2)  # a value and its place
-    layout, result, over = way.source, way.result, process_groups(way.source, way.axes)
+    plan = AdaptivePoolPlan(input.layout, out, reduce_cost=2)  # an output is a value and an index
+    layout, result, groups = plan.source, plan.result, process_groups(plan.source, plan.axes)
     shape, sizes = result.local_shape, layout.shape[-nd:]
-    steps = [way.rows[d].global_index if d in way.rows else _identity for d in way.dims]
+    to_global = [plan.rows[d].global_index if d in plan.rows else _identity for d in plan.dims]
 
-    def pooled(block: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima that this rank finds, and their places in the field."""
-        if not way.has_outputs:
-            made = empty_result(block, shape, dtype)
-            return made, torch.empty_like(made, dtype=torch.int64)
-        if not way.has_inputs:
-            made = block.new_full(shape, -math.inf, dtype=dtype) + block.reshape(-1)[:0].sum()
-            return made, torch.full_like(made, NO_INDEX, dtype=torch.int64)
-        block = way.equalize_windows(block)
-        made, at = call(block, way.local_out, return_indices=True)
-        index = to_global_flat_index(at, block.shape[-nd:], sizes, steps) if way.rows else at
-        for dim in way.reduced_dims:
-            counts = way.rows[dim].counts
+    def local_max(block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the maxima of this rank's cells and their global flat indices."""
+        if not plan.has_outputs:
+            maxima = empty_result(block, shape, dtype)
+            return maxima, torch.empty_like(maxima, dtype=torch.int64)
+        if not plan.has_inputs:
+            maxima = block.new_full(shape, -math.inf, dtype=dtype) + block.reshape(-1)[:0].sum()
+            return maxima, torch.full_like(maxima, NO_INDEX, dtype=torch.int64)
+        block = plan.equalize_windows(block)
+        maxima, block_index = call(block, plan.local_out, return_indices=True)
+        index = to_global_flat_index(block_index, block.shape[-nd:], sizes, to_global) if plan.rows else block_index
+        for dim in plan.reduced_dims:
+            counts = plan.rows[dim].counts
             if 0 in counts:
                 absent = broadcast_along(index, dim, counts) == 0
-                made, index = made.masked_fill(absent, -math.inf), index.masked_fill(absent, NO_INDEX)
-        return made, index
+                maxima, index = maxima.masked_fill(absent, -math.inf), index.masked_fill(absent, NO_INDEX)
+        return maxima, index
 
     def local(input):
-        found = pooled(way.block_plan.gather_block(input))
-        if over and way.has_outputs:
-            found = reduce_max_with_index(*found, over)
-        return found if pair else found[0]
+        maxima, index = local_max(plan.block_plan.gather_block(input))
+        if groups and plan.has_outputs:
+            maxima, index = reduce_max_with_index(maxima, index, groups)
+        return (maxima, index) if with_indices else maxima
 
-    return Plan(local=local, operands={"input": layout}, layout=(result, result) if pair else result)
+    return Plan(local=local, operands={"input": layout}, layout=(result, result) if with_indices else result)
 
 
 def _identity(position: Tensor) -> Tensor:
     return position
 
 
-def reduce_max_with_index(made: Tensor, index: Tensor, over: Groups) -> tuple[Tensor, Tensor]:
-    """The largest of all ranks' values and its place: the first of equals, but the last NaN, as torch's loops find it.
+def reduce_max_with_index(values: Tensor, index: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """All-reduce values to their maximum, with its index: the first index among equals, but the last index of a NaN.
 
-    The gradient goes to that place alone. Two small all-reduces; backward sends nothing.
+    Both follow torch's kernels. Two small all_reduces. Backward: only the rank that holds the chosen index gets the
+    gradient; no communication.
     """
-    best = all_reduce_minmax(made, over, "max")
+    best = all_reduce_minmax(values, groups, "max")
     nan = best.isnan()
-    mine = (made == best) | (made.isnan() & nan)
+    is_best = (values == best) | (values.isnan() & nan)
     key = torch.where(nan, NO_INDEX - 1 - index, index)
-    first = all_reduce_minmax(torch.where(mine, key, NO_INDEX), over, "min")
-    part = torch.where(mine & (key == first), made, torch.zeros_like(made))
-    return known_sum(part, best, over), torch.where(nan, NO_INDEX - 1 - first, first)
+    first = all_reduce_minmax(torch.where(is_best, key, NO_INDEX), groups, "min")
+    own_best = torch.where(is_best & (key == first), values, torch.zeros_like(values))
+    return known_sum(own_best, best, groups), torch.where(nan, NO_INDEX - 1 - first, first)

@@ -1,4 +1,4 @@
-"""Differences and integrals of neighbours, made of slices: one row travels between neighbours."""
+"""diff and trapezoid, composed of slices: redistributing a slice exchanges one row between neighboring ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def diff(input, n=1, dim=-1, prepend=None, append=None):
     torch.diff(shapes[0], n, dim, shapes[1], shapes[2])
     if n == 0:
         return input.clone()
-    around = [t for t in (prepend, input, append) if t is not None]
-    x = torch.cat(around, dim) if len(around) > 1 else input
+    parts = [t for t in (prepend, input, append) if t is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(min(n, x.shape[dim])):
         size = x.shape[dim]
         right, left = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)

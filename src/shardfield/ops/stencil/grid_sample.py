@@ -1,8 +1,9 @@
-"""Sampling a field at the points of a grid, where either or both are cut.
+"""`F.grid_sample` of a sharded field at the points of a sharded grid.
 
-The grid's cut decides the result's. Along dims of the field that are cut, ranks tell each other which cells their
-points look at, in one small message an axis, and get the range from the first to the last of them: little where points
-stay near their places, everything where they may be anywhere.
+The result is sharded like the grid. Along each sharded spatial dim of the field, the ranks all-gather the range of
+cells that their points read (two integers per rank and dim), and each rank then receives this range of the field. The
+range is small if points stay near their own cells, and the full dim if they are anywhere. The adjoint of the exchange
+sends the gradients of the received cells back to their owners.
 """
 
 from __future__ import annotations
@@ -31,125 +32,132 @@ from .grid_sample_local import BICUBIC, GridAxis, Tap, gather_samples
 
 @handler("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(func, types, args, kwargs):
-    """`torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)`."""
+    """Run `torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)`."""
     names = ("input", "grid", "interpolation_mode", "padding_mode", "align_corners")
     named = dict(zip(names, args, strict=False)) | kwargs
-    how = mode, padding, corners = tuple(named[n] for n in names[2:])
+    options = mode, padding, corners = tuple(named[n] for n in names[2:])
     mesh = mesh_of(args, kwargs)
     field, field_layout = as_operand(named["input"], mesh)
     grid, grid_layout = as_operand(named["grid"], mesh)
-    dtype = validate(func, field, field_layout.shape, grid, grid_layout.shape, how)
-    met = align_layouts(field_layout, grid_layout)
-    field, grid = met.redistribute([field.to(dtype), grid.to(dtype)], [field_layout, grid_layout])
-    layout = met.targets[0]
+    dtype = validate(func, field, field_layout.shape, grid, grid_layout.shape, options)
+    alignment = align_layouts(field_layout, grid_layout)
+    field, grid = alignment.redistribute([field.to(dtype), grid.to(dtype)], [field_layout, grid_layout])
+    layout = alignment.targets[0]
     if not any(layout.is_sharded(d) for d in range(2, layout.ndim)):
-        return wrap(func(field, grid, *how), met.result)
-    narrow = dtype in HALF_DTYPES
-    points = (grid.float() if narrow else grid).unbind(-1)[::-1]  # the last coordinate is that of the first dim
+        return wrap(func(field, grid, *options), alignment.result)
+    half = dtype in HALF_DTYPES
+    points = (grid.float() if half else grid).unbind(-1)[
+        ::-1
+    ]  # the grid lists coordinates from the last dim to the first
     on_cpu = field.device.type == "cpu"
-    whole = layout.ndim == 4 and on_cpu
+    cpu_2d = layout.ndim == 4 and on_cpu
     taps = [
-        GridAxis(n, mode, padding, corners, whole, n - 1 if on_cpu and not whole else 0).taps(p)
+        GridAxis(n, mode, padding, corners, cpu_2d, n - 1 if on_cpu and not cpu_2d else 0).taps(p)
         for n, p in zip(layout.shape[2:], points, strict=True)
     ]
-    field, begins = fetch_cells(field, layout, taps)
-    made = gather_samples(field.float() if narrow else field, begins, taps, whole or mode == BICUBIC)
-    return wrap(made.to(dtype), met.result)
+    field, block_start = fetch_cells(field, layout, taps)
+    samples = gather_samples(field.float() if half else field, block_start, taps, cpu_2d or mode == BICUBIC)
+    return wrap(samples.to(dtype), alignment.result)
 
 
 def validate(
-    func: Any, field: Tensor, shape: torch.Size, grid: Tensor, grid_shape: torch.Size, how: tuple
+    func: Any, field: Tensor, shape: torch.Size, grid: Tensor, grid_shape: torch.Size, options: tuple
 ) -> torch.dtype:
-    """torch's own errors, which do not depend on what this rank holds; the dtype of the result."""
+    """Raise torch's errors, on all ranks whatever their shards; return the result dtype."""
 
     def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return torch.zeros([1], dtype=tensor.dtype, device=tensor.device).expand(shape)
 
-    same = len(shape) > 0 and len(grid_shape) > 0 and shape[0] == grid_shape[0]
+    same_batch = len(shape) > 0 and len(grid_shape) > 0 and shape[0] == grid_shape[0]
     with torch.no_grad(), trace_state.concrete():
-        none = [(0, *s[1:]) if same else s for s in (shape, grid_shape)]  # with no samples nothing is computed
-        func(like(field, none[0]), like(grid, none[1]), *how)
+        empty = [(0, *s[1:]) if same_batch else s for s in (shape, grid_shape)]  # batch size 0: nothing is computed
+        func(like(field, empty[0]), like(grid, empty[1]), *options)
         one = [1] * len(shape)
-        return func(like(field, one), like(grid, [*one[:-1], len(shape) - 2]), *how).dtype
+        return func(like(field, one), like(grid, [*one[:-1], len(shape) - 2]), *options).dtype
 
 
-# ---------------------------------------------------------------------- where everything lies
+# ---------------------------------------------------------------------- layouts
 
 
 @lru_cache(maxsize=1024)
 def align_layouts(field: Layout, grid: Layout) -> Alignment:
-    """Where field and grid must lie, and where the result does."""
+    """Choose the layouts that field and grid are redistributed to, and the layout of the result."""
     last = grid.ndim - 1
     field, grid = shard_by_one_axis(field, range(2, field.ndim)), grid.unshard([last])
-    small = grid.numel <= field.numel  # the smaller one gives way
+    grid_is_smaller = grid.numel <= field.numel  # on a conflict of mesh axes the smaller tensor is unsharded
     if grid.axes_of(0) and not field.axes_of(0):
         if set(grid.axes_of(0)) & set(field.shard_axes):
-            field, grid = (field, grid.unshard([0])) if small else (_unshard_axes(field, grid.axes_of(0), 1), grid)
+            field, grid = (
+                (field, grid.unshard([0])) if grid_is_smaller else (_unshard_axes(field, grid.axes_of(0), 1), grid)
+            )
         field = field.with_dim(0, *grid.dims[0])
     else:
         grid = _unshard_axes(grid, field.axes_of(0), 1).unshard([0]).with_dim(0, *field.dims[0])
     if set(field.axes_of(1)) & set(grid.shard_axes):
-        field, grid = (field, _unshard_axes(grid, field.axes_of(1), 1)) if small else (field.unshard([1]), grid)
+        field, grid = (
+            (field, _unshard_axes(grid, field.axes_of(1), 1)) if grid_is_smaller else (field.unshard([1]), grid)
+        )
     for dim in range(2, field.ndim):
-        (factor,) = field.dims[dim]
-        used = set(factor.axes) & set(grid.shard_axes)
-        if not factor.axes or used == set(factor.axes):
+        (sharding,) = field.dims[dim]
+        used = set(sharding.axes) & set(grid.shard_axes)
+        if not sharding.axes or used == set(sharding.axes):
             continue
         free = sorted((d for d in range(1, last) if not grid.axes_of(d)), key=lambda d: (d != dim - 1, -grid.shape[d]))
         if used or not free:
             field = field.unshard([dim])
             continue
-        grid = grid.with_dim(free[0], _scale_sharding(factor, grid.shape[free[0]]))
+        grid = grid.with_dim(free[0], _scale_sharding(sharding, grid.shape[free[0]]))
     result = field.with_dims([*field.dims[:2], *grid.dims[1:last]])
     return Alignment((field, grid), find_grad_reductions(result, (field, grid)), result)
 
 
 def _unshard_axes(layout: Layout, axes: Sequence[int], first: int) -> Layout:
-    """The layout with those dims whole, from `first` on, that `axes` cut."""
+    """Return the layout with the dims from `first` on unsharded that are sharded over any of `axes`."""
     return layout.unshard([d for d in range(first, layout.ndim) if set(layout.axes_of(d)) & set(axes)])
 
 
-def _scale_sharding(factor: DimSharding, size: int) -> DimSharding:
-    """A dim of another size cut in the same proportions."""
-    marks = [round(start * size / factor.size) for start in (*starts(factor.shard_sizes), factor.size)]
-    return DimSharding(size, factor.axes, tuple(b - a for a, b in pairwise(marks)))
+def _scale_sharding(sharding: DimSharding, size: int) -> DimSharding:
+    """Return the sharding of a dim of another size in the same proportions."""
+    bounds = [round(start * size / sharding.size) for start in (*starts(sharding.shard_sizes), sharding.size)]
+    return DimSharding(size, sharding.axes, tuple(b - a for a, b in pairwise(bounds)))
 
 
-# ---------------------------------------------------------------------- what travels
+# ---------------------------------------------------------------------- exchange
 
 
 def fetch_cells(field: Tensor, layout: Layout, taps: Sequence[Sequence[Tap]]) -> tuple[Tensor, list[int]]:
-    """The cells of the field from the first to the last that this rank's points look at, and where they begin.
+    """Return the block of the field that this rank's points read, and its start along each spatial dim.
 
-    One dim after the other travels, so along the first ones a rank asks for what its peers on the later axes need too.
+    The exchange goes dim by dim. Along an earlier dim, a rank also requests the cells that its peers on the later axes
+    need, as they receive them from this rank.
     """
-    cut = [d for d in range(2, layout.ndim) if layout.is_sharded(d)]
-    axes = [layout.nontrivial_axes(layout.axes_of(d))[0] for d in cut]
-    bounds = torch.stack([torch.stack(_bounds(taps[d - 2])) for d in cut])
+    sharded = [d for d in range(2, layout.ndim) if layout.is_sharded(d)]
+    axes = [layout.nontrivial_axes(layout.axes_of(d))[0] for d in sharded]
+    bounds = torch.stack([torch.stack(_bounds(taps[d - 2])) for d in sharded])
     for axis in reversed(axes):  # -> [coord on the first axis, on the second, ..., dim, first or last cell]
         shape = [layout.mesh.size(axis), *bounds.shape]
-        heard = collectives.gather_ints(bounds.flatten().tolist(), layout.mesh.get_group(axis), field.device)
-        bounds = torch.tensor(heard).view(shape)
-    begins = [0] * (layout.ndim - 2)
-    for i, (dim, axis) in enumerate(zip(cut, axes, strict=True)):
+        gathered = collectives.gather_ints(bounds.flatten().tolist(), layout.mesh.get_group(axis), field.device)
+        bounds = torch.tensor(gathered).view(shape)
+    block_start = [0] * (layout.ndim - 2)
+    for i, (dim, axis) in enumerate(zip(sharded, axes, strict=True)):
         later = tuple(range(1, len(axes) - i))
-        asked = bounds[..., i, :]
-        lows, highs = asked[..., 0], asked[..., 1]
+        dim_bounds = bounds[..., i, :]
+        lows, highs = dim_bounds[..., 0], dim_bounds[..., 1]
         if later:
             lows, highs = lows.amin(later), highs.amax(later)
         spans = [Span(a, b + 1) if b >= 0 else Span(0, 0) for a, b in zip(lows.tolist(), highs.tolist(), strict=True)]
         coord = layout.coords[axis]
-        (factor,) = layout.dims[dim]
+        (sharding,) = layout.dims[dim]
         requests = [[RowRequest(start, stop - start)] for start, stop in spans]
-        route = fetch_route(dim, shard_sizes_of(factor), coord, requests, [stop - start for start, stop in spans])
+        route = fetch_route(dim, shard_sizes_of(sharding), coord, requests, [stop - start for start, stop in spans])
         field = autograd_collectives.exchange(field, route, layout.mesh.get_group(axis))
-        begins[dim - 2] = spans[coord].start
+        block_start[dim - 2] = spans[coord].start
         bounds = bounds[coord]
-    return field, begins
+    return field, block_start
 
 
 def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
-    """The first and the last cell that any point looks at; the last is -1 if there is none."""
+    """Return the first and the last cell that any point reads; the last is -1 if no point reads a cell."""
     if not taps[0].cell.numel():
         return [taps[0].cell.new_tensor(2**62), taps[0].cell.new_tensor(-1)]
     first = torch.stack([torch.where(t.in_bounds, t.cell, 2**62).amin() for t in taps]).amin()
@@ -157,14 +165,14 @@ def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
     return [first, last]
 
 
-# ---------------------------------------------------------------------- making grids
+# ---------------------------------------------------------------------- affine grids
 
 
 @rule("affine_grid_generator")
 def affine_grid_generator(theta: Operand, size, align_corners, *, fn):
-    """Each rank makes the grids of its own samples."""
+    """Each rank generates the grids of its own samples."""
     shape = probe_shapes(fn, theta, list(size), align_corners).shape
     layout = theta.layout.unshard([1, 2])
-    here = [layout.local_shape[0], *size[1:]]
+    local_size = [layout.local_shape[0], *size[1:]]
     result = layout.with_dims([layout.dims[0], *((DimSharding(n),) for n in shape[1:])])
-    return Plan(local=lambda theta: fn(theta, here, align_corners), operands={"theta": layout}, layout=result)
+    return Plan(local=lambda theta: fn(theta, local_size, align_corners), operands={"theta": layout}, layout=result)

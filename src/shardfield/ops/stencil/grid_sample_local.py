@@ -1,8 +1,7 @@
-"""Sampling at arbitrary places, as torch's grid_sampler does it, put together from gathers.
+"""`grid_sampler` on a local block of the field, composed of gathers.
 
-torch's kernel wants the whole input. Here places are turned into cells and weights in the frame of the whole field, in
-the kernel's own arithmetic, and the cells are read from whatever block holds them. Every step is differentiable, as
-often as one likes.
+torch's kernel needs the full field. Here coordinates are converted to global cell indices and weights, in the kernel's
+own arithmetic, and the cells are gathered from a block that contains them. Every step is differentiable, also twice.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ZEROS, BORDER, REFLECTION = range(3)
 
 
 class Tap(NamedTuple):
-    """One of the cells along a dim that every point looks at: its index, whether it is in the field, its weight."""
+    """One cell along a dim for every point: its global index, whether it is in the field, and its weight."""
 
     cell: Tensor
     in_bounds: Tensor
@@ -31,10 +30,10 @@ class Tap(NamedTuple):
 
 
 class GridAxis(NamedTuple):
-    """How coordinates from -1 to 1 lie on a dim of `size` cells.
+    """Map of coordinates in [-1, 1] to a dim of `size` cells.
 
-    `cpu_2d` is how torch's 2-D kernel on the CPU computes; its others round otherwise and leave out what is outside.
-    `nan_index`: the cell that a place which is no number is at, where places outside are brought inside.
+    cpu_2d: use the arithmetic of torch's 2-D CPU kernel; the other kernels round differently and skip cells outside.
+    nan_index: the cell of a NaN coordinate, if the padding mode moves points into the field.
     """
 
     size: int
@@ -45,81 +44,84 @@ class GridAxis(NamedTuple):
     nan_index: int
 
     def taps(self, coordinate: Tensor) -> list[Tap]:
-        """The cells that points look at."""
-        place, slope = self._unnormalize(coordinate)
+        """Return the cells that points read."""
+        position, slope = self._unnormalize(coordinate)
         if self.mode == BICUBIC:
-            low = place.detach().floor()
-            part = _WithSlope.apply((place.detach() - low), coordinate, slope)
-            weights = cubic_weights(part, -0.75).unbind(-1)
+            low = position.detach().floor()
+            fraction = _WithSlope.apply((position.detach() - low), coordinate, slope)
+            weights = cubic_weights(fraction, -0.75).unbind(-1)
             return [self._tap(self._apply_padding(low + i - 1)[0], w) for i, w in enumerate(weights)]
-        place, turned = self._apply_padding(place)
+        position, sign = self._apply_padding(position)
         if self.mode == NEAREST:
-            still = coordinate.requires_grad and torch.is_grad_enabled()
-            weight = _WithSlope.apply(torch.ones_like(place), coordinate, slope * 0) if still else None
-            return [self._tap(place.round(), weight)]
-        low = place.floor()
-        part = _WithSlope.apply(place - low, coordinate, slope * turned)
-        return [self._tap(low, 1 - part), self._tap(low + 1, part)]
+            needs_grad = coordinate.requires_grad and torch.is_grad_enabled()
+            weight = _WithSlope.apply(torch.ones_like(position), coordinate, slope * 0) if needs_grad else None
+            return [self._tap(position.round(), weight)]
+        low = position.floor()
+        fraction = _WithSlope.apply(position - low, coordinate, slope * sign)
+        return [self._tap(low, 1 - fraction), self._tap(low + 1, fraction)]
 
-    def _tap(self, place: Tensor, weight: Tensor | None) -> Tap:
-        there = (place > -1) & (place < self.size)
-        return Tap(place.clamp(0, self.size - 1).nan_to_num(0).long(), there, weight)
+    def _tap(self, position: Tensor, weight: Tensor | None) -> Tap:
+        in_bounds = (position > -1) & (position < self.size)
+        return Tap(position.clamp(0, self.size - 1).nan_to_num(0).long(), in_bounds, weight)
 
     def _unnormalize(self, coordinate: Tensor) -> tuple[Tensor, float]:
-        """Where coordinates lie, in cells, and how fast that changes with them."""
-        at, n = coordinate.detach(), self.size
+        """Return the positions of coordinates in units of cells, and the derivative of position by coordinate."""
+        x, n = coordinate.detach(), self.size
         if self.align_corners:
-            return ((at + 1) * ((n - 1) / 2) if self.cpu_2d else (at + 1) / 2 * (n - 1)), (n - 1) / 2
-        return ((at + 1) * (n / 2) - 0.5 if self.cpu_2d else ((at + 1) * n - 1) / 2), n / 2
+            return ((x + 1) * ((n - 1) / 2) if self.cpu_2d else (x + 1) / 2 * (n - 1)), (n - 1) / 2
+        return ((x + 1) * (n / 2) - 0.5 if self.cpu_2d else ((x + 1) * n - 1) / 2), n / 2
 
-    def _apply_padding(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Places outside the field brought inside, as the padding says, and how that turns what changes."""
-        turned = torch.ones_like(place)
+    def _apply_padding(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Move positions outside the field into it by the padding mode; return them and the sign of the derivative."""
+        sign = torch.ones_like(position)
         if self.padding == REFLECTION:
-            place, turned = self._reflect(place)
+            position, sign = self._reflect(position)
         if self.padding == ZEROS:
-            return place, turned
+            return position, sign
         last = self.size - 1
-        turned = torch.where((place > 0) & (place < last), turned, 0)  # an edge counts as outside
-        return place.nan_to_num(self.nan_index).clamp(0, last), turned
+        sign = torch.where((position > 0) & (position < last), sign, 0)  # torch counts the edge as outside
+        return position.nan_to_num(self.nan_index).clamp(0, last), sign
 
-    def _reflect(self, place: Tensor) -> tuple[Tensor, Tensor]:
+    def _reflect(self, position: Tensor) -> tuple[Tensor, Tensor]:
         low, span = (0.0, self.size - 1.0) if self.align_corners else (-0.5, float(self.size))
         if not span:
-            return torch.zeros_like(place), torch.zeros_like(place)
-        away = (place - low).abs()
+            return torch.zeros_like(position), torch.zeros_like(position)
+        distance = (position - low).abs()
         if self.cpu_2d:
-            over = away - (away / (2 * span)).trunc() * (2 * span)
-            back = over > 2 * span - over
-            found = torch.minimum(over, 2 * span - over) + low
+            remainder = distance - (distance / (2 * span)).trunc() * (2 * span)
+            reversed_ = remainder > 2 * span - remainder
+            reflected = torch.minimum(remainder, 2 * span - remainder) + low
         else:
-            over = torch.fmod(away, span)
-            back = (away / span).floor() % 2 != 0
-            found = torch.where(back, span - over + low, over + low)
-        return found, torch.where(back ^ (place < low), -1.0, 1.0).to(place.dtype)
+            remainder = torch.fmod(distance, span)
+            reversed_ = (distance / span).floor() % 2 != 0
+            reflected = torch.where(reversed_, span - remainder + low, remainder + low)
+        return reflected, torch.where(reversed_ ^ (position < low), -1.0, 1.0).to(position.dtype)
 
 
-def gather_samples(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence[Tap]], nan_outside: bool) -> Tensor:
-    """Values at points, `(batch, channels, *points)`, from a block of the field that begins at `begins`.
+def gather_samples(
+    block: Tensor, block_start: Sequence[int], taps: Sequence[Sequence[Tap]], nan_outside: bool
+) -> Tensor:
+    """Return the values at points, `(batch, channels, *points)`, from a block of the field.
 
-    `taps` are those of every spatial dim; all cells that are there lie in the block. With `nan_outside`, a weight
-    that is no number counts for cells outside the field too.
+    block_start: global index of the first cell of the block.
+    taps: the taps of every spatial dim. The block contains all their cells that are in the field.
+    nan_outside: a NaN weight of a cell outside the field gives NaN, not 0.
     """
-    if 0 in block.shape[2:]:  # no point looks at the field: all get zeros, but stay in the graph
+    if 0 in block.shape[2:]:  # no point reads the field: the values are 0, but must stay in the autograd graph
         block = F.pad(block, [n for length in reversed(block.shape[2:]) for n in (0, int(not length))])
     flat = block.flatten(2)
     points = taps[0][0].cell.shape[1:]
     total: Any = 0
-    for chosen in product(*taps):
+    for corner in product(*taps):
         index: Any = 0
-        there: Any = True
+        in_bounds: Any = True
         weight: Any = None
-        for tap, begin, length in zip(chosen, begins, block.shape[2:], strict=True):
-            index = index * length + (tap.cell - begin).clamp(0, max(length - 1, 0))
-            there = there & tap.in_bounds
+        for tap, start, length in zip(corner, block_start, block.shape[2:], strict=True):
+            index = index * length + (tap.cell - start).clamp(0, max(length - 1, 0))
+            in_bounds = in_bounds & tap.in_bounds
             weight = tap.weight if weight is None or tap.weight is None else weight * tap.weight
         value = flat.gather(2, index.flatten(1).unsqueeze(1).expand(-1, flat.shape[1], -1))
-        absent = ~there.flatten(1).unsqueeze(1)
+        absent = ~in_bounds.flatten(1).unsqueeze(1)
         value = value.masked_fill(absent, 0)
         if weight is not None:
             value = value * weight.flatten(1).unsqueeze(1)
@@ -129,7 +131,7 @@ def gather_samples(block: Tensor, begins: Sequence[int], taps: Sequence[Sequence
 
 
 class _WithSlope(torch.autograd.Function):
-    """A value that changes with a coordinate at a known rate, however it was computed."""
+    """Return `value` with derivative `rate` with respect to `coordinate`, however `value` was computed."""
 
     apply = function_apply
 

@@ -1,4 +1,4 @@
-"""Windows over the dims of a tensor in pieces: who makes which outputs, and what of other ranks' pieces that takes."""
+"""Plan of a stencil op on a sharded tensor: the outputs that each rank owns, and the halo exchange they need."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from .window import Window, shard_spans
 
 
 def is_subspan(inner: Span, outer: Span) -> bool:
-    """Whether a range lies in another; an empty one always does."""
+    """Return whether `inner` is inside `outer`; an empty range is inside every range."""
     return inner.start >= inner.stop or (outer.start <= inner.start and inner.stop <= outer.stop)
 
 
 class HaloPlan:
-    """This rank's part of an op that looks through a window along some dims, each cut by one axis if anything travels.
+    """Halo exchange of one rank for an op with a window along some dims.
 
-    held, owned: the inputs it has and the outputs it makes, by dim, in global indices. halos: for each cut dim, the
-    exchange of what those outputs read elsewhere. factors: how the outputs are cut. edges: dims along which the field
-    goes on beyond its ends; their windows look at the longer field, in whose indices `held` is.
+    A dim that needs an exchange must be sharded over one mesh axis. All ranges are in global indices.
+
+    held: dim -> the inputs in this rank's shard.
+    owned: dim -> the outputs that this rank computes.
+    halos: one exchange for each dim along which some rank reads inputs of another rank.
+    out_shardings: dim -> the sharding of the outputs.
+    dim_paddings: dim -> boundary condition of the field. The window of such a dim reads the padded field, and `held`
+        is in indices of the padded field.
     """
 
     def __init__(
@@ -34,42 +39,42 @@ class HaloPlan:
         self.out_shardings: dict[int, DimSharding] = {}
         self.halos: list[Halo] = []
         for dim, window in self.windows.items():
-            (factor,) = layout.dims[dim]
-            lengths = shard_sizes_of(factor)
-            edge = self.dim_paddings.get(dim)
-            made = window.owned(lengths if edge is None else edge.padded_sizes(lengths))
-            at = layout.index(factor.axes)
-            shift = 0 if edge is None else edge.before
-            held = [Span(start + shift, stop + shift) for start, stop in shard_spans(lengths)]
-            self.held[dim], self.owned[dim] = held[at], shard_spans(made)[at]
-            self.out_shardings[dim] = DimSharding(window.out, factor.axes, made if factor.axes else ())
-            wanted = [window.input_range(*span) for span in shard_spans(made)]
-            if any(not is_subspan(want, has) for want, has in zip(wanted, held, strict=True)):
+            (sharding,) = layout.dims[dim]
+            shard_sizes = shard_sizes_of(sharding)
+            padding = self.dim_paddings.get(dim)
+            out_sizes = window.owned(shard_sizes if padding is None else padding.padded_sizes(shard_sizes))
+            coord = layout.index(sharding.axes)
+            shift = 0 if padding is None else padding.before
+            held = [Span(start + shift, stop + shift) for start, stop in shard_spans(shard_sizes)]
+            self.held[dim], self.owned[dim] = held[coord], shard_spans(out_sizes)[coord]
+            self.out_shardings[dim] = DimSharding(window.out, sharding.axes, out_sizes if sharding.axes else ())
+            input_ranges = [window.input_range(*span) for span in shard_spans(out_sizes)]
+            if any(not is_subspan(needed, local) for needed, local in zip(input_ranges, held, strict=True)):
                 group = (
-                    layout.mesh.get_group(layout.nontrivial_axes(factor.axes)[0]) if layout.is_sharded(dim) else None
+                    layout.mesh.get_group(layout.nontrivial_axes(sharding.axes)[0]) if layout.is_sharded(dim) else None
                 )
-                more = () if edge is None else (shift, edge.source_runs)
-                self.halos.append(Halo.plan(dim, lengths, wanted, at, group, *more))
-        # what is copied here comes last: it does not travel as part of the corners
+                boundary = () if padding is None else (shift, padding.source_runs)
+                self.halos.append(Halo.plan(dim, shard_sizes, input_ranges, coord, group, *boundary))
+        # Local copies come last: otherwise the exchanges of other dims would also send them, as corners.
         self.halos.sort(key=lambda halo: halo.group is None)
 
     @property
     def held_with_halo(self) -> dict[int, Span]:
-        """The inputs, by dim, that this rank has after `widen`: its own and those around them."""
-        found = dict(self.held)
+        """Dim -> the inputs that this rank holds after `with_halo`."""
+        spans = dict(self.held)
         for halo in self.halos:
-            start, stop = found[halo.dim]
-            found[halo.dim] = Span(start - halo.before, stop + halo.after)
-        return found
+            start, stop = spans[halo.dim]
+            spans[halo.dim] = Span(start - halo.before, stop + halo.after)
+        return spans
 
     def with_halo(self, block: Tensor) -> Tensor:
-        """The block with what its outputs read around it, inside the field. Differentiable; one exchange a cut dim."""
+        """Return the local block extended by its halo. Differentiable; one exchange per sharded dim."""
         for halo in self.halos:
             block = halo.with_halo(block)
         return block
 
     def result(self, layout: Layout) -> Layout:
-        """`layout` with the dims of the windows cut as their outputs are."""
-        for dim, factor in self.out_shardings.items():
-            layout = layout.with_dim(dim, factor)
+        """Return `layout` with the window dims sharded like the outputs."""
+        for dim, sharding in self.out_shardings.items():
+            layout = layout.with_dim(dim, sharding)
         return layout

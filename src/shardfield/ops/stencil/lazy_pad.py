@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import has_saved_tensor_hooks, make_wrapper
+from ..._compat import has_saved_tensor_hooks
 from ...dispatch import registry
 from ...dispatch.plan import Operand
 from ...dispatch.torch_aliases import aliases
-from ...dispatch.write_tracking import WRITE_OBSERVERS
+from ...dispatch.write_tracking import WRITE_OBSERVERS, WriteObserver
 from ...errors import ShardingError
 from ...layout import Layout
-from ...tensor import ShardTensor
+from ...tensor import Deferred, ShardTensor, wrap_deferred
 from ...trace_state import same_memory
 from .pad import PadSpec, padding_by_dim
 from .pad import pad as plan_pad
@@ -32,7 +32,7 @@ from .pad import pad as plan_pad
 eager_pad = registry.HANDLERS[F.pad]
 
 
-class LazyPad:
+class LazyPad(Deferred):
     """A field and the pads it is to get, each along other dims than those before it."""
 
     def __init__(self, source: ShardTensor, steps: tuple[tuple, ...], pre_pad: PadSpec, layout: Layout, grad: bool):
@@ -69,7 +69,7 @@ class LazyPad:
             return found._redistribute_to(self.layout)
 
 
-class SavedInput:
+class SavedInput(WriteObserver):
     """What backward keeps of a field. On one device that is its padded copy: the field may be written into."""
 
     def __init__(self, tensor: Tensor):
@@ -108,7 +108,7 @@ def pad(func, types, args, kwargs):
 def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> ShardTensor | None:
     if input.__class__ is not ShardTensor or not pad or not all(type(n) is int and n >= 0 for n in pad):
         return None
-    waiting: Any = input.__dict__.get("_deferred")
+    waiting: Any = input._deferred
     joins = isinstance(waiting, LazyPad) and waiting.grad_enabled == torch.is_grad_enabled()
     if mode not in ("reflect", "replicate", "circular") and not (joins and mode == "constant" and not value):
         return None
@@ -128,12 +128,10 @@ def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) 
     goal = _padded_layout(layout, input._dtype, input._device, tuple(pad), mode, value)
     if goal is None:
         return None
-    made = make_wrapper(ShardTensor, goal.shape, None, None, None, input._dtype, torch.strided, input._device)
     padded = LazyPad(source, (*steps, (list(pad), mode, value)), borders, goal, torch.is_grad_enabled())
     if joins:
         padded.version = waiting.version
-    made.__dict__ = {"_layout": goal, "_dtype": input._dtype, "_device": input._device, "_deferred": padded}
-    return made
+    return wrap_deferred(padded, input._dtype, input._device)
 
 
 # ---------------------------------------------------------------------- who takes a field with its borders
@@ -150,9 +148,7 @@ def accept_lazy_pad(
 def _accepting_lazy_pad(handler: Callable, nd: int, modes: tuple[str, ...]) -> Callable:
     def call(func, types, args, kwargs):
         input = args[0] if args else kwargs.get("input")
-        if input.__class__ is not ShardTensor or "_deferred" not in input.__dict__:
-            return handler(func, types, args, kwargs)
-        waiting: Any = input.__dict__["_deferred"]
+        waiting: Any = input._deferred if input.__class__ is ShardTensor else None
         if not isinstance(waiting, LazyPad) or "out" in kwargs:
             return handler(func, types, args, kwargs)
         if any(d < -nd or mode not in modes for d, mode, *_ in waiting.pre_pad):

@@ -1,8 +1,9 @@
-"""A block as its outputs look at it: the cells they read, wherever those lie, and a fill outside the field.
+"""Assemble the contiguous block of input cells that one rank's outputs read, with a fill value outside the field.
 
-Where an op's result is not a sum over its cells, a rank works on one piece that holds all its windows and no more: its
-own cells, cropped to what is read, other ranks' cells around them, and the fill. Whatever the field's padding, the
-local call then has none along a cut dim. The adjoint adds every cell of the piece to where it came from.
+An op that is not linear in its input (max pooling, say) cannot add the contribution of a halo later. Its rank first
+assembles one block with exactly the cells of all its windows: its own cells, halo cells received from other ranks, and
+the fill value in the padding. The local call then has no padding along a sharded dim. The adjoint sends the gradient of
+every cell back to the rank that owns the cell, which adds it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 
 
 class WindowLike(Protocol):
-    """What a frame asks of a window along one dim."""
+    """The methods of `Window` that `PaddedBlockPlan` uses."""
 
     @property
     def size(self) -> int: ...
@@ -33,32 +34,32 @@ class WindowLike(Protocol):
     @property
     def out(self) -> int: ...
 
-    def owned(self, lengths: Sequence[int]) -> tuple[int, ...]: ...
+    def owned(self, shard_sizes: Sequence[int]) -> tuple[int, ...]: ...
 
     def receptive_field(self, first: int, stop: int) -> Span: ...
 
 
 class ExchangedDim(NamedTuple):
-    """One dim whose cells come from several ranks."""
+    """One dim along which some rank reads cells of another rank."""
 
     route: Route
     group: ProcessGroup
 
     def apply(self, block: Tensor, fill: float) -> Tensor:
-        made = exchange(block, self.route, self.group, fill)
-        last = CHANNELS_LAST.get(block.ndim)
-        if last is None or block.is_contiguous() or not block.is_contiguous(memory_format=last):
-            return made
-        return made.contiguous(memory_format=last)
+        padded = exchange(block, self.route, self.group, fill)
+        channels_last = CHANNELS_LAST.get(block.ndim)
+        if channels_last is None or block.is_contiguous() or not block.is_contiguous(memory_format=channels_last):
+            return padded
+        return padded.contiguous(memory_format=channels_last)
 
     def apply_adjoint(self, block: Tensor) -> Tensor:
         return exchange(block, self.route.transposed, self.group)
 
 
 class LocalDim(NamedTuple):
-    """One dim along which every rank has what it reads: `length` cells from `start`, of the `size` it holds.
+    """One dim along which every rank reads its own cells only: `length` cells from `start`, of the `size` it holds.
 
-    `before` and `after` cells of fill stand around them.
+    The block gets `before` and `after` cells of the fill value around them.
     """
 
     dim: int
@@ -84,20 +85,26 @@ class LocalDim(NamedTuple):
         return self._pad(block, self.start, self.size - self.start - self.length)
 
 
-def pad_local_dim(block: Tensor, dim: int, edge: DimPadding, fill: float) -> Tensor:
-    """A block with the border of a dim that is whole here."""
-    if edge.mode == "constant":
-        return LocalDim(dim, edge.size, 0, edge.size, edge.before, edge.after).apply(block, fill)
-    return gather_runs(block, dim, edge.source_runs(0, edge.before + edge.size + edge.after))
+def pad_local_dim(block: Tensor, dim: int, padding: DimPadding, fill: float) -> Tensor:
+    """Pad an unsharded dim of a local block."""
+    if padding.mode == "constant":
+        return LocalDim(dim, padding.size, 0, padding.size, padding.before, padding.after).apply(block, fill)
+    return gather_runs(block, dim, padding.source_runs(0, padding.before + padding.size + padding.after))
 
 
 class PaddedBlockPlan:
-    """This rank's part of an op that looks through windows along some dims, each cut by one axis at most.
+    """Exchange that assembles one rank's block for an op with windows along some dims.
 
-    begins: the global index, by dim, of the piece's first cell; of a dim that is whole here, 0: its padding is left to
-    the local call. owned: the outputs this rank makes. factors: how the outputs are cut. sends: cells that travel, all
-    ranks together, by dim. made: how the outputs are to be cut, where the cells do not decide it. edges: dims along
-    which the field goes on beyond its ends; their windows, and `block_starts`, are those of the longer field.
+    Each of these dims is sharded over at most one mesh axis.
+
+    out_sizes: dim -> shard sizes of the outputs; by default each rank owns the windows centered in its shard.
+    dim_paddings: dim -> boundary condition of the field. The window of such a dim reads the padded field, and
+        `block_starts` is in indices of the padded field.
+    block_starts: dim -> global index of the first cell of the block. It is 0 for an unsharded dim, whose padding is
+        left to the local call.
+    owned: dim -> the outputs that this rank computes.
+    out_shardings: dim -> the sharding of the outputs.
+    remote_cells: dim -> the number of cells received from another rank, summed over all ranks.
     """
 
     def __init__(
@@ -114,52 +121,56 @@ class PaddedBlockPlan:
         self.remote_cells: dict[int, int] = {}
         self.steps: list[ExchangedDim | LocalDim] = []
         for dim, window in self.windows.items():
-            (factor,) = layout.dims[dim]
-            lengths = shard_sizes_of(factor)
-            edge = self.dim_paddings.get(dim)
-            cells = lengths if edge is None else edge.padded_sizes(lengths)
-            cut = window.owned(cells) if out_sizes is None else tuple(out_sizes[dim])
-            at = layout.index(factor.axes)
-            self.owned[dim] = shard_spans(cut)[at]
-            self.out_shardings[dim] = DimSharding(window.out, factor.axes, cut if factor.axes else ())
+            (sharding,) = layout.dims[dim]
+            shard_sizes = shard_sizes_of(sharding)
+            padding = self.dim_paddings.get(dim)
+            cells = shard_sizes if padding is None else padding.padded_sizes(shard_sizes)
+            owned_sizes = window.owned(cells) if out_sizes is None else tuple(out_sizes[dim])
+            coord = layout.index(sharding.axes)
+            self.owned[dim] = shard_spans(owned_sizes)[coord]
+            self.out_shardings[dim] = DimSharding(window.out, sharding.axes, owned_sizes if sharding.axes else ())
             self.block_starts[dim] = self.remote_cells[dim] = 0
-            if layout.is_sharded(dim) and edge is not None:
-                self._plan_padded_dim(layout, dim, lengths, cut, at)
+            if layout.is_sharded(dim) and padding is not None:
+                self._plan_padded_dim(layout, dim, shard_sizes, owned_sizes, coord)
             elif layout.is_sharded(dim):
-                self._plan_dim(layout, dim, lengths, cut, at)
-        self.local_paddings = {dim: edge for dim, edge in self.dim_paddings.items() if not layout.is_sharded(dim)}
+                self._plan_dim(layout, dim, shard_sizes, owned_sizes, coord)
+        self.local_paddings = {dim: padding for dim, padding in self.dim_paddings.items() if not layout.is_sharded(dim)}
 
-    def _plan_padded_dim(self, layout: Layout, dim: int, lengths: Sequence[int], cut: Sequence[int], at: int) -> None:
-        window, edge = self.windows[dim], self.dim_paddings[dim]
-        covers = [window.receptive_field(*o) for o in shard_spans(cut)]
+    def _plan_padded_dim(
+        self, layout: Layout, dim: int, shard_sizes: Sequence[int], owned_sizes: Sequence[int], coord: int
+    ) -> None:
+        window, padding = self.windows[dim], self.dim_paddings[dim]
+        fields = [window.receptive_field(*o) for o in shard_spans(owned_sizes)]
         requests = []
-        for begin, end in covers:
+        for begin, end in fields:
             first, last = max(begin, 0), min(end, window.size)
-            runs = edge.source_runs(first, last) if first < last else []
+            runs = padding.source_runs(first, last) if first < last else []
             requests.append([run._replace(target=run.target + first - begin) for run in runs])
         (axis,) = layout.nontrivial_axes(layout.axes_of(dim))
-        route = fetch_route(dim, lengths, at, requests, [end - begin for begin, end in covers])
-        self.block_starts[dim] = covers[at].start
+        route = fetch_route(dim, shard_sizes, coord, requests, [end - begin for begin, end in fields])
+        self.block_starts[dim] = fields[coord].start
         self.steps.append(ExchangedDim(route, layout.mesh.get_group(axis)))
 
-    def _plan_dim(self, layout: Layout, dim: int, lengths: Sequence[int], cut: Sequence[int], at: int) -> None:
-        window, held = self.windows[dim], shard_spans(lengths)
-        covers = [
+    def _plan_dim(
+        self, layout: Layout, dim: int, shard_sizes: Sequence[int], owned_sizes: Sequence[int], coord: int
+    ) -> None:
+        window, held = self.windows[dim], shard_spans(shard_sizes)
+        fields = [
             window.receptive_field(*o) if o.start < o.stop else Span(h.start, h.start)
-            for h, o in zip(held, shard_spans(cut), strict=True)
+            for h, o in zip(held, shard_spans(owned_sizes), strict=True)
         ]
         runs = []
-        for (begin, end), (start, stop) in zip(covers, held, strict=True):
+        for (begin, end), (start, stop) in zip(fields, held, strict=True):
             first, last = max(begin, 0), min(end, window.size)
             runs.append(RowRequest(first, max(last - first, 0), min(first, end) - begin))
-            mine = max(min(last, stop) - max(first, start), 0)
-            self.remote_cells[dim] += runs[-1].length - mine
-        (begin, end), run, (start, stop) = covers[at], runs[at], held[at]
+            own = max(min(last, stop) - max(first, start), 0)
+            self.remote_cells[dim] += runs[-1].length - own
+        (begin, end), run, (start, stop) = fields[coord], runs[coord], held[coord]
         self.block_starts[dim] = begin
         if self.remote_cells[dim]:
             (axis,) = layout.nontrivial_axes(layout.axes_of(dim))
-            sizes = [end - begin for begin, end in covers]
-            route = fetch_route(dim, lengths, layout.coords[axis], [[r] for r in runs], sizes)
+            sizes = [end - begin for begin, end in fields]
+            route = fetch_route(dim, shard_sizes, layout.coords[axis], [[r] for r in runs], sizes)
             self.steps.append(ExchangedDim(route, layout.mesh.get_group(axis)))
             return
         before = run.target if run.length else 0
@@ -174,28 +185,30 @@ class PaddedBlockPlan:
         self.steps.append(crop)
 
     def gather_block(self, block: Tensor, fill: float = 0) -> Tensor:
-        """The cells that this rank's outputs read, in one piece. Differentiable; one exchange a cut dim at most."""
-        for turn in self.steps:
-            block = turn.apply(block, fill)
-        for dim, edge in self.local_paddings.items():  # last, so that copies made here do not travel
-            block = pad_local_dim(block, dim, edge, fill)
+        """Return the cells that this rank's outputs read. Differentiable; at most one exchange per sharded dim."""
+        for step in self.steps:
+            block = step.apply(block, fill)
+        for dim, padding in self.local_paddings.items():  # last: otherwise the exchanges would send these copies
+            block = pad_local_dim(block, dim, padding, fill)
         return block
 
     def scatter_add_block(self, block: Tensor) -> Tensor:
-        """The adjoint of `gather_block`: every rank's piece is added into the field, and this rank gets its part of
-        the sum."""
+        """Apply the adjoint of `gather_block`: sum the blocks of all ranks into the field; return this rank's shard."""
         assert not self.dim_paddings
-        for turn in reversed(self.steps):
-            block = turn.apply_adjoint(block)
+        for step in reversed(self.steps):
+            block = step.apply_adjoint(block)
         return block
 
     def result(self, layout: Layout) -> Layout:
-        """`layout` with the dims of the windows cut as their outputs are."""
-        for dim, factor in self.out_shardings.items():
-            layout = layout.with_dim(dim, factor)
+        """Return `layout` with the window dims sharded like the outputs."""
+        for dim, sharding in self.out_shardings.items():
+            layout = layout.with_dim(dim, sharding)
         return layout
 
 
 def empty_result(block: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A result without elements that is in the graph, so that backward makes the same moves on every rank."""
+    """Return an empty result that is in the autograd graph.
+
+    Without it the backward of a rank with an empty shard would not join the collectives of the other ranks.
+    """
     return block.reshape(-1)[:0].reshape(shape).to(dtype)

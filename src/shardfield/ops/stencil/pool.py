@@ -1,7 +1,8 @@
-"""Pools: max and average over windows, of a field that is cut along any of its dims. Indices are global.
+"""Max and average pooling of an input sharded along any dim. Returned indices are global.
 
-Each rank makes the outputs whose windows have their centre in its piece (see `window.py`) from the piece that they read
-(see `frame.py`). An average is linear, so addends stay addends. `lp_pool` is torch's own, made of these.
+Each rank computes the outputs whose windows are centered in its shard (`window.py`), from the block of cells that they
+read (`padded_block.py`). Average pooling is linear, so a Partial input gives a Partial result. `lp_pool` needs no rule:
+torch composes it of these ops.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ AVG_POOL: dict[int, Callable] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool
 
 
 def result_dtype(input: Operand, nd: int, call: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """What dtype a call gives, or torch's own error for one it lacks; a rank with an empty piece would not know."""
+    """Return the result dtype of `call`, or raise torch's error on all ranks if it does not support the input dtype.
+
+    A rank with an empty shard does not call the kernel and would not raise otherwise.
+    """
     with torch.no_grad():
         return call(torch.zeros((1,) * (nd + 2), dtype=input.dtype, device=input.device)).dtype
 
 
 class PoolArgs:
-    """The arguments of a pool, one number a dim, and the windows along the dims it runs over."""
+    """Arguments of a pool, one number per dim, and the windows along the pooled dims."""
 
     def __init__(self, input: Operand, out: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any):
         self.nd = nd = len(out)
@@ -48,7 +52,7 @@ class PoolArgs:
         self.windows = dict(zip(self.dims, (Window(*s) for s in sizes), strict=True))
 
     def local_padding(self, layout: Layout) -> list[int]:
-        """What the local call pads: the dims that are whole here."""
+        """Return the padding of the local call: 0 along sharded dims, where the block includes the padding."""
         return [0 if layout.is_sharded(d) else p for d, p in zip(self.dims, self.padding, strict=True)]
 
 
@@ -69,55 +73,60 @@ def max_pool(
     pre_pad=(),
     fn,
 ):
-    """Outside the field no cell is larger than any other. `pre_pad` are those that input is to have first."""
+    """Pool a block padded with the lowest value. `pre_pad` is the padding of a deferred `F.pad` of the input."""
     source, input = input.layout, padded_operand(input, pre_pad)
     nd = int(fn.__name__.removeprefix("max_pool")[0])
-    pair = return_indices or fn.__name__.endswith("with_indices")
+    with_indices = return_indices or fn.__name__.endswith("with_indices")
     call = MAX_POOL[nd]
     meta = probe_shapes(call, input, kernel_size, stride, padding, dilation, ceil_mode)
-    dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if pair else call(x, 1))
+    dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if with_indices else call(x, 1))
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, dilation)
     layout = shard_by_one_axis(source, pool.dims)
-    frame = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))
-    result = frame.result(layout)
+    block_plan = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))
+    result = block_plan.result(layout)
     shape, fill = result.local_shape, reduction_identity(input.dtype, "max")
-    how = (pool.kernel, pool.stride, pool.local_padding(layout), pool.dilation, ceil_mode)
-    steps = [_to_global_index(frame.block_starts[d], gap) for d, gap in zip(pool.dims, pool.dilation, strict=True)]
+    args = (pool.kernel, pool.stride, pool.local_padding(layout), pool.dilation, ceil_mode)
+    to_global = [
+        _to_global_index(block_plan.block_starts[d], step) for d, step in zip(pool.dims, pool.dilation, strict=True)
+    ]
     sizes = input.shape[-nd:]
 
     def local(input):
-        block = frame.gather_block(input, fill)
+        block = block_plan.gather_block(input, fill)
         if not shape.numel():
-            made = empty_result(block, shape, dtype)
-            return (made, torch.empty_like(made, dtype=torch.int64)) if pair else made
-        if not pair:
-            return call(block, *how)
-        made, at = call(block, *how, return_indices=True)
-        return made, to_global_flat_index(at, block.shape[-nd:], sizes, steps) if frame.steps else at
+            out = empty_result(block, shape, dtype)
+            return (out, torch.empty_like(out, dtype=torch.int64)) if with_indices else out
+        if not with_indices:
+            return call(block, *args)
+        out, index = call(block, *args, return_indices=True)
+        return out, to_global_flat_index(index, block.shape[-nd:], sizes, to_global) if block_plan.steps else index
 
-    return Plan(local=local, operands={"input": layout}, layout=(result, result) if pair else result)
+    return Plan(local=local, operands={"input": layout}, layout=(result, result) if with_indices else result)
 
 
-def _to_global_index(begin: int, gap: int) -> Callable[[Tensor], Tensor]:
-    """Positions in a piece as positions in the field. A window of nothing but the least value names its first cell,
-    which for torch is the first one inside the field."""
+def _to_global_index(block_start: int, dilation: int) -> Callable[[Tensor], Tensor]:
+    """Return a function from positions in the block to positions in the field, along one dim.
 
-    def at(position: Tensor) -> Tensor:
-        position = position + begin
-        return torch.where(position < 0, position % gap, position) if begin < 0 else position
+    For a window with only the lowest value, the local call returns the first cell, which may be in the padding. torch
+    returns the first cell inside the field.
+    """
 
-    return at
+    def to_global(position: Tensor) -> Tensor:
+        position = position + block_start
+        return torch.where(position < 0, position % dilation, position) if block_start < 0 else position
+
+    return to_global
 
 
 def to_global_flat_index(
-    at: Tensor, local_sizes: Sequence[int], sizes: Sequence[int], steps: Sequence[Callable[[Tensor], Tensor]]
+    index: Tensor, local_sizes: Sequence[int], sizes: Sequence[int], to_global: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
-    """Flat positions in a piece of spatial sizes `local_sizes` as flat positions in a field of `sizes`."""
-    found, scale = torch.zeros_like(at), 1
-    for n, size, step in zip(reversed(local_sizes), reversed(sizes), reversed(steps), strict=True):
-        found = found + step(at % n) * scale
-        at, scale = at.div(n, rounding_mode="floor"), scale * size
-    return found
+    """Convert flat indices into a block of spatial sizes `local_sizes` to flat indices into a field of `sizes`."""
+    global_index, scale = torch.zeros_like(index), 1
+    for n, size, convert in zip(reversed(local_sizes), reversed(sizes), reversed(to_global), strict=True):
+        global_index = global_index + convert(index % n) * scale
+        index, scale = index.div(n, rounding_mode="floor"), scale * size
+    return global_index
 
 
 # ---------------------------------------------------------------------- averages
@@ -136,67 +145,68 @@ def avg_pool(
     pre_pad=(),
     fn,
 ):
-    """Sums of what is inside the field, divided by how many cells the window has in the whole of it."""
+    """Average the block, then correct the divisor of windows that the field's boundary clips."""
     source, input = input.layout, padded_operand(input, pre_pad)
     nd = int(fn.__name__.removeprefix("avg_pool")[0])
     call = AVG_POOL[nd]
-    more = () if divisor_override is None else (divisor_override,)  # which a pool of one dim does not have
+    divisor = () if divisor_override is None else (divisor_override,)  # avg_pool1d has no such argument
     stride = None if stride is None or not to_ntuple(stride, nd) else stride
     stride = kernel_size if stride is None else stride
-    meta = probe_shapes(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+    meta = probe_shapes(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
     dtype = result_dtype(input, nd, lambda x: call(x, 1))
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, 1)
     layout = shard_by_one_axis(keep_partial_sums(source), pool.dims)
-    frame = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))
-    result = frame.result(layout)
+    block_plan = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))
+    result = block_plan.result(layout)
     shape = result.local_shape
-    how = (pool.kernel, pool.stride, pool.local_padding(layout), ceil_mode, count_include_pad)
+    args = (pool.kernel, pool.stride, pool.local_padding(layout), ceil_mode, count_include_pad)
     counts = {
-        d: [window_divisor(w, o, count_include_pad) for o in range(*frame.owned[d])] for d, w in pool.windows.items()
+        d: [window_divisor(w, o, count_include_pad) for o in range(*block_plan.owned[d])]
+        for d, w in pool.windows.items()
     }
-    short = {d: c for d, c in counts.items() if layout.is_sharded(d) and set(c) - {pool.windows[d].kernel}}
-    if more:
-        short = {}
+    clipped = {d: c for d, c in counts.items() if layout.is_sharded(d) and set(c) - {pool.windows[d].kernel}}
+    if divisor:
+        clipped = {}
 
     def local(input):
-        block = frame.gather_block(input)
+        block = block_plan.gather_block(input)
         if not shape.numel():
             return empty_result(block, shape, dtype)
-        if short and not block.is_floating_point():
-            return integer_avg_pool(block, pool, how[2], ceil_mode, counts)
-        made = call(block, *how, *more)
-        for dim, c in short.items():  # the local call has divided by a whole window here
-            made = made * broadcast_along(made, dim, [pool.windows[dim].kernel / n for n in c])
-        return made
+        if clipped and not block.is_floating_point():
+            return integer_avg_pool(block, pool, args[2], ceil_mode, counts)
+        out = call(block, *args, *divisor)
+        for dim, c in clipped.items():  # the local call divided by the size of an unclipped window
+            out = out * broadcast_along(out, dim, [pool.windows[dim].kernel / n for n in c])
+        return out
 
     return Plan(local=local, operands={"input": layout}, layout=result)
 
 
 def keep_partial_sums(layout: Layout) -> Layout:
-    """The layout of an operand of a linear op: addends may stay addends."""
+    """Return the layout of an operand of a linear op: pending sums stay Partial, other reductions are done first."""
     return layout if all(op == "sum" for _, op in layout.partial) else layout.with_partial(())
 
 
 def window_divisor(window: Window, o: int, include_pad: bool) -> int:
-    """By how many cells torch divides output `o` along one dim."""
+    """Return the number of cells that torch divides output `o` by, along one dim."""
     begin, end = window.receptive_field(o, o + 1)
     end = min(end, window.size + window.padding)
     return end - begin if include_pad else min(end, window.size) - max(begin, 0)
 
 
 def broadcast_along(like: Tensor, dim: int, values: Sequence[float]) -> Tensor:
-    """Numbers along one dim of a tensor."""
+    """Return `values` as a tensor that broadcasts along `dim` of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, *[1] * (like.ndim - 1 - dim))
 
 
 def integer_avg_pool(
     block: Tensor, pool: PoolArgs, padding: Sequence[int], ceil_mode: bool, counts: Mapping[int, Sequence[int]]
 ) -> Tensor:
-    """Averages of integers: the quotient is cut off once, so it is taken of the whole sum."""
+    """Average integers: divide the sum of the window once, as the quotient is truncated."""
     if pool.nd == 1:
         kernel, stride, padding = ((1, *pool.kernel), (1, *pool.stride), (0, *padding))
-        made = F.avg_pool2d(block.unsqueeze(-2), kernel, stride, padding, ceil_mode, divisor_override=1).squeeze(-2)
+        sums = F.avg_pool2d(block.unsqueeze(-2), kernel, stride, padding, ceil_mode, divisor_override=1).squeeze(-2)
     else:
-        made = AVG_POOL[pool.nd](block, pool.kernel, pool.stride, padding, ceil_mode, divisor_override=1)
-    number: Any = math.prod(broadcast_along(made, d, c) for d, c in counts.items())
-    return made.div(number, rounding_mode="trunc")
+        sums = AVG_POOL[pool.nd](block, pool.kernel, pool.stride, padding, ceil_mode, divisor_override=1)
+    divisor: Any = math.prod(broadcast_along(sums, d, c) for d, c in counts.items())
+    return sums.div(divisor, rounding_mode="trunc")

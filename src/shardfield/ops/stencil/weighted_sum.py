@@ -1,4 +1,4 @@
-"""Weighted sums of the cells of a block along one dim, whose adjoint is again one: no scattered additions."""
+"""Weighted sums of cells along one dim. The adjoint is also a weighted sum, so backward needs no scatter_add."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ...trace_state import concrete
 
 
 class WeightedSum:
-    """Output `o` is the sum over j of `weights[o, j]` times the cell `cells[o, j]`, of `size` cells along `dim`.
+    """Linear map along `dim` of `size` cells: output `o` is the sum over j of `weights[o, j] * block[cells[o, j]]`.
 
-    Where a weight is NaN there is nothing to add; without weights they are 1.
+    A NaN weight marks an unused term. Without `weights` all weights are 1.
     """
 
     def __init__(self, dim: int, size: int, cells: Tensor, weights: Tensor | None):
         self.dim, self.size, self.cells, self.weights = dim, size, cells, weights
 
     def __call__(self, block: Tensor) -> Tensor:
-        """Differentiable, with empty blocks too."""
+        """Return the sums. Differentiable, also for empty blocks."""
         return _WeightedSumFunction.apply(block, self)
 
     def run(self, block: Tensor) -> Tensor:
-        """The sums, one term of all of them after the other: no more memory than the result and a term."""
+        """Return the sums, accumulated term by term: this needs the memory of the result and one term."""
         shape = list(block.shape)
         shape[self.dim] = len(self.cells)
         total = None
         for cells, weights, missing in self._terms if block.numel() else ():
-            # along the last dim, index_select goes element by element on the CPU: ten times as slow
+            # index_select along the last dim copies single elements on the CPU, ten times slower than gather.
             last = self.dim == block.ndim - 1
             term = block.gather(self.dim, cells.expand(shape)) if last else block.index_select(self.dim, cells)
             if missing is not None:
-                term.masked_fill_(missing.view(-1, *[1] * (block.ndim - self.dim - 1)), 0)  # of an infinity too
+                term.masked_fill_(missing.view(-1, *[1] * (block.ndim - self.dim - 1)), 0)  # 0 * inf would be NaN
             if weights is not None:
                 term.mul_(weights.view(-1, *[1] * (block.ndim - self.dim - 1)))
             total = term if total is None else total.add_(term)
@@ -52,7 +52,7 @@ class WeightedSum:
 
     @cached_property
     def adjoint(self) -> WeightedSum:
-        """From the gradients of the outputs to those of the cells: every cell lists the outputs it is part of."""
+        """The map from gradients of outputs to gradients of cells: for every cell, the outputs that read it."""
         with concrete():
             return self._adjoint()
 
@@ -64,13 +64,13 @@ class WeightedSum:
         cells, weights, outputs = cells[used], weights[used], outputs[used]
         cells, order = cells.sort(stable=True)
         counts = cells.bincount(minlength=self.size)
-        place = torch.arange(len(cells), device=cells.device) - (counts.cumsum(0) - counts)[cells]
+        column = torch.arange(len(cells), device=cells.device) - (counts.cumsum(0) - counts)[cells]
         shape = (self.size, int(counts.max()) if self.size else 0)
-        listed, how = outputs.new_zeros(shape), weights.new_full(shape, math.nan)
-        listed[cells, place], how[cells, place] = outputs[order], weights[order]
-        found = WeightedSum(self.dim, len(self.cells), listed, how)
-        found.__dict__["adjoint"] = self
-        return found
+        adjoint_cells, adjoint_weights = outputs.new_zeros(shape), weights.new_full(shape, math.nan)
+        adjoint_cells[cells, column], adjoint_weights[cells, column] = outputs[order], weights[order]
+        adjoint = WeightedSum(self.dim, len(self.cells), adjoint_cells, adjoint_weights)
+        adjoint.__dict__["adjoint"] = self
+        return adjoint
 
 
 class _WeightedSumFunction(torch.autograd.Function):

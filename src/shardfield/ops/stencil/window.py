@@ -1,8 +1,8 @@
-"""What an output reads: the one arithmetic of convolutions, pools and everything else that looks at neighbours. Pure.
+"""Index arithmetic of a sliding window along one dim, for every stencil op. Pure: no data, no communication.
 
-Along one dim, output `o` reads the inputs `o * stride - padding + j * dilation` for `j < kernel`; a transposed window
-is the same with input and output changed over. A rank owns the outputs whose windows have their centre in its piece,
-so that a field and what is made of it stay cut at the same places, and asks for the inputs that those outputs read.
+Output `o` reads the inputs `o * stride - padding + j * dilation` for `j < kernel`. A transposed window swaps input and
+output in this formula. A rank owns the outputs whose windows are centered in its input shard. Input and output are
+therefore sharded at the same relative positions, and a rank needs a halo only for the inputs outside its shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...layout import Span, starts
 
 
 class Window(NamedTuple):
-    """One dim: `size` inputs, `out` outputs, and which reads which. `padding` is the one before the first input."""
+    """A window along one dim of `size` inputs and `out` outputs. `padding` counts the cells before the first input."""
 
     size: int
     out: int
@@ -27,30 +27,30 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """From the first to the last cell that a window covers."""
+        """Distance between the first and the last cell of a window."""
         return (self.kernel - 1) * self.dilation
 
-    def owned(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """How many outputs each piece of the input owns.
+    def owned(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of outputs that each shard of the input owns.
 
         >>> Window(10, 5, kernel=3, stride=2, padding=1).owned([5, 5])
         (3, 2)
         >>> Window(4, 8, kernel=3, stride=2, padding=1, transposed=True).owned([2, 2])
         (4, 4)
         """
-        marks = [0, *(self._first_owned(start) for start in starts(lengths)[1:]), self.out]
-        return tuple(b - a for a, b in pairwise(marks))
+        bounds = [0, *(self._first_owned(start) for start in starts(shard_sizes)[1:]), self.out]
+        return tuple(b - a for a, b in pairwise(bounds))
 
     def _first_owned(self, start: int) -> int:
-        if start in (0, self.size):  # what lies in the padding belongs to the ranks at the ends
+        if start in (0, self.size):  # outputs centered in the padding belong to the first and the last rank
             return 0 if start == 0 else self.out
-        if self.transposed:  # half way between the centres of two inputs, in halves of a cell
-            between = 2 * (start * self.stride - self.padding) + self.reach - self.stride
-            return min(max(between // 2 + 1, 0), self.out)
+        if self.transposed:  # the midpoint between the centers of two inputs, in units of half a cell
+            midpoint = 2 * (start * self.stride - self.padding) + self.reach - self.stride
+            return min(max(midpoint // 2 + 1, 0), self.out)
         return min(max(-(-(2 * (start + self.padding) - self.reach) // (2 * self.stride)), 0), self.out)
 
     def receptive_field(self, first: int, stop: int) -> Span:
-        """The cells that outputs `first` to `stop` look at, in the padding too; empty if there are none.
+        """Return the input range that outputs `first` to `stop` read, including padding cells.
 
         >>> Window(10, 5, kernel=3, stride=2, padding=1).receptive_field(0, 2)
         Span(start=-1, stop=4)
@@ -64,7 +64,7 @@ class Window(NamedTuple):
         return Span(begin, (stop - 1) * self.stride - self.padding + self.reach + 1)
 
     def input_range(self, first: int, stop: int) -> Span:
-        """The inputs that outputs `first` to `stop` read, inside the field; empty if there are none.
+        """Return the input range that outputs `first` to `stop` read, without padding cells.
 
         >>> Window(10, 5, kernel=3, stride=2, padding=1).input_range(3, 5)
         Span(start=5, stop=10)
@@ -74,34 +74,35 @@ class Window(NamedTuple):
         return Span(begin, end) if begin < end else Span(0, 0)
 
     def tile(self, start: int, length: int, first: int, stop: int) -> Tile | None:
-        """How the inputs `start` to `start + length` add to outputs `first` to `stop`; None if they do not.
+        """Plan the local call that adds inputs `start` to `start + length` to outputs `first` to `stop`.
 
-        Padding is the same on both sides in torch. Where a piece needs more of it behind than before, it gets as much
-        before, in whole strides, and what that makes is skipped: the piece itself is never copied to be padded.
+        Return None if these outputs read none of these inputs. torch pads both sides by the same amount. Where the
+        input needs more padding after than before, the padding before is rounded up by a multiple of the stride, and
+        `Tile.skip` drops the extra outputs. The input is never copied only to pad it.
         """
         if length <= 0:
             return None
         s, p, reach = self.stride, self.padding, self.reach
         if self.transposed:
             begin, end = start * s - p, (start + length - 1) * s - p + reach + 1
-            to, upto = max(first, begin), min(stop, end)
-            if to >= upto:
+            out_start, out_stop = max(first, begin), min(stop, end)
+            if out_start >= out_stop:
                 return None
-            pad = min(to - begin, end - upto)
-            return Tile(0, length, pad, to - begin - pad, upto - to, to - first)
-        to, upto = max(first, -(-(start + p - reach) // s)), min(stop, (start + length - 1 + p) // s + 1)
-        if to >= upto:
+            pad = min(out_start - begin, end - out_stop)
+            return Tile(0, length, pad, out_start - begin - pad, out_stop - out_start, out_start - first)
+        out_start, out_stop = max(first, -(-(start + p - reach) // s)), min(stop, (start + length - 1 + p) // s + 1)
+        if out_start >= out_stop:
             return None
-        before = start - (to * s - p)
-        after = (upto - 1) * s - p + reach + 1 - (start + length)
+        before = start - (out_start * s - p)
+        after = (out_stop - 1) * s - p + reach + 1 - (start + length)
         crop = -before if before < 0 else 0
-        left = length - crop + (after if after <= -s else 0)
+        kept = length - crop + (after if after <= -s else 0)
         before = max(before, 0)
-        more = max(-(-(max(after, 0) - before) // s), 0)
-        return Tile(crop, left, before + more * s, more, upto - to, to - first)
+        extra = max(-(-(max(after, 0) - before) // s), 0)
+        return Tile(crop, kept, before + extra * s, extra, out_stop - out_start, out_start - first)
 
     def taps(self, start: int, length: int, first: int, stop: int) -> tuple[int, int]:
-        """Which cells of the window (first, how many) the inputs `start` to `start + length` meet in those outputs.
+        """Return (first tap, number of taps) that inputs `start` to `start + length` meet in outputs `first` to `stop`.
 
         >>> Window(10, 10, kernel=3, padding=1).taps(4, 1, 5, 10)
         (0, 1)
@@ -115,14 +116,15 @@ class Window(NamedTuple):
         return begin, max(end - begin + 1, 0)
 
     def sub_window(self, begin: int, number: int) -> Window:
-        """The window of some of its cells."""
+        """Return the window restricted to `number` taps from tap `begin`."""
         return self._replace(kernel=number, padding=self.padding - begin * self.dilation)
 
 
 class Tile(NamedTuple):
-    """One dim of a local call on a piece: which of its cells, padded how, and where the results go.
+    """One dim of a local call: the input cells it reads, their padding, and the outputs it contributes to.
 
-    `length` cells from `start`, `padding` on both sides; of the results, `number` from `skip` belong at `at`.
+    The call reads `length` cells from `start` with `padding` on both sides. Of its results, the `number` results from
+    `skip` are added to the rank's outputs from `at`.
     """
 
     start: int
@@ -133,6 +135,6 @@ class Tile(NamedTuple):
     at: int
 
 
-def shard_spans(lengths: Sequence[int]) -> list[Span]:
-    """The index range of every piece."""
-    return [Span(start, start + n) for start, n in zip(starts(lengths), lengths, strict=True)]
+def shard_spans(shard_sizes: Sequence[int]) -> list[Span]:
+    """Return the global index range of every shard."""
+    return [Span(start, start + n) for start, n in zip(starts(shard_sizes), shard_sizes, strict=True)]
