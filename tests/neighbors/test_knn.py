@@ -326,8 +326,13 @@ ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient
 @pytest.mark.parametrize(
     ("kind", "gradient", "ending", "bound"),
     [
-        ("clusters", False, "rule: boxes alone", SMALL),
-        ("clusters", True, "rule: boxes alone", SMALL + 3 * 4 * 8 + 2 + 3),  # no row is asked for, ranks agree on it
+        ("clusters", False, "rule: bounding boxes alone", SMALL),
+        (
+            "clusters",
+            True,
+            "rule: bounding boxes alone",
+            SMALL + 3 * 4 * 8 + 2 + 3,
+        ),  # no row is asked for, ranks agree on it
         ("sorted", False, "rule: queries to points", SMALL + 48 * QUERY),  # those near a face: less than a visit each
         ("sorted", True, "rule: queries to points", SMALL + 48 * QUERY + ROWS / 2 + 3),
         ("random", False, "rule: queries to points", SMALL + 3 * 64 * QUERY + 300),  # to all others, never the points

@@ -1,4 +1,4 @@
-"""Points in space: nearest neighbours, neighbours within a radius, and an order that keeps neighbours together."""
+"""Neighbor search in sharded point clouds: k nearest neighbors, radius search, and a partition into compact shards."""
 
 from .morton import partition_points as partition_points
 from .search import knn as knn

@@ -1,11 +1,11 @@
-"""Nearest neighbours on CUDA by a Triton kernel that never forms the distance matrix.
+"""Nearest neighbors on CUDA by a Triton kernel that never forms the distance matrix.
 
-Points are put in an order in which near ones stand together, and cut into tiles, each with the box around it. A program
-holds a few queries, near ones again, and the keys of their best points so far. It looks at many boxes together, and
-visits the tiles of those that are no farther than the worst of the best, nearest first: after a few tiles hardly any
-are. A key is a squared distance's bits above a point's index, as one integer, so that the smallest keys are the nearest
-points with ties in the order of their indices. In a tile the least key goes in for the worst of the best, as long as it
-is smaller.
+Points are sorted by Morton code, so that near points are adjacent, and split into tiles with a bounding box each. A
+program holds a few adjacent queries and the keys of their k best points so far. It computes the distances to a chunk of
+boxes at once and visits the tiles whose box is within the distance of the k-th best point, nearest tile first; after a
+few tiles hardly any are left. A key is one integer, the bits of the squared distance above the index of the point: the
+smallest keys are the nearest points, with ties by index. Within a tile the smallest key replaces the worst of the best
+keys as long as it is smaller.
 """
 
 from __future__ import annotations
@@ -19,122 +19,125 @@ from ..triton_kernels.jit import jit
 
 tl: Any = None  # see jit.py
 
-MAX_NEIGHBORS = 64  # neighbours; more are found pair by pair
+MAX_NEIGHBORS = 64  # the largest k; brute force is used for a larger k
 FEATURES = 16
 QUERIES, TILE, BOXES, WARPS = 1, 128, 128, 1
-PROGRAMS = 4096  # enough to fill a device: few queries share out the points among more programs
-MIN_PAIRS_TO_SORT = 1 << 27  # below, the order costs more than it saves
-MORTON_BITS = 60  # bits of the cells that order the points, all features together; of one feature 20
+PROGRAMS = 4096  # enough to fill a device: with few queries, several programs split the points of one query
+MIN_PAIRS_TO_SORT = 1 << 27  # with fewer pairs, sorting costs more than it saves
+MORTON_BITS = 60  # bits of a Morton code over all features; at most 20 of one feature
 
 
 def supports(points: Tensor, queries: Tensor, k: int) -> bool:
-    """Whether the kernel can do it. Its offsets are 32 bits wide."""
+    """Return whether the kernel supports these operands. Its offsets are 32 bits wide."""
     features = points.shape[1]
     fits = points.dtype is torch.float32 and k <= MAX_NEIGHBORS and features <= FEATURES and points.numel() < 1 << 31
     return points.is_cuda and fits and queries.numel() < 1 << 31 and jit(_knn_kernel) is not None
 
 
 class PointTiles:
-    """Points (n, features) in tiles, ready to be searched; with `ordered`, near ones together."""
+    """Points (n, features) split into tiles with bounding boxes; with `ordered`, sorted by Morton code first."""
 
     def __init__(self, points: Tensor, ordered: bool):
         (n, features), self.ordered = points.shape, ordered
         self.index = torch.arange(n, dtype=torch.int32, device=points.device)
         if ordered:
-            self.bottom, self.half_bits = points.amin(0), min(max(MORTON_BITS // features // 2, 1), 10)
+            self.low_corner, self.half_bits = points.amin(0), min(max(MORTON_BITS // features // 2, 1), 10)
             bits = torch.arange(self.half_bits, device=points.device)
             steps = torch.arange(1 << self.half_bits, device=points.device)
-            self.scale = (len(steps) ** 2 - 1) / (points.amax(0) - self.bottom).amax().clamp_min(1e-30)
-            # each number with its bits so far apart that those of the other features have room between them
+            self.scale = (len(steps) ** 2 - 1) / (points.amax(0) - self.low_corner).amax().clamp_min(1e-30)
+            # table: each number with its bits spread by the number of features, to interleave them with the others
             self.spread_bits = (((steps[:, None] >> bits) & 1) << bits * features).sum(1)
-            cells, order = self._morton_codes(points).sort()
-            self.starts = cells[:: TILE * BOXES].contiguous()  # of chunks: as many tiles as are looked at together
+            codes, order = self._morton_codes(points).sort()
+            self.starts = codes[:: TILE * BOXES].contiguous()  # code of the first point of each chunk of BOXES tiles
             self.index, points = order.to(torch.int32), points[order]
         self.points, self.count = points.T.contiguous(), -(-n // TILE)
-        spare = self.points[:, -1:].expand(features, self.count * TILE - n)
-        tiled = torch.cat([self.points, spare], 1).view(features, self.count, TILE)
+        padding = self.points[:, -1:].expand(features, self.count * TILE - n)
+        tiled = torch.cat([self.points, padding], 1).view(features, self.count, TILE)
         self.low, self.high = tiled.amin(2), tiled.amax(2)
 
     def _morton_codes(self, points: Tensor) -> Tensor:
-        """The cell of each point on a coarse grid, by its Morton code: near cells have near numbers."""
+        """Return the Morton code of each point's cell on a coarse grid: near cells mostly have near codes."""
         features, size = points.shape[1], len(self.spread_bits)
-        at = ((points - self.bottom) * self.scale).clamp(0, size * size - 1).to(torch.int32)
-        upper, lower = self.spread_bits[at >> self.half_bits], self.spread_bits[at & (size - 1)]
+        cell = ((points - self.low_corner) * self.scale).clamp(0, size * size - 1).to(torch.int32)
+        upper, lower = self.spread_bits[cell >> self.half_bits], self.spread_bits[cell & (size - 1)]
         shift = torch.arange(features, device=points.device)
         return (((upper << self.half_bits * features) + lower) << shift).sum(1)
 
     def nearest(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(squared distances, indices) of the k nearest points of each query, nearest first, equal ones by index."""
+        """Return (squared distances, indices) of the k nearest points of each query: nearest first, ties by index."""
         (features, n), m = self.points.shape, len(queries)
         blocks, chunks = -(-m // QUERIES), -(-self.count // BOXES)
         if self.ordered:
-            cells, order = self._morton_codes(queries).sort()
-            first = cells[::QUERIES].contiguous()
-            home = torch.searchsorted(self.starts, first, right=True, out_int32=True).sub(1).clamp_min(0)
+            codes, order = self._morton_codes(queries).sort()
+            block_codes = codes[::QUERIES].contiguous()
+            first_chunk = torch.searchsorted(self.starts, block_codes, right=True, out_int32=True).sub(1).clamp_min(0)
         else:
-            order, home = (
+            order, first_chunk = (
                 torch.arange(m, device=queries.device),
                 torch.zeros(blocks, dtype=torch.int32, device=queries.device),
             )
-        parts = max(1, min(PROGRAMS // blocks, chunks, 64))
+        splits = max(1, min(PROGRAMS // blocks, chunks, 64))
         slots = max(2, 1 << (k - 1).bit_length())
-        keys = torch.empty(m, parts, slots, dtype=torch.int64, device=queries.device)
+        keys = torch.empty(m, splits, slots, dtype=torch.int64, device=queries.device)
         with torch.cuda.device(queries.device):
-            jit(_knn_kernel)[(blocks, parts)](
-                self.points, self.index, self.low, self.high, queries.contiguous(), order, home, keys,
-                n, m, self.count, -(-chunks // parts), parts,
+            jit(_knn_kernel)[(blocks, splits)](
+                self.points, self.index, self.low, self.high, queries.contiguous(), order, first_chunk, keys,
+                n, m, self.count, -(-chunks // splits), splits,
                 FEATURES=features, SLOTS=slots, QUERIES=QUERIES, TILE=TILE, BOXES=BOXES, num_warps=WARPS,
-                enable_fp_fusion=False,  # a fused multiply-add rounds once where everything else rounds twice
+                enable_fp_fusion=False,  # a fused multiply-add rounds once, where metric.py rounds twice
             )  # fmt: skip
         best = keys.view(m, -1).sort(1)[0][:, :k]
         return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
 
 
 def _knn_kernel(
-    points, index, low, high, queries, order, home, keys, n, m, tiles, length, parts,
+    points, index, low, high, queries, order, first_chunk, keys, n, m, tiles, length, splits,
     FEATURES: tl.constexpr, SLOTS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
-    """points (FEATURES, n), boxes low and high (FEATURES, tiles), queries (m, FEATURES) taken in `order` -> keys (m,
-    parts, SLOTS): the best of each part of the points, which is `length` chunks of BOXES tiles."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    place = block * QUERIES + tl.arange(0, QUERIES)
-    there = place < m
-    row = tl.load(order + place, mask=there, other=0)
+    """Write keys (m, splits, SLOTS): the best keys of each query in each split of the points.
+
+    points (FEATURES, n); low and high corners of the boxes (FEATURES, tiles); queries (m, FEATURES), processed in
+    `order`. A split is `length` chunks of BOXES tiles.
+    """
+    block, split = tl.program_id(0), tl.program_id(1)
+    position = block * QUERIES + tl.arange(0, QUERIES)
+    valid = position < m
+    row = tl.load(order + position, mask=valid, other=0)
     slot = tl.arange(0, SLOTS)
-    # Every slot begins as a point infinitely far away, with an index of its own: no two keys are ever equal.
+    # Every slot starts as an infinitely distant point with its own index, so that no two keys are equal.
     empty = 0x7F80000000000000 + slot.to(tl.int64)
     best = tl.zeros([QUERIES, SLOTS], dtype=tl.int64) + empty[None, :]
     worst = tl.max(best, 1)
     far = (worst >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    begin = tl.load(home + block)
+    begin = tl.load(first_chunk + block)
     for step in range(0, length):
-        # the chunk that the queries are in comes first, if it is of this part
-        box = (part * length + (begin + step) % length) * BOXES + tl.arange(0, BOXES)
-        known = box < tiles
-        away = tl.zeros([QUERIES, BOXES], dtype=tl.float32)
+        # Start at the chunk that contains the queries, if it is in this split.
+        box = (split * length + (begin + step) % length) * BOXES + tl.arange(0, BOXES)
+        box_valid = box < tiles
+        box_distance = tl.zeros([QUERIES, BOXES], dtype=tl.float32)
         for d in tl.static_range(FEATURES):
-            q = tl.load(queries + row * FEATURES + d, mask=there, other=0.0)
-            a = tl.load(low + d * tiles + box, mask=known, other=0.0)
-            b = tl.load(high + d * tiles + box, mask=known, other=0.0)
-            # rounded as distances are: never more than that of a point inside
+            q = tl.load(queries + row * FEATURES + d, mask=valid, other=0.0)
+            a = tl.load(low + d * tiles + box, mask=box_valid, other=0.0)
+            b = tl.load(high + d * tiles + box, mask=box_valid, other=0.0)
+            # Rounded like the distances, so the result never exceeds the distance to a point in the box.
             gap = tl.maximum(tl.maximum(a[None, :] - q[:, None], q[:, None] - b[None, :]), 0.0)
-            away += gap * gap
-        away = tl.where(known[None, :] & there[:, None], away, float("inf"))
-        nearest = tl.min(tl.where(away <= far[:, None], away, float("inf")), 0)
-        least_away = tl.min(nearest, 0)
-        while least_away < float("inf"):
-            tile = tl.min(tl.where(nearest == least_away, box, tiles), 0)
+            box_distance += gap * gap
+        box_distance = tl.where(box_valid[None, :] & valid[:, None], box_distance, float("inf"))
+        nearest = tl.min(tl.where(box_distance <= far[:, None], box_distance, float("inf")), 0)
+        nearest_distance = tl.min(nearest, 0)
+        while nearest_distance < float("inf"):
+            tile = tl.min(tl.where(nearest == nearest_distance, box, tiles), 0)
             column = tile * TILE + tl.arange(0, TILE)
-            inside = column < n
+            in_range = column < n
             total = tl.zeros([QUERIES, TILE], dtype=tl.float32)
             for d in tl.static_range(FEATURES):
-                q = tl.load(queries + row * FEATURES + d, mask=there, other=0.0)
-                p = tl.load(points + d * n + column, mask=inside, other=0.0)
-                apart = q[:, None] - p[None, :]
-                total += apart * apart
-            number = tl.load(index + column, mask=inside, other=0)
-            key = (total.to(tl.int32, bitcast=True).to(tl.int64) << 32) | number.to(tl.int64)[None, :]
-            key = tl.where(inside[None, :] & there[:, None], key, 0x7FFFFFFFFFFFFFFF)
+                q = tl.load(queries + row * FEATURES + d, mask=valid, other=0.0)
+                p = tl.load(points + d * n + column, mask=in_range, other=0.0)
+                difference = q[:, None] - p[None, :]
+                total += difference * difference
+            point = tl.load(index + column, mask=in_range, other=0)
+            key = (total.to(tl.int32, bitcast=True).to(tl.int64) << 32) | point.to(tl.int64)[None, :]
+            key = tl.where(in_range[None, :] & valid[:, None], key, 0x7FFFFFFFFFFFFFFF)
             least = tl.min(key, 1)
             while tl.max((least < worst).to(tl.int32), 0) > 0:
                 replaced = (best == worst[:, None]) & (least < worst)[:, None]
@@ -143,8 +146,8 @@ def _knn_kernel(
                 key = tl.where(key == least[:, None], 0x7FFFFFFFFFFFFFFF, key)
                 least = tl.min(key, 1)
             far = (worst >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            away = tl.where(box[None, :] == tile, float("inf"), away)
-            nearest = tl.min(tl.where(away <= far[:, None], away, float("inf")), 0)
-            least_away = tl.min(nearest, 0)
-    out = (row.to(tl.int64)[:, None] * parts + part) * SLOTS + slot[None, :]
-    tl.store(keys + out, best, mask=there[:, None])
+            box_distance = tl.where(box[None, :] == tile, float("inf"), box_distance)
+            nearest = tl.min(tl.where(box_distance <= far[:, None], box_distance, float("inf")), 0)
+            nearest_distance = tl.min(nearest, 0)
+    out = (row.to(tl.int64)[:, None] * splits + split) * SLOTS + slot[None, :]
+    tl.store(keys + out, best, mask=valid[:, None])

@@ -1,9 +1,9 @@
-"""Squared distances that come out the same, to the last bit, however the search is done.
+"""Squared distances that are bitwise equal in every search method.
 
-A search on one device, in blocks, by a tree or over many ranks must choose the same neighbours, also where two points
-are equally far. So there is one definition: differences are squared and added feature by feature, each step rounded.
-Rounding never turns the order of two numbers around, so the same steps on the sides of a box give bounds on the
-squared distances to the points inside that hold exactly, without a margin.
+Searches on one device, by a tree, a kernel or over many ranks must choose the same neighbors, also among equally
+distant points. There is therefore one definition: differences are squared and added feature by feature, with rounding
+after each step. Rounding is monotonic, so the same steps on the sides of a bounding box give exact bounds of the
+squared distances to the points inside, without a tolerance.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NO_NEIGHBOR = torch.iinfo(torch.int64).max  # the index of a neighbour that is not there: behind all others
+NO_NEIGHBOR = torch.iinfo(torch.int64).max  # the index of a missing neighbor: sorts after all others
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which distances are computed: half precision is widened."""
+    """Return the dtype of the distance computation: float32 for half precision, else `dtype`."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def max_coordinate(dtype: torch.dtype, features: int) -> float:
-    """The largest size of a coordinate for which no squared distance overflows."""
+    """Return the largest absolute coordinate for which no squared distance overflows."""
     return (torch.finfo(dtype).max / (8 * features)) ** 0.5
 
 
@@ -32,12 +32,12 @@ def _sum_of_squares(gaps: list[Tensor]) -> Tensor:
 
 
 def squared_distance(left: Tensor, right: Tensor) -> Tensor:
-    """The squared distances of points (..., features) that broadcast: (...)."""
+    """Return the squared distances (...) of points (..., features), with broadcasting."""
     return _sum_of_squares([left[..., d] - right[..., d] for d in range(left.shape[-1])])
 
 
 def bounding_box(points: Tensor) -> Tensor:
-    """The lowest and the highest coordinates (2, features); of no points: an inside-out box that is far from all."""
+    """Return the lowest and highest coordinates (2, features); (inf, -inf) for no points, at distance inf to all."""
     if len(points):
         return torch.stack([points.amin(0), points.amax(0)])
     ends = points.new_tensor([torch.inf, -torch.inf])
@@ -45,9 +45,9 @@ def bounding_box(points: Tensor) -> Tensor:
 
 
 def bounding_boxes(points: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Boxes (2 ** depth, 2, features) that hold the points between them, and how many each holds.
+    """Return boxes (2 ** depth, 2, features) that cover the points, and the number of points in each.
 
-    A box is halved at the median of its longest side: the boxes of a block follow its shape, which one alone does not.
+    Each box is split at the median of its longest side, so that the boxes follow the shape of the cloud.
     """
     parts = [points]
     for _ in range(depth):
@@ -64,7 +64,7 @@ def _split_at_median(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def min_distance_to_boxes(boxes: Tensor, points: Tensor) -> Tensor:
-    """(points, boxes): no point in the box is closer than this, squared. `boxes`: (boxes, 2, features)."""
+    """Return (points, boxes): lower bounds of the squared distances to points inside `boxes` (boxes, 2, features)."""
     low, high, x = boxes[:, 0], boxes[:, 1], points[:, None]
     return _sum_of_squares([_gap_to_interval(low[:, d], high[:, d], x[..., d]) for d in range(points.shape[1])])
 
@@ -74,7 +74,7 @@ def _gap_to_interval(low: Tensor, high: Tensor, x: Tensor) -> Tensor:
 
 
 def max_distance_to_boxes(boxes: Tensor, points: Tensor) -> Tensor:
-    """(points, boxes): no point in the box is farther than this, squared."""
+    """Return (points, boxes): upper bounds of the squared distances to points inside `boxes` (boxes, 2, features)."""
     low, high, x = boxes[:, 0], boxes[:, 1], points[:, None]
     return _sum_of_squares(
         [torch.maximum((x - low).abs()[..., d], (x - high).abs()[..., d]) for d in range(points.shape[1])]
@@ -82,7 +82,7 @@ def max_distance_to_boxes(boxes: Tensor, points: Tensor) -> Tensor:
 
 
 def select_nearest(squares: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k first of each row of candidates: by squared distance, then by index."""
+    """Return the first k candidates of each row, ordered by squared distance, then by index."""
     order = index.argsort(1)
     order = order.gather(1, squares.gather(1, order).argsort(dim=1, stable=True)[:, :k])
     return squares.gather(1, order), index.gather(1, order)

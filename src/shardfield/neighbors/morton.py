@@ -1,4 +1,4 @@
-"""An order of points along a space-filling curve: cut anywhere, its pieces are compact."""
+"""Sort points along a Morton curve, so that contiguous shards are spatially compact."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..ops._common.blockwise import nested_balanced
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
 
-MORTON_BITS = 62  # of a code, all features together; the sign bit of an int64 stays clear
+MORTON_BITS = 62  # bits of a code over all features; the sign bit of an int64 stays 0
 
 
 def partition_points(points: Tensor, mesh: DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
-    """An order of `points` (n, features) in which near ones stand together, and the points in it.
+    """Sort `points` (n, features) by Morton code, ties by index; return (order, points[order]).
 
-    Returns (order, points[order]). The order is that of Morton codes, equal ones by index. Points that are a
-    ShardTensor come back cut over the axes that cut them (over all axes if none does) into pieces that differ by one
-    point at most, each a compact region: neighbours are then mostly on the same rank. `order` is cut alike, so that
-    `features[order]` brings anything else that belongs to the points to them. Plain points that every rank has are cut
-    over `mesh` if one is given; nothing is sent.
+    If `points` is a ShardTensor, the results are sharded over the mesh axes that shard the points, or over all axes if
+    none does. Shard sizes differ by at most one point, and each shard is a compact region, so that neighbors are mostly
+    on the same rank. `order` has the same sharding: `features[order]` moves other data of the points to the same ranks.
+    A plain tensor must be equal on all ranks; with `mesh`, each rank takes its shard and nothing is sent.
 
     >>> order, sorted_points = partition_points(torch.tensor([[0.0, 0.0], [9.0, 9.0], [1.0, 0.0], [8.0, 9.0]]))
     >>> order.tolist()
@@ -38,15 +37,15 @@ def partition_points(points: Tensor, mesh: DeviceMesh | None = None) -> tuple[Te
     order = morton_codes(points.detach(), *_global_bounds(points.detach(), ())).argsort(stable=True)
     if mesh is None:
         return order, points[order]
-    whole = Layout.replicate(mesh, order.shape)
-    cut = _evenly_sharded(whole, range(mesh.ndim))
-    held = wrap(redistribute(order, whole, cut), cut)
-    return held, wrap(points, Layout.replicate(mesh, points.shape))[held]
+    replicated = Layout.replicate(mesh, order.shape)
+    sharded = _evenly_sharded(replicated, range(mesh.ndim))
+    local_order = wrap(redistribute(order, replicated, sharded), sharded)
+    return local_order, wrap(points, Layout.replicate(mesh, points.shape))[local_order]
 
 
 def _partition_sharded(points: ShardTensor, mesh: DeviceMesh | None) -> tuple[Any, Any]:
     if mesh is not None and mesh != points.device_mesh:
-        raise ShardingError("partition_points: the points lie on another mesh; leave `mesh` out")
+        raise ShardingError("partition_points: points are on another mesh than `mesh`; leave `mesh` out")
     points = points._unmerged_value()
     if points._layout.is_sharded(1):
         points = points._redistribute_to(points._layout.unshard([1]))
@@ -68,23 +67,23 @@ def _evenly_sharded(flat: Layout, axes: Any) -> Layout:
 
 
 def _global_bounds(points: Tensor, groups: Any) -> tuple[Tensor, Tensor]:
-    """The lowest and highest coordinates of all ranks' points; all raise if they are not finite."""
-    ends = points.new_full((2, points.shape[1]), torch.inf)
+    """Return the lowest and highest coordinates of all ranks' points; raise on all ranks if any is not finite."""
+    bounds = points.new_full((2, points.shape[1]), torch.inf)
     if len(points):
-        ends = torch.stack([points.amin(0), -points.amax(0)])
+        bounds = torch.stack([points.amin(0), -points.amax(0)])
     for group in groups:
-        ends = collectives.all_reduce(ends, group, "min")
-    low, high = ends[0].double(), -ends[1].double()
+        bounds = collectives.all_reduce(bounds, group, "min")
+    low, high = bounds[0].double(), -bounds[1].double()
     if bool((high - low).isnan().any() | (high - low == torch.inf).any()):
         raise ValueError("partition_points: coordinates must be finite")
     return low, high
 
 
 def morton_codes(points: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Morton codes: the bits of all coordinates, counted in steps from `low` to `high`, by turns."""
+    """Return Morton codes: the interleaved bits of all coordinates, quantized between `low` and `high`."""
     features = points.shape[1]
     bits = max(1, min(MORTON_BITS // features, 31))
-    # One step for all features: cells are cubes, and a thin cloud is cut across its length.
+    # One step for all features: cells are cubes, and an elongated cloud is split across its long side.
     step = (high - low).amax().clamp_min(torch.finfo(torch.float64).tiny) / ((1 << bits) - 1)
     cells = ((points.double() - low) / step).to(torch.int64).clamp(0, (1 << bits) - 1)
     code = torch.zeros(len(points), dtype=torch.int64, device=points.device)
