@@ -260,8 +260,8 @@ def with_data_parallel():
 
 def test_afno_refuses():
     for change, match in (
-        (dict(inp_shape=(8, 10)), "8 x 10 is not made of patches of 4"),
-        (dict(embed_dim=18), "18 channels are not made of 4 equal blocks"),
+        (dict(inp_shape=(8, 10)), "8 x 10 is not divisible into patches of 4"),
+        (dict(embed_dim=18), "18 channels are not divisible into 4 equal blocks"),
     ):
         with pytest.raises(ValueError, match=match):
             DistributedAFNO(**SHAPE | change)

@@ -246,7 +246,7 @@ def test_a_distance_of_zero_has_gradient_zero():
 @pytest.mark.parametrize(
     ("points", "queries", "k", "why"),
     [
-        (torch.zeros(4, 3), torch.zeros(2, 3), 5, "k = 5 neighbours of 4 points"),
+        (torch.zeros(4, 3), torch.zeros(2, 3), 5, "k = 5 neighbors of 4 points"),
         (torch.zeros(4, 3), torch.zeros(2, 3), 0, "k must be from 1 to 4"),
         (torch.zeros(4, 3), torch.zeros(2, 2), 1, "3 features and queries 2"),
         (torch.zeros(4), torch.zeros(2, 2), 1, r"points is \(4,\)"),

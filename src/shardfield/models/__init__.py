@@ -1,1 +1,1 @@
-"""Models that the tutorials use, written for one process and for many."""
+"""Models of the tutorials, for one process and for model-parallel ranks."""

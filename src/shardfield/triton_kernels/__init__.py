@@ -1,5 +1,5 @@
-"""Kernels of our own, in Triton: what would be many small calls on a device, or several passes over its memory, as one.
+"""Triton kernels that fuse many small launches, or several passes over memory, into one.
 
-Each module has the kernel, the call around it, and says which tensors it `takes`. What it does not take, where Triton
-is not installed or on a CPU, is done in torch's own calls by whoever asked.
+Each module has a kernel, the function that launches it, and `supports`, which tells for which tensors it can. On the
+CPU, without Triton or for other tensors, the caller uses torch ops instead.
 """

@@ -1,4 +1,8 @@
-"""A block's share of attention taken into what earlier blocks gave, in one pass over it."""
+"""Accumulate the attention output of one key/value block into the output of earlier blocks, in one pass over memory.
+
+Both are softmax means over different keys, with the log of their sums of exponentials (lse). The merged output is their
+mean weighted by exp(lse).
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,20 @@ from .jit import jit, on_cuda
 
 tl: Any = None  # see jit.py
 
-ROWS = 16  # of a head, in one program
-MAX_FEATURES = 512  # features
+ROWS = 16  # rows of one head per program
+MAX_FEATURES = 512
 
 
 def supports(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
-    """Whether the kernel can do it: sums in fp32, features side by side."""
+    """Return whether the kernel supports these tensors: fp32 accumulators, contiguous features."""
     exact = out.dtype is lse.dtype is part_lse.dtype is torch.float32
-    beside = out.stride(-1) == part.stride(-1) == 1
+    contiguous = out.stride(-1) == part.stride(-1) == 1
     small = out.shape[-1] <= MAX_FEATURES and out.shape[0] * out.shape[1] < 1 << 16
-    return exact and beside and small and on_cuda(out, lse, part, part_lse) and jit(_accumulate_kernel) is not None
+    return exact and contiguous and small and on_cuda(out, lse, part, part_lse) and jit(_accumulate_kernel) is not None
 
 
 def accumulate_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Into `out` (batch, heads, rows, features) and `lse` (batch, heads, rows): a mean weighted by exp(lse)."""
+    """Merge a block into `out` (batch, heads, rows, features) and `lse` (batch, heads, rows) in place."""
     batch, heads, rows, features = out.shape
     if not out.numel():
         return
@@ -44,20 +48,20 @@ def _accumulate_kernel(
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    here = row < rows
-    place = lse + b * lse_b + h * lse_h + row * lse_r
-    old = tl.load(place, mask=here, other=0.0)
-    new = tl.load(part_lse + b * new_b + h * new_h + row * new_r, mask=here, other=0.0)
-    tl.debug_barrier()  # several threads have read a row's number, and one will write it
+    valid = row < rows
+    lse_ptr = lse + b * lse_b + h * lse_h + row * lse_r
+    old = tl.load(lse_ptr, mask=valid, other=0.0)
+    new = tl.load(part_lse + b * new_b + h * new_h + row * new_r, mask=valid, other=0.0)
+    tl.debug_barrier()  # all threads must have read a row's lse before one of them overwrites it
     top = tl.maximum(old, new)
-    top = tl.where(top == float("-inf"), 0.0, top)  # rows that have seen nothing: -inf less -inf is no number
-    share = tl.exp(new - top)
-    total = tl.exp(old - top) + share
-    tl.store(place, tl.where(total == 0, float("-inf"), top + tl.log(total)), mask=here)
-    weight = tl.where(total == 0, 0.0, share / total)
+    top = tl.where(top == float("-inf"), 0.0, top)  # rows with no key so far: -inf - -inf would be NaN
+    new_weight = tl.exp(new - top)
+    total = tl.exp(old - top) + new_weight
+    tl.store(lse_ptr, tl.where(total == 0, float("-inf"), top + tl.log(total)), mask=valid)
+    weight = tl.where(total == 0, 0.0, new_weight / total)
     column = tl.arange(0, WIDTH)
-    inside = here[:, None] & (column < features)[None, :]
-    into = out + b * out_b + h * out_h + row[:, None] * out_r + column[None, :]
-    before = tl.load(into, mask=inside, other=0.0)
-    added = tl.load(part + b * part_b + h * part_h + row[:, None] * part_r + column[None, :], mask=inside, other=0.0)
-    tl.store(into, before + weight[:, None] * (added.to(tl.float32) - before), mask=inside)
+    inside = valid[:, None] & (column < features)[None, :]
+    out_ptr = out + b * out_b + h * out_h + row[:, None] * out_r + column[None, :]
+    before = tl.load(out_ptr, mask=inside, other=0.0)
+    block = tl.load(part + b * part_b + h * part_h + row[:, None] * part_r + column[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr, before + weight[:, None] * (block.to(tl.float32) - before), mask=inside)

@@ -1,4 +1,4 @@
-"""Triton, where it is installed. It takes long to import, so that is done when a kernel is first wanted."""
+"""Compile kernels with Triton, if it is installed. It is imported with the first kernel, as the import takes long."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @cache
 def jit(function: Callable) -> Any:
-    """The kernel that Triton makes of a function, or None without Triton. It finds Triton's language as `tl`."""
+    """Return the Triton kernel of a function, or None without Triton. Sets `tl` in the function's module."""
     try:
         import triton
         import triton.language
-    except ImportError:  # torch without CUDA comes without it
+    except ImportError:  # builds of torch without CUDA do not include it
         return None
     function.__globals__["tl"] = triton.language
     return triton.jit(function)
 
 
 def on_cuda(*tensors: Tensor) -> bool:
-    """Whether kernels can work on these tensors: on a device, with memory, which a trace's tensors have not."""
+    """Return whether all tensors are plain CUDA tensors. Tensors of a trace have no memory to launch a kernel on."""
     return all(t.is_cuda and t.__class__ is Tensor for t in tensors)

@@ -24,7 +24,7 @@ class SquarePlus(nn.Module):
 
 
 class Stan(nn.Module):
-    """tanh(x) (1 + beta x), with a beta of its own for each of the last dim's features, learned from 1."""
+    """tanh(x) (1 + beta x), with one learned beta per feature of the last dim, initialized to 1."""
 
     def __init__(self, features: int):
         super().__init__()
@@ -35,7 +35,7 @@ class Stan(nn.Module):
 
 
 class Capped(nn.Module):
-    """An activation that is cut off above `cap`."""
+    """An activation clamped to at most `cap`."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor], cap: float = 1.0):
         super().__init__()
@@ -45,7 +45,7 @@ class Capped(nn.Module):
         return self.fn(x).clamp(max=self.cap)
 
 
-# Each is called with the number of features it will see.
+# name -> function of the number of features that returns the module
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
     "relu": lambda n: nn.ReLU(),
     "leaky_relu": lambda n: nn.LeakyReLU(0.1),
@@ -75,7 +75,7 @@ ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def get_activation(name: str, features: int) -> nn.Module:
-    """The activation of that name for tensors of `features` features.
+    """Return the activation `name` for tensors of `features` features.
 
     >>> get_activation("silu", 8)
     SiLU()

@@ -14,10 +14,11 @@ from .activations import get_activation
 class FullyConnected(nn.Module):
     """`num_layers` hidden layers of `layer_size` features, each followed by an activation, and a linear layer.
 
-    `activation_fn` is a name or a list of names, one for each hidden layer (the last is repeated).
-    `skip_connections` adds the output of every other layer to the one two layers on. `adaptive_activations` scales
-    what all activations see by one learned number. `weight_norm` learns each row of a hidden layer's weight as a
-    length and a direction; `weight_fact` as a factor and a row.
+    activation_fn: a name, or a list of names, one per hidden layer; the last name is repeated.
+    skip_connections: adds the output of every second layer to the output of the layer two further on.
+    adaptive_activations: scales the input of all activations by one learned number.
+    weight_norm: parametrizes each row of a hidden layer's weight by its norm and its direction.
+    weight_fact: parametrizes each row of a hidden layer's weight by a factor and a row.
 
     >>> FullyConnected(in_features=32, out_features=64)(torch.zeros(8, 32)).shape
     torch.Size([8, 64])
@@ -62,7 +63,7 @@ class FullyConnected(nn.Module):
 
 
 class FCLayer(nn.Module):
-    """A linear layer and its activation, which sees the result times `activation_par` if there is one."""
+    """A linear layer, a scaling by `activation_par` unless it is None, and an activation."""
 
     def __init__(self, linear: nn.Module, activation_fn: nn.Module, activation_par: nn.Parameter | None):
         super().__init__()
@@ -81,7 +82,7 @@ def _plain_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class WeightNormLinear(nn.Module):
-    """A linear layer whose weight has the rows' directions of `weight` and their lengths in `weight_g`."""
+    """A linear layer whose weight has rows of the direction of `weight` and the norm of `weight_g`."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -94,7 +95,7 @@ class WeightNormLinear(nn.Module):
 
 
 class WeightFactLinear(nn.Module):
-    """A linear layer whose weight is a row `v` times a factor `g`, at first exp of a normal number around 1 each."""
+    """A linear layer whose weight has the rows `g * v`; each factor `g` is initialized to exp of a normal(1, 0.1)."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()

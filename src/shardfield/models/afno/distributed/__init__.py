@@ -1,3 +1,3 @@
-"""The adaptive Fourier neural operator with its channels shared by the ranks of a group."""
+"""The adaptive Fourier neural operator with its channels sharded over the ranks of a group."""
 
 from .afno import DistributedAFNO as DistributedAFNO

@@ -15,18 +15,18 @@ GROUP = "model_parallel"
 
 
 class DistributedAFNO(nn.Module):
-    """Maps images to images of the same size, with its channels shared by the ranks of the group "model_parallel".
+    """AFNO from images to images of the same size, its channels sharded over the ranks of the group "model_parallel".
 
-    Every rank of the group gets the same images (batch, in_channels, H, W) and returns the same
-    (batch, out_channels, H, W); with `channel_parallel_inputs` or `channel_parallel_outputs`, its own channels of
-    them, cut by `compute_split_shapes`. Result and gradients are those of the model on one process, whose parameters
-    the ranks hold in slices: the same seed gives the same model for any number of ranks, and `load_full_state_dict`
-    and `full_state_dict` go between the two. Without such a group it is that one-process model.
+    Input (batch, in_channels, H, W) and output (batch, out_channels, H, W) are replicated over the group, or with
+    `channel_parallel_inputs` and `channel_parallel_outputs` sharded along their channels by `compute_split_shapes`.
+    Results and gradients equal those of the one-process model, of whose parameters each rank holds a shard. The same
+    seed gives the same model for any number of ranks. `load_full_state_dict` and `full_state_dict` convert between the
+    two. Without this group the model is the one-process model.
 
-    The images are cut into patches of `patch_size`; `depth` blocks mix the `embed_dim` channels of the patches in
-    Fourier space, in `num_blocks` blocks of channels, and then point by point. The channels are cut between blocks,
-    so there must be at least as many of those as ranks. A block costs one all-gather and one reduce-scatter of the
-    patches, and four numbers a patch for its norms.
+    The images are split into patches of `patch_size`. Each of `depth` blocks mixes the `embed_dim` channels of the
+    patches in Fourier space, in `num_blocks` blocks of channels, and then point by point. Channels are sharded between
+    blocks of channels, of which there must be at least as many as ranks. A block sends one all_gather and one
+    reduce_scatter of the patches, and four numbers per patch for its norms.
 
     >>> import torch
     >>> model = DistributedAFNO((32, 64), in_channels=3, out_channels=2, patch_size=8, embed_dim=16, depth=2)
@@ -50,9 +50,9 @@ class DistributedAFNO(nn.Module):
         ranks = ChannelGroup.of(GROUP)
         height, width = inp_shape
         if height % patch_size or width % patch_size:
-            raise ValueError(f"DistributedAFNO: {height} x {width} is not made of patches of {patch_size}")
+            raise ValueError(f"DistributedAFNO: {height} x {width} is not divisible into patches of {patch_size}")
         if embed_dim % num_blocks:
-            raise ValueError(f"DistributedAFNO: {embed_dim} channels are not made of {num_blocks} equal blocks")
+            raise ValueError(f"DistributedAFNO: {embed_dim} channels are not divisible into {num_blocks} equal blocks")
         if num_blocks < ranks.size:
             raise ValueError(
                 f"DistributedAFNO: {num_blocks} blocks of channels are too few for the {ranks.size} ranks of {GROUP!r}"
@@ -81,32 +81,32 @@ class DistributedAFNO(nn.Module):
         return self.head(x)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load the parameters of the one-process model; every rank passes them all and keeps its slices."""
-        cuts, coord = param_shardings_of(self), self.embedding.ranks.coord
-        own = {}
+        """Load the parameters of the one-process model: every rank passes all of them and keeps its shards."""
+        shardings, coord = param_shardings_of(self), self.embedding.ranks.coord
+        local = {}
         for name, value in state_dict.items():
-            if name in cuts:
-                expected = cuts[name].full_shape(self.get_parameter(name).shape)
+            if name in shardings:
+                expected = shardings[name].full_shape(self.get_parameter(name).shape)
                 if tuple(value.shape) != expected:
                     raise ValueError(f"{name} has shape {tuple(value.shape)}, the one-process model's is {expected}")
-                value = cuts[name].of(value, coord)
-            own[name] = value
-        self.load_state_dict(own)
+                value = shardings[name].of(value, coord)
+            local[name] = value
+        self.load_state_dict(local)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The parameters of the one-process model, on every rank; all ranks of the group call this together."""
-        cuts, ranks = param_shardings_of(self), self.embedding.ranks
+        """Return the parameters of the one-process model on every rank. Collective: all ranks of the group call it."""
+        shardings, ranks = param_shardings_of(self), self.embedding.ranks
         state = {name: value.detach() for name, value in self.state_dict().items()}
         if ranks.size == 1:
             return {name: value.clone() for name, value in state.items()}
         return {
-            name: all_gather_v_wrapper(value, cuts[name].lengths, cuts[name].dim, ranks.group)
+            name: all_gather_v_wrapper(value, shardings[name].shard_sizes, shardings[name].dim, ranks.group)
             for name, value in state.items()
         }
 
 
 class Block(nn.Module):
-    """Fourier mixing, then an MLP, each of the normed tokens and added to them."""
+    """Fourier mixing, then an MLP; each acts on normalized tokens and is added to them."""
 
     def __init__(self, ranks: ChannelGroup, blocks: Sequence[int], size: int):
         super().__init__()

@@ -1,6 +1,6 @@
-"""The layers of an adaptive Fourier neural operator.
+"""Layers of a channel-parallel adaptive Fourier neural operator.
 
-They work on tokens (batch, rows, columns, channels), of which a rank holds its own channels.
+Between layers, tokens (batch, rows, columns, channels) are sharded along their channels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .channels import ChannelGroup, ChannelParallel, random_weight
 
 
 class PatchEmbedding(ChannelParallel):
-    """Images (batch, channels, H, W) -> tokens: each patch of p x p pixels becomes one, plus an embedding of its place.
+    """Embed images (batch, channels, H, W) as tokens: one per patch of p x p pixels, plus a position embedding.
 
-    With `own_inputs` a rank gets its own channels of the images, else all of them.
+    With `own_inputs` the images are sharded along their channels, else replicated.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PatchEmbedding(ChannelParallel):
         batch, _, height, width = x.shape
         patches = x.reshape(batch, -1, height // p, p, width // p, p)
         if self.own_inputs:
-            tokens = torch.einsum("bchpwq,ecpq->bhwe", patches, self.weight)  # an addend of all channels
+            tokens = torch.einsum("bchpwq,ecpq->bhwe", patches, self.weight)  # partial sum of all channels
             tokens = self.ranks.reduce_scatter(tokens, 3, self.channels)
         else:
             tokens = torch.einsum("bchpwq,ecpq->bhwe", self.ranks.replicate_in(patches), self.weight)
@@ -52,7 +52,10 @@ class PatchEmbedding(ChannelParallel):
 
 
 class ChannelNorm(ChannelParallel):
-    """Layer norm over channels: each rank's mean and sum of squares about it are merged, two numbers a token."""
+    """Layer norm over sharded channels.
+
+    The ranks all-gather the mean and the sum of squared deviations of their channels, two numbers per token.
+    """
 
     def __init__(self, ranks: ChannelGroup, channels: Sequence[int], eps: float = 1e-6):
         super().__init__(ranks)
@@ -63,24 +66,24 @@ class ChannelNorm(ChannelParallel):
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.size == 1:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean = wide.mean(-1)
-        squares = (wide - mean.unsqueeze(-1)).square().sum(-1)
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean = x32.mean(-1)
+        squares = (x32 - mean.unsqueeze(-1)).square().sum(-1)
         moments = self.ranks.gather(torch.stack([mean, squares]).unsqueeze(0), 0, [1] * self.ranks.size)
-        counts = torch.tensor(self.channels, dtype=wide.dtype, device=x.device).reshape(-1, *[1] * mean.dim())
+        counts = torch.tensor(self.channels, dtype=x32.dtype, device=x.device).reshape(-1, *[1] * mean.dim())
         total = sum(self.channels)
         means, squares = moments.unbind(1)
         mean = (means * counts).sum(0) / total
         variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / total
-        normed = (wide - mean.unsqueeze(-1)) * torch.rsqrt(variance + self.eps).unsqueeze(-1)
+        normed = (x32 - mean.unsqueeze(-1)) * torch.rsqrt(variance + self.eps).unsqueeze(-1)
         return (normed * self.weight + self.bias).to(x.dtype)
 
 
 class FourierMixing(ChannelParallel):
-    """Mixes tokens in Fourier space: every mode goes through a two-layer network whose weights are block-diagonal.
+    """Mix tokens in Fourier space: a two-layer network with block-diagonal weights is applied to every mode.
 
-    The channels are cut between blocks, so each rank mixes its own without a message. Soft shrinkage sets small
-    coefficients to zero. Complex weights are kept as pairs of real ones.
+    Channels are sharded between blocks, so each rank mixes its own channels without communication. Soft shrinkage sets
+    small coefficients to zero. Complex weights are stored as pairs of real numbers.
     """
 
     def __init__(self, ranks: ChannelGroup, blocks: Sequence[int], width: int, threshold: float = 0.01):
@@ -93,9 +96,9 @@ class FourierMixing(ChannelParallel):
         self.b2 = self.shard_param(0.02 * torch.randn(count, width, 2), 0, blocks, "b2")
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # there is no FFT in half precision
-        size = wide.shape[1:3]
-        modes = torch.fft.rfft2(wide, dim=(1, 2), norm="ortho").unflatten(-1, (-1, self.width))
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # FFT does not support half precision
+        size = x32.shape[1:3]
+        modes = torch.fft.rfft2(x32, dim=(1, 2), norm="ortho").unflatten(-1, (-1, self.width))
         modes = _on_real_and_imag(F.relu, self._dense(modes, self.w1, self.b1))
         modes = _on_real_and_imag(lambda t: F.softshrink(t, self.threshold), self._dense(modes, self.w2, self.b2))
         mixed = torch.fft.irfft2(modes.flatten(-2), s=size, dim=(1, 2), norm="ortho")
@@ -107,31 +110,34 @@ class FourierMixing(ChannelParallel):
 
 
 def _on_real_and_imag(fn, x: Tensor) -> Tensor:
-    """A function of real numbers on the real and the imaginary parts."""
+    """Apply a function of real numbers to the real and the imaginary parts."""
     return torch.view_as_complex(fn(torch.view_as_real(x)))
 
 
 class ChannelMLP(ChannelParallel):
-    """Two linear layers over all channels with a GELU between: each rank has its own hidden features."""
+    """Two linear layers with a GELU between. The hidden features are sharded.
+
+    Forward: all_gather of the channels, reduce_scatter of the result. Backward: the reverse.
+    """
 
     def __init__(self, ranks: ChannelGroup, channels: Sequence[int], hidden: int):
         super().__init__(ranks)
         self.channels = tuple(channels)
-        size, own = sum(channels), compute_split_shapes(hidden, ranks.size)
-        self.w1 = self.shard_param(random_weight(hidden, size), 0, own, "w1")
-        self.b1 = self.shard_param(torch.zeros(hidden), 0, own, "b1")
-        self.w2 = self.shard_param(random_weight(size, hidden), 1, own, "w2")
+        size, hidden_sizes = sum(channels), compute_split_shapes(hidden, ranks.size)
+        self.w1 = self.shard_param(random_weight(hidden, size), 0, hidden_sizes, "w1")
+        self.b1 = self.shard_param(torch.zeros(hidden), 0, hidden_sizes, "b1")
+        self.w2 = self.shard_param(random_weight(size, hidden), 1, hidden_sizes, "w2")
         self.b2 = self.shard_param(torch.zeros(size), 0, channels, "b2")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ranks.gather(x, 3, self.channels)  # all channels
-        x = F.gelu(F.linear(x, self.w1, self.b1))  # own hidden features
-        x = F.linear(x, self.w2)  # an addend of all channels
+        x = F.gelu(F.linear(x, self.w1, self.b1))  # this rank's hidden features
+        x = F.linear(x, self.w2)  # partial sum of all channels
         return self.ranks.reduce_scatter(x, 3, self.channels) + self.b2
 
 
 class PatchHead(ChannelParallel):
-    """Tokens -> images (batch, channels, H, W): all channels, or with `own_outputs` a rank's own."""
+    """Map tokens to images (batch, channels, H, W): replicated, or with `own_outputs` sharded along their channels."""
 
     def __init__(self, ranks: ChannelGroup, channels: Sequence[int], outputs: int, patch: int, own_outputs: bool):
         super().__init__(ranks)
@@ -140,7 +146,7 @@ class PatchHead(ChannelParallel):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, rows, columns, _ = x.shape
-        image = torch.einsum("bhwe,cpqe->bchpwq", x, self.weight)  # an addend
+        image = torch.einsum("bhwe,cpqe->bchpwq", x, self.weight)  # partial sum
         image = image.reshape(batch, self.outputs, rows * self.patch, columns * self.patch)
         if self.own_outputs:
             return self.ranks.reduce_scatter(image, 1, compute_split_shapes(self.outputs, self.ranks.size))
