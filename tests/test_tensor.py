@@ -9,11 +9,13 @@ import tracemalloc
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfield
 from shardfield import ShardingError, ShardTensor, scatter_tensor, sync_module_over_mesh
 from shardfield.comm import collectives
+from shardfield.tensor import DEFERRED_ATTRIBUTES
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -230,3 +232,42 @@ def test_sync_module():
 
 def test_names():
     assert shardfield.ShardTensorSpec and tracemalloc
+
+
+def read_on_one_rank(requires_grad: bool) -> tuple[list[str], int]:
+    """Read what must not communicate on rank 0 only; return the reprs there and the messages sent."""
+    mesh = world_mesh((2,))
+    x = scatter_tensor(field(1, 1, 8, 8) if dist.get_rank() == 0 else None, 0, mesh, [Shard(2)])
+    x.requires_grad_(requires_grad)
+    spectrum = torch.fft.rfft2(x)
+    tensors = {
+        "Partial": ShardTensor.from_local(x.to_local(), mesh, [Partial()], "chunk"),
+        "LazySpectrum": spectrum,
+        "SparseSpectrum": torch.zeros_like(spectrum),
+        "LazyPad": F.pad(x, (1, 1, 1, 1), mode="circular"),
+    }
+    reprs = []
+    with shardfield.explain() as report:
+        if dist.get_rank() == 0:
+            for name, tensor in tensors.items():
+                before = tensor._deferred
+                assert (before is None) == (name == "Partial"), name
+                reprs.append(repr(tensor))
+                _ = tensor.shape, tensor.dtype, tensor.device, tensor.placements, tensor._spec, tensor.is_complex()
+                for attribute in DEFERRED_ATTRIBUTES:
+                    getattr(tensor, attribute)
+                assert requires_grad or tensor.grad_fn is None
+                assert tensor._deferred is before, f"{name} was materialized"
+    dist.barrier()
+    for name, tensor in tensors.items():  # now on all ranks
+        _ = tensor.to_local()
+        assert tensor._deferred is None and "deferred" not in repr(tensor), name
+    return reprs, report.messages
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_repr_and_metadata_never_communicate(requires_grad):
+    (reprs, sent), (_, other) = run_on_ranks(read_on_one_rank, 2, requires_grad)
+    assert sent == other == 0
+    for name, text in zip(["local=tensor", "LazySpectrum", "SparseSpectrum", "LazyPad"], reprs, strict=True):
+        assert name in text, text

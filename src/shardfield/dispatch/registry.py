@@ -8,7 +8,7 @@ gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .._compat import dynamo_disable, without_override_check
 from ..debug import explain
 from ..errors import ShardingError
 from ..redistribute import redistribute
-from ..tensor import ShardTensor, entry, wrap
+from ..tensor import Deferred, ShardTensor, entry, wrap
 from .arguments import as_operand, map_tensors, to_full_tensor
 from .arguments import mesh_of as mesh_of
 from .arguments import write_out as write_out
@@ -47,32 +47,68 @@ def _function_aliases(function: Any, exact: bool) -> Iterable[Any]:
     return (function,) if exact else aliases(function)
 
 
+# Called as `accept(handler, func, types, args, kwargs)` for a call whose first tensor is deferred; `handler` is the
+# ordinary one, which materializes its operands.
+DeferredHandler = Callable[[Handler, Any, Sequence[type], tuple, dict], Any]
+AcceptsDeferred = Mapping[type[Deferred], DeferredHandler]
+Around = Callable[[Handler], Handler]
+
+
+def _compose(run: Handler, accepts_deferred: AcceptsDeferred | None, around: Around | None) -> Handler:
+    """Return the handler `run`, preceded by the handlers of deferred operands and by `around`."""
+    if around is not None:
+        run = around(run)
+    if not accepts_deferred:
+        return run
+
+    def accept(func, types, args, kwargs):
+        first = args[0] if args else kwargs.get("input")
+        if first.__class__ is ShardTensor and first._deferred is not None:
+            found = accepts_deferred.get(first._deferred.__class__)
+            if found is not None:
+                return found(run, func, types, args, kwargs)
+        return run(func, types, args, kwargs)
+
+    return accept
+
+
 def rule(
-    *functions: Any, partial: bool = False, merged: bool = False, exact: bool = False
+    *functions: Any,
+    partial: bool = False,
+    merged: bool = False,
+    exact: bool = False,
+    accepts_deferred: AcceptsDeferred | None = None,
+    around: Around | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register a pure planner for torch functions (and their method forms; `exact`: for these objects alone).
 
     The planner's parameters are the function's; a keyword-only `fn` receives the function that was called. Partial
     operands are reduced and merged dims are laid out simply before it is asked, unless it says it can do with them.
+
+    `accepts_deferred`: class of a deferred value -> the handler of calls whose first tensor is such a value. `around`
+    gets the planner's handler and returns the one to register, for operands that no plan takes (sparse matrices).
     """
 
     def register(planner: Callable) -> Callable:
         for function in functions:
             for alias in _function_aliases(function, exact):
-                HANDLERS[alias] = make_handler(planner, partial, merged, is_torch_function=True)
+                run = make_handler(planner, partial, merged, is_torch_function=True)
+                HANDLERS[alias] = _compose(run, accepts_deferred, around)
                 RULES[alias] = planner
         return planner
 
     return register
 
 
-def handler(*functions: Any, exact: bool = False) -> Callable[[Callable], Callable]:
+def handler(
+    *functions: Any, exact: bool = False, accepts_deferred: AcceptsDeferred | None = None
+) -> Callable[[Callable], Callable]:
     """Register a function `(func, types, args, kwargs)` written in terms of other calls on ShardTensors."""
 
     def register(function_handler: Callable) -> Callable:
         for function in functions:
             for alias in _function_aliases(function, exact):
-                HANDLERS[alias] = function_handler
+                HANDLERS[alias] = _compose(function_handler, accepts_deferred, None)
                 RULES[alias] = function_handler
         return function_handler
 

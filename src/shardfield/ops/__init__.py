@@ -1,4 +1,4 @@
-"""Rules of all torch functions, one package per family. Importing this package registers them."""
+"""The rules, one package per family. Importing this package registers them."""
 
 from .attention import sdpa as sdpa
 from .elementwise import cross_entropy as cross_entropy
@@ -51,11 +51,11 @@ from .stencil import diff as diff
 from .stencil import fold_unfold as fold_unfold
 from .stencil import grid_sample as grid_sample
 from .stencil import interpolate as interpolate
+from .stencil import lazy_pad as lazy_pad
 from .stencil import pad as pad
 from .stencil import pool as pool
 from .stencil import unpool as unpool
 
-from .stencil import lazy_pad as lazy_pad  # isort: skip  (wraps rules that are registered above)
-from .protocol.method_install import install_methods as _install  # isort: skip
+from .protocol.method_install import install_methods as _install  # isort: skip  (after all rules are registered)
 
 _install()

@@ -20,6 +20,7 @@ from ...layout import Layout
 from ...redistribute import redistribute
 from .._common.broadcast import broadcast_layout
 from .contraction_strategy import Label, Term, plan_contraction
+from .sparse_mm import AROUND_SPARSE
 
 
 def validate_args(fn: Callable, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +87,7 @@ def _pair_rule(first: str, left: str, second: str, right: str, out: str) -> Call
 
 
 for _name, _row in PAIRS.items():
-    rule(_name, partial=True, merged=True)(_pair_rule(*_row))
+    rule(_name, partial=True, merged=True, around=AROUND_SPARSE.get(_name))(_pair_rule(*_row))
 
 
 # ---------------------------------------------------------------------- a product added to an input
@@ -146,14 +147,14 @@ def _add_product_inplace(func, types, args, kwargs):
 
 
 for _name, _more in ADD_PRODUCTS.items():
-    rule(_name, partial=True, merged=True)(_add_product_rule(*_more))
+    rule(_name, partial=True, merged=True, around=AROUND_SPARSE.get(_name))(_add_product_rule(*_more))
     handler(_name + "_")(_add_product_inplace)
 
 
 # ---------------------------------------------------------------------- other products
 
 
-@rule("linear", partial=True, merged=True)
+@rule("linear", partial=True, merged=True, around=AROUND_SPARSE["linear"])
 def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     """Run locally if features are unsharded; else the product is a partial sum, and one coord adds the bias."""
     validate_args(fn, input, weight, bias)
@@ -188,7 +189,7 @@ def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | 
     return Plan(local=local, operands=operands, layout=plan.result)
 
 
-@rule("matmul", torch.linalg.matmul, partial=True, merged=True)
+@rule("matmul", torch.linalg.matmul, partial=True, merged=True, around=AROUND_SPARSE["matmul"])
 def matmul(input: Operand, other: Operand, *, fn):
     """Broadcast batch dims; a vector lacks the row or column dim."""
     validate_args(fn, input, other)

@@ -23,6 +23,7 @@ from .._common.probe import probe_shapes
 from ..shape.flip_roll import shard_by_one_axis
 from .conv_local import AUTOCAST_DTYPES, CONV, CONV_TRANSPOSE, ConvArgs, HaloConv
 from .halo_plan import HaloPlan
+from .lazy_pad import accept_lazy_pad
 from .pad import PadSpec, dim_paddings_of, padded_operand
 from .window import Window
 
@@ -41,7 +42,7 @@ def resolve_padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]
     return (0,) * len(kernel) if padding == "valid" else to_ntuple(padding, len(kernel))
 
 
-@rule("conv1d", "conv2d", "conv3d", merged=True)
+@rule("conv1d", "conv2d", "conv3d", merged=True, accepts_deferred=accept_lazy_pad())
 def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, pre_pad=(), fn):
     """Exchange halos along sharded spatial dims. `pre_pad` is the padding of a deferred `F.pad` of the input."""
     padded = padded_operand(input, pre_pad)

@@ -22,6 +22,7 @@ from ...layout import DimSharding
 from .._common.probe import probe_shapes
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
+from .lazy_pad import accept_lazy_pad
 from .pad import dim_paddings_of, padded_operand
 from .padded_block import PaddedBlockPlan, empty_result
 from .pool import keep_partial_sums, result_dtype
@@ -36,7 +37,7 @@ def unfold_windows(size: Sequence[int], kernel: Any, dilation: Any, padding: Any
     return windows
 
 
-@rule(F.unfold, exact=True, partial=True, merged=True)
+@rule(F.unfold, exact=True, partial=True, merged=True, accepts_deferred=accept_lazy_pad())
 def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, pre_pad=()):
     """Return columns along one merged dim (row, column in the row), sharded like the patches' centers."""
     source, input = input.layout, padded_operand(input, pre_pad)

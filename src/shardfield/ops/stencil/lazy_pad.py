@@ -1,15 +1,15 @@
-"""Borders that are not there yet: a padded field waits until it is known who reads it.
+"""Lazy padding: `F.pad` of a sharded field is deferred until its consumer is known.
 
-A field that goes round in a circle, or is mirrored at its ends, is padded and then convolved. Padded at once, a cut
-field would send the border's rows in one exchange and the convolution's halo in another, and would be copied whole in
-between. So `F.pad` of a cut field makes an ordinary ShardTensor without a local tensor, which remembers the field and
-its borders. A convolution, a pool or `F.unfold` takes the field with its borders, which may be others along each dim,
-and asks for all it reads at once; whatever else wants the padded field gets it as it would have been.
+A periodic or reflecting field is padded and then convolved. Padded eagerly, a sharded field would send the rows of the
+padding in one exchange and the convolution's halo in another, and would be copied in between. So `F.pad` returns a
+ShardTensor whose `Deferred` value holds the field and its padding. A convolution, a pool or `F.unfold` (the rules with
+`accepts_deferred=accept_lazy_pad()`) takes the field with its padding and exchanges all it reads at once; any other
+read of the local tensor materializes the padded field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,22 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import has_saved_tensor_hooks
-from ...dispatch import registry
+from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand
-from ...dispatch.torch_aliases import aliases
+from ...dispatch.registry import DeferredHandler, handler
+from ...dispatch.torch_aliases import function_name
 from ...dispatch.write_tracking import WRITE_OBSERVERS, WriteObserver
 from ...errors import ShardingError
 from ...layout import Layout
 from ...tensor import Deferred, ShardTensor, wrap_deferred
 from ...trace_state import same_memory
-from .pad import PadSpec, padding_by_dim
-from .pad import pad as plan_pad
+from .pad import PadSpec, padding_by_dim, plan_pad
 
-eager_pad = registry.HANDLERS[F.pad]
+eager_pad = make_handler(plan_pad, partial=True, merged=True, is_torch_function=True)
 
 
 class LazyPad(Deferred):
-    """A field and the pads it is to get, each along other dims than those before it."""
+    """A field and the arguments of successive `F.pad` calls on it, each along other dims than those before."""
 
     def __init__(self, source: ShardTensor, steps: tuple[tuple, ...], pre_pad: PadSpec, layout: Layout, grad: bool):
         self.source, self.steps, self.pre_pad, self.layout = source, steps, pre_pad, layout
@@ -45,32 +45,35 @@ class LazyPad(Deferred):
         return self.grad_enabled and self.source.requires_grad
 
     def field(self) -> ShardTensor:
-        """The field as it was when it was padded."""
+        """Return the field as it was when it was padded; raise if it was written since without an announcement."""
         if self.source._version != self.version:
             raise ShardingError(
-                "the local tensor of a field was written into after the field was padded and before that was used; "
-                "pad a clone() of it"
+                "F.pad: the local tensor of the padded field was written after the call and before the result was "
+                "used; pad a clone() of the field"
             )
         return self.source if self.grad_enabled else self.source.detach()
 
     def before_write(self, target: Tensor) -> None:
-        """Take a copy of the field, into which someone is about to write by way of `target`."""
+        """Take a snapshot of the field before a write through `target`."""
         if same_memory(target, self.source._local_tensor):
             with torch.set_grad_enabled(self.grad_enabled):
                 self.source = self.field().clone()
             self.version = self.source._version
 
     def materialize(self) -> ShardTensor:
-        """The padded field itself."""
+        """Compute the padded field. Communicates."""
         with torch.set_grad_enabled(self.grad_enabled):
-            found = self.field()
+            padded = self.field()
             for step in self.steps:
-                found = eager_pad(F.pad, (), (found, *step), {})
-            return found._redistribute_to(self.layout)
+                padded = eager_pad(F.pad, (), (padded, *step), {})
+            return padded._redistribute_to(self.layout)
 
 
 class SavedInput(WriteObserver):
-    """What backward keeps of a field. On one device that is its padded copy: the field may be written into."""
+    """The field that backward of a fused op saved, with a snapshot before a write.
+
+    On one device backward saves the padded copy, so the field itself may be written.
+    """
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor, tensor._version
@@ -82,6 +85,7 @@ class SavedInput(WriteObserver):
             self.version = self.tensor._version
 
     def checked_tensor(self) -> Tensor:
+        """Return the saved tensor; raise if it was written without an announcement."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "the local tensor of a field that backward needs has been modified by an inplace operation"
@@ -93,91 +97,80 @@ class SavedInput(WriteObserver):
 def _padded_layout(
     layout: Layout, dtype: torch.dtype, device: torch.device, pad: tuple[int, ...], mode: str, value: Any
 ):
-    """Where a padded field lies; None if it takes a gather. torch's own errors."""
+    """Return the layout of the padded field, None if padding falls back to a gather; raise torch's errors."""
     plan = plan_pad(Operand(layout, dtype, device, 0), list(pad), mode, value, fn=F.pad)
     return None if plan is None else plan.layout
 
 
-@registry.handler("pad")
+@handler("pad")
 def pad(func, types, args, kwargs):
-    """Later, where cells of a cut field are to show in its border."""
-    later = _defer_pad(*args, **kwargs)
-    return eager_pad(func, types, args, kwargs) if later is None else later
+    """Defer padding that reads cells of a sharded field; run all other padding eagerly."""
+    deferred = _defer_pad(*args, **kwargs)
+    return eager_pad(func, types, args, kwargs) if deferred is None else deferred
 
 
 def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> ShardTensor | None:
     if input.__class__ is not ShardTensor or not pad or not all(type(n) is int and n >= 0 for n in pad):
         return None
-    waiting: Any = input._deferred
-    joins = isinstance(waiting, LazyPad) and waiting.grad_enabled == torch.is_grad_enabled()
-    if mode not in ("reflect", "replicate", "circular") and not (joins and mode == "constant" and not value):
+    former: Any = input._deferred
+    extends = isinstance(former, LazyPad) and former.grad_enabled == torch.is_grad_enabled()
+    if mode not in ("reflect", "replicate", "circular") and not (extends and mode == "constant" and not value):
         return None
     layout = input._layout
-    by = padding_by_dim(input.ndim, pad)
-    borders = tuple((d - input.ndim, mode, *both) for d, both in sorted(by.items()))
-    joins = joins and not {d for d, *_ in waiting.pre_pad} & {d for d, *_ in borders}
-    if joins:
-        source, steps, borders = waiting.source, waiting.steps, waiting.pre_pad + borders
+    paddings = padding_by_dim(input.ndim, pad)
+    pre_pad = tuple((d - input.ndim, mode, *sides) for d, sides in sorted(paddings.items()))
+    extends = extends and not {d for d, *_ in former.pre_pad} & {d for d, *_ in pre_pad}
+    if extends:
+        source, steps, pre_pad = former.source, former.steps, former.pre_pad + pre_pad
     else:
-        cut = any(map(layout.is_sharded, {*by, *range(2, layout.ndim)}))  # so that an exchange is to come
-        if mode == "constant" or not by or not cut or not layout.is_simple or layout.partial:
+        exchanges = any(map(layout.is_sharded, {*paddings, *range(2, layout.ndim)}))
+        if mode == "constant" or not paddings or not exchanges or not layout.is_simple or layout.partial:
             return None
-        if input._local_tensor.is_inference():  # nobody counts its writes
+        if input._local_tensor.is_inference():  # its writes are not counted
             return None
         source, steps = input, ()
     goal = _padded_layout(layout, input._dtype, input._device, tuple(pad), mode, value)
     if goal is None:
         return None
-    padded = LazyPad(source, (*steps, (list(pad), mode, value)), borders, goal, torch.is_grad_enabled())
-    if joins:
-        padded.version = waiting.version
+    padded = LazyPad(source, (*steps, (list(pad), mode, value)), pre_pad, goal, torch.is_grad_enabled())
+    if extends:
+        padded.version = former.version
     return wrap_deferred(padded, input._dtype, input._device)
 
 
-# ---------------------------------------------------------------------- who takes a field with its borders
+# ---------------------------------------------------------------------- rules that accept a lazily padded input
+
+MODES = ("reflect", "replicate", "circular", "constant")
 
 
-def accept_lazy_pad(
-    function: Any, nd: int, modes: tuple[str, ...] = ("reflect", "replicate", "circular", "constant")
-) -> None:
-    """Calls of a function over the last `nd` dims whose planner takes `pre_pad` of these modes."""
-    for alias in [function] if callable(function) else aliases(function):
-        registry.HANDLERS[alias] = _accepting_lazy_pad(registry.HANDLERS[alias], nd, modes)
+def accept_lazy_pad(*modes: str) -> Mapping[type[Deferred], DeferredHandler]:
+    """Return the `accepts_deferred` of a rule whose planner takes `pre_pad` of these modes, by default all."""
+    return {LazyPad: partial(_run_on_field, modes or MODES)}
 
 
-def _accepting_lazy_pad(handler: Callable, nd: int, modes: tuple[str, ...]) -> Callable:
-    def call(func, types, args, kwargs):
-        input = args[0] if args else kwargs.get("input")
-        waiting: Any = input._deferred if input.__class__ is ShardTensor else None
-        if not isinstance(waiting, LazyPad) or "out" in kwargs:
-            return handler(func, types, args, kwargs)
-        if any(d < -nd or mode not in modes for d, mode, *_ in waiting.pre_pad):
-            return handler(func, types, args, kwargs)
-        field = waiting.field()
-        if field.requires_grad and torch.is_grad_enabled():
-            input._grad_incomplete = True
-        kwargs = {k: v for k, v in kwargs.items() if k != "input"} | {"pre_pad": waiting.pre_pad}
-        if not torch.is_grad_enabled():
-            return handler(func, types, (field, *args[1:]), kwargs)
-        if has_saved_tensor_hooks():
-            return handler(func, types, (field.clone(), *args[1:]), kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(partial(_pack, field._local_tensor), _unpack):
-            return handler(func, types, (field, *args[1:]), kwargs)
-
-    return call
+def _run_on_field(modes: tuple[str, ...], handler, func, types, args, kwargs):
+    """Call `handler` with the field and `pre_pad`; with the padded field where that is not supported."""
+    input = args[0] if args else kwargs["input"]
+    padded: LazyPad = input._deferred
+    name = function_name(func)
+    nd = next((int(c) for c in name if c.isdigit()), 2)  # conv1d, max_pool2d_with_indices, unfold
+    if "out" in kwargs or any(d < -nd or mode not in modes for d, mode, *_ in padded.pre_pad):
+        return handler(func, types, args, kwargs)
+    field = padded.field()
+    if field.requires_grad and torch.is_grad_enabled():
+        input._grad_incomplete = True
+    kwargs = {k: v for k, v in kwargs.items() if k != "input"} | {"pre_pad": padded.pre_pad}
+    if not torch.is_grad_enabled():
+        return handler(func, types, (field, *args[1:]), kwargs)
+    if has_saved_tensor_hooks():
+        return handler(func, types, (field.clone(), *args[1:]), kwargs)
+    with torch.autograd.graph.saved_tensors_hooks(partial(_pack, field._local_tensor), _unpack):
+        return handler(func, types, (field, *args[1:]), kwargs)
 
 
 def _pack(field: Tensor, tensor: Tensor) -> Any:
     return SavedInput(tensor) if same_memory(tensor, field) else tensor
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept.checked_tensor() if isinstance(kept, SavedInput) else kept
-
-
-for _nd in (1, 2, 3):
-    accept_lazy_pad(f"conv{_nd}d", _nd)
-    accept_lazy_pad(f"avg_pool{_nd}d", _nd)
-    for _name in (f"max_pool{_nd}d", f"max_pool{_nd}d_with_indices"):
-        accept_lazy_pad(_name, _nd, ("reflect", "replicate", "circular"))  # no zeros outside: nothing is larger there
-accept_lazy_pad(F.unfold, 2)
+def _unpack(saved: Any) -> Tensor:
+    return saved.checked_tensor() if isinstance(saved, SavedInput) else saved

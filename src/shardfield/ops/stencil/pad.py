@@ -74,8 +74,7 @@ def padded_operand(input: Operand, pre_pad: PadSpec) -> Operand:
     return Operand(layout, input.dtype, input.device, input.position)
 
 
-@rule("pad", partial=True, merged=True)
-def pad(input: Operand, pad, mode="constant", value=None, *, fn):
+def plan_pad(input: Operand, pad, mode="constant", value=None, *, fn):
     """Pad locally in mode constant; in other modes copy rows, which may be fetched from other ranks."""
     pad = list(pad)
     F.pad(meta_tensor(input), pad, mode, value)

@@ -22,6 +22,7 @@ from .._common.probe import probe_shapes
 from ..reduction.minmax import reduction_identity
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
+from .lazy_pad import accept_lazy_pad
 from .pad import dim_paddings_of, padded_operand
 from .padded_block import PaddedBlockPlan, empty_result
 from .window import Window
@@ -60,6 +61,7 @@ class PoolArgs:
     *(f"max_pool{nd}d" for nd in MAX_POOL),
     *(f"max_pool{nd}d_with_indices" for nd in MAX_POOL),
     merged=True,
+    accepts_deferred=accept_lazy_pad("reflect", "replicate", "circular"),  # zeros are not the lowest value
 )
 def max_pool(
     input: Operand,
@@ -132,7 +134,7 @@ def to_global_flat_index(
 # ---------------------------------------------------------------------- averages
 
 
-@rule(*(f"avg_pool{nd}d" for nd in AVG_POOL), partial=True, merged=True)
+@rule(*(f"avg_pool{nd}d" for nd in AVG_POOL), partial=True, merged=True, accepts_deferred=accept_lazy_pad())
 def avg_pool(
     input: Operand,
     kernel_size,
