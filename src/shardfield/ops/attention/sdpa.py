@@ -31,7 +31,7 @@ from ...dispatch.registry import HANDLERS, handler, rule
 from ...layout import Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor
-from .._common.probe import probe, probe_shapes
+from .._common.probe import probe
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import Coords, Spans, ZigzagExchange, causal_tiles, full_tiles, plan_zigzag
 from .ring import Dropout, RingPlan, attend
@@ -132,7 +132,7 @@ def _validate(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> 
         # mask and is_causal together are valid for some kernels, but not for shape functions
         return fn(query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=gqa)
 
-    probe_shapes(call, query, key, value, mask)
+    probe(call, query, key, value, mask, meta=True)
 
     def small(x: Operand) -> Tensor:
         shape = [*(min(n, 2) for n in x.shape[:-3]), *x.shape[-3:-2], *(min(n, 2) for n in x.shape[-2:-1]), x.shape[-1]]

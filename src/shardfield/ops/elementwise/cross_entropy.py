@@ -8,6 +8,7 @@ entropy over a sharded class dim communicates the two small messages of a softma
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import HANDLERS, composed, rule
 from ...layout import DimSharding, Layout, nested_chunk
-from .._common.probe import autocast_to_fp32, probe, probe_shapes, raise_if, raise_if_any_rank
+from .._common.autocast import autocast_to_fp32
+from .._common.probe import probe
+from .._common.value_checks import raise_if, raise_if_any_rank
 from .loss import MEAN, NONE
 
 NN = NAMESPACES[1]
@@ -96,6 +99,15 @@ def _check_weight_no_grad(weight: Tensor | None, name: str) -> None:
         )
 
 
+def _check_shapes(fn: Callable, *args: Any) -> None:
+    """Raise torch's errors about the shapes of a loss. Meta kernels refuse uint8 targets, which the real ones take."""
+
+    def call(input: Tensor, target: Tensor, *rest: Any) -> Any:
+        return fn(input, target.long() if target.dtype is torch.uint8 else target, *rest)
+
+    probe(call, *args, meta=True)
+
+
 @rule(NN.nll_loss_nd, NN.nll_loss, NN.nll_loss2d, exact=True)
 def nll_loss(
     input: Operand, target: Operand, weight=None, reduction=NONE, ignore_index=-100, *, smoothing=0.0, fn
@@ -106,7 +118,7 @@ def nll_loss(
     of every target evenly over the classes, like the `label_smoothing` of cross entropy.
     """
     dtype = probe(fn, input, target, weight, reduction, ignore_index).dtype
-    probe_shapes(fn, input, target, weight, reduction, ignore_index)
+    _check_shapes(fn, input, target, weight, reduction, ignore_index)
     lookup = ClassLookup(input, target)
     classes, dim, span = lookup.classes, lookup.dim, lookup.span
 
@@ -162,7 +174,7 @@ def _reshape_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
 def cross_entropy(input, target, weight=None, reduction=NONE, ignore_index=-100, label_smoothing=0.0):
     """Compute cross entropy with class indices, or with class probabilities if the target has the input's shape."""
     fn = NN.cross_entropy_loss
-    probe_shapes(fn, input, target, weight, reduction, ignore_index, label_smoothing)
+    _check_shapes(fn, input, target, weight, reduction, ignore_index, label_smoothing)
     input, target, weight = autocast_to_fp32(input, target, weight)
     dim = 0 if input.ndim == 1 else 1
     scores = torch.log_softmax(input, dim)
@@ -184,7 +196,7 @@ def cross_entropy(input, target, weight=None, reduction=NONE, ignore_index=-100,
 def multi_margin_loss(input: Operand, target: Operand, p=1, margin=1.0, weight=None, reduction=NONE, *, fn):
     """Compute the margin violations of the other classes. One all_reduce replicates the target's score first."""
     dtype = probe(fn, input, target, p, margin, weight, reduction).dtype
-    probe_shapes(fn, input, target, p, margin, weight, reduction)
+    _check_shapes(fn, input, target, p, margin, weight, reduction)
     lookup = ClassLookup(input, target)
     classes, dim = lookup.classes, lookup.dim
     local_classes = torch.arange(lookup.span.start, lookup.span.stop, device=input.device)
@@ -209,7 +221,7 @@ def multi_margin_loss(input: Operand, target: Operand, p=1, margin=1.0, weight=N
 def multilabel_margin_loss(input: Operand, target: Operand, reduction=NONE, *, fn):
     """Compare every label with every other class; the class dim is unsharded and its axes shard the batch instead."""
     probe(fn, input, target, reduction)
-    probe_shapes(fn, input, target, reduction)
+    _check_shapes(fn, input, target, reduction)
     mesh = input.layout.mesh
     layout = Layout.replicate(mesh, input.shape)
     if input.ndim == 2:

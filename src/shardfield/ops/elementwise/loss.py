@@ -16,7 +16,9 @@ from torch import Tensor
 from ..._compat import NAMESPACES, caller_argument, without_override_check
 from ...dispatch.plan import process_groups
 from ...dispatch.registry import as_operand, composed, handler, mesh_of
-from .._common.probe import autocast_to_fp32, probe_shapes, raise_if_any_rank
+from .._common.autocast import autocast_to_fp32
+from .._common.probe import probe
+from .._common.value_checks import raise_if_any_rank
 from .pointwise import pointwise
 
 NN = NAMESPACES[1]
@@ -97,7 +99,7 @@ def triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6,
 @composed(torch.cosine_embedding_loss, exact=True)
 def cosine_embedding_loss(input1, input2, target, margin=0.0, reduction=NONE):
     """Return 1 - cos if the target is 1, and max(0, cos - margin) if the target is -1."""
-    probe_shapes(torch.cosine_embedding_loss, input1, input2, target, margin, reduction)
+    probe(torch.cosine_embedding_loss, input1, input2, target, margin, reduction, meta=True)
     input1, input2 = autocast_to_fp32(input1, input2)
     dim, tiny = target.ndim, 1e-12
     products = (input1 * input2).sum(dim)

@@ -21,16 +21,12 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, chunk
 from .._common.broadcast import align, broadcast_layout
+from .._common.probe import meta_tensor
 from .basic_index import normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .owners import Owners, validate_index
 from .parse_index import broadcast_index_shapes
 from .result_placement import record_sharding
-
-
-def meta_tensors(*operands: Operand) -> list[Tensor]:
-    """Tensors without data, by which torch itself judges the shapes and dtypes of a call."""
-    return [torch.empty(o.shape, dtype=o.dtype, device="meta") for o in operands]
 
 
 def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> tuple[Layout, Layout]:
@@ -224,7 +220,7 @@ def flat_element_indices(index: Tensor, dim: int, owners: Owners, where: Layout)
 @rule("gather", partial=True)
 def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     """One element for each entry of the index. (The gradient is dense: a sparse one could not be summed over ranks.)"""
-    shape = fn(*meta_tensors(input), dim, *meta_tensors(index)).shape
+    shape = fn(meta_tensor(input), dim, meta_tensor(index)).shape
     if not input.ndim:
         result = Layout.make(input.layout.mesh, [(DimSharding(n),) for n in shape], input.layout.partial)
         return plan_replicated(lambda input, index: fn(input, dim, index), result, index=index)

@@ -19,7 +19,7 @@ from ...comm import autograd_collectives, collectives
 from ...comm.route import Region, Route
 from ...layout import DimSharding, Layout, starts
 from ...trace_state import concrete_for
-from .._common.probe import raise_if
+from .._common.value_checks import raise_if
 
 
 class Owners:

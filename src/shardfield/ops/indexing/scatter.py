@@ -18,6 +18,7 @@ from ...dispatch.registry import composed, handler, mesh_of
 from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
+from .._common.probe import meta_tensor
 from .basic_index import as_shard_tensor, normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .gather_rows import (
@@ -25,7 +26,6 @@ from .gather_rows import (
     extend_sharding,
     flat_element_indices,
     has_no_empty_shards,
-    meta_tensors,
     plan_replicated,
 )
 from .index_put import reduce_partial, register_with_inplace
@@ -80,7 +80,7 @@ def _plan_element_write(
 ):
     """`fn(input, dim, index, src, **more)`, planned; `src` is a tensor or a number."""
     of_tensor = isinstance(src, Operand)
-    fn(*meta_tensors(input), dim, *meta_tensors(index), *(meta_tensors(src) if of_tensor else [src]), **fn_kwargs)
+    fn(meta_tensor(input), dim, meta_tensor(index), meta_tensor(src) if of_tensor else src, **fn_kwargs)
     if not input.ndim or not index.numel() or index.ndim != input.ndim:
         if input.ndim and index.numel():
             return None  # torch says what is wrong

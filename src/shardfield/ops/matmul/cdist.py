@@ -18,7 +18,8 @@ from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
 from .._common.broadcast import align
-from .._common.probe import all_reduce_minmax, known_sum, probe, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
+from .._common.probe import probe
+from ..reduction.common import all_reduce_minmax, known_sum, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 from .contraction_strategy import plan_contraction
 from .matmul import batch_labels, make_term, validate_args
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,19 +13,12 @@ from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
+from .._common.probe import probe
 
 
-def probe_dtypes(fn: Callable, *args: Any) -> tuple[Tensor, ...]:
-    """What torch (and autocast) gives for one element in every dim: the dtypes, and its errors about dtypes."""
-
-    def single(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return torch.ones([1] * value.ndim, dtype=value.dtype, device=value.device)
-        return value
-
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = fn(*map(single, args))
+def probe_results(fn: Callable, *args: Any) -> tuple[Tensor, ...]:
+    """Return the results of `fn` on operands with one element per dim: their dtypes are those of the real call."""
+    out = probe(fn, *args, single=True)
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -18,8 +18,9 @@ from ...dispatch.registry import handler, rule
 from ...errors import ShardingError
 from ...layout import Layout
 from ...redistribute import redistribute
-from .._common.probe import probe_shapes, sharding_axes
-from .affine_params import AffineParams, empty_result, fix_grad_format, norm_plan, probe_dtypes
+from .._common.probe import probe
+from ..reduction.common import sharding_axes
+from .affine_params import AffineParams, empty_result, fix_grad_format, norm_plan, probe_results
 from .sharded_norm import ShardedNorm
 from .stat_groups import BatchStats, InstanceStats
 
@@ -76,7 +77,7 @@ def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], mom
 def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
                eps=1e-5, *, fn):  # fmt: skip
     """In training one small message an axis each way; the parameters' gradients are in the one backward."""
-    probe_shapes(fn, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    probe(fn, input, running_mean, running_var, weight, bias, training, momentum, eps, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -84,14 +85,14 @@ def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None
 def torch_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *,
                      fn):  # fmt: skip
     """The same with its arguments in another order."""
-    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    probe(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @rule(torch.native_batch_norm, partial=True, merged=True)
 def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, *, fn):
     """The same with mean and 1 / std as results; torch keeps none where it does not train."""
-    probe_shapes(fn, input, weight, bias, running_mean, running_var, training, momentum, eps)
+    probe(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, fn)
 
 
@@ -107,7 +108,7 @@ def _plan_batch_norm(
 
     if input.ndim < 2:  # torch takes a vector of nothing
         return None
-    tiny = probe_dtypes(call, input, weight, bias, running_mean, running_var)
+    tiny = probe_results(call, input, weight, bias, running_mean, running_var)
     result, layout = tiny[0].dtype, input.layout.with_partial(())
     affine = AffineParams(layout, [layout.dims[1]], weight, bias)
     channels = affine.layout
@@ -170,7 +171,7 @@ def _plan_batch_norm(
 def instance_norm(input: Operand, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True,
                   momentum=0.1, eps=1e-5, *, fn):  # fmt: skip
     """One small message an axis that cuts places; running statistics are means over the samples of all ranks."""
-    probe_shapes(fn, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    probe(fn, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, meta=True)
     return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
 
@@ -178,7 +179,7 @@ def instance_norm(input: Operand, running_mean=None, running_var=None, weight=No
 def torch_instance_norm(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
                         cudnn_enabled, *, fn):  # fmt: skip
     """The same with its arguments in another order."""
-    probe_shapes(fn, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
+    probe(fn, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled, meta=True)
     return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
 
@@ -194,7 +195,7 @@ def _plan_instance_norm(
         out = torch.instance_norm(input, *tensors, True, momentum, eps, torch.backends.cudnn.enabled)
         return fix_grad_format(out, input)
 
-    result = probe_dtypes(call, input, weight, bias, running_mean, running_var)[0].dtype
+    result = probe_results(call, input, weight, bias, running_mean, running_var)[0].dtype
     if not input.numel():
         return None
     layout = input.layout.with_partial(())

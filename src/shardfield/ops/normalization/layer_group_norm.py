@@ -18,9 +18,10 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import starts
 from ...redistribute import unmerge_dims
-from .._common.probe import probe_shapes, reduced_layout, sharding_axes
+from .._common.probe import probe
+from ..reduction.common import reduced_layout, sharding_axes
 from ..shape.flip_roll import shard_by_one_axis
-from .affine_params import AffineParams, empty_result, norm_plan, probe_dtypes
+from .affine_params import AffineParams, empty_result, norm_plan, probe_results
 from .sharded_norm import ShardedNorm
 from .stat_groups import GroupStats, RowStats
 
@@ -42,8 +43,8 @@ def native_layer_norm(input: Operand, normalized_shape, weight, bias, eps, *, fn
 def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float, fn) -> Plan:
     number = len(normalized_shape)
     # dtypes first: the meta kernel that checks shapes raises another error for a dtype without a kernel
-    dtypes = [t.dtype for t in probe_dtypes(fn, input, [1] * number, weight, bias, eps)]
-    probe_shapes(fn, input, normalized_shape, weight, bias, eps)
+    dtypes = [t.dtype for t in probe_results(fn, input, [1] * number, weight, bias, eps)]
+    probe(fn, input, normalized_shape, weight, bias, eps, meta=True)
     layout = input.layout
     dims = range(layout.ndim - number, layout.ndim)
     statistics = reduced_layout(layout, dims, True, None)
@@ -71,8 +72,8 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
 def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
     """The same with no mean: the sums of squares travel."""
     number = len(normalized_shape)
-    probe_shapes(F.rms_norm, input, normalized_shape, weight, eps)
-    result = probe_dtypes(F.rms_norm, input, [1] * number, weight, eps)[0].dtype
+    probe(F.rms_norm, input, normalized_shape, weight, eps, meta=True)
+    result = probe_results(F.rms_norm, input, [1] * number, weight, eps)[0].dtype
     layout = input.layout
     dims = range(layout.ndim - number, layout.ndim)
     affine = AffineParams(layout, layout.dims[dims.start :], weight, None)
@@ -102,16 +103,16 @@ def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
 @rule(F.group_norm, merged=True)
 def group_norm(input: Operand, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True, *, fn):
     """torch's kernel where groups are whole; else shared, also by ranks between which a cut goes through a group."""
-    probe_shapes(fn, input, num_groups, weight, bias, eps)
-    result = probe_dtypes(torch.group_norm, input, 1, weight, bias, eps)[0].dtype
+    probe(fn, input, num_groups, weight, bias, eps, meta=True)
+    result = probe_results(torch.group_norm, input, 1, weight, bias, eps)[0].dtype
     return _plan_group_norm(input, weight, bias, num_groups, eps, [result])
 
 
 @rule(torch.native_group_norm, merged=True)
 def native_group_norm(input: Operand, weight, bias, N, C, HxW, group, eps, *, fn):
     """The same with mean and 1 / std as results."""
-    probe_shapes(fn, input, weight, bias, N, C, HxW, group, eps)
-    dtypes = [t.dtype for t in probe_dtypes(fn, input, weight, bias, 1, 1, 1, 1, eps)]
+    probe(fn, input, weight, bias, N, C, HxW, group, eps, meta=True)
+    dtypes = [t.dtype for t in probe_results(fn, input, weight, bias, 1, 1, 1, 1, eps)]
     return _plan_group_norm(input, weight, bias, group, eps, dtypes)
 
 
@@ -158,7 +159,7 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
 @rule(F.local_response_norm, merged=True)
 def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, fn):
     """Channels look at their neighbours: those that other ranks hold are fetched."""
-    probe_shapes(fn, input, size, alpha, beta, k)
+    probe(fn, input, size, alpha, beta, k, meta=True)
     layout = shard_by_one_axis(input.layout, [1])
     if not layout.is_sharded(1):
 

@@ -19,7 +19,7 @@ from ...comm.autograd_collectives import Collective, detach_view
 from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...triton_kernels.merge import merge_moments
-from .._common.probe import HALF_DTYPES
+from .._common.autocast import HALF_DTYPES
 from .stat_groups import BatchStats, RowStats, StatGrouping
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...layout import DimSharding, Layout, Span, starts
-from .._common.probe import sharding_axes
+from ..reduction.common import sharding_axes
 from .affine_params import match_memory_format
 
 

@@ -15,7 +15,8 @@ from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .._common.blockwise import move_shard_off
-from .._common.probe import probe, shard_groups
+from .._common.probe import probe
+from .common import shard_groups
 
 
 def counts_layout(layout: Layout, shape: Sequence[int]) -> Layout:

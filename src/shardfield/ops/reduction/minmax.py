@@ -19,7 +19,8 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import Layout
 from .._common.broadcast import align
-from .._common.probe import all_reduce_minmax, known_sum, probe, reduced_dims, reduced_layout, sharding_axes
+from .._common.probe import probe
+from .common import all_reduce_minmax, known_sum, reduced_dims, reduced_layout, sharding_axes
 
 NO_INDEX = torch.iinfo(torch.int64).max
 

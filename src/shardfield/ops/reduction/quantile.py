@@ -10,8 +10,9 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import Layout
 from .._common.blockwise import Blocks, as_rows, move_shard_off, simplify_dim
-from .._common.probe import probe, reduced_layout
+from .._common.probe import probe
 from ..sorting.order_statistics import count_nans, counting_cost_bytes, kth_index, select_columns
+from .common import reduced_layout
 
 
 @rule("quantile", "nanquantile", merged=True)

@@ -10,7 +10,9 @@ import torch
 from ...comm import autograd_collectives, collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
-from .._common.probe import HALF_DTYPES, gather_stacked, probe, reduced_dims, reduced_layout, sharding_axes
+from .._common.autocast import HALF_DTYPES
+from .._common.probe import probe
+from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
 
 
 def _linear_layout(input: Operand):

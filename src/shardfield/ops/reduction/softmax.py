@@ -12,15 +12,9 @@ from ...comm import autograd_collectives
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import HANDLERS, RULES, rule
-from .._common.probe import (
-    HALF_DTYPES,
-    all_reduce_minmax,
-    gather_stacked,
-    probe,
-    reduced_dims,
-    reduced_layout,
-    sharding_axes,
-)
+from .._common.autocast import HALF_DTYPES
+from .._common.probe import probe
+from .common import all_reduce_minmax, gather_stacked, reduced_dims, reduced_layout, sharding_axes
 from .minmax import local_minmax
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
-from .._common.probe import HALF_DTYPES, gather_stacked, probe, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
+from .._common.autocast import HALF_DTYPES
+from .._common.probe import probe
+from .common import gather_stacked, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 
 
 def shard_counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> list[int]:

@@ -17,7 +17,9 @@ from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
-from .._common.probe import HALF_DTYPES, probe, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
+from .._common.autocast import HALF_DTYPES
+from .._common.probe import probe
+from .common import reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 from .minmax import global_minmax
 
 

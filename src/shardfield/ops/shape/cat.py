@@ -20,8 +20,8 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
+from .._common.probe import meta_tensor
 from .split import narrow_sharding
-from .view import meta_tensor
 
 
 def common_shardings(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, ...]]:
@@ -238,7 +238,7 @@ def meshgrid(*tensors, indexing=None):
     if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
         tensors = tuple(tensors[0])
     options = {} if indexing is None else {"indexing": indexing}
-    metas = torch.meshgrid(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors), **options)
+    metas = torch.meshgrid(*(meta_tensor(t) for t in tensors), **options)
     swapped = indexing == "xy" and len(tensors) > 1
     grids = []
     for i, (t, meta) in enumerate(zip(tensors, metas, strict=True)):

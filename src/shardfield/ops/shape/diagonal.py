@@ -16,8 +16,8 @@ from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
+from .._common.probe import meta_tensor
 from ..indexing.basic_index import normalize_dim
-from ..indexing.gather_rows import meta_tensors
 
 
 def _unmerge_dims(layout: Layout, *dims: int) -> Layout:
@@ -39,7 +39,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
     """Take the diagonal of the local block with its offset shifted to the block's position."""
     last = fn is torch.linalg.diagonal
     dim1, dim2 = (-2 if last else 0) if dim1 is None else dim1, (-1 if last else 1) if dim2 is None else dim2
-    size = torch.diagonal(*meta_tensors(input), offset, dim1, dim2).shape[-1]
+    size = torch.diagonal(meta_tensor(input), offset, dim1, dim2).shape[-1]
     dim1, dim2 = normalize_dim(dim1, input.ndim), normalize_dim(dim2, input.ndim)
     layout = _unmerge_dims(input.layout, dim1, dim2)
     (rows,), (columns,) = layout.dims[dim1], layout.dims[dim2]
@@ -65,7 +65,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
 @rule("diag_embed", partial=True, merged=True)
 def diag_embed(input: Operand, offset=0, dim1=-2, dim2=-1):
     """Shard the rows as the diagonal is sharded; the first and last rank also hold the zero rows around it."""
-    shape = torch.diag_embed(*meta_tensors(input), offset, dim1, dim2).shape
+    shape = torch.diag_embed(meta_tensor(input), offset, dim1, dim2).shape
     ndim = input.ndim + 1
     dim1, dim2 = normalize_dim(dim1, ndim), normalize_dim(dim2, ndim)
     layout = _unmerge_dims(input.layout, input.ndim - 1)
@@ -110,7 +110,7 @@ def diagflat(input, offset=0):
 @rule("unfold", partial=True, merged=True)
 def unfold(input: Operand, dimension, size, step):
     """Compute the windows that start in this rank's shard; rows beyond the shard are fetched from neighbors."""
-    shape = meta_tensors(input)[0].unfold(dimension, size, step).shape
+    shape = meta_tensor(input).unfold(dimension, size, step).shape
     if not input.ndim:
         return None
     dim = normalize_dim(dimension, input.ndim)
@@ -186,7 +186,7 @@ def _check_src_shape(name: str, src, expected) -> None:
 @composed("select_scatter")
 def select_scatter(input, src, dim, index):
     """Return a copy of the input with one index along `dim` replaced."""
-    row = torch.empty(input.shape, device="meta").select(dim, index).shape
+    row = meta_tensor(input).select(dim, index).shape
     _check_src_shape("select_scatter", src, row)
     out = _writable_copy(input)
     out[(slice(None),) * normalize_dim(dim, input.ndim) + (index,)] = src
@@ -197,7 +197,7 @@ def select_scatter(input, src, dim, index):
 def slice_scatter(input, src, dim=0, start=None, end=None, step=1):
     """Return a copy of the input with a slice along `dim` replaced."""
     index = (slice(None),) * normalize_dim(dim, input.ndim) + (slice(start, end, step),)
-    _check_src_shape("slice_scatter", src, torch.empty(input.shape, device="meta")[index].shape)
+    _check_src_shape("slice_scatter", src, meta_tensor(input)[index].shape)
     out = _writable_copy(input)
     out[index] = src
     return out
@@ -206,9 +206,7 @@ def slice_scatter(input, src, dim=0, start=None, end=None, step=1):
 @composed("diagonal_scatter")
 def diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
     """Return a copy of the input with a diagonal replaced."""
-    _check_src_shape(
-        "diagonal_scatter", src, torch.empty(input.shape, device="meta").diagonal(offset, dim1, dim2).shape
-    )
+    _check_src_shape("diagonal_scatter", src, meta_tensor(input).diagonal(offset, dim1, dim2).shape)
     out = _writable_copy(input)
     out.diagonal(offset, dim1, dim2).copy_(src)
     return out

@@ -20,7 +20,7 @@ from ...dispatch.registry import HANDLERS, composed, gather_fallback, handler, r
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
-from .view import meta_tensor
+from .._common.probe import meta_tensor
 
 LocalFn = Callable[[Tensor], Tensor]
 SourceRuns = Callable[[int, int], list[RowRequest]]
@@ -152,25 +152,25 @@ def roll_handler(func, types, args, kwargs):
     if dims is not None and not (isinstance(dims, (tuple, list)) and not dims):
         return _roll_dims(func, types, args, kwargs)
     x = named["input"]
-    torch.empty(x.shape, device="meta").roll(named["shifts"])
+    meta_tensor(x).roll(named["shifts"])
     return x.flatten().roll(named["shifts"], 0).reshape(x.shape) if x.ndim else x.clone()
 
 
 @composed("fliplr")
 def fliplr(input):
-    torch.empty(input.shape, device="meta").fliplr()
+    meta_tensor(input).fliplr()
     return input.flip(1)
 
 
 @composed("flipud")
 def flipud(input):
-    torch.empty(input.shape, device="meta").flipud()
+    meta_tensor(input).flipud()
     return input.flip(0)
 
 
 @composed("rot90")
 def rot90(input, k=1, dims=(0, 1)):
-    torch.empty(input.shape, device="meta").rot90(k, dims)
+    meta_tensor(input).rot90(k, dims)
     first, second = dims
     turns = k % 4
     if turns == 0:
@@ -268,7 +268,7 @@ def tril_triu_(func, types, args, kwargs):
 
 @composed("pixel_shuffle")
 def pixel_shuffle(input, upscale_factor):
-    shape = F.pixel_shuffle(torch.empty(input.shape, device="meta"), upscale_factor).shape
+    shape = F.pixel_shuffle(meta_tensor(input), upscale_factor).shape
     *lead, c, h, w = input.shape
     r, n = upscale_factor, len(lead)
     cells = input.reshape(*lead, c // r**2, r, r, h, w)
@@ -277,7 +277,7 @@ def pixel_shuffle(input, upscale_factor):
 
 @composed("pixel_unshuffle")
 def pixel_unshuffle(input, downscale_factor):
-    shape = F.pixel_unshuffle(torch.empty(input.shape, device="meta"), downscale_factor).shape
+    shape = F.pixel_unshuffle(meta_tensor(input), downscale_factor).shape
     *lead, c, h, w = input.shape
     r, n = downscale_factor, len(lead)
     cells = input.reshape(*lead, c, h // r, r, w // r, r)
@@ -286,6 +286,6 @@ def pixel_unshuffle(input, downscale_factor):
 
 @composed("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(input, groups):
-    torch.channel_shuffle(torch.empty(input.shape, device="meta"), groups)
+    torch.channel_shuffle(meta_tensor(input), groups)
     b, c, *rest = input.shape
     return input.reshape(b, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)

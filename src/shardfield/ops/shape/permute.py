@@ -11,7 +11,8 @@ from ..._compat import tensor_getter
 from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout
-from .view import loses_writes, meta_tensor, plan_scalar
+from .._common.probe import meta_tensor
+from .view import loses_writes, plan_scalar
 
 
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout | None:

@@ -12,8 +12,9 @@ from ...dispatch.registry import HANDLERS, handler, rule
 from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor
+from .._common.probe import meta_tensor
 from .permute import drop_dims
-from .view import loses_writes, meta_tensor, single_element
+from .view import loses_writes, single_element
 
 
 def narrow_sharding(factor: DimSharding, start: int, stop: int) -> DimSharding:

@@ -19,13 +19,7 @@ from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import HANDLERS, composed, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
 from ...redistribute import is_local, redistribute
-
-
-def meta_tensor(operand: Operand, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a meta tensor with the operand's global shape and dtype."""
-    if strides is None:
-        return torch.empty(operand.shape, dtype=operand.dtype, device="meta")
-    return torch.empty_strided(operand.shape, strides, dtype=operand.dtype, device="meta")
+from .._common.probe import meta_tensor
 
 
 def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -215,7 +209,7 @@ def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
 def _atleast_nd(fn: Callable) -> Callable:
     def each(*tensors):
         if len(tensors) == 1 and isinstance(tensors[0], Tensor):
-            shape = fn(torch.empty(tensors[0].shape, device="meta")).shape
+            shape = fn(meta_tensor(tensors[0])).shape
             return tensors[0] if shape == tensors[0].shape else tensors[0].reshape(shape)
         return tuple(each(t) for t in (tensors[0] if len(tensors) == 1 else tensors))
 

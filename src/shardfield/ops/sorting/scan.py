@@ -15,8 +15,9 @@ from torch import Tensor
 from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, handler, rule
+from .._common.autocast import HALF_DTYPES
 from .._common.blockwise import Blocks, simplify_dim
-from .._common.probe import HALF_DTYPES, probe
+from .._common.probe import probe
 
 INF = float("inf")
 

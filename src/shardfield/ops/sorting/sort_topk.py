@@ -22,7 +22,8 @@ from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
 from .._common.blockwise import Blocks, as_rows, from_rows, move_shard_off, simplify_dim
-from .._common.probe import known_sum, probe, reduced_layout
+from .._common.probe import probe
+from ..reduction.common import known_sum, reduced_layout
 from .order_statistics import count_nans, counting_cost_bytes, kth_index, longest_run, select_columns
 from .samplesort import sort_rows
 

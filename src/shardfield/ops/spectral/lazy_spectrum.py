@@ -18,7 +18,7 @@ from ... import trace_state
 from ...comm.consensus import Consensus
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap_deferred
-from .._common.probe import autocast_to_fp32
+from .._common.autocast import autocast_to_fp32
 from .lazy_forward import FIELD_LAYOUTS as FIELD_LAYOUTS
 from .lazy_forward import LazySpectrum
 from .lazy_inverse import SparseSpectrum

@@ -20,7 +20,8 @@ from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout, Span, starts
-from .._common.probe import all_reduce_minmax, known_sum, probe_shapes
+from .._common.probe import probe
+from ..reduction.common import all_reduce_minmax, known_sum
 from ..reduction.minmax import NO_INDEX
 from ..shape.flip_roll import shard_by_one_axis
 from .padded_block import PaddedBlockPlan, empty_result
@@ -159,7 +160,7 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     """Average windows; along reduced dims the result is Partial, and each rank adds its cells' share of the mean."""
     nd = int(fn.__name__.removeprefix("adaptive_avg_pool")[0])
     call = ADAPTIVE_AVG_POOL[nd]
-    out_size = probe_shapes(call, input, output_size).shape[-nd:]
+    out_size = probe(call, input, output_size, meta=True).shape[-nd:]
     # torch takes a mean over all of a dim for size 1, which has kernels for other dtypes
     dtype = result_dtype(input, nd, lambda x: call(x, 1 if set(out_size) == {1} else 2))
     plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
@@ -191,7 +192,7 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
     """Return maxima of windows and their global indices; along reduced dims, all-reduce the local maxima."""
     nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
     call, with_indices = ADAPTIVE_MAX_POOL[nd], fn in WITH_INDICES
-    out = probe_shapes(call, input, output_size).shape[-nd:]
+    out = probe(call, input, output_size, meta=True).shape[-nd:]
     dtype = result_dtype(input, nd, lambda x: call(x, 1))
     plan = AdaptivePoolPlan(input.layout, out, reduce_cost=2)  # an output is a value and an index
     layout, result, groups = plan.source, plan.result, process_groups(plan.source, plan.axes)

@@ -19,7 +19,7 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
-from .._common.probe import probe_shapes
+from .._common.probe import probe
 from ..shape.flip_roll import shard_by_one_axis
 from .conv_local import AUTOCAST_DTYPES, CONV, CONV_TRANSPOSE, ConvArgs, HaloConv
 from .halo_plan import HaloPlan
@@ -66,7 +66,7 @@ def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilati
         unmerge_operand(weight),
         bias if bias is None else unmerge_operand(bias),
     )
-    out = probe_shapes(fn, padded, weight, bias, stride, padding, dilation, groups).shape[-nd:]
+    out = probe(fn, padded, weight, bias, stride, padding, dilation, groups, meta=True).shape[-nd:]
     call = ConvArgs(to_ntuple(stride, nd), dilations, False, groups)
     native = partial(bind_call, fn, (stride, padding, dilation, groups))
     return plan_conv(input, weight, bias, call, before, out, native, pre_pad)
@@ -100,7 +100,7 @@ def conv_transpose(
     """Exchange a halo of the inputs that contribute to outputs of another rank."""
     validate(fn, input, weight, bias, stride, padding, output_padding, groups, dilation)
     nd = weight.ndim - 2
-    out = probe_shapes(fn, input, weight, bias, stride, padding, output_padding, groups, dilation).shape[-nd:]
+    out = probe(fn, input, weight, bias, stride, padding, output_padding, groups, dilation, meta=True).shape[-nd:]
     call = ConvArgs(to_ntuple(stride, nd), to_ntuple(dilation, nd), True, groups)
     args = (stride, padding, output_padding, groups, dilation)
     return plan_conv(input, weight, bias, call, to_ntuple(padding, nd), out, partial(bind_call, fn, args))
@@ -121,7 +121,7 @@ def validate(fn: Callable, input: Operand, weight: Operand, bias: Operand | None
         raise RuntimeError(f"{fn.__name__}: weight should have at least three dimensions")
     if not isinstance(args[1], str) and min(to_ntuple(args[1], weight.ndim - 2)) < 0:
         raise RuntimeError(f"{fn.__name__}: negative padding is not supported")
-    out = probe_shapes(fn, input, weight, bias, *args).shape
+    out = probe(fn, input, weight, bias, *args, meta=True).shape
     if min(out[2 - weight.ndim :]) < 1:  # before torch 2.13 only the kernel raises this error, not the meta function
         raise RuntimeError(f"{fn.__name__}: the kernel {tuple(weight.shape[2:])} is larger than the padded input")
     dtypes = {t.dtype for t in (input, weight, bias) if t is not None}

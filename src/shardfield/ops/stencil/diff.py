@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from ...dispatch.registry import composed
+from .._common.probe import meta_tensor
 
 
 @composed("diff")
 def diff(input, n=1, dim=-1, prepend=None, append=None):
-    shapes = [None if t is None else torch.empty(t.shape, device="meta") for t in (input, prepend, append)]
+    shapes = [None if t is None else meta_tensor(t) for t in (input, prepend, append)]
     torch.diff(shapes[0], n, dim, shapes[1], shapes[2])
     if n == 0:
         return input.clone()
@@ -24,7 +25,7 @@ def diff(input, n=1, dim=-1, prepend=None, append=None):
 
 @composed("trapezoid", "trapz")
 def trapezoid(y, x=None, *, dx=1, dim=-1):
-    shapes = [None if t is None else torch.empty(t.shape, device="meta") for t in (y, x)]
+    shapes = [None if t is None else meta_tensor(t) for t in (y, x)]
     torch.trapezoid(*shapes, dim=dim) if x is not None else torch.trapezoid(shapes[0], dim=dim)
     size = y.shape[dim]
     if size < 2:

@@ -19,7 +19,7 @@ from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding
-from .._common.probe import probe_shapes
+from .._common.probe import meta_tensor, probe
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
 from .lazy_pad import accept_lazy_pad
@@ -41,7 +41,7 @@ def unfold_windows(size: Sequence[int], kernel: Any, dilation: Any, padding: Any
 def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, pre_pad=()):
     """Return columns along one merged dim (row, column in the row), sharded like the patches' centers."""
     source, input = input.layout, padded_operand(input, pre_pad)
-    probe_shapes(F.unfold, input, kernel_size, dilation, padding, stride)
+    probe(F.unfold, input, kernel_size, dilation, padding, stride, meta=True)
     dtype = result_dtype(input, 2, lambda x: F.unfold(x, 1))
     dims = (input.ndim - 2, input.ndim - 1)
     layout = shard_by_one_axis(keep_partial_sums(source), dims)
@@ -68,7 +68,7 @@ def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, pre_
 def fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1):
     """Split the dim of columns into (rows, columns in a row), then sum them."""
     options = (kernel_size, dilation, padding, stride)
-    F.fold(torch.empty(input.shape, dtype=input.dtype, device="meta"), output_size, *options)
+    F.fold(meta_tensor(input), output_size, *options)
     size = torch.Size(to_ntuple(output_size, 2))
     windows = unfold_windows(size, *options)
     *lead, patch, _ = input.shape

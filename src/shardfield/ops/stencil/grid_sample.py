@@ -24,8 +24,9 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, mesh_of, rule
 from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from ...tensor import wrap
+from .._common.autocast import HALF_DTYPES
 from .._common.broadcast import Alignment, find_grad_reductions
-from .._common.probe import HALF_DTYPES, probe_shapes
+from .._common.probe import probe
 from ..shape.flip_roll import shard_by_one_axis
 from .grid_sample_local import BICUBIC, GridAxis, Tap, gather_samples
 
@@ -171,7 +172,7 @@ def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
 @rule("affine_grid_generator")
 def affine_grid_generator(theta: Operand, size, align_corners, *, fn):
     """Each rank generates the grids of its own samples."""
-    shape = probe_shapes(fn, theta, list(size), align_corners).shape
+    shape = probe(fn, theta, list(size), align_corners, meta=True).shape
     layout = theta.layout.unshard([1, 2])
     local_size = [layout.local_shape[0], *size[1:]]
     result = layout.with_dims([layout.dims[0], *((DimSharding(n),) for n in shape[1:])])

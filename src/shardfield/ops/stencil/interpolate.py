@@ -19,7 +19,7 @@ from ... import trace_state
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import DimSharding, shard_sizes_of
-from .._common.probe import HALF_DTYPES
+from .._common.autocast import HALF_DTYPES
 from ..shape.flip_roll import shard_by_one_axis
 from .halo_plan import HaloPlan, is_subspan
 from .resample_weights import ANTIALIASED_TAPS, CHANNELS_LAST, TAPS, Taps, nearest

@@ -19,9 +19,9 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, shard_sizes_of
 from ...redistribute import unmerge_dims
+from .._common.probe import meta_tensor
 from ..shape.flip_roll import LocalFn, compose, plan_row_fetch, shard_by_one_axis
 from ..shape.split import narrow_layout, narrow_sharding
-from ..shape.view import meta_tensor
 
 
 def padding_by_dim(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:

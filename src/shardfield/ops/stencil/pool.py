@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
-from .._common.probe import probe_shapes
+from .._common.probe import probe
 from ..reduction.minmax import reduction_identity
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
@@ -80,7 +80,7 @@ def max_pool(
     nd = int(fn.__name__.removeprefix("max_pool")[0])
     with_indices = return_indices or fn.__name__.endswith("with_indices")
     call = MAX_POOL[nd]
-    meta = probe_shapes(call, input, kernel_size, stride, padding, dilation, ceil_mode)
+    meta = probe(call, input, kernel_size, stride, padding, dilation, ceil_mode, meta=True)
     dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if with_indices else call(x, 1))
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, dilation)
     layout = shard_by_one_axis(source, pool.dims)
@@ -154,7 +154,7 @@ def avg_pool(
     divisor = () if divisor_override is None else (divisor_override,)  # avg_pool1d has no such argument
     stride = None if stride is None or not to_ntuple(stride, nd) else stride
     stride = kernel_size if stride is None else stride
-    meta = probe_shapes(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+    meta = probe(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor, meta=True)
     dtype = result_dtype(input, nd, lambda x: call(x, 1))
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, 1)
     layout = shard_by_one_axis(keep_partial_sums(source), pool.dims)

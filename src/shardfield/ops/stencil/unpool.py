@@ -16,7 +16,7 @@ from ...dispatch.registry import handler, mesh_of, rule
 from ...dispatch.torch_aliases import aliases
 from ...layout import DimSharding, Layout, balanced
 from .._common.broadcast import align
-from .._common.probe import probe_shapes
+from .._common.probe import probe
 from ..indexing.exchange_lists import deliver_rows
 from ..indexing.owners import Owners, validate_index
 from .adaptive_pool import AdaptiveWindow
@@ -40,7 +40,7 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     The result is sharded in the proportions of the input, so most indices are local. Of several values with one index
     one is kept, as on one device.
     """
-    size = probe_shapes(fn, input, indices, output_size, *more).shape[-len(output_size) :]
+    size = probe(fn, input, indices, output_size, *more, meta=True).shape[-len(output_size) :]
     nd = len(size)
     result_dtype(input, nd, lambda x: UNPOOL[nd](x, x.to(indices.dtype), 1))
     alignment = align((input.layout, indices.layout))
@@ -106,7 +106,7 @@ def _plan_fractional(
     """Unshard the pooled dims, as windows differ by sample and channel; shard batch or channels over their axes."""
     nd = int(fn.__name__.removeprefix("fractional_max_pool")[0])
     options = (kernel_size, output_size, output_ratio, True)
-    out = probe_shapes(fn, input, *options, samples)[0].shape
+    out = probe(fn, input, *options, samples, meta=True)[0].shape
     dtype = result_dtype(
         input, nd, lambda x: fn(x.new_zeros(1, 1, *[3] * nd), 1, 1, _random_samples=x.new_zeros(1, 1, nd))
     )
