@@ -18,7 +18,7 @@ Coords = tuple[int, ...]
 
 
 class Tile(NamedTuple):
-    """Local rows and columns whose scores one kernel call computes. Causal: row i attends to columns 0 to i; square."""
+    """Local rows and columns of one kernel call. A causal tile is square, and row i attends to columns 0 to i."""
 
     rows: Span
     columns: Span
@@ -157,8 +157,8 @@ def plan_zigzag(
 ) -> tuple[list[ZigzagExchange], dict[Coords, Spans]]:
     """Return the exchanges, axis by axis, that put a dim sharded over `axes` in zigzag order, and the final spans.
 
-    `spans_by_coords` has the spans of the rank at each coords (over all mesh axes); `here` is this rank. With `drop`,
-    indices from `square` on, to which no row attends, are not sent.
+    `spans_by_coords` has the spans of the rank at each coords (over all mesh axes); `here` are this rank's. With
+    `drop`, indices from `square` on, to which no row attends, are not sent.
     """
     current = dict(spans_by_coords)
     exchanges = []

@@ -68,8 +68,8 @@ def attend(
 
     k and v may have fewer heads (each serves several consecutive heads) or a batch of 1. The columns of `mask`, if more
     than one, are all circulating columns in global order. For dropout, `head_index` is the global index of each (batch,
-    head) and `key` the random key of this call. Adjoint: the ring again; the gradient of each block is sent to its
-    owner.
+    head) and `key` the random key of this call. Adjoint: circulate the blocks again and send the gradient of each to
+    its owner.
     """
     # Kernels require the features of a row to be contiguous, and read wrong elements otherwise.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

@@ -237,7 +237,7 @@ def _key_layout(mesh, lead, sharding, x: Layout) -> Layout:
 
 
 def _result_layout(computed: Layout, rows: DimSharding, row_axes: Sequence[int], shapes: Shapes) -> Layout:
-    """Return the layout of the result: queries that were sharded along the sequence are so again."""
+    """Return the layout of the result: its sequence is sharded as that of the queries."""
     sequence_axes = set(row_axes) | set(rows.axes)
     if sequence_axes == set(row_axes):
         return computed
@@ -275,7 +275,7 @@ def estimate_cost(
     mask: Operand | None,
     is_causal: bool,
 ) -> float:
-    """Estimate the time of one rank, in bytes that could be sent in it."""
+    """Estimate the time of one rank, as the number of bytes that it could send in this time."""
     mesh, item = query.layout.mesh, query.dtype.itemsize
     total = sum(
         redistribute_bytes(x.layout, target, x.dtype.itemsize)

@@ -75,7 +75,7 @@ class ClassLookup:
         return self.targets.with_partial(self.axes)
 
     def plan(self, local: Any, reduction: int, weight: Any, count: int = 1) -> Plan:
-        """Return the plan for a `local` that returns one value per target; sum them, or average over `count`."""
+        """Return the plan of a loss; `local` returns one value per target, and a mean divides their sum by `count`."""
         operands = {"input": self.scores, "target": self.targets}
         if weight is not None:
             operands["weight"] = Layout.replicate(self.scores.mesh, weight.shape)

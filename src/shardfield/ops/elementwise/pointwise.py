@@ -159,7 +159,10 @@ def pointwise_inplace(func, types, args, kwargs):
 
 
 class BroadcastPlan(NamedTuple):
-    """The alignment of operands of these layouts, and whether it needs no redistribute or the mesh has one rank."""
+    """The cached alignment of operands with these layouts.
+
+    no_redistribute: the operands have their target layouts already. single_rank: the mesh has one rank.
+    """
 
     layouts: tuple[Layout, ...]
     alignment: Alignment

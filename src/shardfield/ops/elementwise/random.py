@@ -1,8 +1,8 @@
 """Random numbers that depend on the global index, not on the rank.
 
-Each call draws one key from torch's default generator of the first rank and broadcasts it, so that ranks may be seeded
-equally or not. The number at a global index is a hash of (key, index). Replicas therefore agree, shards differ, and a
-`torch.manual_seed` gives the same global tensor for every sharding and every number of ranks.
+Each call draws one key from torch's default generator of the first rank and broadcasts it, so that ranks may
+have different seeds. The number at a global index is a hash of (key, index). Replicas therefore agree, shards differ,
+and a `torch.manual_seed` gives the same global tensor for every sharding and every number of ranks.
 """
 
 from __future__ import annotations

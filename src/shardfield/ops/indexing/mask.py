@@ -79,7 +79,7 @@ class SelectionOrder:
 
 
 def _leading_sharding(layout: Layout) -> tuple[DimSharding | None, int, tuple[int, ...]]:
-    """Return the first factor longer than 1 if it is sharded, the size behind it, and the axes that shard the rest."""
+    """Return the first factor of size > 1 if it is sharded, the size of later factors, and the axes that shard them."""
     factors = [f for d in layout.dims for f in d if f.size != 1 or layout.nontrivial_axes(f.axes)]
     if not factors or not layout.nontrivial_axes(factors[0].axes):
         return None, 1, tuple(a for f in factors for a in layout.nontrivial_axes(f.axes))
@@ -102,7 +102,7 @@ def as_bool_mask(mask: Any) -> ShardTensor:
 
 
 def align_mask_layouts(layout: Layout, at: int, mask: Layout) -> tuple[Layout, Layout]:
-    """Return layouts of operand and mask with equal shardings from dim `at` on: the operand's, else the mask's."""
+    """Return layouts of operand and mask that agree from dim `at` on; the mask shards dims the operand does not."""
     dims = list(layout.dims)
     used = set(layout.shard_axes) | set(layout.partial_axes)
     for d in mask.sharded_dims:
@@ -170,7 +170,7 @@ def masked_put(y: ShardTensor, at: int, mask: Tensor, value: Tensor) -> None:
 
 
 def _value_layout(values: Layout, axes: tuple[int, ...], rest: list[tuple[DimSharding, ...]]) -> Layout:
-    """Return a layout of values with other dims sharded as `rest` and the first dim by no axes but `axes`."""
+    """Return a layout of values: the first dim sharded by axes in `axes` only, the other dims as `rest`."""
     first = values.dims[0]
     other_axes = {a for d in range(1, values.ndim) for a in values.axes_of(d)}
     if not set(values.axes_of(0)) <= set(axes) or len(first) > 1 or other_axes & set(axes):

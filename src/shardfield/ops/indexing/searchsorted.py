@@ -103,7 +103,7 @@ def _align_table_layouts(table: Operand, values: Any) -> tuple[Layout, Layout, L
 
 @rule("isin", merged=True)
 def isin(elements, test_elements, *, assume_unique=False, invert=False, fn):
-    """Test elements where they are. If `test_elements` are sharded, an all_reduce combines the finds of each rank."""
+    """Test each element on its rank. If `test_elements` is sharded, an all_reduce combines the ranks' results."""
     probe(fn, elements, test_elements, assume_unique=assume_unique, invert=invert)
     mesh = (elements if isinstance(elements, Operand) else test_elements).layout.mesh
     element_layout, test_layout = (

@@ -60,7 +60,7 @@ def plan_contraction(
     broadcast: bool = False,
     constants: Collection[int] = (),
 ) -> ContractionPlan:
-    """Return the cheapest division of a contraction: bytes to redistribute operands plus bytes to reduce the result.
+    """Return the plan that sends the fewest bytes, to redistribute the operands and to reduce the result.
 
     out: labels of the result; a tuple of labels is one merged dim.
     unsharded: labels that must not be sharded.
@@ -71,9 +71,9 @@ def plan_contraction(
     use_all_axes: prefer choices that leave fewer axes without a label.
     broadcast: a dim of size 1 broadcasts against any label; if False, only against labels that are numbers.
     constants: positions of operands that are replicated constants, as the matrices of a transform. A constant that sums
-        over a sharded dim of a field leaves a Partial result. A later constant that expands the Partial operand to a
-        result at least as large gets the dim that it adds sharded: the operand is reduced while it is small, and the
-        result is sharded again.
+        over a sharded dim of a field leaves a Partial result. A later constant may expand the Partial operand to a
+        result at least as large. The dim that this constant adds is then sharded: the operand is reduced while it is
+        small, and the result is sharded again.
     """
     mesh = terms[0].layout.mesh
     out_labels = [label for group in out for label in (group if type(group) is tuple else (group,))]
@@ -108,7 +108,7 @@ def plan_contraction(
 
 
 class _StrategySearch:
-    """The questions about one contraction that the choice of its division asks."""
+    """The candidate choices of one contraction, with their shardings and costs."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _StrategySearch:
                 yield label, dim
 
     def label_shardings(self, choice: dict[int, Label | KeepPartial | None]) -> dict[Label, LabelSharding] | None:
-        """Return the sharding of every label for these choices, or None if there is none."""
+        """Return the sharding of every label for these choices, or None if they have no valid sharding."""
         shardings: dict[Label, LabelSharding] = {}
         for label, size in self.sizes.items():
             axes = [a for a, chosen in choice.items() if chosen == label and not isinstance(chosen, KeepPartial)]
@@ -222,7 +222,7 @@ class _StrategySearch:
         return shardings
 
     def _label_sharding(self, label: Label, axes: Sequence[int]) -> LabelSharding | None:
-        """Return the sharding of a label by `axes`: that of the largest operand some of them shard, else chunks."""
+        """Return the sharding of a label by `axes`: as in the largest operand that some of them shard, else chunks."""
         for i in self.by_size:
             for term_label, dim in self._labels_of(self.terms[i]):
                 layout = self.terms[i].layout
@@ -308,7 +308,7 @@ class _StrategySearch:
 
 
 def restrict_axes(sharding: LabelSharding, axes: Collection[int], mesh: DeviceMesh) -> LabelSharding:
-    """Return the sharding by a subset of its axes; shard sizes of an inner axis without its outer one are chunks."""
+    """Return the sharding restricted to `axes`. If it loses an outer axis, the inner axes shard in chunks."""
     factors = []
     for factor in sharding:
         kept = [a for a in factor.axes if a in axes]

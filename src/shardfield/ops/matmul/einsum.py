@@ -49,7 +49,7 @@ def _parse_labels(text: str, ellipsis_dims: int) -> list[Label]:
 
 @handler("einsum")
 def einsum(func, types, args, kwargs):
-    """Pass the positions of constant operands to the planner if an operand is Partial; layouts do not show them."""
+    """Tell the planner which operands are constants if an operand is Partial; layouts do not show it."""
     constants: tuple[int, ...] = ()
     # not the form with lists of dims
     has_equation = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])
@@ -80,7 +80,7 @@ _run_einsum = make_handler(_plan_einsum, partial=True, merged=True)
 
 
 def _diagonal_slices(row: Sequence[Label], target: Layout) -> list[tuple[int, int, int]]:
-    """Return the (dim, start, length) that narrow an operand with a repeated label to the columns of its local rows."""
+    """Return the slices (dim, start, length) that reduce an operand with a repeated label to a diagonal block."""
     slices = []
     for dim, label in enumerate(row):
         if row.count(label) > 1:
@@ -99,7 +99,7 @@ def _narrow_all(tensor: Tensor, slices: Sequence[tuple[int, int, int]]) -> Tenso
 
 @rule("tensordot", partial=True, merged=True)
 def tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, *, fn):
-    """Plan torch.tensordot, and the C function with two lists of dims."""
+    """Plan torch.tensordot, or the C function, which takes two lists of dims."""
     if isinstance(dims, Operand):
         return None  # the dims are data
     if dims_other is not None:

@@ -78,7 +78,7 @@ class BatchPlan(NamedTuple):
 
 
 def matrix_dims(name: str, rows: str, shapes: Sequence[torch.Size], left: bool) -> list[str]:
-    """Return the matrix dims of every operand. A right-hand side may be a vector, by torch's rule, or on the left."""
+    """Return the labels of every operand's matrix dims. A right-hand side may be a vector; left=False: XA = B."""
     labels = rows.split() if left else rows.replace("nk", "qn").split()
     if name in ("solve", "solve_ex", "lstsq"):
         a, b = shapes
@@ -96,7 +96,7 @@ def plan_batch(
     args: tuple,
     kwargs: tuple,
 ) -> BatchPlan | None:
-    """Plan a call with sharded batch dims and unsharded matrix dims; None if an axis has nothing to shard."""
+    """Plan a call with sharded batch dims and unsharded matrix dims; None if a sharding axis has no batch dim."""
     name = function_name(func).removeprefix("linalg_")
     parts = matrix_dims(name, LABELS_BY_FUNCTION[func], [x.shape for x in layouts], dict(kwargs).get("left", True))
     counts = [x.ndim - len(core) for x, core in zip(layouts, parts, strict=True)]
@@ -222,7 +222,7 @@ def empty_shard_of(out: Tensor, layout: Layout) -> Tensor:
 
 
 def run_or_fail_on_all(name: str, work: Callable[[], Any], groups: Sequence[ProcessGroup], device: torch.device) -> Any:
-    """Run `work`; if it fails on some rank (a singular matrix), raise on all ranks, which would hang otherwise."""
+    """Run `work`. If it fails on one rank (a singular matrix), raise on all, since the others would hang."""
     if not groups:
         return work()
     if trace_state.tracer is not None:

@@ -27,8 +27,8 @@ def validate_args(fn: Callable, *args: Any, **kwargs: Any) -> None:
     """Raise torch's errors for such arguments on every rank, before any rank works on its local tensors.
 
     Runs `fn` on tensors with no dim longer than 3. Sizes that do not match pass this check; `plan_contraction` finds
-    them. All tensors have one dtype, since autocast allows different ones, except integers, for which devices have no
-    products.
+    them. The tensors are float32, since autocast may accept different dtypes. Integer tensors on a device keep their
+    dtype, so that torch raises its error: devices have no integer products.
     """
 
     def small(value: Any) -> Any:
@@ -126,12 +126,12 @@ def _add_product_rule(first: str, left: str, second: str, right: str, out: str, 
 
 
 def addend_layout(result: Layout, operand: Operand) -> Layout:
-    """Return the layout of an operand added to a product: the product's; where that is Partial, on one coord only."""
+    """Return the layout of an operand that is added to a product. On Partial axes of the product, one coord adds it."""
     return broadcast_layout(result, operand.shape, result.partial)
 
 
 def _reduce_into_shards(result: Layout, input: Layout) -> Layout:
-    """Return the layout that reduces a Partial product into the shards of the input it is added to."""
+    """Return the product's layout with Partial axes reduced into the shards of the input that is added to it."""
     dims, partial = list(result.dims), dict(result.partial)
     for d in range(1, input.ndim + 1):
         axes = input.axes_of(-d)
@@ -191,7 +191,7 @@ def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | 
 
 @rule("matmul", torch.linalg.matmul, partial=True, merged=True, around=AROUND_SPARSE["matmul"])
 def matmul(input: Operand, other: Operand, *, fn):
-    """Broadcast batch dims; a vector lacks the row or column dim."""
+    """Plan a matrix product with broadcast batch dims. A vector operand has no row or column dim."""
     validate_args(fn, input, other)
     left, right = batch_labels(max(input.ndim - 2, 0)), batch_labels(max(other.ndim - 2, 0))
     rows, columns = ("m",) if input.ndim > 1 else (), ("n",) if other.ndim > 1 else ()
@@ -203,7 +203,7 @@ def matmul(input: Operand, other: Operand, *, fn):
 
 @rule("inner", partial=True, merged=True)
 def inner(input: Operand, other: Operand, *, fn):
-    """Sum over the last dims; a scalar multiplies."""
+    """Sum over the last dims of both operands; a scalar operand multiplies."""
     validate_args(fn, input, other)
     left, right = [f"m{d}" for d in range(input.ndim)], [f"n{d}" for d in range(other.ndim)]
     if input.ndim and other.ndim:

@@ -25,7 +25,7 @@ from .split import narrow_sharding
 
 
 def common_shardings(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, ...]]:
-    """Return dim -> sharding, each from the largest layout that shards the dim along mesh axes not used so far."""
+    """Return the sharding of each sharded dim, from the largest layout whose mesh axes for it are not used yet."""
     used: set[int] = set()
     shardings: dict[int, tuple[DimSharding, ...]] = {}
     for layout in sorted(layouts, key=lambda x: -x.numel):
@@ -38,7 +38,7 @@ def common_shardings(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, 
 
 
 def common_partial(operands: Sequence[Operand]) -> tuple[tuple[int, str], ...]:
-    """Return the pending reductions if they and the dtypes are equal in all operands, else `()`."""
+    """Return the Partial axes common to all operands, or `()` if they or the dtypes differ."""
     first = operands[0]
     equal = all(t.layout.partial == first.layout.partial and t.dtype == first.dtype for t in operands)
     sharding_axes = {a for t in operands for a in t.layout.shard_axes} & set(first.layout.partial_axes)

@@ -21,7 +21,7 @@ from ..indexing.basic_index import normalize_dim
 
 
 def _unmerge_dims(layout: Layout, *dims: int) -> Layout:
-    """Return the layout with the merged ones of `dims` resharded as simple dims."""
+    """Return the layout in which each of `dims` has a single factor."""
     for d in dims:
         if len(layout.dims[d]) > 1:
             layout = layout.with_dim(d, *unmerge_dims(layout).dims[d])
@@ -169,7 +169,7 @@ def unfold(input: Operand, dimension, size, step):
 
 
 def _writable_copy(x):
-    """Return a writable copy of `x`, with merged dims resharded as simple dims."""
+    """Return a writable copy of `x`, in which each dim has a single factor."""
     if not isinstance(x, ShardTensor):
         return x.clone()
     x = x._unmerged_value()

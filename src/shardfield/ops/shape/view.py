@@ -92,7 +92,7 @@ def _reshard_for_view(
 ) -> list[tuple[DimSharding, ...]]:
     """Return shardings for dims of `sizes` with no boundary inside a dim.
 
-    They are close to `factors`, or even if the close ones are too unbalanced.
+    Shards have nearly the boundaries of `factors`; if these shards are too unbalanced, they are equal chunks.
     """
 
     def largest(factors: Sequence[DimSharding]) -> int:
@@ -163,7 +163,7 @@ def loses_writes(source: Layout, target: Layout) -> bool:
 
 
 def has_short_shards(layout: Layout) -> bool:
-    """Return whether a shard has size 0 or 1 along a sharded dim: its strides then do not show contiguity."""
+    """Return whether a shard has size 0 or 1 along a sharded dim: strides may then decide differently on its rank."""
     return any(min(shard_sizes_of(f)) < 2 for d in layout.sharded_dims for f in layout.dims[d])
 
 

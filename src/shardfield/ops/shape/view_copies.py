@@ -40,7 +40,7 @@ def slice_copy(input, dim=0, start=None, end=None, step=1):
 
 
 def inplace_view(name: str):
-    """Return a handler that replaces the tensor by its view."""
+    """Return the handler of an in-place variant: the tensor takes the shape of its view."""
     view = getattr(torch.Tensor, name)
 
     def run(func, types, args, kwargs):
@@ -56,7 +56,7 @@ def inplace_view(name: str):
 
 
 def _swap_value(target: ShardTensor, value: ShardTensor) -> None:
-    """Make `target` the tensor that `value` is. Only a swap changes its C++ sizes too."""
+    """Replace the data and sizes of `target` by those of `value`. Only swap_tensors can change its C++ sizes."""
     local: Tensor = value._local_tensor
     layout = value._layout
     torch.utils.swap_tensors(target, wrap(local, layout))

@@ -37,7 +37,7 @@ def key_bits(dtype: torch.dtype) -> int:
 
 
 def digit_width(count: int) -> int:
-    """Return the bits to find per round for `count` statistics: few rounds, unless the counts make a large message."""
+    """Return the number of key bits determined per round: fewer if many statistics make the messages large."""
     return 8 if count <= 64 else 4
 
 
@@ -48,10 +48,10 @@ def counting_cost_bytes(dtype: torch.dtype, count: int) -> int:
 
 
 def kth_index(rows: Tensor, ranks: Tensor, blocks: Blocks) -> Tensor:
-    """Return the global column of the element of rank `ranks` (0: the smallest) in each row; ties in column order.
+    """Return the global column of the k-th smallest element of each row, for k in `ranks` (from 0), ties in order.
 
-    rows: (rows, this block's columns). ranks: (rows, wanted), the order-statistic ranks, equal on all ranks of the
-    mesh, as is the result.
+    rows: (rows, this block's columns). ranks: (rows, wanted), equal on all ranks of the blocks, as is
+    the result.
     """
     keys, order = sortable_key(rows).sort(dim=1, stable=True)
     key = _kth_key(keys, ranks, blocks, key_bits(rows.dtype))
@@ -69,7 +69,7 @@ def kth_index(rows: Tensor, ranks: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _kth_key(keys: Tensor, ranks: Tensor, blocks: Blocks, bits: int) -> Tensor:
-    """Return the key of each order-statistic rank: the greatest number with at most `rank` keys below it."""
+    """Return the k-th smallest key of each row, for k in `ranks`: the greatest number with at most k keys below it."""
     width = digit_width(ranks.numel())
     key = torch.zeros_like(ranks)
     for shift in range(bits - width, -1, -width):

@@ -68,7 +68,7 @@ def _send_columns(columns: list[Tensor], peers: Tensor, blocks: Blocks) -> list[
 
 
 def assign_buckets(keys: Tensor, counts: Sequence[int], blocks: Blocks) -> Tensor:
-    """Return the destination block of each of this block's `counts[blocks.index]` keys, in order, ties together."""
+    """Return the destination block of each key: one range of the global order per block, equal keys in one block."""
     parts = blocks.count
     step = max(1, sum(counts) // (2 * parts * parts))
     sample_sizes = [len(range(step // 2, count, step)) for count in counts]

@@ -1,7 +1,7 @@
 """sort, topk, kthvalue, median and mode along any dim.
 
-Along an unsharded dim all of it is local. Along a sharded dim there are three strategies; none gathers the full rows
-of all other dims on one rank:
+Along an unsharded dim all of it is local. Along a sharded dim there are three strategies, none of which gathers
+the full tensor on one rank:
 - `move_shard_off` moves the sharding to another dim by one all_to_all. torch's function then runs locally, and a sort
   moves the sharding back.
 - If no other dim is long enough, `samplesort` sorts across the blocks.

@@ -165,7 +165,7 @@ def _find_runs(value: ShardTensor, dim: int) -> tuple[ShardTensor, ShardTensor, 
 
 
 def _run_starts(local: Tensor, dim: int, blocks: Blocks) -> Tensor:
-    """Return the mask of slices along `dim` that differ from the slice before, for this block; the first one does."""
+    """Return the mask of this block's slices along `dim` that start a run, that is, differ from the slice before."""
     layout, length = blocks.layout, local.shape[dim]
     local = local.detach()
     shape = [1 if d == dim else m for d, m in enumerate(local.shape)]
