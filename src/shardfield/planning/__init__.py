@@ -1,4 +1,4 @@
-"""What a training step would need on a mesh: memory, messages, time. Counted in one process for any number of them."""
+"""Predict memory, communication and time of a training step on a mesh, by simulating ranks in one process."""
 
 from .cost import DEVICES as DEVICES
 from .cost import Cost as Cost

@@ -1,10 +1,10 @@
-"""What a step costs in seconds: a rank's tape, on a device and a network that are given or measured.
+"""Predict the seconds of a step from a rank's recorded tape, a device model and a network model.
 
-A call takes as long as its arithmetic or its memory traffic, whichever is more, and no less than it takes to issue. A
-message takes its latency, and its bytes over the bandwidth; one link carries one message at a time. Messages of the
-library are waited for where the program waits for them, so that those sent ahead (blocks of a ring, a halo while the
-inner part is computed) hide behind what is computed meanwhile. Messages of FSDP and DDP hide behind all computation
-but for the first and the last of them, where the network carries messages beside computation at all.
+The device model is a roofline: a call takes the time of its arithmetic or of its memory traffic, whichever is longer,
+and at least the time of a launch. A message takes its latency plus its bytes over the bandwidth, and a link carries one
+message at a time. A wait on the tape blocks until its message has arrived. Messages that are started ahead (blocks of
+ring attention, a halo while the interior is computed) therefore overlap with the computation in between. Messages of
+FSDP and DDP overlap with all computation except for the first and the last of them, if the network overlaps at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .recorder import Seen, Send, Wait, Work
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its published numbers, per second; `share` of them is what calls are taken to reach."""
+    """A device by its published peak rates per second. Calls are assumed to reach the fraction `share` of them."""
 
     name: str
     memory: float
@@ -29,7 +29,7 @@ class Device:
     half: float
     fp64: float
     share: float = 0.7
-    issue: float = 6e-6  # seconds in which the host issues a call
+    issue: float = 6e-6  # seconds in which the host launches a call
 
     def seconds(self, work: Work) -> float:
         return max(
@@ -42,7 +42,7 @@ class Device:
         return self.fp64 if dtype in (torch.float64, torch.complex128) else self.fp32
 
 
-# Of the SXM modules; fp32 without TF32, half precision without sparsity, fp64 on its tensor cores.
+# Figures of the SXM modules: fp32 without TF32, half precision without sparsity, fp64 on tensor cores.
 DEVICES = {
     "a100": Device("a100", 80e9, 2.04e12, 19.5e12, 312e12, 19.5e12),
     "h100": Device("h100", 80e9, 3.35e12, 67e12, 989e12, 67e12),
@@ -52,7 +52,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds before the first byte, and bytes a second after it."""
+    """A network link: latency in seconds, bandwidth in bytes per second."""
 
     latency: float
     bandwidth: float
@@ -63,11 +63,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """The links between ranks: one kind between nodes, another within a node of `node` neighbouring ranks.
+    """The links between ranks: `between` nodes, and `within` a node of `node` consecutive ranks.
 
-    calls: whole calls of a kind as they were measured, by how many ranks take part (of an exchange: by how many peers
-    there are), in place of what follows from links; the nearest number counts. beside: messages travel while the device
-    computes.
+    `calls` holds measured collectives, which replace the link model: kind -> number of ranks (for an exchange, of
+    peers) -> Link. The entry with the nearest number is used. `beside`: messages overlap with computation.
     """
 
     between: Link
@@ -77,16 +76,16 @@ class Network:
     beside: bool = True
 
     def seconds(self, send: Send, rank: int) -> float:
-        """How long a rank's messages of one call take."""
+        """Return the seconds that the messages of one call of a rank take."""
         if send.kind in self.calls:
-            told = self.calls[send.kind]
-            nearest = min(told, key=lambda count: abs(count - len(send.to)))
-            return told[nearest].seconds(send.bytes) if send.to else 0.0
-        if send.kind in ("exchange", "deliver"):  # one after the other
+            measured = self.calls[send.kind]
+            nearest = min(measured, key=lambda count: abs(count - len(send.to)))
+            return measured[nearest].seconds(send.bytes) if send.to else 0.0
+        if send.kind in ("exchange", "deliver"):  # point-to-point messages, one after the other
             return sum(self._link(rank, peer).seconds(nbytes) for peer, nbytes in send.to)
         ranks = [peer for peer, _ in send.to]
         link = self._link(min(ranks), max(ranks))
-        rounds = math.ceil(math.log2(max(len(ranks), 2)))  # up a tree, and down it again
+        rounds = math.ceil(math.log2(max(len(ranks), 2)))  # of a tree; an all_reduce goes up and down
         return link.seconds(send.bytes, 2 * rounds if send.kind == "all_reduce" else rounds)
 
     def _link(self, a: int, b: int) -> Link:
@@ -95,7 +94,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step, and how much of them is computation, waiting for the domain, and waiting for parameters."""
+    """Seconds of a step: in total, computing, waiting for domain messages, and waiting for parameters (FSDP, DDP)."""
 
     seconds: float
     compute: float
@@ -104,28 +103,31 @@ class Cost:
 
 
 def predict(seen: Seen, device: Device, network: Network, computes: float | None = None) -> Cost:
-    """What a rank's step costs. `computes`: seconds of its computation as they were measured, in place of the device's
-    numbers, which then only say how they are spread over the calls."""
+    """Predict the cost of a rank's step.
+
+    `computes`: measured seconds of its computation. They replace the total that follows from the device model, which is
+    then only used to distribute them over the calls.
+    """
     works = [e for e in seen.tape if isinstance(e, Work)]
-    given = sum(map(device.seconds, works))
-    scale = 1.0 if computes is None else computes / max(given, 1e-12)
-    clock = free = 0.0
-    ready: dict[int, float] = {}
-    behind: list[float] = []
+    modeled = sum(map(device.seconds, works))
+    scale = 1.0 if computes is None else computes / max(modeled, 1e-12)
+    clock = link_free = 0.0
+    arrival: dict[int, float] = {}
+    overlapped: list[float] = []
     for entry in seen.tape:
         if isinstance(entry, Work):
             clock += scale * device.seconds(entry)
         elif isinstance(entry, Wait):
-            clock = max(clock, ready[entry.id])
+            clock = max(clock, arrival[entry.id])
         elif entry.overlapped:
-            behind.append(network.seconds(entry, seen.rank))
+            overlapped.append(network.seconds(entry, seen.rank))
         else:
-            begins = max(clock, free)
-            ready[entry.id] = free = begins + network.seconds(entry, seen.rank)
+            start = max(clock, link_free)
+            arrival[entry.id] = link_free = start + network.seconds(entry, seen.rank)
             if not network.beside:
-                clock = free
-    compute = scale * given
-    exposed = sum(behind)
-    if network.beside and behind:
-        exposed = min(exposed, max(exposed - compute, behind[0] + behind[-1]))
+                clock = link_free
+    compute = scale * modeled
+    exposed = sum(overlapped)
+    if network.beside and overlapped:
+        exposed = min(exposed, max(exposed - compute, overlapped[0] + overlapped[-1]))
     return Cost(clock + exposed, compute, clock - compute, exposed)

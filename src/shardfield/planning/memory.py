@@ -1,4 +1,4 @@
-"""The memory of a rank's tensors, counted storage by storage, with or without data."""
+"""Track the memory of a rank's tensors by their storages, with or without data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..tensor import ShardTensor
 
 
 class Memory:
-    """Bytes of all storages that were seen and are still alive, and the most there ever were.
+    """Count the bytes of all live storages (`now`) and their maximum so far (`peak`).
 
-    A storage counts from the call that made it until nobody holds it. What kernels take for their own work inside a
-    call is not seen.
+    A storage counts from the call that created it until it is freed. Workspace that a kernel allocates inside a call is
+    not counted.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class Memory:
         self._resize: Any = None
 
     def track(self, value: Any) -> None:
-        """Count the storages of the tensors in a result that are not counted yet."""
+        """Count the storages of the tensors in a result, each once."""
         if isinstance(value, Tensor):
             if isinstance(value, (ShardTensor, DTensor)):
                 self.track(value._local_tensor)
             else:
                 self._add(value.untyped_storage())
         elif isinstance(value, (list, tuple)):
-            for part in value:
-                self.track(part)
+            for item in value:
+                self.track(item)
 
     def _add(self, storage: Any) -> None:
         key = id(storage)
@@ -42,20 +42,21 @@ class Memory:
             return
         size = storage.nbytes()
 
-        def gone(_: Any) -> None:
+        def on_free(_: Any) -> None:
             self._refs.pop(key, None)
             self.now -= self._sizes.pop(key, 0)
 
-        self._refs[key], self._sizes[key] = weakref.ref(storage, gone), size
+        self._refs[key], self._sizes[key] = weakref.ref(storage, on_free), size
         self._add_bytes(size)
 
-    def _add_bytes(self, by: int) -> None:
-        self.now += by
+    def _add_bytes(self, nbytes: int) -> None:
+        self.now += nbytes
         self.peak = max(self.peak, self.now)
 
-    # FSDP frees the parameters it has gathered by resizing their storage, which is no call of torch's dispatcher.
+    # FSDP frees gathered parameters with `resize_` of their storage, which does not go through torch's dispatcher.
 
     def start(self) -> None:
+        """Track `UntypedStorage.resize_` until `stop()`."""
         before, memory = torch.UntypedStorage.resize_, self
         self._resize = before
 

@@ -1,4 +1,4 @@
-"""Which mesh: the ways to lay a number of ranks over data and domain, each counted, the fastest that fits first."""
+"""Rank the meshes of data x domain ranks for a number of GPUs: simulate a step on each, the fastest that fits first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .cost import Cost, Device, Network, predict
 from .recorder import Seen
 from .simulate import Subject, count, representative_ranks, time_step
 
-HEADROOM = 0.9  # of a device's memory that tensors may take; the rest is for libraries and gaps between tensors
+HEADROOM = 0.9  # fraction of a device's memory for tensors; the rest is for libraries and fragmentation
 
 
 @dataclass
 class Option:
-    """A mesh of data x domain ranks, and what a step costs on it: the most of any rank that was looked at."""
+    """A mesh of data x domain ranks, and the cost of a step on it: the maximum over the simulated ranks."""
 
     mesh: tuple[int, ...]
     fits: bool
@@ -28,7 +28,7 @@ class Option:
     kinds: dict[str, list[int]]
     modules: dict[str, list[int]]
     gathers: list[str]
-    ranks: list[int]  # that were looked at
+    ranks: list[int]  # the simulated ranks
     efficiency: float = math.nan
 
     @property
@@ -38,7 +38,7 @@ class Option:
 
 @dataclass
 class MeshRanking:
-    """For one number of GPUs: the options, the best first."""
+    """The options for one number of GPUs, the best first."""
 
     gpus: int
     options: list[Option] = field(default_factory=list)
@@ -49,35 +49,35 @@ class MeshRanking:
 
 
 def candidate_meshes(gpus: int, batch: int, sizes: Sequence[int], exhaustive: bool = False) -> list[tuple[int, ...]]:
-    """The meshes (data, domain, ...) of `gpus` ranks that a batch and the dims of a field allow.
+    """Return the meshes (data, domain, ...) of `gpus` ranks that the batch and the sizes of the sharded dims allow.
 
-    Not `exhaustive` one: the three largest data axes, and for each the domain along the longest dim, and as tiles
-    that are as square as can be.
+    If not `exhaustive`, only the three largest data axes are considered. For each, the domain is sharded along one dim,
+    and along two dims with shards as square as possible.
     """
-    shares = [d for d in range(gpus, 0, -1) if gpus % d == 0 and batch % d == 0]
-    found: list[tuple[int, ...]] = []
-    for data in shares if exhaustive else shares[:3]:
-        cuts = [
+    data_sizes = [d for d in range(gpus, 0, -1) if gpus % d == 0 and batch % d == 0]
+    meshes: list[tuple[int, ...]] = []
+    for data in data_sizes if exhaustive else data_sizes[:3]:
+        domains = [
             c for c in _factorizations(gpus // data, len(sizes)) if all(a <= b for a, b in zip(c, sizes, strict=True))
         ]
         if not exhaustive:
-            lines = [c for c in cuts if sum(n > 1 for n in c) <= 1]
-            tiles = [c for c in cuts if sum(n > 1 for n in c) == 2]
-            cuts = [min(some, key=lambda c: _halo_fraction(c, sizes)) for some in (lines, tiles) if some]
-        for cut in cuts:
-            while len(cut) > 1 and cut[-1] == 1:
-                cut = cut[:-1]
-            found.append((data, *cut))
-    return list(dict.fromkeys(found))
+            along_one = [c for c in domains if sum(n > 1 for n in c) <= 1]
+            along_two = [c for c in domains if sum(n > 1 for n in c) == 2]
+            domains = [min(some, key=lambda c: _halo_fraction(c, sizes)) for some in (along_one, along_two) if some]
+        for domain in domains:
+            while len(domain) > 1 and domain[-1] == 1:
+                domain = domain[:-1]
+            meshes.append((data, *domain))
+    return list(dict.fromkeys(meshes))
 
 
-def _halo_fraction(cut: Sequence[int], sizes: Sequence[int]) -> float:
-    """How much of a piece lies at cuts, as a share of it."""
-    return sum(n / size for n, size in zip(cut, sizes, strict=True) if n > 1)
+def _halo_fraction(domain: Sequence[int], sizes: Sequence[int]) -> float:
+    """Return the fraction of a shard within a given distance of its boundaries, up to a constant factor."""
+    return sum(n / size for n, size in zip(domain, sizes, strict=True) if n > 1)
 
 
 def _factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as a product of so many."""
+    """Yield all tuples of `dims` factors whose product is `ranks`."""
     if dims == 1:
         yield (ranks,)
         return
@@ -88,7 +88,7 @@ def _factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 class Planner:
-    """Counts meshes and compares them. `device` None: computation is measured on this machine."""
+    """Evaluate and compare meshes. With `device=None`, computation is timed on this machine."""
 
     def __init__(self, subject: Subject, memory: float, device: Device | None, network: Network, fallback: Device):
         self.subject, self.memory, self.network = subject, memory, network
@@ -96,7 +96,7 @@ class Planner:
         self._single_gpu: Option | None = None
 
     def evaluate(self, mesh: tuple[int, ...], ranks: Sequence[int]) -> Option:
-        """One mesh, by some of its ranks."""
+        """Evaluate a mesh by simulating a step of some of its ranks."""
         seens: list[Seen] = []
         costs: list[Cost] = []
         for rank in ranks:
@@ -121,36 +121,38 @@ class Planner:
         )
 
     def single_gpu(self) -> Option:
-        """One GPU with all of the batch, whether it has the memory or not: what efficiency is measured by."""
+        """Evaluate one GPU with the global batch, even if it does not fit: the reference for efficiency."""
         if self._single_gpu is None:
             self._single_gpu = self.evaluate((1, 1), [0])
             self._single_gpu.efficiency = 1.0
         return self._single_gpu
 
     def rank_meshes(
-        self, gpus: int, exhaustive: bool = False, say: Callable[[str], None] = lambda text: None
+        self, gpus: int, exhaustive: bool = False, show: Callable[[str], None] = lambda text: None
     ) -> MeshRanking:
-        """The best mesh for a number of GPUs, and the others."""
-        ways = candidate_meshes(gpus, self.subject.batch, self.subject.sizes(), exhaustive)
-        if not ways:
+        """Rank the meshes for a number of GPUs, the best first. `show` receives progress messages."""
+        meshes = candidate_meshes(gpus, self.subject.batch, self.subject.sizes(), exhaustive)
+        if not meshes:
             raise ShardfieldError(
                 f"no mesh of {gpus} GPUs: {self.subject.batch} samples and a field of "
-                f"{' x '.join(map(str, self.subject.sizes()))} points cannot be cut into so many pieces"
+                f"{' x '.join(map(str, self.subject.sizes()))} points cannot be sharded over so many ranks"
             )
-        answer = MeshRanking(gpus)
-        for mesh in ways:
-            say(f"{gpus} GPUs: {' x '.join(map(str, mesh))}")
-            answer.options.append(self.evaluate(mesh, representative_ranks(mesh)[:1]))
-        while True:  # the middle rank has led the way; the first and the last may have more to do
-            answer.options.sort(key=_sort_key)
-            best = answer.best
+        ranking = MeshRanking(gpus)
+        for mesh in meshes:
+            show(f"{gpus} GPUs: {' x '.join(map(str, mesh))}")
+            ranking.options.append(self.evaluate(mesh, representative_ranks(mesh)[:1]))
+        # So far each mesh was judged by its middle rank. The first and last rank may take longer, so the best mesh is
+        # evaluated again with all representative ranks, until the best one has been.
+        while True:
+            ranking.options.sort(key=_sort_key)
+            best = ranking.best
             ranks = representative_ranks(best.mesh)
             if len(best.ranks) == len(ranks):
                 break
-            answer.options[0] = self.evaluate(best.mesh, ranks)
-        for option in answer.options:
+            ranking.options[0] = self.evaluate(best.mesh, ranks)
+        for option in ranking.options:
             option.efficiency = self.single_gpu().cost.seconds / (gpus * option.cost.seconds)
-        return answer
+        return ranking
 
 
 def _sort_key(option: Option) -> tuple:

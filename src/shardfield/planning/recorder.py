@@ -1,7 +1,7 @@
-"""A rank's step as a tape: the calls it computes, the messages it sends and waits for, and the memory it needs.
+"""Record a rank's step as a tape of computing calls, messages and waits, and track its memory.
 
-The library's own messages are told by their carrier, those of FSDP and DDP are seen where torch hands them to the
-backend. Both hold on real ranks as in a simulated world, so that one can be checked against the other.
+Messages of this library are recorded by a wrapper around its transport. Messages of FSDP and DDP are recorded where
+torch dispatches its c10d ops. Both work on real and on simulated ranks, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..comm import collectives, transport
 from ..debug import explain
 from .memory import Memory
 
-PARAMETERS = "(parameters)"  # in place of a module, for what FSDP, DDP and the optimizer send
-OUTSIDE_MODULES = "(loss)"  # and for what is sent outside of any module
+PARAMETERS = "(parameters)"  # stands for the module of messages of FSDP, DDP and the optimizer
+OUTSIDE_MODULES = "(loss)"  # stands for the module of messages outside any module
 
 
 class Work(NamedTuple):
-    """A call that computes: floating point operations, bytes read and written, and the dtype it computes in."""
+    """A computing call: floating-point operations, bytes read and written, and dtype."""
 
     flops: int
     bytes: int
@@ -37,27 +37,30 @@ class Work(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message leaves, or several at once. `to`: (global rank, bytes) of peers; of a collective, all of its ranks."""
+    """The start of one or several messages.
+
+    `to` lists (global rank, bytes) of the peers; for a collective, all ranks of its group, with 0 bytes.
+    """
 
     id: int
     kind: str
     bytes: int
     to: tuple[tuple[int, int], ...]
-    overlapped: bool  # sent by FSDP or DDP, which work on while it is under way
+    overlapped: bool  # a message of FSDP or DDP, which compute while it is in flight
 
 
 class Wait(NamedTuple):
-    """Nothing goes on before a message has come."""
+    """The rank blocks until the message `id` has arrived."""
 
     id: int
 
 
 @dataclass
 class Seen:
-    """What a rank did inside `watch()`.
+    """The record of a rank inside `watch()`.
 
-    `kinds` and `modules` map to [messages, bytes]; the library's messages are its own kinds, those of FSDP and DDP
-    begin with "parameters:". `tape` has it all in the order it happened.
+    `kinds` and `modules` map to [messages, bytes]. Kinds of FSDP and DDP begin with "parameters:", all others are
+    collectives of this library. `tape` holds the events in order. `gathers` lists ops that fell back to a gather.
     """
 
     rank: int = 0
@@ -81,13 +84,13 @@ class Seen:
 
     @property
     def peak(self) -> int:
-        """The most bytes that this rank's tensors had at one time."""
+        """The peak memory of this rank's tensors in bytes."""
         return self.memory.peak
 
     def restart(self) -> None:
-        """Forget what was sent and computed so far, not what is in memory: a step begins."""
-        for kept in (self.kinds, self.modules, self.tape):
-            kept.clear()  # type: ignore[attr-defined]
+        """Clear messages and computation at the beginning of a step. Live memory still counts."""
+        for record in (self.kinds, self.modules, self.tape):
+            record.clear()  # type: ignore[attr-defined]
         self.memory.peak = self.memory.now
 
     def _count_messages(self, kind: str, module: str, messages: int, nbytes: int) -> None:
@@ -98,7 +101,7 @@ class Seen:
 
 
 class _RecordedHandle:
-    """Handles of the library's messages: waiting for them goes on the tape."""
+    """Wrap the handles of a message so that a wait is recorded on the tape."""
 
     def __init__(self, seen: Seen, number: int, handles: Sequence[Any]):
         self._seen, self._number, self._handles = seen, number, handles
@@ -110,18 +113,18 @@ class _RecordedHandle:
 
 
 class _RecordingTransport:
-    """A carrier that writes down what another one carries."""
+    """Wrap a transport and record its messages."""
 
-    def __init__(self, through: Any, seen: Seen, mode: _RecorderMode):
-        self._inner, self._seen, self._mode = through, seen, mode
+    def __init__(self, inner: Any, seen: Seen, mode: _RecorderMode):
+        self._inner, self._seen, self._mode = inner, seen, mode
 
-    def _record(self, kind: str, nbytes: int, to: Any, how: str, *args: Any) -> list[_RecordedHandle]:
+    def _record(self, kind: str, nbytes: int, to: Any, method: str, *args: Any) -> list[_RecordedHandle]:
         seen = self._seen
         number = len(seen.tape)
         seen.tape.append(Send(number, kind, nbytes, tuple(to), False))
         self._mode.muted += 1
         try:
-            handles = getattr(self._inner, how)(*args)
+            handles = getattr(self._inner, method)(*args)
         finally:
             self._mode.muted -= 1
         return [_RecordedHandle(seen, number, handles or ())]
@@ -140,14 +143,14 @@ class _RecordingTransport:
 
     def exchange(self, receives: Any, sends: Any, group: ProcessGroup) -> list[_RecordedHandle]:
         ranks = dist.get_process_group_ranks(group)
-        # a link works both ways at once, so that what comes costs only where it is more than what goes
-        moved: dict[int, list[int]] = {}
-        for way, flats in enumerate((sends, receives)):
+        # A link is full duplex: the larger of the two directions determines its time.
+        by_peer: dict[int, list[int]] = {}
+        for direction, flats in enumerate((sends, receives)):
             for peer, flat in flats:
-                moved.setdefault(ranks[peer], [0, 0])[way] += _nbytes(flat)
-        to = [(rank, max(both)) for rank, both in moved.items()]
-        told = self._record("exchange", sum(b for _, b in to), to, "exchange", receives, sends, group)
-        return told if to else []
+                by_peer.setdefault(ranks[peer], [0, 0])[direction] += _nbytes(flat)
+        to = [(rank, max(both)) for rank, both in by_peer.items()]
+        handles = self._record("exchange", sum(b for _, b in to), to, "exchange", receives, sends, group)
+        return handles if to else []
 
     def send_to_ranks(self, sends: Any) -> list[_RecordedHandle]:
         to = [(rank, _nbytes(flat)) for rank, flat in sends]
@@ -158,7 +161,7 @@ class _RecordingTransport:
 
 
 class _RecorderMode(DispatchMode):
-    """Sees every call below autograd."""
+    """Record every call below autograd."""
 
     def __init__(self, seen: Seen):
         super().__init__()
@@ -166,10 +169,10 @@ class _RecorderMode(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its calls on local tensors come by here next
+            return NotImplemented  # DTensor calls ops on local tensors, which are recorded
         out = func(*args, **(kwargs or {}))
         if any(t.device.type == "meta" for t in _tensors(out)):
-            return out  # a rule asks torch for a shape
+            return out  # shape inference of a rule, no computation
         self.seen.memory.track(out)
         if self.muted:
             return out
@@ -180,12 +183,14 @@ class _RecorderMode(DispatchMode):
         return out
 
     def _record_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        read, wrote = _tensors([args, list(kwargs.values())]), _tensors(out)
-        same = not func._schema.is_mutable and all(any(o is i or _same_storage(o, i) for i in read) for o in wrote)
-        if not wrote or same or "empty" in func._schema.name:  # nothing, a view, or memory
+        inputs, outputs = _tensors([args, list(kwargs.values())]), _tensors(out)
+        is_view = not func._schema.is_mutable and all(
+            any(o is i or _same_storage(o, i) for i in inputs) for o in outputs
+        )
+        if not outputs or is_view or "empty" in func._schema.name:  # no computation
             return
-        nbytes = sum(map(_nbytes, read)) + sum(_nbytes(o) for o in wrote if not any(o is i for i in read))
-        self.seen.tape.append(Work(flops_of(func, args, kwargs, out), nbytes, wrote[0].dtype))
+        nbytes = sum(map(_nbytes, inputs)) + sum(_nbytes(o) for o in outputs if not any(o is i for i in inputs))
+        self.seen.tape.append(Work(flops_of(func, args, kwargs, out), nbytes, outputs[0].dtype))
 
     def _record_collective(self, func: Any, args: Any) -> None:
         kind = _COLLECTIVES.get(func._schema.name.split("::")[1])
@@ -195,16 +200,16 @@ class _RecorderMode(DispatchMode):
         size = group.size()
         if size == 1:
             return
-        name, share = kind
+        name, factor = kind
         largest = max(sum(map(_nbytes, _tensors(a))) for a in args if isinstance(a, (Tensor, list, tuple)))
-        if name == "all_gather":  # the functional form has the input alone
+        if name == "all_gather":  # the functional form has no output argument
             largest = max(largest, size * min(sum(map(_nbytes, _tensors(a))) for a in args if _tensors(a)))
-        nbytes = int(share * (size - 1) / size * largest)
+        nbytes = int(factor * (size - 1) / size * largest)
         self.seen._count_messages(f"parameters: {name}", PARAMETERS, 1, nbytes)
         self.seen.tape.append(Send(len(self.seen.tape), name, nbytes, tuple(_group_peers(group)), True))
 
 
-# torch's collectives: what they are, and the share of the larger tensor that a rank sends, but for 1/ranks of it
+# c10d op -> (kind, factor). A rank sends factor * (n - 1) / n of the bytes of the largest tensor, over n ranks.
 _COLLECTIVES: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 1),
     "allgather_": ("all_gather", 1),
@@ -231,11 +236,11 @@ _COLLECTIVES: dict[str, tuple[str, int]] = {
 
 @contextmanager
 def watch() -> Iterator[Seen]:
-    """Watch all that this rank does inside, in a real world or a simulated one."""
+    """Record the computation, messages and memory of this rank inside the context, in a real or simulated world."""
     seen = Seen(dist.get_rank())
     mode = _RecorderMode(seen)
     before = transport.override
-    with explain.explain() as told:
+    with explain.explain() as report:
         meter = collectives.meter
 
         def count(kind: str, messages: int, nbytes: int) -> None:
@@ -252,11 +257,11 @@ def watch() -> Iterator[Seen]:
         finally:
             seen.memory.stop()
             collectives.meter, transport.override = meter, before
-    seen.gathers = [row.op for row in told.gathers]
+    seen.gathers = [row.op for row in report.gathers]
 
 
 def _module_path(row: Any) -> str:
-    """The module for which a message is sent, by its path in the model."""
+    """Return the path of the module that a message belongs to."""
     if row is None or not row.module:
         return OUTSIDE_MODULES
     path = row.module.removeprefix("DistributedDataParallel/module").split("/")[1:]

@@ -1,4 +1,4 @@
-"""One training step of a model on one rank of a mesh, as `shardfield train` takes it, watched."""
+"""Run and record one training step of a model on one rank of a mesh, as `shardfield train` runs it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .recorder import Seen, watch
 
 @dataclass
 class Subject:
-    """What is planned for: how a model and its loss are made, for how many samples a step, and how they are trained."""
+    """The training job to plan: a function that builds model and loss, the global batch, and the training options."""
 
     name: str
     outline: Callable[[], TaskSpec]
     batch: int
-    dims: tuple[int, ...] = (1, 2)  # of a sample, which the domain may cut; the first is the one cut first
+    dims: tuple[int, ...] = (1, 2)  # dims of a sample that may be sharded, in order of preference
     strategy: Strategy = "fsdp"
     dtype: torch.dtype = torch.float32
     mixed_precision: torch.dtype | None = None
     recompute: bool = False
-    field: tuple[int, ...] = field(default=(), repr=False)  # the shape of a sample's first tensor, once known
+    field: tuple[int, ...] = field(default=(), repr=False)  # shape of the first tensor of a sample, filled lazily
 
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of the dims that may be cut."""
+        """Return the sizes of the dims that may be sharded."""
         if not self.field:
             with without_data():
                 self.field = next(iter(self.outline().sample_shapes.values()))
@@ -49,12 +49,12 @@ class Subject:
 
 
 class Step:
-    """A subject on a mesh of data x domain ranks, ready to take steps. All ranks of the mesh make one."""
+    """A training job on a mesh of data x domain ranks, ready to run steps. All ranks of the mesh create one."""
 
     def __init__(self, subject: Subject, mesh: DeviceMesh):
         self.subject, self.mesh = subject, mesh
         axes = (mesh.mesh_dim_names or ())[1:]
-        # made in its dtype: torch cannot convert parameters that have no data
+        # Parameters are created in their final dtype: fake parameters cannot be converted.
         before = torch.get_default_dtype()
         torch.set_default_dtype(subject.dtype)
         try:
@@ -69,7 +69,7 @@ class Step:
             strategy=subject.strategy,
             mixed_precision=subject.mixed_precision,
             checkpoint=subject.recompute,
-            sync=False,  # every rank makes the model from the same seed, or from nothing
+            sync=False,  # every rank builds the model from the same seed, or without data
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         samples = subject.batch // mesh.size(0)
@@ -78,14 +78,14 @@ class Step:
             name: _make_batch(domain, (samples, *shape), subject, name in outline.integer_keys)
             for name, shape in outline.sample_shapes.items()
         }
-        # optimizer state is there from the second step on, and so from the first that counts
+        # A zero step allocates the optimizer state, which a real run has from its second step on.
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def run(self) -> Tensor:
-        """Forward, backward, clipping, optimizer, and the sums that tell how it goes."""
+        """Run forward, backward, gradient clipping, the all_reduce of the logged metrics, and the optimizer."""
         self.optimizer.zero_grad()
         first = next(iter(self.batch.values()))
         loss = self.loss(self.model(first), self.batch)
@@ -98,7 +98,7 @@ class Step:
 
 
 def _make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, integers: bool) -> ShardTensor:
-    """A batch of ones: fields are cut over the domain in pieces of like sizes, anything else is whole on every rank."""
+    """Return a batch of ones. Fields are sharded evenly over the domain, other tensors are replicated."""
     dims: list[tuple[DimSharding, ...]] = [(DimSharding(n),) for n in shape]
     if len(shape) > 2:
         for axis, dim in zip(range(domain.ndim), subject.dims, strict=False):
@@ -111,12 +111,12 @@ def _make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, inte
 
 
 def record_step(subject: Subject, shape: Sequence[int]) -> Seen:
-    """Watch one step on this rank of the world at hand, real or simulated; `shape` is (data, domain, ...)."""
+    """Record one step on this rank of the current world, real or simulated; `shape` is (data, domain, ...)."""
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
     real = dist.get_backend() != "fake"
     with nullcontext() if real else without_data(), watch() as seen:
         step = Step(subject, mesh)
-        # in the first, rules plan; after it, DDP lays its buckets out anew, which it tells the others in the second
+        # Warm-up on real ranks: rules plan in the first step, and DDP broadcasts its rebuilt buckets in the second.
         for _ in range((2 if subject.strategy == "ddp" else 1) if real else 0):
             step.run()
         seen.restart()
@@ -125,13 +125,13 @@ def record_step(subject: Subject, shape: Sequence[int]) -> Seen:
 
 
 def count(subject: Subject, shape: Sequence[int], rank: int) -> Seen:
-    """What a rank of a mesh (data, domain, ...) computes, sends and keeps in a step, on tensors without data."""
+    """Simulate a step of one rank of a mesh (data, domain, ...) without data. Return its record."""
     try:
         with simulated(torch.Size(shape).numel(), rank):
             return record_step(subject, shape)
     except data_dependent_errors() as error:
         raise ShardfieldError(
-            f"{subject.name}: a call's result hangs on numbers, and a plan is made without data: {error}"
+            f"{subject.name}: the result of a call depends on tensor values, and planning runs without data: {error}"
         ) from error
 
 
@@ -142,26 +142,27 @@ def time_step(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of a rank's step on this machine, on real tensors, with no message sent, several times."""
+    """Return the seconds of `repeats` steps of a rank, on real tensors and without communication."""
     with simulated(torch.Size(shape).numel(), rank):
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
         step = Step(subject, mesh)
         times: list[float] = []
         for _ in range(repeats + 2):
-            begun = clock()
+            start = clock()
             step.run()
-            times.append(clock() - begun)
+            times.append(clock() - start)
     return times[2:]
 
 
 def representative_ranks(shape: Sequence[int]) -> list[int]:
-    """The ranks that stand for all: the first, the last and the one in the middle of the first domain."""
+    """Return the ranks that are simulated: the middle, the first and the last rank of the first domain."""
     domain = shape[1:]
 
-    def at(coords: Sequence[int]) -> int:
+    def rank_at(coords: Sequence[int]) -> int:
         flat = 0
         for coord, size in zip(coords, domain, strict=True):
             flat = flat * size + coord
         return flat
 
-    return list(dict.fromkeys(at([f(n) for n in domain]) for f in (lambda n: n // 2, lambda n: 0, lambda n: n - 1)))
+    positions = (lambda n: n // 2, lambda n: 0, lambda n: n - 1)
+    return list(dict.fromkeys(rank_at([position(n) for n in domain]) for position in positions))

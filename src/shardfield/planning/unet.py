@@ -1,4 +1,4 @@
-"""A plain UNet to plan with: what much of the field trains, and what halos and norms cost most in."""
+"""A plain UNet for `shardfield plan`: a common model, dominated by halo exchanges and norms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class UNetConfig(TrainConfig):
 
     batch_size: int = 8
     resolution: int = 256
-    """Points along each dim."""
+    """Grid points along each dim."""
     channels: int = 3
-    """Of the fields."""
+    """Channels of the fields."""
     width: int = 32
     """Channels of the first level; each level below has twice as many."""
     levels: int = 4
@@ -28,7 +28,7 @@ class UNetConfig(TrainConfig):
 
 
 class Block(nn.Sequential):
-    """Two convolutions, each with a norm."""
+    """Two convolutions, each followed by a norm and an activation."""
 
     def __init__(self, i: int, o: int):
         layers: list[nn.Module] = []
@@ -38,7 +38,7 @@ class Block(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Strided convolutions down, bilinear interpolation up, joined level by level."""
+    """A UNet: strided convolutions down, bilinear interpolation up, skip connections at each level."""
 
     def __init__(self, channels: int, width: int, levels: int):
         super().__init__()
@@ -66,8 +66,8 @@ class UNet(nn.Module):
 def unet_outline(config: UNetConfig) -> TaskSpec:
     if config.width % 8 or config.levels < 1 or config.resolution >> (config.levels - 1) < 1:
         raise UsageError(
-            f"--width {config.width} must be a multiple of 8, and --levels {config.levels} leave a point of "
-            f"--resolution {config.resolution}"
+            f"--width {config.width} must be a multiple of 8, and --levels {config.levels} must leave at least one "
+            f"point of --resolution {config.resolution}"
         )
     field = (config.channels, config.resolution, config.resolution)
     return TaskSpec(
