@@ -1,8 +1,8 @@
-"""Run a function on several ranks from an ordinary test, and get every rank's verdict or a full report.
+"""Run a function on several ranks from an ordinary test, and get the result of every rank or a report of the failure.
 
-`run_on_ranks` keeps one pool of processes per world size, so a test does not pay for starting them, and
-it never hangs: a deadlock, a dead rank or an error on one rank ends as `RanksFailed` within seconds, with
-what happened on each rank. Put the checked function at module level of the test file:
+`run_on_ranks` keeps one pool of processes per world size, so that a test does not pay for starting them. It never
+hangs: a deadlock, a dead rank or an exception on one rank raises `RanksFailed` within seconds, with the error or the
+stack of each rank. Define the function at module level of the test file:
 
     import torch
     import torch.distributed as dist

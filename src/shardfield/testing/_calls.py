@@ -1,7 +1,7 @@
-"""A call as it travels: what to run, and the surroundings of the caller it should see.
+"""Pickle a call for the ranks: the function, its arguments, and the caller's environment.
 
-Plain pickle, not multiprocessing's: tensors go by value, so nothing depends on shared memory or on
-how long the sender lives.
+It uses plain pickle, not that of multiprocessing: tensors are copied by value, so that nothing depends on shared memory
+or on the lifetime of the sender.
 """
 
 import functools
@@ -19,9 +19,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """The caller's surroundings, sent ahead of the pickled function and arguments.
+    """The caller's environment, sent before the pickled function and arguments.
 
-    A rank's environment is `environ`, then what a launcher would set for it, then `env`.
+    The environment variables of a rank are `environ`, overridden by those of a launcher, overridden by `env`.
     """
 
     environ: dict[str, str]
@@ -32,7 +32,7 @@ class Call:
 
 
 class _ModuleRecordingPickler(pickle.Pickler):
-    """Notes the module of every function and class it meets, so that ranks can load the same files."""
+    """A pickler that records the module of every function and class, so that ranks can load the same files."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -53,7 +53,7 @@ def function_name(fn: Callable[..., Any]) -> str:
 def pack(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], env: Mapping[str, str | None] | None
 ) -> tuple[bytes, bytes]:
-    """Pickle a call as (surroundings, body), or say what to change so that it can be."""
+    """Pickle a call as (environment, body). Raise TypeError with a remedy if it cannot be pickled."""
     _check_importable(fn)
     buffer = io.BytesIO()
     pickler = _ModuleRecordingPickler(buffer)
@@ -76,38 +76,38 @@ def _check_importable(fn: Callable[..., Any]) -> None:
     name = function_name(fn)
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(
-            f"run_on_ranks: {name} is defined inside a function or is a lambda, and ranks import what they run by "
-            "name; move it to module level and pass what it closes over as arguments"
+            f"run_on_ranks: {name} is defined inside a function or is a lambda, and ranks import functions by name; "
+            "move it to module level and pass the variables that it captures as arguments"
         )
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
         raise TypeError(
-            f"run_on_ranks: {name} was typed into an interactive session, and ranks import what they run from a file; "
+            f"run_on_ranks: {name} is defined in an interactive session, and ranks import functions from files; "
             "put it into a module and import it from there"
         )
 
 
 def _explain_pickle_error(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Say which part of a call does not pickle."""
+    """Return a message that names the part of a call that cannot be pickled."""
     parts = [("the function", fn), *((f"argument {i}", arg) for i, arg in enumerate(args))]
     parts += [(f"argument {name}=", arg) for name, arg in kwargs.items()]
-    for what, part in parts:
+    for label, value in parts:
         try:
-            pickle.dumps(part)
+            pickle.dumps(value)
         except Exception as error:
-            where = "; move it to module level" if part is fn else ""
-            return f"run_on_ranks({function_name(fn)}): {what} cannot be sent to other processes: {error}{where}"
+            remedy = "; move it to module level" if value is fn else ""
+            return f"run_on_ranks({function_name(fn)}): {label} cannot be sent to other processes: {error}{remedy}"
     return f"run_on_ranks({function_name(fn)}): the call cannot be sent to other processes"
 
 
 def load_modules(modules: dict[str, str | None]) -> None:
-    """Have `sys.modules` hold the caller's modules under the caller's names.
+    """Import the caller's modules from the same files and under the same names.
 
-    pytest may import a test file that is not on `sys.path` (importmode=importlib), and two directories may
-    hold a `conftest`; then only the file says which module is meant.
+    The name alone does not identify a module: pytest may import a test file that is not on `sys.path`
+    (importmode=importlib), and two directories may each contain a `conftest`.
     """
     for name, file in modules.items():
-        if name == "__main__" or file is None:  # multiprocessing has loaded __main__ when the process started
+        if name == "__main__" or file is None:  # multiprocessing loaded __main__ when the process started
             continue
         try:
             module = importlib.import_module(name)

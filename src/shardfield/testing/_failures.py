@@ -1,4 +1,4 @@
-"""What went wrong on which rank, and the one message that tells it."""
+"""The errors of a failed call by rank, and the report that combines them."""
 
 import re
 import signal
@@ -11,12 +11,12 @@ from ..errors import ShardfieldError
 
 @dataclass(frozen=True)
 class RankError:
-    """What happened on one rank.
+    """The error of one rank.
 
-    `kind` is "raised" (the function raised: `type_name`, `message` and `traceback` are those of the
-    exception, and `exception` is the exception itself where it pickles), "stuck" (it had not returned when
-    the call was given up: `message` names the call it was in and `traceback` is its stack) or "died" (the
-    process ended: `message` gives the exit code or signal). `type_name` is empty unless something was raised.
+    `kind` is one of three. "raised": the function raised; `type_name`, `message` and `traceback` are those of the
+    exception, and `exception` is the exception itself if it can be pickled. "stuck": the function had not returned when
+    the call timed out; `message` names the innermost call and `traceback` is the stack. "died": the process ended;
+    `message` gives the exit code or signal. `type_name` is empty unless `kind` is "raised".
     """
 
     kind: Literal["raised", "stuck", "died"]
@@ -42,7 +42,7 @@ class RanksFailed(ShardfieldError):
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"; [3] -> "rank 3"."""
+    """Format a list of ranks: [0, 1, 2, 5] -> "ranks 0-2, 5"; [3] -> "rank 3"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -54,7 +54,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words; a negative one is the signal that ended the process."""
+    """Describe an exit code; a negative one is the signal that killed the process."""
     if code is None:
         return "died"
     if code >= 0:
@@ -66,13 +66,13 @@ def describe_exit(code: int | None) -> str:
 
 
 def _report(call: str, errors: dict[int, RankError]) -> str:
-    """One line per distinct error, then one traceback per distinct error; deaths first, since they explain the rest."""
+    """Return one line per distinct error, then one traceback each. Dead ranks come first: they cause other errors."""
     groups: dict[tuple[int, str, str], list[int]] = {}
     for rank, error in sorted(errors.items()):
         text = re.sub(r"\]:\d+", "]", str(error))  # gloo's errors differ in the port of the peer
-        # Bare asserts all read alike: the line that raised tells them apart.
-        place = re.findall(r"^  File .*$", error.traceback, re.MULTILINE)[-1:] if error.kind == "raised" else []
-        key = ("died", "raised", "stuck").index(error.kind), text, "".join(place)
+        # A bare assert has no message: distinguish errors by the line that raised, too.
+        location = re.findall(r"^  File .*$", error.traceback, re.MULTILINE)[-1:] if error.kind == "raised" else []
+        key = ("died", "raised", "stuck").index(error.kind), text, "".join(location)
         groups.setdefault(key, []).append(rank)
     ordered = [ranks for _, ranks in sorted(groups.items(), key=lambda item: (item[0][0], item[1]))]
     lines = [f"{call} failed on {format_ranks(errors)}"]

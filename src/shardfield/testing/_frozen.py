@@ -1,6 +1,7 @@
-"""Imported last by the server that ranks are forked from: what it holds by then is never looked through for garbage.
+"""Exclude all objects of the fork server from garbage collection; imported last by the server that ranks fork from.
 
-To look is to write a mark into every object, and a forked process that writes has to copy what it shared.
+The collector writes to the header of every object that it inspects. In a forked process each such write copies a memory
+page that was shared with the server.
 """
 
 import gc

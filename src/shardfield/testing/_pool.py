@@ -1,4 +1,4 @@
-"""A world of processes on this machine that answers calls, seen from the process that makes them."""
+"""A pool of processes on this machine that form a world and run calls; this is the caller's side."""
 
 import multiprocessing
 import os
@@ -36,23 +36,22 @@ _UNMATCHED = (
 class Pool:
     """`world_size` ranks of one gloo world, started once and called many times.
 
-    The processes are forked from a server that has imported torch, so a new pool costs a fraction of a
-    second. The rendezvous store lives in this process on a port the system chose, so no port can be taken.
-    MASTER_PORT is another one, held but not listened on: a call that leaves the world may start its own there.
+    The processes are forked from a server that has imported torch, so that a new pool starts in a fraction of a second.
+    The rendezvous store runs in this process on a port that the system chose, so that it is never in use. MASTER_PORT
+    is another port, reserved but without a listener: a call that leaves the world may start its own world there.
     """
 
     def __init__(self, world_size: int) -> None:
         self.alive = True
         self._processes: list[BaseProcess] = []
         self._conns: list[Connection] = []
-        self._threads: list[int] = []  # the ids of the ranks' main threads, once the world stands
+        self._threads: list[int] = []  # main thread ids of the ranks, known once the world is initialized
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._master_socket = _reserve_port()
         self._stacks: list[TextIO] = []
         try:
-            with tempfile.TemporaryDirectory(
-                prefix="shardfield-ranks-"
-            ) as folder:  # once all have opened, names can go
+            # The folder can be removed once all ranks have opened their files.
+            with tempfile.TemporaryDirectory(prefix="shardfield-ranks-") as folder:
                 self._start(world_size, Path(folder))
                 answers = self._collect(f"starting {world_size} ranks", START_TIMEOUT_S)
             self._threads = [pickle.loads(answer) for answer in answers]
@@ -66,7 +65,7 @@ class Pool:
         # Every rank imports the caller's __main__; under pytest that is most of pytest.
         preload += ["pytest"] * ("pytest" in sys.modules) + os.environ.get("SHARDFIELD_PRELOAD", "").split()
         context.set_forkserver_preload([*preload, "shardfield.testing._frozen"])
-        with _importable_main(), _environ(_ONE_THREAD):  # the server's libraries size their thread pools when they load
+        with _importable_main(), _environ(_ONE_THREAD):  # libraries of the server size their thread pools on import
             for rank in range(world_size):
                 stack = folder / f"rank{rank}"
                 self._stacks.append(open(stack, "w+"))
@@ -94,14 +93,14 @@ class Pool:
         return self.alive and not wait([process.sentinel for process in self._processes], 0)
 
     def call(self, name: str, head: bytes, body: bytes, timeout: float) -> list[Any]:
-        """Run a packed call on every rank; any failure ends the pool, since the ranks may be out of step."""
+        """Run a pickled call on every rank. Any failure closes the pool, since its ranks may be out of step."""
         try:
             self._send(head, body)
             answers = self._collect(name, timeout)
             if self.alive:
                 self._send(BARRIER)
                 self._collect(name, BARRIER_TIMEOUT_S, _UNMATCHED)
-            else:  # a rank left the world or is worn out
+            else:  # a rank left the world or has too many open files
                 self.close()
         except BaseException:
             self.close()
@@ -109,56 +108,59 @@ class Pool:
         return [_load_result(rank, answer) for rank, answer in enumerate(answers)]
 
     def close(self) -> None:
-        """End the ranks, whatever they are doing."""
+        """Kill the ranks and close all connections."""
         self.alive = False
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
-        ends: list[Connection | TextIO | socket.socket] = [*self._conns, *self._stacks, self._master_socket]
-        for end in ends:
-            end.close()
+        resources: list[Connection | TextIO | socket.socket] = [*self._conns, *self._stacks, self._master_socket]
+        for resource in resources:
+            resource.close()
 
     def _send(self, *messages: bytes) -> None:
         for conn in self._conns:
             try:
                 for message in messages:
                     conn.send_bytes(message)
-            except OSError:  # the rank has died; collecting finds that, and how
+            except OSError:  # the rank has died, which `_collect` reports
                 pass
 
-    def _collect(self, name: str, timeout: float, late: str = "") -> list[bytes]:
-        """One answer per rank, or RanksFailed once all have answered or waiting longer makes no sense."""
+    def _collect(self, name: str, timeout: float, timeout_message: str = "") -> list[bytes]:
+        """Return one answer per rank. Raise RanksFailed if a rank fails, dies or does not answer in time.
+
+        After the first failure, the other ranks have GRACE_S seconds to answer.
+        """
         answers: dict[int, bytes] = {}
         errors: dict[int, RankError] = {}
-        waiting = set(range(len(self._conns)))
+        pending = set(range(len(self._conns)))
         deadline = time.monotonic() + timeout
-        while waiting:
-            sources: dict[Any, int] = {self._conns[rank]: rank for rank in waiting}
-            sources |= {self._processes[rank].sentinel: rank for rank in waiting}
+        while pending:
+            sources: dict[Any, int] = {self._conns[rank]: rank for rank in pending}
+            sources |= {self._processes[rank].sentinel: rank for rank in pending}
             ready = wait(list(sources), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for rank in {sources[source] for source in ready}:
-                waiting.discard(rank)
+                pending.discard(rank)
                 error = self._receive(rank, answers)
                 if error is not None:
                     errors[rank] = error
-                    # The others may wait for this rank in a collective: they get a moment to find out, no more.
+                    # The others may be blocked in a collective with this rank and never answer.
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if waiting and late:
-            errors |= {rank: RankError("stuck", "", late) for rank in waiting}
-        elif waiting:
-            late = "still running after another rank failed" if errors else f"not done after {timeout:g} s"
-            errors |= self._dump_stacks(sorted(waiting), late)
+        if pending and timeout_message:
+            errors |= {rank: RankError("stuck", "", timeout_message) for rank in pending}
+        elif pending:
+            reason = "still running after another rank failed" if errors else f"not done after {timeout:g} s"
+            errors |= self._dump_stacks(sorted(pending), reason)
         if errors:
             raise RanksFailed(name, errors)
         return [answers[rank] for rank in range(len(self._conns))]
 
     def _receive(self, rank: int, answers: dict[int, bytes]) -> RankError | None:
-        """Take what a rank sends; an error, also its death, is returned."""
+        """Receive the answer of a rank into `answers`. Return its error, also if the process died."""
         try:
-            if not self._conns[rank].poll():  # a child of the rank may hold the pipe open
+            if not self._conns[rank].poll():  # the process died, but a child of it still has the pipe open
                 return self._death_error(rank)
             error, reusable = pickle.loads(self._conns[rank].recv_bytes())
             answers[rank] = self._conns[rank].recv_bytes()
@@ -169,22 +171,22 @@ class Pool:
             return None
         try:
             return replace(error, exception=pickle.loads(answers[rank]))
-        except Exception:  # not every exception can be made again from its pickle; its text is there
+        except Exception:  # not every exception can be unpickled; `error` holds its text
             return error
 
     def _death_error(self, rank: int) -> RankError:
         self._processes[rank].join(GRACE_S)
-        how = describe_exit(self._processes[rank].exitcode)
+        cause = describe_exit(self._processes[rank].exitcode)
         if not self._threads:
-            return RankError("died", "", f"{how} while starting; what it had to say is on stderr")
+            return RankError("died", "", f"{cause} while starting; its output is on stderr")
         frames = _stacks.read_stack(_stacks.read_all(self._stacks[rank]), self._threads[rank])
-        where = f", {_stacks.describe(frames)}" if frames else " before the call returned"
-        return RankError("died", "", how + where, _stacks.format_stack(frames))
+        location = f", {_stacks.describe(frames)}" if frames else " before the call returned"
+        return RankError("died", "", cause + location, _stacks.format_stack(frames))
 
-    def _dump_stacks(self, ranks: list[int], late: str) -> dict[int, RankError]:
-        """Ask ranks that have not answered for their stacks."""
-        if not self._threads:  # they may not listen to the signal yet
-            return {rank: RankError("stuck", "", late) for rank in ranks}
+    def _dump_stacks(self, ranks: list[int], reason: str) -> dict[int, RankError]:
+        """Make ranks that have not answered write their stacks. Return a "stuck" error for each."""
+        if not self._threads:  # the signal handler may not be installed yet
+            return {rank: RankError("stuck", "", reason) for rank in ranks}
         for rank in ranks:
             pid = self._processes[rank].pid
             assert pid is not None
@@ -193,7 +195,7 @@ class Pool:
         errors = {}
         for rank, dump in zip(ranks, dumps, strict=True):
             frames = _stacks.read_stack(dump, self._threads[rank])
-            errors[rank] = RankError("stuck", "", f"{late}, {_stacks.describe(frames)}", _stacks.format_stack(frames))
+            errors[rank] = RankError("stuck", "", f"{reason}, {_stacks.describe(frames)}", _stacks.format_stack(frames))
         return errors
 
 
@@ -201,16 +203,16 @@ def _load_result(rank: int, answer: bytes) -> Any:
     try:
         return pickle.loads(answer)
     except Exception as error:
-        error.add_note(f"while unpickling what rank {rank} returned")
+        error.add_note(f"while unpickling the return value of rank {rank}")
         raise
 
 
 def _reserve_port() -> socket.socket:
-    """A socket on a free port that others may listen on, as SO_REUSEADDR allows while this one does not."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
+    """Return a socket bound to a free port. It does not listen, so that with SO_REUSEADDR another socket may."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 @contextmanager
@@ -230,7 +232,7 @@ def _importable_main() -> Iterator[None]:
 
 @contextmanager
 def _environ(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables inside the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

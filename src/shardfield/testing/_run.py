@@ -12,7 +12,7 @@ from ._pool import PROCESS_NAME, Pool
 
 T = TypeVar("T")
 
-# By process too: a forked child of the caller must neither use nor end its parent's ranks.
+# Keyed by process id and world size: a forked child of the caller must neither use nor kill its parent's ranks.
 _pools: dict[tuple[int, int], Pool] = {}
 _lock = threading.Lock()
 
@@ -25,32 +25,31 @@ def run_on_ranks(
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call `fn(*args, **kwargs)` on every rank of a gloo world and return what the ranks return, in rank order.
+    """Call `fn(*args, **kwargs)` on every rank of a gloo world and return the results in rank order.
 
     >>> import torch.distributed as dist
     >>> from shardfield.testing import run_on_ranks
     >>> run_on_ranks(dist.get_rank, 2)
     [0, 1]
 
-    The world is already initialised: `torch.distributed` has its default group, and RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher would set them. Each rank
-    has one thread. `fn` must be a module-level function (ranks import it by name); arguments and results go
-    by value through pickle. A script that calls `run_on_ranks` does so under `if __name__ == "__main__":`.
+    The world is already initialized: `torch.distributed` has its default group, and RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by a launcher. Each rank has one thread. `fn` must be a
+    module-level function, since ranks import it by name. Arguments and results are copied through pickle. A script
+    must call `run_on_ranks` under `if __name__ == "__main__":`.
 
-    If any rank fails, `RanksFailed` tells what happened on each, once all have answered: the exceptions
-    raised, a process that died, and for ranks that wait for a failed one or are not done after `timeout`
-    seconds the line they are stuck at. They get two seconds after the first failure, so a rank that
-    raises does not leave the others waiting. Collectives that were started on some ranks only are a failure too.
+    If any rank fails, `RanksFailed` is raised with an error for each failed rank. A rank may raise, die, or be stuck:
+    stuck are ranks that have not returned after `timeout` seconds, or two seconds after the first failure. The error of
+    a stuck rank names the line at which it blocks. A collective that only some ranks started is a failure too.
 
-    The processes are kept for the next call with the same `world_size`. Each call starts as if they were
-    new: the caller's environment, working directory and `sys.path`, with `env` on top (None removes a
-    variable); torch's default dtype and device, grad mode and thread count; and the same random seeds on all
-    ranks. Process groups and imported modules stay. A call that fails, or that destroys the default
-    group, ends its processes; the next one gets new ones. Modules that take long to import can be named in
-    SHARDFIELD_PRELOAD, with spaces between: they are imported once, by the process that all ranks are forked from.
+    The processes are reused by the next call with the same `world_size`. Before each call they are reset: environment,
+    working directory and `sys.path` are those of the caller, with `env` on top (None removes a variable); torch's
+    default dtype and device, grad mode and thread count have their initial values; random seeds are equal on all ranks.
+    Process groups and imported modules stay. A call that fails, or that destroys the default group, ends the processes,
+    and the next call starts new ones. SHARDFIELD_PRELOAD names modules, separated by spaces, that take long to import:
+    the process from which all ranks are forked imports them once.
 
-    A UserWarning, FutureWarning or DeprecationWarning attributed to a module of shardfield is raised as an
-    error, whatever the caller's filters; warnings attributed to other modules are left to Python's defaults.
+    A UserWarning, FutureWarning or DeprecationWarning attributed to a module of shardfield is raised as an error,
+    regardless of the caller's filters. Warnings attributed to other modules follow Python's defaults.
     """
     name = f"run_on_ranks({function_name(fn)}, {world_size})"
     if multiprocessing.current_process().name.startswith(PROCESS_NAME):

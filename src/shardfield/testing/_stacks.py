@@ -1,7 +1,7 @@
-"""Read the stack of a process that does not answer.
+"""Read the Python stack of a process that does not answer.
 
-Each rank points faulthandler at a file of its own: on SIGUSR1 the C handler writes the Python stack of
-every thread there, also while the main thread waits inside C++ with the interpreter lock released.
+Each rank registers faulthandler with a file of its own. On SIGUSR1 the C handler writes the Python stack of every
+thread to it, even while the main thread blocks inside C++.
 """
 
 import linecache
@@ -20,7 +20,7 @@ _WORKER = str(Path(__file__).with_name("_worker.py"))
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = (
     _TORCH,
-    str(Path(__file__).parents[1]) + os.sep,  # shardfield itself: the caller's own line says more
+    str(Path(__file__).parents[1]) + os.sep,  # the line of the test that called shardfield is more useful
     sysconfig.get_path("stdlib") + os.sep,
     sysconfig.get_path("purelib") + os.sep,
     sysconfig.get_path("platlib") + os.sep,
@@ -39,13 +39,13 @@ class Frame(NamedTuple):
 
 
 def read_all(file: TextIO) -> str:
-    """What the file holds by now."""
+    """Return the contents of the file."""
     file.seek(0)
     return file.read()
 
 
 def wait_for_dumps(files: list[TextIO], seconds: float) -> list[str]:
-    """What the files hold once all have been written to and none still grows, or the time is up."""
+    """Return the contents of the files once all are non-empty and none is growing, or after `seconds`."""
     limit = time.monotonic() + seconds
     before, now = [""], [read_all(file) for file in files]
     while time.monotonic() < limit and not (all(now) and now == before):
@@ -55,33 +55,33 @@ def wait_for_dumps(files: list[TextIO], seconds: float) -> list[str]:
 
 
 def read_stack(text: str, thread: int) -> list[Frame]:
-    """The last dump of the given thread in faulthandler's output, outermost frame first, without the pool's own."""
+    """Return the last dump of a thread in faulthandler's output, outermost frame first, without frames of the pool."""
     frames: list[Frame] = []
-    ours = False
+    in_thread = False
     for line in text.splitlines():
         if head := _THREAD.match(line):
-            ours = int(head[1], 16) == thread
-            if ours:
+            in_thread = int(head[1], 16) == thread
+            if in_thread:
                 frames = []
-        elif ours and (frame := _FRAME.match(line)):
+        elif in_thread and (frame := _FRAME.match(line)):
             frames.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
-    inner = next((i for i, frame in enumerate(frames) if frame.file == _WORKER), len(frames))
-    return frames[:inner][::-1]
+    pool_start = next((i for i, frame in enumerate(frames) if frame.file == _WORKER), len(frames))
+    return frames[:pool_start][::-1]
 
 
 def describe(frames: list[Frame]) -> str:
-    """Name the innermost call and the line of the caller's own code that led to it."""
+    """Name the innermost call, and the line of user code that led to it."""
     if not frames:
         return "its stack could not be read"
-    inner = frames[-1]
-    own = next((f for f in reversed(frames) if not f.file.startswith(_LIBRARIES)), None)
-    own = own or next((f for f in reversed(frames) if not f.file.startswith(_TORCH)), inner)
-    where = f"{own.file}:{own.line} in {own.function}: {own.source}"
-    return f"in {where}" if own is inner else f"in {inner.function}, called from {where}"
+    innermost = frames[-1]
+    user = next((f for f in reversed(frames) if not f.file.startswith(_LIBRARIES)), None)
+    user = user or next((f for f in reversed(frames) if not f.file.startswith(_TORCH)), innermost)
+    location = f"{user.file}:{user.line} in {user.function}: {user.source}"
+    return f"in {location}" if user is innermost else f"in {innermost.function}, called from {location}"
 
 
 def format_stack(frames: list[Frame]) -> str:
-    """The frames as Python prints a traceback."""
+    """Format frames like a Python traceback."""
     lines = ["Stack (most recent call last):"] if frames else []
     for frame in frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')

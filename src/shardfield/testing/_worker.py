@@ -1,4 +1,4 @@
-"""The process behind one rank: join the world, then serve calls until the caller goes away."""
+"""The process of one rank: join the world, then run calls until the caller closes the connection."""
 
 import faulthandler
 import io
@@ -27,14 +27,14 @@ BARRIER = b""  # sent in place of a call
 
 
 def serve(rank_env: dict[str, str], store_port: int, stack_path: str, conn: Connection) -> None:
-    """Body of the process: say that the world stands, then answer calls one by one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's: it ends the pool
+    """Run the process: initialize the world, report it to the caller, then run calls one by one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C and closes the pool
     stacks = open(stack_path, "a")  # stays open: faulthandler writes to it
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a killed rank has printed what it had to say
+        sys.stdout.reconfigure(line_buffering=True)  # so that the output of a killed rank is not lost
     try:
         fresh = _ProcessState(rank_env)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=60))
@@ -58,7 +58,7 @@ def serve(rank_env: dict[str, str], store_port: int, stack_path: str, conn: Conn
 
 
 def _answer_call(conn: Connection, call: Call, body: bytes, fresh: "_ProcessState", world: Any) -> None:
-    """Run one call in the caller's surroundings; whatever it raises is an answer, not an end."""
+    """Run one call in the caller's environment and send its result, or the exception that it raised."""
     try:
         fresh.restore(call)
         with warnings.catch_warnings():
@@ -88,24 +88,24 @@ def _pickle_result(result: Any) -> bytes:
 def _answer(
     conn: Connection, error: BaseException | None = None, *, result: bytes = b"", reusable: bool = True
 ) -> None:
-    """Two messages: what the caller must know of this rank, and the pickled result or exception."""
-    told = None
+    """Send two messages: (error or None, whether the process can be reused), and the pickled result or exception."""
+    rank_error = None
     if error is not None:
         trace = error.__traceback__
         if trace is not None and trace.tb_frame.f_code is _answer_call.__code__:
             trace = trace.tb_next or trace
         text = "".join(traceback.format_exception(type(error), error, trace))
-        told = RankError("raised", type(error).__name__, str(error), text)
+        rank_error = RankError("raised", type(error).__name__, str(error), text)
         try:
             result = pickle.dumps(error)
-        except Exception:  # an exception may hold anything; its text has to do then
+        except Exception:  # an exception may hold objects that cannot be pickled; its text is sent anyway
             result = b""
-    conn.send_bytes(pickle.dumps((told, reusable)))
+    conn.send_bytes(pickle.dumps((rank_error, reusable)))
     conn.send_bytes(result)
 
 
 class _ProcessState:
-    """What a call may change about the process, as it is before the first one."""
+    """The initial state of the process (environment, torch defaults, random seeds), restored before each call."""
 
     def __init__(self, rank_env: dict[str, str]) -> None:
         self.rank_env = rank_env
@@ -129,7 +129,7 @@ class _ProcessState:
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        if torch.are_deterministic_algorithms_enabled():  # to set it is to import the compiler: over a second
+        if torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler, which takes a second
             torch.use_deterministic_algorithms(False)
         random.setstate(self.random[0])
         np.random.set_state(self.random[1])
@@ -137,13 +137,13 @@ class _ProcessState:
 
 
 def _should_retire() -> bool:
-    """Whether to retire this process: each process group keeps threads and some seven files open until the end."""
+    """Return whether too many files are open: each process group keeps about seven open until the process ends."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return len(os.listdir("/dev/fd")) > min(2000, limit // 2)
 
 
 def _exit_with_parent() -> None:
-    """A rank blocked in a collective does not see its pipe close; without this it would outlive the caller."""
+    """Exit when the caller does: a rank that is blocked in a collective would not notice that its pipe was closed."""
     parent: Any = multiprocessing.parent_process()
     wait([parent.sentinel])
     os._exit(1)
