@@ -20,17 +20,54 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from .errors import ShardingError
 
 
-class DimSharding(NamedTuple):
-    """One index of a tensor dim: its global size and, if it is cut, by which mesh axes and where.
+class Origin(NamedTuple):
+    """The dim that the entries of a tensor dim were selected from: its size, mesh axes and shard sizes.
 
-    `shard_sizes` holds one length per coordinate over `axes`, row-major (two axes on one dim nest: the first axis
-    cuts, the second cuts the pieces). A dim that is the merge of several others, as (H, W) -> (HW,), keeps one
-    factor for each of them, so that a cut inside it stays where it is.
+    `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field. An
+    origin is a hint, never part of a value: rows that are written back to a dim of this size are sent to its shards,
+    and a spectrum assembled from modes is inverted into the field's sharding.
     """
 
+    kind: str
+    size: int
+    axes: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
+
+
+MAX_ORIGINS = 4  # per dim: results of many operands would collect them without bound
+
+
+class _ShardingFields(NamedTuple):
     size: int
     axes: tuple[int, ...] = ()
     shard_sizes: tuple[int, ...] = ()
+
+
+class DimSharding(_ShardingFields):
+    """The sharding of one index of a tensor dim: global size and, if sharded, mesh axes and shard sizes.
+
+    `shard_sizes` holds one size per coordinate over `axes`, row-major. Two axes on one dim nest: the first axis shards
+    the dim, the second shards each shard. A dim that merges several others, as (H, W) -> (HW,), keeps one factor for
+    each of them, so that a sharded inner factor keeps its shards.
+
+    `origins` says which dims the entries were selected from. Equality and hash ignore it, because it does not change
+    where data is; `Layout.make` interns layouts with different origins as different objects.
+    """
+
+    origins: tuple[Origin, ...] = ()
+
+    def with_origins(self, *groups: Iterable[Origin]) -> DimSharding:
+        """Return the same sharding with the union of these origins: sorted, at most `MAX_ORIGINS`.
+
+        >>> DimSharding(3).with_origins([Origin("rows", 9, (0,), (4, 5))]).origins[0].size
+        9
+        """
+        found = tuple(sorted({origin for group in groups for origin in group})[:MAX_ORIGINS])
+        if found == self.origins:
+            return self
+        made = DimSharding(*self)
+        made.origins = found
+        return made
 
 
 class Span(NamedTuple):
@@ -76,6 +113,7 @@ class Layout:
     shape: torch.Size
     dims: tuple[tuple[DimSharding, ...], ...]
     partial: tuple[tuple[int, str], ...]
+    has_origins: bool
 
     # ------------------------------------------------------------------ making one
 
@@ -84,11 +122,13 @@ class Layout:
         mesh: DeviceMesh, dims: Iterable[Iterable[DimSharding]], partial: Iterable[tuple[int, str]] = ()
     ) -> Layout:
         """The one layout with these cuts (equal arguments give the same object)."""
-        key = (mesh, tuple(canonicalize(d) for d in dims), tuple(sorted(partial)))
+        canonical = tuple(canonicalize(d) for d in dims)
+        origins = tuple(f.origins for d in canonical for f in d)  # equal shardings may have different ones
+        key = (mesh, canonical, tuple(sorted(partial)), origins if any(origins) else ())
         found = _INTERNED.get(key)
         if found is None:
             found = object.__new__(Layout)
-            found.mesh, found.dims, found.partial = key
+            found.mesh, found.dims, found.partial, found.has_origins = *key[:3], bool(key[3])
             found.shape = torch.Size(math.prod(f.size for f in d) for d in found.dims)
             found._check()
             _INTERNED[key] = found
@@ -260,6 +300,17 @@ class Layout:
         (factor,) = self.dims[dim]
         return factor.shard_sizes or (factor.size,)
 
+    @cached_property
+    def bare(self) -> Layout:
+        """The same layout without origins. Two layouts place data equally if they have the same `bare` one."""
+        if not self.has_origins:
+            return self
+        return self.with_dims([[f.with_origins() for f in d] for d in self.dims])
+
+    def origins(self, dim: int) -> tuple[Origin, ...]:
+        """The origins of a simple dim; of a merged dim none."""
+        return self.dims[dim][0].origins if len(self.dims[dim]) == 1 else ()
+
     # ------------------------------------------------------------------ transforms
 
     def with_dims(self, dims: Iterable[Iterable[DimSharding]]) -> Layout:
@@ -279,7 +330,12 @@ class Layout:
     def unshard(self, dims: Iterable[int]) -> Layout:
         """The same layout with `dims` whole on every rank."""
         chosen = {d % self.ndim for d in dims}
-        return self.with_dims([(DimSharding(self.shape[d]),) if d in chosen else f for d, f in enumerate(self.dims)])
+        return self.with_dims(
+            [
+                (DimSharding(self.shape[d]).with_origins(self.origins(d)),) if d in chosen else f
+                for d, f in enumerate(self.dims)
+            ]
+        )
 
     def drop_dims(self, dims: Iterable[int]) -> Layout:
         """The layout of the tensor after `dims` are dropped."""
@@ -360,9 +416,17 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
             last = found.pop()
             axes = last.axes + factor.axes
             cut = tuple(m * n for m in shard_sizes_of(last) for n in shard_sizes_of(factor)) if axes else ()
-            factor = DimSharding(last.size * factor.size, axes, cut)
+            merged = DimSharding(last.size * factor.size, axes, cut)
+            factor = merged.with_origins(_merged_origins(last, factor))
         found.append(factor)
     return tuple(found) or (DimSharding(1),)
+
+
+def _merged_origins(outer: DimSharding, inner: DimSharding) -> Iterable[Origin]:
+    """The origins of a dim that merges two factors: those of both; one of size 1 selects nothing and has no say."""
+    if 1 in (outer.size, inner.size):
+        return (*outer.origins, *inner.origins)
+    return [origin for origin in outer.origins if origin in inner.origins]
 
 
 def regroup(
@@ -395,10 +459,9 @@ def regroup(
             if over or (not snap and any(n % inner for n in factor.shard_sizes)):
                 return None
             marks = [(start + inner // 2) // inner for start in (*starts(factor.shard_sizes), factor.size)]
-            taken.append(
-                DimSharding(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ())
-            )
-            rest.insert(0, DimSharding(inner))
+            split = DimSharding(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ())
+            taken.append(split.with_origins(factor.origins))
+            rest.insert(0, DimSharding(inner).with_origins(factor.origins))
             need = 1
         found.append(canonicalize(taken))
     return None if any(f.axes for f in rest) else found

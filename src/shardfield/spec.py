@@ -58,7 +58,9 @@ class ShardTensorSpec:
         return TensorMeta(self.shape, tuple(reversed(strides)), self._dtype)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardTensorSpec) and self.layout is other.layout and self._dtype == other._dtype
+        return (
+            isinstance(other, ShardTensorSpec) and self.layout.bare is other.layout.bare and self._dtype == other._dtype
+        )
 
     def __hash__(self) -> int:
         return hash((self.layout, self._dtype))

@@ -141,7 +141,6 @@ class ShardTensor(torch.Tensor):
     # torch would have returned a view here and this is a copy: a write would be lost
     _copied_view: bool | ViewConsensus = False
     _narrowed = False  # a slice along a sharded dim
-    _unsent = False  # filled with a number on this rank: no message has ever held its memory
     _grad_incomplete = False  # its consumers were fused with its source, so its `.grad` is incomplete
     # (version of the local tensor, grad mode) and the reduced value of a Partial, computed at that version
     _reduced_cache: tuple[tuple[int, bool], ShardTensor] | None = None
@@ -359,7 +358,7 @@ class ShardTensor(torch.Tensor):
             )
         target = target_layout(self._layout, placements, sharding_shapes)
         local = redistribute(self._local_tensor, self._layout, target)
-        if target is not self._layout and local._is_view() and not local.requires_grad:
+        if target.bare is not self._layout.bare and local._is_view() and not local.requires_grad:
             local = local.clone()  # else a write into the result would reach this tensor
         return wrap(local, target)
 

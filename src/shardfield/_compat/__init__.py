@@ -238,6 +238,19 @@ def is_sole_reference(tensor: torch.Tensor) -> bool:
     return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
 
 
+def is_sole_holder(attributes: dict[str, Any], name: str) -> bool:
+    """Return whether no Python object but this dict refers to its entry `name`.
+
+    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. A new object,
+    held in the same manner, sets the measure.
+    """
+    return _references(attributes, name) <= _references({name: object()}, name)
+
+
+def _references(attributes: dict[str, Any], name: str) -> int:
+    return sys.getrefcount(attributes[name])
+
+
 def _storage_users(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage_id(tensor))
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from ..ops.spectral.lazy_spectrum import FIELD_LAYOUTS
 from ..ops.spectral.truncation import spectral_conv
 from ..tensor import ShardTensor
 from .measure import interleave, max_over_ranks, rank_seconds
@@ -54,8 +53,7 @@ def torch_fft_layer(
 
 
 def resharded_layer(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
-    """Spectra that are there at once: what the other ways left to be known about them is forgotten."""
-    FIELD_LAYOUTS.clear()
+    """Run the layer on a materialized spectrum, whose slices carry no origin: fields and spectra are resharded."""
     return torch_fft_layer(x, weight, modes, lambda spectrum: spectrum.view_as(spectrum))
 
 

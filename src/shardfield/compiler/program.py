@@ -23,8 +23,6 @@ from ..dispatch.torch_aliases import function_name
 from ..dispatch.write_tracking import WRITE_OBSERVERS
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
-from ..ops.indexing import result_placement
-from ..ops.spectral import lazy_forward
 from ..shard_utils.halo_blocks import halo_block_forward, install_halo_blocks
 from ..tensor import ShardTensor, wrap
 from . import rendezvous
@@ -38,10 +36,6 @@ from .trace_consensus import TraceConsensus
 from .trace_facts import TraceMode
 
 LIBRARY_PATHS = (*torch.__path__, str(Path(__file__).parents[1]))  # their lines are not shown in errors
-RULE_CACHES: tuple[dict, ...] = (
-    result_placement._SHARDING_BY_SIZE,
-    lazy_forward.FIELD_LAYOUTS,
-)  # caches of rules, equal on all ranks
 
 
 class Static:
@@ -161,7 +155,7 @@ class Program:
         self._calls.groups = consensus.groups
         mismatch = rendezvous.sync_trace(_qualname(target), self.signature, self._last_signature, consensus.groups)
         partition, compilers = passes.make_compilers(backend, self._tracer, self._calls, consensus, end_trace)
-        before, caches_before = set(WRITE_OBSERVERS), [dict(table) for table in RULE_CACHES]
+        before = set(WRITE_OBSERVERS)
         trace_state.tracer = self._tracer
         try:
             if mismatch:
@@ -174,11 +168,6 @@ class Program:
             end_trace()
             with self._calls.recording():
                 trace_error = _to_trace_error(target, error, consensus)
-            for table, entries in zip(
-                RULE_CACHES, caches_before, strict=True
-            ):  # ranks may have traced different numbers of calls
-                table.clear()
-                table.update(entries)
             if trace_error is error:
                 raise
             raise trace_error from error

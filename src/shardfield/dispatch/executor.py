@@ -78,7 +78,7 @@ class BoundPlan:
         self.targets = [
             (i, op.layout, goal)
             for i, (op, goal) in enumerate(zip(tensors, final, strict=True))
-            if op.layout is not goal
+            if op.layout.bare is not goal.bare
         ]
         found: Any = [plan.layout] if isinstance(plan.layout, Layout) else plan.layout or ()
         results: list[Layout] = [r for r in found if r is not None]

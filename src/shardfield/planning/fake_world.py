@@ -16,8 +16,6 @@ from ..comm import transport
 from ..dispatch import executor
 from ..errors import ShardfieldError
 from ..ops.elementwise import pointwise
-from ..ops.indexing import result_placement
-from ..ops.spectral import lazy_forward
 
 
 @contextmanager
@@ -81,8 +79,6 @@ def clear_caches() -> None:
         executor.PLAN_CACHE,
         pointwise.BROADCAST_PLANS,
         pointwise.INPLACE_PLANS,
-        lazy_forward.FIELD_LAYOUTS,
-        result_placement._SHARDING_BY_SIZE,
         transport._by_group,
         transport._by_backend,
     ):

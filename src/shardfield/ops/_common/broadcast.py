@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,17 +73,32 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
                 dims[skip + d] = factors
                 used |= axes
     full = [factors or (DimSharding(n),) for factors, n in zip(dims, shape, strict=True)]
-    result = Layout.make(mesh, full, partial)
-    targets = tuple(
-        broadcast_layout(result, x.shape, partial if i in keep_partial else ()) for i, x in enumerate(layouts)
-    )
-    return Alignment(targets, find_grad_reductions(result, targets), result)
+    result = with_origins_of(Layout.make(mesh, full, partial), layouts)
+    return _align(result, layouts, partial, keep_partial)
 
 
 @lru_cache(maxsize=8192)
 def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
     """Operands that must meet in a given layout, as those of an in-place op do."""
-    targets = tuple(
-        broadcast_layout(result, x.shape, result.partial if i in keep_partial else ()) for i, x in enumerate(layouts)
-    )
-    return Alignment(targets, find_grad_reductions(result, targets), result)
+    return _align(result, layouts, result.partial, keep_partial)
+
+
+def _align(result: Layout, layouts: Sequence[Layout], partial: Any, keep_partial: Sequence[int]) -> Alignment:
+    """Build the alignment of operands with a result; an operand that is already in place keeps its own origins."""
+    targets = []
+    for i, layout in enumerate(layouts):
+        target = broadcast_layout(result, layout.shape, partial if i in keep_partial else ())
+        targets.append(layout if target.bare is layout.bare else target)
+    return Alignment(tuple(targets), find_grad_reductions(result, targets), result)
+
+
+def with_origins_of(result: Layout, operands: Sequence[Layout]) -> Layout:
+    """Return `result` with the operands' origins along its dims, aligned at the last dim."""
+    if not any(operand.has_origins for operand in operands):
+        return result
+    dims = list(result.dims)
+    for d in range(1, len(dims) + 1):
+        if len(dims[-d]) == 1:
+            held = [x.origins(x.ndim - d) for x in operands if x.ndim >= d and x.shape[-d] == result.shape[-d]]
+            dims[-d] = (dims[-d][0].with_origins(*held),)
+    return result.with_dims(dims)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...dispatch.registry import handler
-from ...layout import Layout
+from ...layout import DimSharding, Layout
 from ...tensor import ShardTensor, wrap
+from ..indexing.result_placement import find_row_origin
 from ..spectral import lazy_spectrum
 
 
@@ -33,7 +36,11 @@ def new_like(func, types, args, kwargs):
 
 @handler("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 def new_with_shape(func, types, args, kwargs):
-    """Return a tensor with the input's layout if the shape is the same, else a replicated tensor."""
+    """Return a tensor with the input's layout if the shape is the same, else one sharded by origins, or replicated.
+
+    A tensor whose entries were selected from a dim of the new size (messages along edges, and the nodes they come from)
+    gives the new dim the sharding of that dim: rows that are written to it then need no other hint.
+    """
     x, *rest = args
     kwargs = {k: as_number(v) for k, v in kwargs.items()}
     if not isinstance(x, ShardTensor):
@@ -41,16 +48,24 @@ def new_with_shape(func, types, args, kwargs):
     meta = func(
         torch.empty(0, device="meta"), *map(as_number, rest), **{k: v for k, v in kwargs.items() if k != "device"}
     )
-    if meta.shape != x.shape or func.__name__ == "new_empty_strided":
+    layout = x._layout.with_partial(()) if meta.shape == x.shape else _layout_by_origins(x._layout, meta.shape)
+    if not layout.shard_axes or func.__name__ == "new_empty_strided":
         local = func(x._metadata_local(), *map(as_number, rest), **kwargs)
-        out = wrap(local, Layout.replicate(x._layout.mesh, meta.shape))
-        out._unsent = True
-        return out
-    layout = x._layout.with_partial(())
+        return wrap(local, Layout.replicate(x._layout.mesh, meta.shape))
     varargs = len(rest) and isinstance(rest[0], int)
     kwargs.pop("size", None)
     rest = [layout.local_shape, *([] if varargs else map(as_number, rest[1:]))]
     return wrap(func(x._metadata_local(), *rest, **kwargs), layout)
+
+
+def _layout_by_origins(like: Layout, shape: Sequence[int]) -> Layout:
+    """Build a layout of `shape`: a dim is sharded as the origin that `like` has of its size along it."""
+    layout = Layout.replicate(like.mesh, shape)
+    for dim in range(min(like.ndim, len(shape))):
+        origin = find_row_origin(shape[dim], like.origins(dim))
+        if origin is not None and not set(origin.axes) & set(layout.shard_axes):
+            layout = layout.with_dim(dim, DimSharding(origin.size, origin.axes, origin.shard_sizes))
+    return layout
 
 
 @handler("new_tensor")

@@ -26,7 +26,7 @@ from .basic_index import normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .owners import Owners, validate_index
 from .parse_index import broadcast_index_shapes
-from .result_placement import record_sharding
+from .result_placement import with_row_origins
 
 
 def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> tuple[Layout, Layout]:
@@ -99,7 +99,7 @@ def plan_advanced_index(
     asked = IndexRequest(owners, ask, where, layout.shape[dims[0]], negative, distinct=True)
     rest = [d for d in range(layout.ndim) if d not in dims]
     order = [layout.dims[d] for d in rest]
-    order[at:at] = where.dims
+    order[at:at] = [with_row_origins(factors, layout, dims) for factors in where.dims]
     partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
     result = Layout.make(layout.mesh, order, partial)
     torch_checks = has_no_empty_shards(layout) and not where.nontrivial_axes(where.shard_axes) and not owners.axes
@@ -107,7 +107,6 @@ def plan_advanced_index(
     rest_shape = [layout.local_shape[d] for d in rest]
 
     def local(input, indices):
-        record_sharding(layout, dims)
         indices = [index.to(input.device) for index in indices]
         if len(dims) == 1 and ask:
             lists = asked.lists_for(indices[0])
@@ -252,7 +251,6 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     torch_checks = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
 
     def local(input, index):
-        record_sharding(layout, [dim])
         if ask and whole_rows:
             lists = asked.find_or_build(as_row_index(index, dim), index)
             if lists is not None:
@@ -265,7 +263,8 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
         lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), ask, distinct=True)
         return lists.fetch(input, owners.dims).reshape(index.shape)
 
-    result = Layout.make(layout.mesh, where.dims, partial)
+    result = where.with_dim(dim, *with_row_origins(where.dims[dim], layout, [dim]))
+    result = Layout.make(layout.mesh, result.dims, partial)
     return Plan(local=local, layout=result, operands={"input": layout, "index": where})
 
 

@@ -23,15 +23,7 @@ from .basic_index import normalize_dim
 from .exchange_lists import ExchangeLists, IndexRequest
 from .gather_rows import has_no_empty_shards, plan_replicated
 from .owners import Owners, validate_index
-from .result_placement import (
-    NO_HINT,
-    PlacementHint,
-    choose_result_layout,
-    find_placement_hint,
-    record_sharding,
-    report_placement,
-    swap_value,
-)
+from .result_placement import choose_result_layout, find_row_origin, may_reshard, report_placement, swap_value
 from .scatter_reduce import can_prereduce, scatter_reduce_rows
 
 Dims = list[tuple[DimSharding, ...]]
@@ -45,7 +37,7 @@ def align_write_layouts(
     accumulate: bool,
     inplace: bool,
     item: int,
-    hint: PlacementHint,
+    reshard: bool,
 ) -> tuple[Layout, Layout, Layout | None]:
     """Where target, entries and values must lie for a write along `dims` of the target.
 
@@ -55,18 +47,20 @@ def align_write_layouts(
     """
     n, rest = entries.ndim, [d for d in range(target.ndim) if d not in dims]
     indexed = {a for d in dims for a in target.axes_of(d)}
-    still = inplace and not hint[0] and (values is None or values.numel <= target.numel)
+    still = inplace and not reshard and (values is None or values.numel <= target.numel)
     if values is not None and not still:  # the target follows the values where it is not cut, which is free
         for i, d in enumerate(rest, n):
             taken = {*target.shard_axes, *target.partial_axes}
             if values.axes_of(i) and values.shape[i] == target.shape[d] and not target.axes_of(d):
                 if not taken & set(values.axes_of(i)):
                     target = target.with_dim(d, *values.dims[i])
-    entries = _entry_layout(entries, values, {a for d in rest for a in target.axes_of(d)}, indexed)
+    index, entries = entries, _entry_layout(entries, values, {a for d in rest for a in target.axes_of(d)}, indexed)
     free = tuple(a for a in entries.shard_axes if a not in indexed)
     spot = next((d for d in dims if not target.axes_of(d) and target.shape[d] > 1), None)
     if free and spot is not None and not still and (not accumulate or not indexed):
-        target = choose_result_layout(target, spot, free, entries.numel, item, accumulate, hint)
+        held = [layout.origins(b) for layout in (values, index) if layout is not None for b in range(n)]
+        origin = find_row_origin(target.shape[spot], *held)
+        target = choose_result_layout(target, spot, free, entries.numel, item, accumulate, origin)
     elif free and accumulate and not still:
         target = Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in free)])
     elif free:
@@ -114,11 +108,11 @@ class IndexedWrite:
         inplace: bool,
         negative: bool = True,
         sum_duplicates: bool = False,
-        hint: PlacementHint = NO_HINT,
+        reshard: bool = False,
         error: type[Exception] = IndexError,
     ):
         found = align_write_layouts(
-            input.layout, dims, entries, values, accumulate, inplace, input.dtype.itemsize, hint
+            input.layout, dims, entries, values, accumulate, inplace, input.dtype.itemsize, reshard
         )
         self.input_layout, (self.target, self.entries, self.values) = input.layout, found
         self.owners = Owners(self.target, dims)
@@ -130,7 +124,7 @@ class IndexedWrite:
         self.request = IndexRequest(
             self.owners, self.exchange_axes, self.entries, size, negative, self.sum_duplicates, error
         )
-        self.writes_local = inplace and self.target is input.layout
+        self.writes_local = inplace and self.target.bare is input.layout.bare
         self.inplace = inplace
         self.torch_checks = (
             has_no_empty_shards(self.target)
@@ -148,7 +142,6 @@ class IndexedWrite:
 
         Index values are judged by torch where all ranks see the same, and by us where they do not.
         """
-        record_sharding(self.target, self.dims)
         report_placement(self.input_layout, self.target)
         # a number where a list of one is meant
         few = [i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices]
@@ -178,25 +171,24 @@ def run_in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dic
     if target.__class__ is ShardTensor:
         target._check_writable()
         reduce_partial(target)
-    kwargs = add_placement_hint((target, *args), kwargs, True)
-    result = run(func, (), (target, *args), kwargs)
+    reshard = _may_reshard_target(target, *args)
+    result = run(func, (), (target, *args), {**kwargs, "reshard": True} if reshard else kwargs)
     if result._local_tensor is (target._local_tensor if target.__class__ is ShardTensor else target):
         return target
-    if kwargs.get("hint", NO_HINT)[0]:
+    if reshard:
         swap_value(target, result)
         return target
     return target._write(result) if target.__class__ is ShardTensor else target.copy_(to_full_tensor(result))
 
 
-def add_placement_hint(args: tuple, kwargs: dict, in_place: bool) -> dict:
-    """The arguments of `fn(target, dim, index, source, ...)` with what is known of a place for the rows."""
-    if len(args) < 4 or not all(isinstance(args[i], Tensor) for i in (0, 2, 3)) or not isinstance(args[1], int):
-        return kwargs
-    target, dim, index, source = args[:4]
+def _may_reshard_target(target: Any, *args: Any) -> bool:
+    """Return whether the target of an in-place `fn(target, dim, index, source, ...)` may be resharded."""
+    if len(args) < 3 or not isinstance(args[0], int) or not all(isinstance(t, Tensor) for t in (target, *args[1:3])):
+        return False
+    dim, index, source = args[:3]
     if source.ndim != target.ndim or index.ndim not in (1, target.ndim) or not -target.ndim <= dim < target.ndim:
-        return kwargs
-    home = find_placement_hint(target, dim, args[2:4], mesh_of(args, None), in_place)
-    return kwargs if home is NO_HINT else {**kwargs, "hint": home}
+        return False
+    return may_reshard(target, (index, source), mesh_of((target, index, source), None))
 
 
 def reduce_partial(target: ShardTensor) -> None:
@@ -249,7 +241,7 @@ def _plan_row_write(
     index: Operand,
     source: Operand,
     accumulate: bool,
-    hint: PlacementHint,
+    reshard: bool,
     fn: Callable,
     write_fn: Callable,
     merge: Any = (None, True),
@@ -290,7 +282,7 @@ def _plan_row_write(
         name.endswith("_"),
         negative=False,
         sum_duplicates=accumulate,
-        hint=hint,
+        reshard=reshard,
         error=error,
     )
     assert write.values is not None
@@ -299,7 +291,6 @@ def _plan_row_write(
     def local(input, index, source):
         target = write.writable_target(input)
         if merging:
-            record_sharding(write.target, write.dims)
             vector = index.reshape(1)[: write.entries.local_shape[0]] if not index.ndim else index
             lists = write.request._replace(distinct=True).lists_for(vector.to(target.device))
             rows = source.movedim(dim, 0)
@@ -314,21 +305,21 @@ def _plan_row_write(
     return Plan(local, write.target, {"input": write.target, "index": where, "source": write.values.permute(back)})
 
 
-def _index_add(input, dim, index, source, *, alpha=1, hint=NO_HINT, fn):
+def _index_add(input, dim, index, source, *, alpha=1, reshard=False, fn):
     error = RuntimeError if input.ndim > 1 else IndexError  # torch's own types
     write_fn: Callable = lambda x, d, i, s: fn(x, d, i, s, alpha=alpha)  # noqa: E731
-    return _plan_row_write(input, dim, index, source, True, hint, fn, write_fn, error=error)
+    return _plan_row_write(input, dim, index, source, True, reshard, fn, write_fn, error=error)
 
 
-def _index_copy(input, dim, index, source, *, hint=NO_HINT, fn):
-    return _plan_row_write(input, dim, index, source, False, hint, fn, fn)
+def _index_copy(input, dim, index, source, *, reshard=False, fn):
+    return _plan_row_write(input, dim, index, source, False, reshard, fn, fn)
 
 
-def _index_reduce(input, dim, index, source, reduce, *, include_self=True, hint=NO_HINT, fn):
+def _index_reduce(input, dim, index, source, reduce, *, include_self=True, reshard=False, fn):
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax, amin but got {reduce}.")
     more: Callable = lambda x, d, i, s: fn(x, d, i, s, reduce, include_self=include_self)  # noqa: E731
-    return _plan_row_write(input, dim, index, source, False, hint, fn, more, (reduce, include_self))
+    return _plan_row_write(input, dim, index, source, False, reshard, fn, more, (reduce, include_self))
 
 
 def _index_fill(input, dim, index, value, *, fn):
@@ -354,7 +345,7 @@ def _index_fill(input, dim, index, value, *, fn):
 
 def register_with_inplace(name: str, run: Callable) -> None:
     """A planned function and its in-place form."""
-    handler(name)(lambda func, types, args, kwargs: run(func, types, args, add_placement_hint(args, kwargs, False)))
+    handler(name)(run)
     handler(name + "_")(lambda func, types, args, kwargs: run_in_place(run, func, args[0], args[1:], kwargs))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, handler, mesh_of
-from ...layout import DimSharding, Layout
+from ...layout import DimSharding, Layout, Origin
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .._common.probe import meta_tensor
@@ -31,7 +31,7 @@ from .gather_rows import (
 from .index_put import reduce_partial, register_with_inplace
 from .mask import align_mask_layouts, masked_put
 from .owners import Owners, validate_index
-from .result_placement import NO_HINT, PlacementHint, choose_result_layout, record_sharding, report_placement
+from .result_placement import choose_result_layout, find_row_origin, report_placement
 from .scatter_reduce import can_prereduce, scatter_index, scatter_reduce_rows
 
 
@@ -48,7 +48,7 @@ def _entry_layout(index: Layout, src: Layout | None) -> Layout:
 
 
 def _align_scatter_layouts(
-    x: Layout, dim: int, entries: Layout, accumulate: bool, keep_operand: bool, item: int, hint: PlacementHint
+    x: Layout, dim: int, entries: Layout, accumulate: bool, keep_operand: bool, item: int, origin: Origin | None
 ) -> tuple[Layout, Layout]:
     """Where the target and the entries must lie. Entries cut over axes that the target does not use write addends
     into a Partial, or make the target be cut there, or are made whole."""
@@ -65,7 +65,7 @@ def _align_scatter_layouts(
         return Layout.make(x.mesh, x.dims, [*x.partial, *((a, "sum") for a in free)]), entries
     if along or (not accumulate and x.shape[dim] < 2):
         return x, entries.unshard([dim])
-    return choose_result_layout(x, dim, free, entries.shape[dim], item, accumulate, hint), entries
+    return choose_result_layout(x, dim, free, entries.shape[dim], item, accumulate, origin), entries
 
 
 def _plan_element_write(
@@ -74,7 +74,7 @@ def _plan_element_write(
     index: Operand,
     src: Any,
     accumulate: bool,
-    hint: PlacementHint,
+    reshard: bool,
     fn: Callable,
     fn_kwargs: dict,
 ):
@@ -89,9 +89,11 @@ def _plan_element_write(
             lambda input, index, src: fn(input, dim, index, src, **fn_kwargs), input.layout, **others
         )
     dim, in_place = normalize_dim(dim, input.ndim), fn.__name__.endswith("_")
-    still = in_place and not hint[0] and index.numel() <= input.numel()
+    still = in_place and not reshard and index.numel() <= input.numel()
     entries = _entry_layout(index.layout, src.layout if of_tensor else None)
-    layout, where = _align_scatter_layouts(input.layout, dim, entries, accumulate, still, input.dtype.itemsize, hint)
+    held = [t.layout.origins(dim) for t in (src, index) if isinstance(t, Operand)]
+    origin = find_row_origin(input.shape[dim], *held)
+    layout, where = _align_scatter_layouts(input.layout, dim, entries, accumulate, still, input.dtype.itemsize, origin)
     owners = Owners(layout, range(layout.ndim), layout.nontrivial_axes(layout.axes_of(dim)))
     ask = tuple(a for a in owners.axes if a in where.shard_axes)
     whole_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
@@ -101,11 +103,10 @@ def _plan_element_write(
     rows_of = Owners(layout, [dim])
     asked = IndexRequest(rows_of, ask, where, layout.shape[dim], False, sums or merging, RuntimeError)
     judged = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
-    before, kept = input.layout, layout is input.layout
+    before, kept = input.layout, layout.bare is input.layout.bare
     shape = layout.local_shape
 
     def local(input, index, src):
-        record_sharding(layout, [dim])
         report_placement(before, layout)
         target = input.clone() if in_place and not kept else input
         here = tuple(slice(n) for n in index.shape)
@@ -150,12 +151,12 @@ def _plan_element_write(
     return Plan(local, layout, operands)
 
 
-def _scatter(input, dim, index, src=None, *, value=None, reduce=None, hint=NO_HINT, fn):
+def _scatter(input, dim, index, src=None, *, value=None, reduce=None, reshard=False, fn):
     more = {} if reduce is None else {"reduce": reduce}
     src = value if src is None else src
     if src is None:
         return None
-    plan = _plan_element_write(input, dim, index, src, False, hint, fn, more)
+    plan = _plan_element_write(input, dim, index, src, False, reshard, fn, more)
     if plan is None or isinstance(src, Operand):
         return plan
     # a number comes as `src` or as `value`: either way the plan has it
@@ -163,13 +164,15 @@ def _scatter(input, dim, index, src=None, *, value=None, reduce=None, hint=NO_HI
     return Plan(local, plan.layout, plan.operands)
 
 
-def _scatter_add(input, dim, index, src, *, hint=NO_HINT, fn):
-    return _plan_element_write(input, dim, index, src, True, hint, fn, {})
+def _scatter_add(input, dim, index, src, *, reshard=False, fn):
+    return _plan_element_write(input, dim, index, src, True, reshard, fn, {})
 
 
-def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, hint=NO_HINT, fn):
+def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, reshard=False, fn):
     adds = reduce == "sum" and include_self
-    return _plan_element_write(input, dim, index, src, adds, hint, fn, {"reduce": reduce, "include_self": include_self})
+    return _plan_element_write(
+        input, dim, index, src, adds, reshard, fn, {"reduce": reduce, "include_self": include_self}
+    )
 
 
 def _unsqueeze_scalar_index(run: Callable) -> Callable:

@@ -100,7 +100,8 @@ def plan_contraction(
     targets = tuple(
         search.target(i, shardings, [a for a, term in kept_partial if term == i]) for i in range(len(terms))
     )
-    dims = [[f for label in (g if type(g) is tuple else (g,)) for f in shardings[label]] for g in out]
+    hinted = {label: search.with_origins(label, sharding) for label, sharding in shardings.items()}
+    dims = [[f for label in (g if type(g) is tuple else (g,)) for f in hinted[label]] for g in out]
     partial = {a for label, sharding in shardings.items() if label not in out_labels for f in sharding for a in f.axes}
     partial |= {a for a, _ in kept_partial}
     axes = [a for a in sorted(partial) if mesh.size(a) > 1]
@@ -229,6 +230,13 @@ class _StrategySearch:
                 if term_label == label and set(axes) & set(layout.axes_of(dim)):
                     return _shard_further(restrict_axes(layout.dims[dim], axes, self.mesh), axes, self.mesh)
         return _shard_further((DimSharding(self.sizes[label]),), axes, self.mesh)
+
+    def with_origins(self, label: Label, sharding: LabelSharding) -> LabelSharding:
+        """Return the sharding of a label with the origins that any operand has along it."""
+        if len(sharding) > 1:
+            return sharding
+        held = [t.layout.origins(dim) for t in self.terms for held, dim in self._labels_of(t) if held == label]
+        return (sharding[0].with_origins(*held),)
 
     def dims(self, i: int, shardings: dict[Label, LabelSharding]) -> list[LabelSharding]:
         """Return the dims of an operand; of several dims with one label, only one is sharded."""

@@ -28,7 +28,7 @@ class AffineParams:
     def __init__(
         self, layout: Layout, dims: Sequence[Sequence[DimSharding]], weight: Operand | None, bias: Operand | None
     ):
-        self.layout = Layout.make(layout.mesh, dims)
+        self.layout = Layout.make(layout.mesh, dims).bare
         self.over = process_groups(layout, sorted(set(layout.shard_axes) - set(self.layout.shard_axes)))
         self.sources = [None if p is None else p.layout for p in (weight, bias)]
         self.in_place = all(s is None or s is self.layout for s in self.sources)

@@ -20,6 +20,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
+from .._common.broadcast import with_origins_of
 from .._common.probe import meta_tensor
 from .split import narrow_sharding
 
@@ -130,7 +131,7 @@ def cat(tensors, dim=0, *, fn):
     return Plan(
         local=local,
         operands={"tensors": [empty if i in skipped else next(targets) for i in range(len(tensors))]},
-        layout=layout_with(cat_sharding),
+        layout=with_origins_of(layout_with(cat_sharding), layouts),
     )
 
 
@@ -155,7 +156,7 @@ def stack(tensors, dim=0, *, fn):
     return Plan(
         local=lambda tensors: torch.stack(tensors, dim),
         operands={"tensors": [target] * len(tensors)},
-        layout=target.insert(dim, len(tensors)),
+        layout=with_origins_of(target, [t.layout for t in tensors]).insert(dim, len(tensors)),
     )
 
 

@@ -58,7 +58,7 @@ def diagonal(input: Operand, offset=0, dim1=None, dim2=None, *, fn):
         local=lambda input: input.diagonal(local_offset, dim1, dim2),
         layout=layout.with_dims([*kept, (diagonal_sharding,)]),
         operands={"input": layout},
-        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
+        view=ViewKind.view(lost=bool(layout.partial) or layout.bare is not input.layout.bare),
     )
 
 
@@ -123,7 +123,7 @@ def unfold(input: Operand, dimension, size, step):
             local=lambda input: input.unfold(dim, size, step),
             layout=result,
             operands={"input": layout},
-            view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout),
+            view=ViewKind.view(lost=bool(layout.partial) or layout.bare is not input.layout.bare),
         )
     if len(axes) > 1:  # a route runs along one axis: give up the sharding by the inner axes
         sizes = factor.shard_sizes
@@ -161,7 +161,7 @@ def unfold(input: Operand, dimension, size, step):
         local=local,
         layout=layout.with_dims([*layout.with_dim(dim, window_sharding).dims, (DimSharding(size),)]),
         operands={"input": layout},
-        view=ViewKind.view(lost=bool(layout.partial) or layout is not input.layout or not all(is_local)),
+        view=ViewKind.view(lost=bool(layout.partial) or layout.bare is not input.layout.bare or not all(is_local)),
     )
 
 

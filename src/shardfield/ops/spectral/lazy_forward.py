@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,16 +23,11 @@ from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
 from ...dispatch.write_tracking import EXPOSED_STORAGES, WRITE_OBSERVERS
 from ...errors import ShardingError
-from ...layout import Layout
+from ...layout import Layout, Origin
 from ...tensor import Deferred, ShardTensor, wrap
 from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, format_index, overlaps, parse_block, roll_dims
 from .mode_placement import choose_placement
 from .truncation import truncated_fft_unchecked
-
-# Where fields lay whose modes were taken, by the sizes of their spectra: a spectrum of these sizes that is put together
-# from modes belongs to such a field. Were it another, its inverse would be as right, and lie differently.
-FIELD_LAYOUTS: OrderedDict[tuple, Layout] = OrderedDict()
-MAX_FIELD_LAYOUTS = 64
 
 
 class LazySpectrum(Deferred):
@@ -128,9 +122,8 @@ class LazySpectrum(Deferred):
                 found = found._redistribute_to(self._block_layout(found, grad))[others]
                 if found._local_tensor._is_view():  # its memory is to be that of the block alone
                     found = found.clone()
-            known = SpectrumBlock(runs, found, grad)
+            known = SpectrumBlock(runs, self._with_origins(found), grad)
             self.blocks.append(known)
-            self._record_field_layout(field._layout)
         return known.as_view()
 
     def _block_layout(self, modes: ShardTensor, grad: bool) -> Layout:
@@ -145,13 +138,17 @@ class LazySpectrum(Deferred):
     def _records_grad(self) -> bool:
         return self.grad_enabled and torch.is_grad_enabled()
 
-    def _record_field_layout(self, layout: Layout) -> None:
-        if not self.is_inverse:
-            home = (layout.mesh, self.dims, tuple(self.layout.shape[d] for d in self.dims), self.real)
-            FIELD_LAYOUTS[home] = layout.with_partial(())
-            FIELD_LAYOUTS.move_to_end(home)
-            if len(FIELD_LAYOUTS) > MAX_FIELD_LAYOUTS:
-                FIELD_LAYOUTS.popitem(last=False)
+    def _with_origins(self, modes: ShardTensor) -> ShardTensor:
+        """Return a block of modes whose mode dims carry the sharding of the field's dims: a spectrum that is assembled
+        from products of it is then inverted into that sharding (`lazy_spectrum.defer_block_write`)."""
+        if self.is_inverse:
+            return modes
+        layout = modes._layout
+        for dim in self.dims:
+            (field,), (factor,) = self.field._layout.dims[dim], layout.dims[dim]
+            kind = "half modes" if self.real and dim == self.dims[-1] else "modes"
+            layout = layout.with_dim(dim, factor.with_origins([Origin(kind, *field)]))
+        return wrap(modes._local_tensor, layout)
 
     def _write_conflict(self) -> str | None:
         """What was done here to the field since its transform was asked for, by a way that nobody watches."""

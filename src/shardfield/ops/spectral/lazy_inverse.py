@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...comm.consensus import Consensus
-from ...layout import DimSharding, Layout
+from ...layout import DimSharding, Layout, Origin
 from ...tensor import Deferred, ShardTensor, wrap
 from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, overlaps, parse_block, roll_dims
 from .truncation import resized_layout, truncated_ifft_unchecked
@@ -125,6 +125,34 @@ class SparseSpectrum(Deferred):
         if size is not None:
             return size
         return 2 * (self.layout.shape[dim] - 1) if half else self.layout.shape[dim]
+
+
+def field_of_modes(modes: Layout, shape: Sequence[int]) -> tuple[tuple[int, ...], bool, Layout] | None:
+    """Return the mode dims of a block, whether the last holds half a spectrum, and the layout of the field.
+
+    Each mode dim has one origin that fits a spectrum of `shape`; the field is sharded along it as the origin, and along
+    other dims as the block. None for a block without origins, or with several that fit.
+    """
+    if modes.ndim != len(shape) or not modes.is_simple:
+        return None
+    found: dict[int, Origin] = {}
+    for dim, size in enumerate(shape):
+        of_modes = [o for o in modes.origins(dim) if o.kind in ("modes", "half modes")]
+        fitting = [o for o in of_modes if size == (o.size if o.kind == "modes" else o.size // 2 + 1)]
+        if len(fitting) > 1 or (of_modes and not fitting):
+            return None
+        if fitting:
+            found[dim] = fitting[0]
+    half = [dim for dim, origin in found.items() if origin.kind == "half modes"]
+    axes = [axis for origin in found.values() for axis in origin.axes]
+    if not found or len(half) > 1 or len(set(axes)) < len(axes):
+        return None
+    factors = {dim: DimSharding(o.size, o.axes, o.shard_sizes) for dim, o in found.items()}
+    # an axis that shards the field along a mode dim may shard the block along another dim: the field's is kept
+    busy = [d for d in range(modes.ndim) if d not in found and set(modes.axes_of(d)) & set(axes)]
+    layout = modes.unshard([*busy, *found]).bare.with_partial(())
+    field = layout.with_dims([(factors[d],) if d in factors else f for d, f in enumerate(layout.dims)])
+    return (*[d for d in found if d not in half], *half), bool(half), field
 
 
 def _merge_blocks(blocks: list[tuple[IndexRanges, Any]]) -> list[tuple[IndexRanges, Any]]:

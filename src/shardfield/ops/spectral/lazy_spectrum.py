@@ -19,9 +19,8 @@ from ...comm.consensus import Consensus
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap_deferred
 from .._common.autocast import autocast_to_fp32
-from .lazy_forward import FIELD_LAYOUTS as FIELD_LAYOUTS
 from .lazy_forward import LazySpectrum
-from .lazy_inverse import SparseSpectrum
+from .lazy_inverse import SparseSpectrum, field_of_modes
 from .mode_blocks import spectrum_layout
 from .truncation import FLOATS
 
@@ -57,22 +56,24 @@ def defer_forward(
 
 
 def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
-    """Plain zeros that take in a block of modes; None where they are no zeros, or no spectrum known here."""
+    """Return plain zeros with a block of modes as a sparse spectrum; None if the block has no origin, or they are not
+    zeros."""
     if value.__class__ is not ShardTensor or x.dtype not in FLOATS[2:] or x.requires_grad or not x.is_contiguous():
         return None
-    for (known, dims, sizes, real), home in reversed(FIELD_LAYOUTS.items()):
-        if known == mesh and home.ndim == x.ndim and all(x.shape[d] == n for d, n in zip(dims, sizes, strict=True)):
-            made = SparseSpectrum(Layout.replicate(mesh, x.shape), x.dtype, x.device, dims, home, real)
-            try:
-                taken = made.write_block(index, value) and _is_zeros(x)
-            except Exception as error:
-                Consensus.start(mesh, f"modes that cannot be put into {made}: {error}").wait()
-                raise
-            if taken:
-                return wrap_deferred(made, x.dtype, x.device)
-            # ranks on which it was taken compare when its field is wanted: this is where the others meet them
-            Consensus.start(mesh, f"modes of {value._layout} that are put where {made} could not take them in").wait()
-            return None
+    found = field_of_modes(value._layout, x.shape)
+    if found is None:
+        return None
+    dims, real, field = found
+    spectrum = SparseSpectrum(Layout.replicate(mesh, x.shape), x.dtype, x.device, dims, field, real)
+    try:
+        accepted = spectrum.write_block(index, value) and _is_zeros(x)
+    except Exception as error:
+        Consensus.start(mesh, f"modes that cannot be put into {spectrum}: {error}").wait()
+        raise
+    if accepted:
+        return wrap_deferred(spectrum, x.dtype, x.device)
+    # ranks that accepted the block compare when its field is computed: that comparison meets this one, and all raise
+    Consensus.start(mesh, f"modes of {value._layout} that are put where {spectrum} could not take them in").wait()
     return None
 
 
