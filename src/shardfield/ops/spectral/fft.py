@@ -39,7 +39,7 @@ OUT_LENGTH = {
 
 @rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)
 def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
-    """Transform one dim, which is unsharded first."""
+    """Transform one dim; if it is sharded, its sharding is first moved to another dim."""
     if not -input.ndim <= dim < input.ndim or 0 in input.shape:
         return None  # the fallback raises torch's error
     if n is not None and n < 1:

@@ -64,7 +64,7 @@ def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], r
 
 
 def spectrum_layout(layout: Layout, dims: Sequence[int], real: bool) -> Layout:
-    """Return the layout of a spectrum after `fft.py` computes it: replicated, if no dim can take a dim's sharding."""
+    """Return the layout of a spectrum that `fft.py` computes; replicated if a sharding cannot move to another dim."""
     remaining, field = list(dims), layout
     half = remaining.pop() if real else None
     order = [] if half is None else [half]

@@ -19,7 +19,7 @@ from ..._compat import autocast_on
 from ...trace_state import concrete
 
 Modes = tuple[int, ...]
-FEW_MODES_RATIO = 16  # on a GPU a product is faster if at most 1 of so many modes is kept: see `_prefers_matmul`
+FEW_MODES_RATIO = 16  # on a GPU a product is faster if at most 1 / 16 of the modes is kept: see `_prefers_matmul`
 
 
 class DimModes(NamedTuple):

@@ -161,7 +161,7 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     nd = int(fn.__name__.removeprefix("adaptive_avg_pool")[0])
     call = ADAPTIVE_AVG_POOL[nd]
     out_size = probe(call, input, output_size, meta=True).shape[-nd:]
-    # torch takes a mean over all of a dim for size 1, which has kernels for other dtypes
+    # For output size 1 torch calls mean, whose kernels support other dtypes than those of adaptive pooling.
     dtype = result_dtype(input, nd, lambda x: call(x, 1 if set(out_size) == {1} else 2))
     plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
     shape = plan.result.local_shape

@@ -2,7 +2,7 @@
 
 Spatial dims: each rank computes the outputs whose windows are centered in its shard (`window.py`) and receives the
 halo they read (`halo_plan.py`). `conv_local.py` does the local work. Channels: with groups == 1, sharded input channels
-give a Partial result, as every output sums over all of them. With groups > 1, whole groups are assigned to ranks.
+give a Partial result, as every output sums over all of them. With groups > 1, each rank gets entire groups.
 """
 
 from __future__ import annotations

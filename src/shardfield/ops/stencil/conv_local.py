@@ -50,11 +50,13 @@ class ConvArgs(NamedTuple):
             return call(input, weight, bias, self.stride, padding, zeros, self.groups, self.dilation)
         return CONV[len(zeros)](input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
-    def grads(self, grad: Tensor, input: Tensor, weight: Tensor, bias: Any, padding: Sequence[int], wanted: list[bool]):
-        """Return the gradients of `run` with respect to input, weight and bias; None where `wanted` is False."""
+    def grads(
+        self, grad: Tensor, input: Tensor, weight: Tensor, bias: Any, padding: Sequence[int], needs_grad: list[bool]
+    ):
+        """Return the gradients of `run` with respect to input, weight and bias; None where `needs_grad` is False."""
         zeros = (0,) * len(self.stride)
         args = (self.stride, padding, self.dilation, self.transposed, zeros, self.groups)
-        return torch.ops.aten.convolution_backward(grad, input, weight, bias, *args, wanted)
+        return torch.ops.aten.convolution_backward(grad, input, weight, bias, *args, needs_grad)
 
 
 def needs_no_halo(window: Window, shard_sizes: Sequence[int]) -> bool:
@@ -98,11 +100,11 @@ class LocalConv:
 
     def output_region(self, out: Tensor) -> Tensor:
         """Return the view of the rank's outputs that the results are added to."""
-        return self._narrow_spatial(out, [(t.at, t.number) for t in self.tiles])
+        return self._narrow_spatial(out, [(t.out_start, t.number) for t in self.tiles])
 
     def output_margins(self) -> list[int]:
         """Return the number of outputs around the output region, in the order of F.pad."""
-        margins = [(t.at, n - t.at - t.number) for t, n in zip(self.tiles, self.out, strict=True)]
+        margins = [(t.out_start, n - t.out_start - t.number) for t, n in zip(self.tiles, self.out, strict=True)]
         return [n for pair in reversed(margins) for n in pair]
 
     def scatter_grad(self, grad: Tensor, spatial: Sequence[int]) -> Tensor:
@@ -122,7 +124,7 @@ def make_local_conv(windows: Sequence[Window], held: Sequence[Span], owned: Sequ
         tile = window.tile(start, stop - start, first, last)
         if tile is None:
             return None
-        begin, number = window.taps(start, stop - start, first + tile.at, first + tile.at + tile.number)
+        begin, number = window.taps(start, stop - start, first + tile.out_start, first + tile.out_start + tile.number)
         if not number:  # the inputs fall between the taps of a dilated window
             return None
         tile = window.sub_window(begin, number).tile(start, stop - start, first, last)
@@ -169,8 +171,9 @@ def _replicate_params(weight: Tensor, bias: Tensor | None, groups: Groups) -> tu
 
 
 class HaloConv:
-    """Convolution of one rank: of its own block and, for each halo, of the rows before and after the block.
+    """Convolution of one rank, as a sum of local convolutions.
 
+    One is of the rank's own block. For each halo, one is of the rows before the block and one of the rows after it.
     The gradients of weight and bias are all-reduced over `grad_groups` while the gradient of the block is computed.
     `all_nonempty`: every rank has samples and channels.
     """
@@ -269,11 +272,11 @@ class HaloConv:
         block: Tensor,
         received: Sequence[Tensor],
         weight: Tensor,
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         groups: Groups,
     ):
         """Return the gradients of block, weight and bias. Each message is sent as soon as its data is computed."""
-        need_block, need_weight, need_bias = wanted
+        need_block, need_weight, need_bias = needs_grad
         nonempty = bool(grad.numel()) and not is_empty(block, weight)
         weight_grad = torch.zeros_like(weight) if need_weight else None
         halo_grads = [torch.zeros_like(s) for s in received] if need_block else []
@@ -323,7 +326,7 @@ class HaloConv:
         summed = iter(pending_params.wait())
         return block_grad, next(summed) if need_weight else None, next(summed) if need_bias else None
 
-    def _grads(self, grad: Tensor, local_conv: LocalConv, block: Tensor, weight: Tensor, wanted: list[bool]):
+    def _grads(self, grad: Tensor, local_conv: LocalConv, block: Tensor, weight: Tensor, needs_grad: list[bool]):
         """Return the gradients of one local convolution with respect to its cropped input and kernel."""
         block, kernel = local_conv.crop_input(block), local_conv.crop_kernel(weight)
         spatial = []
@@ -333,7 +336,9 @@ class HaloConv:
                 spatial.append((n - 1) * self.call.stride[i] - 2 * local_conv.padding[i] + reach + 1)
             else:
                 spatial.append((n + 2 * local_conv.padding[i] - reach - 1) // self.call.stride[i] + 1)
-        return self.call.grads(local_conv.scatter_grad(grad, spatial), block, kernel, None, local_conv.padding, wanted)
+        return self.call.grads(
+            local_conv.scatter_grad(grad, spatial), block, kernel, None, local_conv.padding, needs_grad
+        )
 
 
 class _HaloConvFunction(autograd_collectives.Collective):
@@ -352,10 +357,10 @@ class _HaloConvFunction(autograd_collectives.Collective):
     @staticmethod
     def backward(ctx, grad):
         block, weight, bias, *received = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        needs_grad = ctx.needs_input_grad[2:]
         if not torch.is_grad_enabled():
-            return None, None, *ctx.halo_conv.backward(grad, block, received, weight, wanted, ctx.grad_groups)
-        inputs = [t for t, want in zip((block, weight, bias), wanted, strict=True) if want]
+            return None, None, *ctx.halo_conv.backward(grad, block, received, weight, needs_grad, ctx.grad_groups)
+        inputs = [t for t, needed in zip((block, weight, bias), needs_grad, strict=True) if needed]
         out = ctx.halo_conv.convolve_padded(block, weight, bias, ctx.grad_groups)
         grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
-        return None, None, *(next(grads) if want else None for want in wanted)
+        return None, None, *(next(grads) if needed else None for needed in needs_grad)

@@ -171,7 +171,7 @@ def _bounds(taps: Sequence[Tap]) -> list[Tensor]:
 
 @rule("affine_grid_generator")
 def affine_grid_generator(theta: Operand, size, align_corners, *, fn):
-    """Each rank generates the grids of its own samples."""
+    """Generate on each rank the grids of its own samples."""
     shape = probe(fn, theta, list(size), align_corners, meta=True).shape
     layout = theta.layout.unshard([1, 2])
     local_size = [layout.local_shape[0], *size[1:]]

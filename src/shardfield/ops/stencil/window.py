@@ -2,7 +2,7 @@
 
 Output `o` reads the inputs `o * stride - padding + j * dilation` for `j < kernel`. A transposed window swaps input and
 output in this formula. A rank owns the outputs whose windows are centered in its input shard. Input and output are
-therefore sharded at the same relative positions, and a rank needs a halo only for the inputs outside its shard.
+therefore sharded at the same relative positions, and halos are about half a window wide.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Window(NamedTuple):
         return Tile(crop, kept, before + extra * s, extra, out_stop - out_start, out_start - first)
 
     def taps(self, start: int, length: int, first: int, stop: int) -> tuple[int, int]:
-        """Return (first tap, number of taps) that inputs `start` to `start + length` meet in outputs `first` to `stop`.
+        """Return (first, number) of the taps through which outputs `first` to `stop` read `length` inputs from `start`.
 
         >>> Window(10, 10, kernel=3, padding=1).taps(4, 1, 5, 10)
         (0, 1)
@@ -124,7 +124,7 @@ class Tile(NamedTuple):
     """One dim of a local call: the input cells it reads, their padding, and the outputs it contributes to.
 
     The call reads `length` cells from `start` with `padding` on both sides. Of its results, the `number` results from
-    `skip` are added to the rank's outputs from `at`.
+    `skip` are added to the rank's outputs from `out_start`.
     """
 
     start: int
@@ -132,7 +132,7 @@ class Tile(NamedTuple):
     padding: int
     skip: int
     number: int
-    at: int
+    out_start: int
 
 
 def shard_spans(shard_sizes: Sequence[int]) -> list[Span]:

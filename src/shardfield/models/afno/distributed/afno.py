@@ -21,7 +21,7 @@ class DistributedAFNO(nn.Module):
     `channel_parallel_inputs` and `channel_parallel_outputs` sharded along their channels by `compute_split_shapes`.
     Results and gradients equal those of the one-process model, of whose parameters each rank holds a shard. The same
     seed gives the same model for any number of ranks. `load_full_state_dict` and `full_state_dict` convert between the
-    two. Without this group the model is the one-process model.
+    two. Without a group of this name the model is the one-process model.
 
     The images are split into patches of `patch_size`. Each of `depth` blocks mixes the `embed_dim` channels of the
     patches in Fourier space, in `num_blocks` blocks of channels, and then point by point. Channels are sharded between
