@@ -165,7 +165,7 @@ def unfold(input: Operand, dimension, size, step):
     )
 
 
-# ---------------------------------------------------------------------- copies of views, out-of-place scatters
+# ---------------------------------------------------------------------- out-of-place scatters into views
 
 
 def _writable_copy(x):
@@ -210,18 +210,3 @@ def diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
     out = _writable_copy(input)
     out.diagonal(offset, dim1, dim2).copy_(src)
     return out
-
-
-def _register_copy(name: str) -> None:
-    view = getattr(torch.Tensor, name)
-    composed(name + "_copy")(lambda input, *args, **kwargs: view(input, *args, **kwargs).clone())
-
-
-for _name in ("select", "narrow", "diagonal", "unfold"):
-    _register_copy(_name)
-
-
-@composed("slice_copy")
-def slice_copy(input, dim=0, start=None, end=None, step=1):
-    """Return a copy of a slice along `dim`."""
-    return input[(slice(None),) * normalize_dim(dim, input.ndim) + (slice(start, end, step),)].clone()
