@@ -6,7 +6,7 @@ from hypothesis import settings
 
 from tests.forks import ForkServer
 
-# Ranks and tests share few cores; more threads than one per process only get in each other's way.
+# Ranks and tests share few cores: more than one thread per process slows all of them down.
 torch.set_num_threads(1)
 
 # The same examples on every run, and no deadline: a first call pays for imports and connections.
@@ -15,13 +15,13 @@ settings.load_profile("shardfield")
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests go first: whoever is done before the others can then take some short ones, not wait for a long one."""
+    """Run slow tests first, so that no worker ends with a long test while the others are idle."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")
 def forks():
-    """A process that runs programs, on ranks too, without paying for their imports."""
+    """Start the process that forks programs, on ranks too, after it has imported torch once."""
     forks = ForkServer()
     yield forks
     forks.close()

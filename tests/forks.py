@@ -1,4 +1,4 @@
-"""Run many small programs without paying for their imports: one process imports torch and shardfield, then forks.
+"""Run many small programs without importing torch for each: one process imports torch and shardfield, then forks.
 
 `Forks` starts this file as a process of its own. It reads one job per line from stdin, forks a process per rank with
 the variables torchrun would set, and answers with their exit codes. Nothing has run in it but imports, so a forked
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tests.launch import ROOT, clean_env
 
-GRACE_SECONDS = 5.0  # what the other ranks get once one has failed
+GRACE_SECONDS = 5.0  # before the other ranks are ended after one has failed
 
 
 class ForkServer:
-    """The process that forks. Programs print into files; `run` gives back what each rank printed."""
+    """Start and drive the process that forks. Programs print into files; `run` returns what each rank printed."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -35,7 +35,7 @@ class ForkServer:
         )
 
     def run(self, program: Path, cwd: Path, ranks: int | None = None, *args: str, timeout: float = 120) -> list[str]:
-        """The stdout of every rank, or of the one process that gets no launcher's variables where `ranks` is None."""
+        """Return the stdout of every rank; without `ranks`, of one process without a launcher's variables."""
         names = ["alone"] if ranks is None else [f"rank{r}" for r in range(ranks)]
         job = {"argv": [str(program), *args], "cwd": str(cwd), "ranks": ranks, "names": names, "timeout": timeout}
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -58,8 +58,8 @@ def free_port() -> int:
 
 
 def become_rank(job: dict, rank: int, port: int) -> None:
-    """In a forked process: be the rank that a launcher would have started."""
-    os.setsid()  # so that it is ended together with whatever it starts
+    """Turn the forked process into the rank that a launcher would have started."""
+    os.setsid()  # a group of its own, to be ended together with its children
     os.chdir(job["cwd"])
     if job["ranks"] is not None:
         size = str(job["ranks"])
@@ -73,7 +73,7 @@ def become_rank(job: dict, rank: int, port: int) -> None:
 
 
 def wait_for_exit(pids: list[int], timeout: float) -> list[int | None]:
-    """The exit codes; None for a process that had to be ended."""
+    """Return the exit codes; None for a process that had to be ended."""
     codes: dict[int, int | None] = {}
     end = time.monotonic() + timeout
     while len(codes) < len(pids):
@@ -100,7 +100,7 @@ def main() -> str | None:
     import shardfield  # noqa: F401
     import shardfield.distributed  # noqa: F401
 
-    # A fork that looks through all of this for garbage, as it does when it ends, has to copy it first.
+    # Without freeze, garbage collection at the end of a fork touches these pages and copies all of them.
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -118,5 +118,5 @@ def main() -> str | None:
 if __name__ == "__main__":
     program = main()
     if program is not None:
-        # At the end of this file and not deeper, so that the program ends as a program does, with its exit handlers.
+        # Run at the end of this file, not in a nested call, so that the program ends with its exit handlers.
         runpy.run_path(program, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Start programs the way a user does, and give back what they print."""
+"""Start programs as a user does, and return what they print."""
 
 import os
 import re
@@ -9,21 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# What a launcher sets for its processes. The tests may themselves run under one.
+# Variables that launchers set for their processes. The tests may themselves run under a launcher.
 LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|SHARDFIELD_)"
 )
 
 
 def clean_env() -> dict[str, str]:
-    """This environment without a launcher's variables, with this Python's programs first and one thread per rank."""
+    """Return this environment without a launcher's variables, with this Python first and one thread per rank."""
     env = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.match(k)}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     return env | {"OMP_NUM_THREADS": "1"}
 
 
 def run(*command: str | Path, cwd: Path = ROOT, timeout: float = 120) -> str:
-    """Run a command to its end and return its stdout; whatever it started is ended with it."""
+    """Run a command and return its stdout; its child processes are ended with it."""
     process = subprocess.Popen(
         [str(c) for c in command],
         cwd=cwd,
@@ -46,7 +46,7 @@ def run(*command: str | Path, cwd: Path = ROOT, timeout: float = 120) -> str:
 
 
 def torchrun(program: Path, nproc: int, logs: Path, *args: str, cwd: Path = ROOT, timeout: float = 120) -> list[str]:
-    """What each rank of a program prints under torchrun, rank by rank: on a shared pipe their lines would mix."""
+    """Return what each rank prints under torchrun, from one file per rank: on a shared pipe their lines would mix."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     run(*launcher, "--log-dir", logs, "--redirects", "1", program, *args, cwd=cwd, timeout=timeout)
     return [next(logs.glob(f"*/attempt_0/{rank}/stdout.log")).read_text() for rank in range(nproc)]

@@ -1,4 +1,4 @@
-"""Derivatives of functions that run on several ranks at once, checked in lockstep.
+"""Check derivatives of functions that run on several ranks at once.
 
 `torch.autograd.gradcheck` perturbs one process's input and so never sees that rank 1's output depends on rank 0's
 input. Here the function of all local inputs to all local outputs is checked: a perturbation happens on one rank (or
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def sum_over_ranks(value: Tensor) -> float:
-    """The sum over ranks of the real part of a number."""
+    """Return the sum over ranks of the real part of a number."""
     value = (value.real if value.is_complex() else value).detach().double().clone()
     dist.all_reduce(value)
     return float(value)
 
 
 def inner_product(a: Tensor, b: Tensor, replicated: bool = False) -> float:
-    """Re <a, b> summed over ranks; a replicated pair counts once."""
+    """Return Re <a, b> summed over ranks; a replicated pair counts once."""
     return sum_over_ranks((a.conj() * b).sum()) / (dist.get_world_size() if replicated else 1)
 
 
 def random_like(tensor: Tensor, seed: int, same_on_all_ranks: bool = False) -> Tensor:
-    """Random numbers of a tensor's shape and dtype, the same on all ranks or different on each."""
+    """Return random numbers of a tensor's shape and dtype, the same on all ranks or different on each."""
     generator = torch.Generator().manual_seed(1000 * seed + (0 if same_on_all_ranks else 1 + dist.get_rank()))
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
@@ -39,10 +39,10 @@ def assert_gradients(
     linear: bool = True,
     seed: int = 0,
 ) -> None:
-    """Backward of `fn` equals central differences, in every element of every rank's input; float64 or complex128.
+    """Check backward of `fn` against central differences in every element of every rank's input (float64, complex128).
 
-    With a replicated input all ranks' copies move together and their gradients must be the whole gradient; with a
-    replicated output, each rank's copy is the same value and its cotangent the whole one.
+    With a replicated input all ranks' copies are perturbed together and each gradient must be the full one; with a
+    replicated output, each rank holds the same value and the full cotangent.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     x = x.detach().clone().requires_grad_()
@@ -77,18 +77,18 @@ def assert_gradients(
         assert torch.equal(first, grad.detach()), "the gradient of a replicated input differs between ranks"
 
 
-def assert_second_order(fn: Callable[[Tensor], Tensor], x: Tensor, **how: bool) -> None:
-    """The backward of `fn` has itself the right backward."""
+def assert_second_order(fn: Callable[[Tensor], Tensor], x: Tensor, **replicated: bool) -> None:
+    """Check the backward of the backward of `fn`."""
     x = x.detach().clone().requires_grad_()
-    v = random_like(fn(x), 3, same_on_all_ranks=how.get("replicated_output", False))
+    v = random_like(fn(x), 3, same_on_all_ranks=replicated.get("replicated_output", False))
 
     def gradient(x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x if x.requires_grad else x.requires_grad_()
             y = fn(x)
-            # Cubic, so that the gradient depends on x; each element by itself, so that no rank mixes others' values.
+            # Cubic, so that the gradient depends on x; elementwise, so that no rank's values mix with another's.
             return torch.autograd.grad((y * y * y * v).sum(), x, create_graph=True)[0]
 
-    swapped = {"replicated_input": how.get("replicated_input", False)}
+    swapped = {"replicated_input": replicated.get("replicated_input", False)}
     swapped["replicated_output"] = swapped["replicated_input"]
     assert_gradients(gradient, x, linear=False, **swapped)

@@ -1,8 +1,8 @@
-"""Every code block of the README and the docs is run, every command checked: CONTRIBUTING.md has the convention.
+"""Run every code block of the README and the docs and check every command; CONTRIBUTING.md has the convention.
 
-```python          the plain blocks of a page are one program, run in one process in the order they stand
+```python          the plain blocks of a page are one program, run in one process in page order
 ```python ranks=2  a program of its own, run on that many ranks by torchrun
-```output          right after a block: all that the block prints (rank by rank where there are several)
+```output          right after a block: everything that the block prints (rank by rank on several ranks)
 ```bash            commands: make targets exist, scripts that launchers start exist
 ```bash run        commands that are run, from the root of the repository
 ```text, toml, ... nothing to run
@@ -41,7 +41,7 @@ class Block:
 
 
 def blocks_of(page: Path, text: str | None = None) -> list[Block]:
-    """The fenced blocks of a page, an output block joined to the block above it."""
+    """Return the fenced blocks of a page, each output block joined to the block above it."""
     blocks: list[Block] = []
     lines = (page.read_text() if text is None else text).splitlines()
     start, fence, previous_end = 0, None, -1
@@ -56,7 +56,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
             block = Block(page, start + 1, words[0], dict((w.split("=", 1) + [""])[:2] for w in words[1:]), code)
             if block.lang == "output":
                 between = "".join(lines[previous_end : start - 1]).strip() if blocks else "no block"
-                assert not between, f"{block.where}: an output block stands right after the block that prints it"
+                assert not between, f"{block.where}: an output block follows right after the block that prints it"
                 blocks[-1].output = code
             else:
                 blocks.append(block)
@@ -66,7 +66,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
 
 
 def program(blocks: list[Block], path: Path) -> Path:
-    """One file of the blocks, each on the lines it has in its page, so that a traceback points there."""
+    """Write the blocks into one file, each on the line numbers of its page, so that a traceback points there."""
     lines: list[str] = []
     for block in blocks:
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines() + [MARK]
@@ -106,7 +106,7 @@ def test_python_on_ranks(block, forks, tmp_path):
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a shell block, one list of words each, comments and variables in front left out."""
+    """Return the commands of a shell block as lists of words, without comments and leading variables."""
     text = block.code.replace("\\\n", " ")
     words = [shlex.split(line, comments=True) for line in text.splitlines()]
     words = [[w for i, w in enumerate(ws) if not (re.match(r"\w+=", w) and i == 0)] for ws in words]
@@ -114,7 +114,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def problem(words: list[str]) -> str | None:
-    """What is wrong with a command that is shown and not run."""
+    """Return what is wrong with a command that is shown and not run, or None."""
     if words[0] == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
         missing = [w for w in words[1:] if "=" not in w and w not in targets]
@@ -142,7 +142,7 @@ def test_every_block_is_of_a_known_kind(block):
 
 
 def has_examples(module: Path) -> bool:
-    """Whether a module has examples to run; those of `run_on_ranks` run in test_testing.py, where ranks are at hand."""
+    """Return whether a module has examples to run; those of `run_on_ranks` need ranks: test_run_on_ranks.py."""
     return bool(re.search(r"^\s*>>> ", module.read_text(), re.M)) and module.name != "_run.py"
 
 
@@ -155,16 +155,16 @@ def test_docstring_examples(module, forks, tmp_path):
         f"if __name__ == '__main__':\n"
         f"    found = doctest.testmod(importlib.import_module({dotted!r}))\n"
         f"    sys.stdout.flush()\n"
-        f"    os._exit(found.failed > 0 or found.attempted == 0)\n"  # at once: an interpreter's end is no example
+        f"    os._exit(found.failed > 0 or found.attempted == 0)\n"  # skip the interpreter's shutdown
     )
     forks.run(path, tmp_path)
 
 
-def test_the_architecture_page_lists_what_exists():
+def test_architecture_page_lists_existing_paths():
     rows = re.findall(r"^\| `([\w.]+/[\w/.]*)`( \(to come\))? \|", (ROOT / "docs/architecture.md").read_text(), re.M)
     assert len(rows) > 10
     wrong = [path for path, to_come in rows if exists(ROOT / path) == bool(to_come)]
-    assert not wrong, f"docs/architecture.md, 'Where things live': mend the mark 'to come' of {wrong}"
+    assert not wrong, f"docs/architecture.md, 'Where things live': correct the mark 'to come' of {wrong}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -173,7 +173,7 @@ def test_paths_of_tests_exist(page):
     assert sorted(path for path in paths if not (ROOT / path).is_file()) == []
 
 
-def test_the_import_lines_of_the_moving_page(forks, tmp_path):
+def test_import_lines_of_the_physicsnemo_page(forks, tmp_path):
     page = (ROOT / "docs/moving-from-physicsnemo.md").read_text()
     rows = re.findall(r"^\| `(.*physicsnemo.*)` \| `(.*)` \|$", page, re.M)
     assert len(rows) > 10
@@ -185,11 +185,11 @@ def test_the_import_lines_of_the_moving_page(forks, tmp_path):
 
 
 def exists(path: Path) -> bool:
-    """Whether the path is a file or a folder with some Python in it."""
+    """Return whether the path is a file or a folder with Python files in it."""
     return path.is_file() or any(path.rglob("*.py"))
 
 
-def test_the_reader_of_pages():
+def test_page_parser():
     page = ROOT / "README.md"
     one, two = blocks_of(page, "a\n```python ranks=2\nx = 1\n```\n\n```output\n1\n```\n\n  ```bash run\n  ls\n  ```\n")
     assert (one.line, one.options, one.code, one.output) == (3, {"ranks": "2"}, "x = 1\n", "1\n")

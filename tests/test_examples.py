@@ -1,4 +1,4 @@
-"""Every example runs and does what it says: one under torchrun, the others forked, which spares their imports."""
+"""Run every example and check its output: one under torchrun, the others forked, which saves their imports."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_examples_are_short_and_tested(path):
 
 
 def trained(out: str) -> tuple[float, str]:
-    """The loss and the norm of the parameters that a rank of train_ddp.py ends with."""
+    """Return the final loss and parameter norm that a rank of train_ddp.py prints."""
     loss, norm = re.fullmatch(r"rank \d of \d on cpu: loss ([\d.]+), \|parameters\| ([\d.]+)\n", out).groups()
     return float(loss), norm
 
@@ -25,14 +25,14 @@ def trained(out: str) -> tuple[float, str]:
 def test_train_ddp_in_one_process(forks, tmp_path):
     (out,) = forks.run(EXAMPLES / "train_ddp.py", tmp_path)
     loss, _ = trained(out)
-    # 128 x 64 targets of variance 1, and a model that can only learn to predict their mean.
+    # 128 x 64 targets of variance 1, and a model that can only learn their mean.
     assert loss == pytest.approx(128 * 64, rel=0.1)
 
 
 def test_train_ddp(tmp_path):
     losses, norms = zip(*map(trained, torchrun(EXAMPLES / "train_ddp.py", 2, tmp_path)), strict=True)
-    assert len(set(losses)) == 2, "each rank has batches of its own"
-    assert len(set(norms)) == 1, "and all end with the same parameters"
+    assert len(set(losses)) == 2, "each rank draws its own batches"
+    assert len(set(norms)) == 1, "all ranks end with the same parameters"
 
 
 @pytest.mark.parametrize("name", ["device_mesh_2d.py", "device_mesh.py"])
@@ -46,7 +46,7 @@ def test_device_mesh_by_hand_and_by_mesh(name, forks, tmp_path):
 def test_hsdp(forks, tmp_path):
     out = forks.run(EXAMPLES / "hsdp.py", tmp_path, 8)
     held, norms = zip(*(re.findall(r"holds (\d+) of .* norm ([\d.]+)", text)[0] for text in out), strict=True)
-    # Four ranks share the 165 numbers, padded to a multiple of four; every rank sees the norm of the same gradient.
+    # Four ranks shard the 165 parameters, padded to a multiple of four; all print the norm of the same gradient.
     assert set(held) == {"42"}
     assert len(set(norms)) == 1 and float(norms[0]) > 0
 
@@ -111,9 +111,9 @@ def test_tfno_fsdp(forks, tmp_path):
     first, second = forks.run(EXAMPLES / "tfno_fsdp.py", tmp_path, 2)
     errors = re.findall(r"^epoch (\d), (\d+) x \d+: h1 ([\d.]+) l2 ([\d.]+)$", first, re.M)
     assert [(int(epoch), int(points)) for epoch, points, _, _ in errors] == [(e, r) for e in range(4) for r in (16, 46)]
-    assert float(errors[-2][2]) < 0.9 * float(errors[0][2]), "it learns"
+    assert float(errors[-2][2]) < 0.9 * float(errors[0][2]), "the loss decreases"
     held = [re.findall(r"holds (\d+) of (\d+) parameters", out)[0] for out in (first, second)]
-    assert all(int(part) == -(-int(whole) // 2) for part, whole in held), "each rank has half of the parameters"
+    assert all(int(part) == -(-int(whole) // 2) for part, whole in held), "each rank holds half of the parameters"
 
 
 def test_tfno(forks, tmp_path):
@@ -121,5 +121,5 @@ def test_tfno(forks, tmp_path):
         cut, told = text.splitlines()
         assert cut == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
         here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
-        # 8 channels of 8 x 5 modes, and a slice and an inverse that ranks compare
+        # 8 channels of 8 x 5 modes, and the consensus on a slice and on an inverse
         assert here == alone and told.endswith("{'convs.0': 2608, 'convs.1': 2608}")

@@ -1,6 +1,6 @@
-"""Imports go one way, private torch names are in one package, and messages leave by comm/.
+"""Check the source: imports go one way, private torch names are in one package, messages are sent by comm/ alone.
 
-All three are read from the source with `ast`, so a wrong import is found even where it would happen to work.
+All three are read with `ast`, so a wrong import is found even where it would happen to work.
 """
 
 import ast
@@ -45,7 +45,7 @@ LAYERS = [
     {"__main__"},
     {""},  # shardfield/__init__: the public surface
 ]
-# Neighbours in one row that may use each other.
+# Packages of one row that may use each other.
 BESIDE = {("comm", "debug.explain"), ("debug.explain", "comm")}
 
 MODULES = {
@@ -55,7 +55,7 @@ MODULES = {
 
 
 def row(module: str) -> tuple[int, str]:
-    """The row of a module and the name that put it there."""
+    """Return the row of a module and the name that placed it there."""
     name = module.removeprefix("shardfield").removeprefix(".")
     hits = [
         (len(unit), i, unit.removesuffix(".__init__"))
@@ -63,13 +63,13 @@ def row(module: str) -> tuple[int, str]:
         for unit in units
         if unit in (name, f"{name}.__init__") or (unit and name.startswith(unit + "."))
     ]
-    assert hits, f"{module} has no place in the order of imports: add it to LAYERS in {Path(__file__).name}"
+    assert hits, f"{module} is in no layer: add it to LAYERS in {Path(__file__).name}"
     _, i, unit = max(hits)
     return i, unit
 
 
 def imported_modules(module: str, tree: ast.AST, known=MODULES) -> set[str]:
-    """The modules of shardfield that `module` imports, anywhere in its text, relative imports resolved."""
+    """Return the modules of shardfield that `module` imports anywhere in its text, relative imports resolved."""
     is_package = known[module].name == "__init__.py"
     found = set()
     for node in ast.walk(tree):
@@ -84,13 +84,13 @@ def imported_modules(module: str, tree: ast.AST, known=MODULES) -> set[str]:
             if base.split(".")[0] == "shardfield":
                 # `from package import module` names the module; `from package import thing` the package.
                 found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names}
-    # Importing a.b runs a's __init__ first, so whoever stands outside of a imports that too.
+    # Importing a.b runs a's __init__ first, so a module outside of a imports that too.
     packages = {".".join(o.split(".")[:i]) for o in found for i in range(2, len(o.split(".")))}
     return (found | {p for p in packages if not module.startswith(p + ".")}) - {module}
 
 
 def wrong_imports(module: str, tree: ast.AST, known=MODULES) -> list[str]:
-    """Each import of `module` that goes up, or sideways to a neighbour."""
+    """Return each import of `module` that goes up, or sideways to another package of its row."""
     here, unit = row(module)
     wrong = []
     for other in sorted(imported_modules(module, tree, known)):
@@ -108,7 +108,7 @@ def test_imports_go_down(module):
 
 
 def torch_names(tree: ast.AST) -> dict[str, str]:
-    """What each imported name means: {"F": "torch.nn.functional"}."""
+    """Return the dotted path of each imported name: {"F": "torch.nn.functional"}."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -126,7 +126,7 @@ def private(dotted: str) -> bool:
 
 
 def private_torch_names(tree: ast.AST) -> list[str]:
-    """Private names of torch that a module imports or reaches through an attribute chain or getattr."""
+    """Return the private names of torch that a module imports or reaches by an attribute chain or getattr."""
     names = torch_names(tree)
 
     def dotted(node: ast.AST) -> str | None:
@@ -193,7 +193,7 @@ def collectives_used(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("shardfield.comm.")])
-def test_messages_leave_by_comm(module):
+def test_messages_are_sent_by_comm(module):
     found = collectives_used(ast.parse(MODULES[module].read_text()))
     if module in PAST_COMM:
         assert found, f"{module} sends no messages past comm/ any more: remove it from PAST_COMM"

@@ -1,4 +1,4 @@
-"""Properties over drawn layouts and shapes. Every rank draws the same examples, so all take part in each."""
+"""Check properties over drawn layouts and shapes. Every rank draws the same examples, so all join each collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIKE = settings(
 
 @st.composite
 def layouts(draw, mesh, shape):
-    """Any layout of a shape on a mesh: any dims, any lengths, Partial, several axes on one dim."""
+    """Draw a layout of a shape on a mesh: any dims and shard sizes, Partial, several axes on one dim."""
     choices = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
     placements = [draw(st.sampled_from(choices)) for _ in range(mesh.ndim)]
     chunked = Layout.of(mesh, placements, shape)
@@ -48,7 +48,7 @@ def tensor(shape, layout):
 
 
 def check_gradient(full, x, y, fn):
-    """y = fn(x) has fn(full)'s value, and x gets the gradient that full gets."""
+    """Check that y = fn(x) equals fn(full), and that x gets the gradient of full."""
     ref_in = full.clone().requires_grad_()
     ref = fn(ref_in)
     assert y.shape == ref.shape and y._local_tensor.shape == y._layout.local_shape
@@ -150,7 +150,7 @@ def joins(mesh_shape):
 
 
 def some_view(data, x):
-    """A view of a whole tensor, and the same as a function; torch's reshape may also copy."""
+    """Draw a view of a global tensor, and the function that makes it; torch's reshape may also copy."""
     kinds = ["permute", "reshape", "slice", "chunk", "unsqueeze", "select"] if x.ndim else ["unsqueeze"]
     kind = data.draw(st.sampled_from(kinds))
     if kind == "permute":
@@ -176,7 +176,7 @@ def some_view(data, x):
 
 
 def writes(mesh_shape):
-    """A write through a chain of views reaches what it reaches on one device, or is refused on all ranks."""
+    """Check that a write through a chain of views writes the same elements as on one device, or all ranks refuse it."""
     mesh = world_mesh(mesh_shape)
 
     @ALIKE

@@ -1,4 +1,4 @@
-"""The public surface, frozen: a name that scripts import does not come or go by accident."""
+"""Freeze the public names: a name that scripts import is not added or removed by accident."""
 
 import ast
 import importlib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Public is what an __init__ lists as `from .x import X as X`.
+# Public names are those that an __init__ lists as `from .x import X as X`.
 PUBLIC: dict[str, list[str]] = {
     "shardfield": [
         "Plan",
@@ -92,7 +92,7 @@ PUBLIC: dict[str, list[str]] = {
 
 
 def exported(module) -> set[str]:
-    """The names that a module re-exports under their own name."""
+    """Return the names that a module re-exports under their own name."""
     tree = ast.parse(Path(module.__file__).read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return {alias.asname for node in imports for alias in node.names if alias.asname == alias.name}

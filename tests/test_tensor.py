@@ -1,4 +1,4 @@
-"""The tensor as an object: making one, moving it, asking it, copying it."""
+"""ShardTensor as an object: construction, redistribution, attributes, copies, DTensor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_scatter(mesh, placements, shape, locals_, source):
 
 
 def scatter_memory():
-    """Peak memory on a rank that is not the source is its piece."""
+    """Return the peak memory of a scatter: on a rank that is not the source, only its shard."""
     mesh = world_mesh((4,))
     whole = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
     sent = []
@@ -125,7 +125,7 @@ def misfit(shapes, placements):
 
 
 @pytest.mark.parametrize("shapes", [[(2, 3), (2, 4)], [(2, 3), (2,)]])
-def test_pieces_that_do_not_fit(shapes):
+def test_from_local_rejects_misfitting_shards(shapes):
     told = run_on_ranks(misfit, 2, shapes, [Shard(0)])
     assert told[0] == told[1]
     assert str(shapes[0]) in told[0] and str(shapes[1]) in told[0]

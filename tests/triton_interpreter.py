@@ -1,4 +1,4 @@
-"""Triton kernels without Triton: their text is Python, and is run as such, one program of the grid after the other."""
+"""Interpret Triton kernels without Triton: their source is Python and runs as such, program by program of the grid."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Block(torch.Tensor):
-    """A tensor that is converted as Triton's blocks are."""
+    """Emulate a Triton block: a tensor with Triton's dtype conversions."""
 
     def to(self, dtype, bitcast=False):
         return self.view(dtype) if bitcast else super().to(dtype)
 
 
 class Pointer:
-    """Memory as a kernel sees it: an address plus a block of offsets."""
+    """Emulate a Triton pointer: an address plus a block of offsets."""
 
     def __init__(self, tensor, offset=0):
         self.memory = torch.as_strided(tensor, [tensor.untyped_storage().nbytes() // tensor.itemsize], [1], 0)
@@ -41,7 +41,7 @@ class Pointer:
 
 
 class KernelInt(int):
-    """An argument, which has a dtype in a kernel."""
+    """Emulate an integer argument, which has a dtype in a kernel."""
 
     def to(self, dtype):
         return self
@@ -54,7 +54,7 @@ class KernelInt(int):
 
 
 class Language:
-    """What the kernels use of Triton's language, in one program."""
+    """Emulate the part of triton.language that the kernels use, for one program of the grid."""
 
     int32, int64, float32, float64, constexpr = torch.int32, torch.int64, torch.float32, torch.float64, None
     static_range, exp, log = range, torch.exp, torch.log
@@ -81,11 +81,11 @@ class Language:
 
 
 last_launch_options: dict[str, object] = {}  # of the last launch
-load_counts: Counter[int] = Counter()  # how many blocks were read, by their lengths
+load_counts: Counter[int] = Counter()  # number of loads by block length
 
 
 class jit:
-    """In place of the kernel of a function: `jit(function)[grid](...)` runs its text for all programs of the grid."""
+    """Replace triton.jit: `jit(function)[grid](...)` runs the function for all programs of the grid."""
 
     def __init__(self, function):
         self.function = function

@@ -1,4 +1,4 @@
-"""explain() and strict(): every byte is shown, every gather is seen."""
+"""explain() reports every byte and every gather; strict() refuses gathers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explained():
     assert table["linear"].back_bytes == 15 * 8
     assert table["relu"].messages == table["relu"].back_messages == 0
     assert "Partial" in repr(table["sum"].output)
-    assert seen.messages == 2 and seen.bytes == 15 * 8 + 8  # and item(), outside any call on tensors
+    assert seen.messages == 2 and seen.bytes == 15 * 8 + 8  # and item(), which is no call on tensors
     text = str(seen)
     assert "linear" in text and "total" in text and "Shard(0) as 3+3" in text and "0 gathered" in text
     assert collectives.meter is None and report.active is None and not sent

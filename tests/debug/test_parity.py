@@ -1,4 +1,4 @@
-"""`shardfield check`: it passes models that agree, and says where others begin to differ."""
+"""`shardfield check` passes models that agree with one device and names the first layer that differs."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def good():
 
 
 class OwnMean(nn.Module):
-    """Takes the mean of its rank's piece: what a model that knows nothing of ranks cannot do."""
+    """Take the mean of the local shard, which differs from one device."""
 
     def forward(self, x):
         if isinstance(x, ShardTensor):
@@ -50,7 +50,7 @@ class Complex(nn.Module):
 
 
 class Bound(nn.Module):
-    """Keeps a function that calls its own submodule."""
+    """Hold a function that calls a submodule."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Bound(nn.Module):
 
 
 class Gathers(nn.Module):
-    """Calls what has no rule."""
+    """Call an op that has no rule."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def with_tensors():
     return Complex(), (torch.randn(2, 3, 6, 5), torch.randn(3, 1, 1))
 
 
-def test_a_model_that_agrees():
+def test_model_that_agrees():
     found = check(good, (2, 3, 16, 21), (2, 2))
     assert found and found.worst < 1e-9 and not found.gathers and found.first is None
     kinds = {line.kind for line in found.lines}
@@ -85,24 +85,24 @@ def test_a_model_that_agrees():
     assert str(found).endswith("same as one device") and "11 of 11 agree" in str(found)
 
 
-def test_tensors_of_its_own_and_several_outputs():
+def test_given_tensors_and_several_outputs():
     found = check(with_tensors, mesh=(2,), dims=(2,), even=True, steps=3)
     assert found, found
     assert [line.name for line in found.lines if line.kind == "parameter after"] == ["weight"]
     assert [line.name for line in found.lines if line.kind == "output"] == ["0", "1"]
 
 
-def test_a_model_that_cannot_be_copied():
+def test_model_that_cannot_be_deepcopied():
     found = check(Bound, (1, 1, 6, 6), (2,))
     assert found and {"mix.weight", "mix.bias"} <= {line.name for line in found.lines}, found
 
 
-def test_a_model_that_gathers():
+def test_model_that_gathers():
     found = check(Gathers, (1, 1, 6, 6), (2,))
     assert found and found.gathers == ["linalg_lu_factor"], found
 
 
-def test_a_model_that_does_not(capsys, monkeypatch):
+def test_model_that_differs(capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
     assert command(["tests.debug.test_parity:Bad", "--shape", "2,3,8,8", "--mesh", "2"]) == 1
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Bad input: a clear error on every rank, the same on all, and nobody waits."""
+"""Bad input raises the same clear error on every rank, and no rank is left in a collective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def field(mesh: tuple[int, ...] = (2,), placements=(ROWS,), cut=(4, 2)) -> Shard
 
 
 def told(call: Callable, kind: type[Exception] = ShardingError) -> str:
-    """The error that a call raises here. All ranks must then still be able to talk."""
+    """Return the text of the error that a call raises, and check that collectives still work afterwards."""
     with pytest.raises(kind) as error:
         call()
     assert torch.equal(field().full_tensor(), torch.arange(18.0, dtype=torch.float64).view(6, 3))
@@ -169,11 +169,11 @@ def fine_range(name: str, cut: tuple[int, int]) -> bool:
 
 @pytest.mark.parametrize("cut", [(4, 2), (6, 0)], ids=str)
 @pytest.mark.parametrize("name", FINE)
-def test_ranges_that_end_somewhere(name, cut):
+def test_ranges_beyond_the_end_are_clamped(name, cut):
     assert all(run_on_ranks(fine_range, 2, name, cut, timeout=30))
 
 
-# ---------------------------------------------------------------------- ranks that do not do the same
+# ---------------------------------------------------------------------- ranks that call different ops
 
 APART: dict[str, Callable] = {
     "dim": lambda x, rank: x.softmax(rank),
@@ -198,14 +198,14 @@ def apart(name: str, mesh: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", APART)
-def test_ranks_apart(name, mesh):
+def test_ranks_that_differ_are_reported(name, mesh):
     errors = run_on_ranks(apart, torch.Size(mesh).numel(), name, mesh, timeout=30)
     assert len(set(errors)) == 1
     assert "do not make the same call" in errors[0]
     assert all(f"at {where}" in errors[0] for where in ([(0,), (1,)] if len(mesh) == 1 else [(0, 0), (0, 1), (1, 1)]))
 
 
-# ---------------------------------------------------------------------- what has no meaning in pieces
+# ---------------------------------------------------------------------- not supported on shards
 
 
 def sparse_gradients() -> str:
@@ -219,7 +219,7 @@ def test_sparse_gradients():
     assert "sparse=False" in first
 
 
-# ---------------------------------------------------------------------- tensors of no dims
+# ---------------------------------------------------------------------- 0-d tensors
 
 NO_DIMS: dict[str, Callable] = {
     "matmul": lambda x: torch.matmul(x, torch.tensor(2.0)),
@@ -246,6 +246,6 @@ def no_dims(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_DIMS)
-def test_tensors_of_no_dims_where_they_do_not_fit(name):
-    """One may be read as a number, where torch wants one; elsewhere it is what torch says of it."""
+def test_0d_tensors_where_torch_rejects_them(name):
+    """A 0-d tensor is read as a number where torch wants one; elsewhere torch's error is raised."""
     run_on_ranks(no_dims, 2, name)

@@ -1,4 +1,4 @@
-"""How calls come in: methods go to their handlers directly, and what was planned once is found again, for little."""
+"""Dispatch: methods call their handlers directly, plans are cached, cache hits are cheap."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_methods():
 
 
 def written():
-    """`inplace=True` is a write, whatever the layout."""
+    """Check that `inplace=True` writes for every layout."""
     for placement in (Shard(0), Shard(1), Replicate()):
         x = field((2,), (placement,))
         kept = x.full_tensor().clone()
@@ -105,7 +105,7 @@ def written():
     with pytest.raises(RuntimeError, match="leaf Variable"):
         F.relu(leaf, inplace=True)
     x = field((2,), shape=(6,), lengths={0: (2, 4)})
-    copied = x.view(2, 3)  # a row lies on two ranks: something moves
+    copied = x.view(2, 3)  # a row spans two ranks: data is sent
     for view in (copied, copied.view(3, 2), copied.view(-1), copied.t(), torch.transpose(dim0=0, dim1=1, input=copied)):
         with pytest.raises(ShardingError, match="would be lost"):
             view.mul_(2)
@@ -118,9 +118,9 @@ def test_inplace():
 
 
 def entered():
-    """A known meeting still sums the gradients of what is whole, and moves what lies elsewhere."""
+    """Check that a cached broadcast plan sums gradients of replicated operands and redistributes the others."""
     plain = torch.linspace(0, 1, 6, dtype=torch.float64)
-    for _ in range(2):  # planned, then found
+    for _ in range(2):  # a cache miss, then a hit
         x, bias = field((2,)).requires_grad_(), plain.clone().requires_grad_()
         other = field((2,), (Shard(1),)).requires_grad_()
         torch.where(x > 2, x * bias, 0.5 * other + 1.0).sum().backward()
@@ -132,14 +132,14 @@ def entered():
     assert torch.where(x > 2, other, 1.0).full_tensor().equal(torch.where(a > 2, c, 1.0))
 
 
-def test_known_meetings():
+def test_cached_broadcast_plans():
     run_on_ranks(entered, 2)
 
 
 def bounded():
     tables = executor.PLAN_CACHE, pointwise.BROADCAST_PLANS, pointwise.INPLACE_PLANS
     kept = [table.copy() for table in tables], executor.PLAN_CACHE_SIZE, pointwise.MAX_CACHED_PLANS
-    for table in tables:  # what earlier tests left would be known, and not counted
+    for table in tables:  # entries of earlier tests would be hits and not counted
         table.clear()
     executor.PLAN_CACHE_SIZE = pointwise.MAX_CACHED_PLANS = 16
     ones = torch.ones(2, dtype=torch.float64)
@@ -161,12 +161,12 @@ def test_caches_are_bounded():
 
 
 def twins():
-    """Meshes that are equal and two objects, as in a program that lays its ranks out twice."""
+    """Check calls on two mesh objects that are equal, as in a program that builds its mesh twice."""
     first = world_mesh((2,))
     second = DeviceMesh("cpu", [0, 1], mesh_dim_names=first.mesh_dim_names)
     assert first == second
     plain = torch.ones(19, dtype=torch.float64)
-    for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is that of the first mesh
+    for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is cached for the first mesh
         layout = Layout.of(mesh, [Shard(0)], (rows, 19))
         x = ShardTensor(torch.ones(layout.local_shape, dtype=torch.float64), layout)
         pointwise.BROADCAST_PLANS.clear()
@@ -174,12 +174,12 @@ def twins():
         assert len(pointwise.BROADCAST_PLANS) == 1
 
 
-def test_calls_are_known_on_a_mesh_that_equals_another():
+def test_cache_hits_on_an_equal_mesh():
     run_on_ranks(twins, 2)
 
 
 def hit():
-    """Microseconds from a call that has a plan to the running of it."""
+    """Return the microseconds from a call with a cached plan to its local function."""
     x = field()
     func = torch.Tensor.transpose
     handler, run, times = registry.HANDLERS[func], executor.BoundPlan.run, []
@@ -196,6 +196,6 @@ def hit():
     return min(times)
 
 
-def test_a_known_plan_is_found_in_5_us():
+def test_a_cache_hit_takes_5_us():
     (us,) = run_on_ranks(hit, 1)
     assert us < 5
