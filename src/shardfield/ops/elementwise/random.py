@@ -21,7 +21,7 @@ from ...layout import Layout, starts
 from ...tensor import ShardTensor, wrap
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit numbers
-_INVERSE = pow(_GOLDEN, -1, 1 << 64) - (1 << 64)  # its inverse: their product is 1 in 64 bits
+_INVERSE = pow(_GOLDEN, -1, 1 << 64) - (1 << 64)  # inverse of _GOLDEN modulo 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2 = 0x94D049BB133111EB - (1 << 64)
 

@@ -147,7 +147,7 @@ def slice_bounds(s: slice, size: int) -> tuple[int, int, int]:
     if s.step is not None and operator.index(s.step) <= 0:
         raise ValueError("step must be greater than zero")
     if s.step is not None and operator.index(s.step) >= 1 << 62:
-        raise ValueError(f"slice step {s.step} is too large: the index would overflow")  # torch returns nothing here
+        raise ValueError(f"slice step {s.step} is too large: the index would overflow")  # torch returns an empty result
     start, stop, step = s.indices(size)
     return start, max(start, stop), step
 

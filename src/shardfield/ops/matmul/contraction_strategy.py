@@ -134,7 +134,7 @@ class _StrategySearch:
                     if not (broadcast or isinstance(label, int)) or 1 not in (other, size):
                         shapes = [tuple(t.layout.shape) for t in terms]
                         raise RuntimeError(
-                            f"operands of shapes {shapes} do not match: sizes {other} and {size} have one label"
+                            f"operands of shapes {shapes} do not match: sizes {other} and {size} must be equal"
                         )
                     self.sizes[label] = other if size == 1 else size
         self.sizes.pop(None, None)

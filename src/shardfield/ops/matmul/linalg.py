@@ -54,7 +54,7 @@ MATRIX_LABELS: dict[Any, str] = dict.fromkeys(
     "lu_unpack": "mn q",
 }
 
-# These raise for no values, so ranks need no consensus about failures.
+# These functions never fail because of values, so ranks need no consensus about failures.
 NEVER_FAILS = set(
     "det logdet slogdet qr matrix_exp geqrf inv_ex cholesky_ex lu_factor_ex ldl_factor_ex solve_ex".split()
 )
