@@ -1,7 +1,7 @@
-"""A cut dim as a row of blocks, one per rank, in global order: what the blocks tell each other.
+"""Work along a sharded dim block by block: one block per rank, in global order.
 
-Scans, sorts and searches along a cut dim keep their data where it lies and exchange something small for each block: a
-total, a count, a few candidates. Those that need a dim whole ask for a layout in which another carries its cut.
+Scans, sorts and searches along a sharded dim leave the data in place and exchange little per block: a total, a count, a
+few candidates. Ops that need the dim unsharded move the sharding to another dim (`move_shard_off`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...redistribute import unmerge_dims
 
 
 def simplify_dim(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
-    """The layout with `dim` simple, `dim` counted from the front, and whether it lies on several ranks."""
+    """Return the layout with `dim` unmerged, `dim` as a non-negative number, and whether `dim` is sharded."""
     ndim = layout.ndim
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         last = max(ndim, 1) - 1
@@ -34,11 +34,12 @@ def simplify_dim(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
 
 
 def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layout | None:
-    """The layout in which another dim carries the cut of `dim` and `dim` is whole; None if none has room.
+    """Return a layout with `dim` unsharded and its axes sharding another dim; None if no other dim is large enough.
 
-    A dim that is whole now comes first, then the largest. `allow_empty`: it may leave ranks with nothing if need be.
+    An unsharded dim is preferred, then the largest. allow_empty: some ranks may get empty shards if there is no better
+    dim.
     """
-    axes = layout.axes_of(dim)[::-1]  # innermost first: that is the one a swap can take
+    axes = layout.axes_of(dim)[::-1]  # innermost first: redistribute can swap only the innermost axis
     sizes = [layout.mesh.size(a) for a in axes]
     parts = math.prod(sizes)
     room = {d: min(layout.shard_sizes(d)) for d in range(layout.ndim) if d != dim and len(layout.dims[d]) == 1}
@@ -46,30 +47,30 @@ def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layou
     if other is None or room[other] < (min(parts, 2) if allow_empty else parts):
         return None
     (factor,) = layout.dims[other]
-    lengths = [n for piece in layout.shard_sizes(other) for n in nested_balanced(piece, sizes)]
-    taken = DimSharding(factor.size, factor.axes + axes, tuple(lengths))
-    return layout.unshard([dim]).with_dim(other, taken)
+    shard_sizes = [n for size in layout.shard_sizes(other) for n in nested_balanced(size, sizes)]
+    sharding = DimSharding(factor.size, factor.axes + axes, tuple(shard_sizes))
+    return layout.unshard([dim]).with_dim(other, sharding)
 
 
 def nested_balanced(size: int, parts: list[int]) -> list[int]:
-    """A size cut evenly by the first number of parts, each piece by the second, and so on; row-major."""
-    return [n for piece in balanced(size, parts[0]) for n in nested_balanced(piece, parts[1:])] if parts else [size]
+    """Split a size evenly into the first number of parts, each part into the second number, and so on; row-major."""
+    return [n for part in balanced(size, parts[0]) for n in nested_balanced(part, parts[1:])] if parts else [size]
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:
-    """(everything else, dim), each row in one piece as searchsorted likes it."""
+    """Return the tensor as (all other dims, dim), with contiguous rows as searchsorted needs them."""
     x = x.movedim(dim, -1)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """What `as_rows` undoes, for a tensor of `shape`."""
+    """Undo `as_rows` for a tensor of `shape`."""
     moved = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
     return rows.reshape(moved).movedim(-1, dim)
 
 
 class Blocks:
-    """The blocks that some mesh axes (outermost first) make, and this rank's place among them."""
+    """The blocks of a dim that is sharded over some mesh axes (outermost first), and this rank's index among them."""
 
     def __init__(self, layout: Layout, axes: Sequence[int], lengths: Sequence[int]):
         self.layout, self.axes, self.shard_sizes = layout, tuple(axes), tuple(lengths)
@@ -82,12 +83,12 @@ class Blocks:
 
     @staticmethod
     def along(layout: Layout, dim: int) -> Blocks:
-        """The blocks of a simple dim."""
+        """Return the blocks of a dim that is not merged."""
         return Blocks(layout, layout.axes_of(dim), layout.shard_sizes(dim))
 
     @staticmethod
     def over_all_shards(layout: Layout) -> Blocks:
-        """All ranks that hold different elements, in an order of their own: elements count block after block."""
+        """Return one block per shard of the tensor; elements are numbered block after block, not in memory order."""
         axes = layout.shard_axes
         at = [dict(zip(axes, c, strict=True)) for c in product(*(range(layout.mesh.size(a)) for a in axes))]
         coords = [[here.get(a, c) for a, c in enumerate(layout.coords)] for here in at]
@@ -95,16 +96,16 @@ class Blocks:
 
     @property
     def start(self) -> int:
-        """The global index at which this rank's block begins."""
+        """The global index of the first element of this rank's block."""
         return starts(self.shard_sizes)[self.index]
 
     def all_gather(
         self, tensor: Tensor, dim: int, lengths: Sequence[int], move: Callable = autograd_collectives.gather
     ) -> Tensor:
-        """Every block's tensor, `lengths` long, joined along `dim` in block order; one message for each axis.
+        """Concatenate every block's tensor, of `lengths` along `dim`, in block order; one message per axis.
 
-        With `moves.gather` the result is Replicate; use `moves.gather_enter` where ranks go on to do different work
-        with it.
+        With `autograd_collectives.gather` the result is Replicate. Pass `gather_replicate_in` as `move` if ranks do
+        different work with the result, so that its gradients are summed.
         """
         for depth in range(len(self.axes) - 1, -1, -1):
             size, axis = self.sizes[depth], self.axes[depth]
@@ -115,5 +116,5 @@ class Blocks:
         return tensor
 
     def all_gather_unit(self, tensor: Tensor, dim: int, move: Callable = autograd_collectives.gather) -> Tensor:
-        """The same for tensors of length 1 along `dim`."""
+        """Concatenate every block's tensor, of size 1 along `dim`."""
         return self.all_gather(tensor, dim, (1,) * self.count, move)

@@ -1,4 +1,4 @@
-"""How operands of different layouts meet: broadcasting for tensors in pieces. Pure."""
+"""Broadcast operands of different layouts: choose a common layout and redistribute them to it. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...redistribute import redistribute
 
 
 class Alignment(NamedTuple):
-    """Where each operand goes, which of them enter work that differs by rank, and where the result lies."""
+    """The target layout of each operand, the groups over which its gradient is summed, and the result layout."""
 
     targets: tuple[Layout, ...]
     grad_reductions: tuple[tuple[tuple[ProcessGroup, ...], tuple[int, ...]], ...]
     result: Layout
 
     def redistribute(self, locals_: list[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        """The operands' local tensors, moved."""
+        """Redistribute the local tensors from `layouts` to the targets."""
         moved = locals_
         if layouts != self.targets:
             moved = [redistribute(t, a, b) for t, a, b in zip(locals_, layouts, self.targets, strict=True)]
@@ -37,14 +37,17 @@ class Alignment(NamedTuple):
 
 
 def broadcast_layout(result: Layout, shape: Sequence[int], partial: Sequence[tuple[int, str]] = ()) -> Layout:
-    """The layout of an operand of `shape` that broadcasts into `result`."""
+    """Return the layout of an operand of `shape` that broadcasts to `result`."""
     skip = result.ndim - len(shape)
     dims = [result.dims[skip + d] if n == result.shape[skip + d] else (DimSharding(n),) for d, n in enumerate(shape)]
     return Layout.make(result.mesh, dims, partial)
 
 
 def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
-    """Groups of operands whose gradients must be summed over axes on which the work is divided."""
+    """Return (process groups, operand indices) pairs: the operands whose gradients must be summed over these groups.
+
+    An operand that is replicated over an axis on which the work is sharded gets a partial gradient on each rank.
+    """
     work = {a for t in [*targets, result] for a in t.shard_axes + t.partial_axes}
     found: dict[tuple, list[int]] = {}
     for i, target in enumerate(targets):
@@ -56,7 +59,7 @@ def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
 
 @lru_cache(maxsize=8192)
 def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
-    """The layout in which operands meet: that of the largest cut operand, completed by the others' where it is free.
+    """Choose a common layout: that of the largest sharded operand, with the shardings of the others on its free dims.
 
     `keep_partial` lists the operands whose partial axes stay partial in the result (the op is linear in them together).
     """
@@ -79,7 +82,7 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
 
 @lru_cache(maxsize=8192)
 def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
-    """Operands that must meet in a given layout, as those of an in-place op do."""
+    """Align operands to a fixed result layout, as an in-place op needs."""
     return _align(result, layouts, result.partial, keep_partial)
 
 

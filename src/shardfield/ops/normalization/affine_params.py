@@ -1,4 +1,4 @@
-"""What normalisation layers share: torch's verdict on a call, and parameters on their way to the ranks."""
+"""Helpers of all normalization layers: affine parameters, result dtypes, memory formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def probe_results(fn: Callable, *args: Any) -> tuple[Tensor, ...]:
 
 
 class AffineParams:
-    """Weight and bias on their way to the ranks: cut like the dims of the input that they belong to."""
+    """Redistribute weight and bias to the sharding of the input dims that they scale."""
 
     def __init__(
         self, layout: Layout, dims: Sequence[Sequence[DimSharding]], weight: Operand | None, bias: Operand | None
@@ -32,12 +32,12 @@ class AffineParams:
         self.over = process_groups(layout, sorted(set(layout.shard_axes) - set(self.layout.shard_axes)))
         self.sources = [None if p is None else p.layout for p in (weight, bias)]
         self.in_place = all(s is None or s is self.layout for s in self.sources)
-        # both in one message
+        # Weight and bias with one dtype and layout are redistributed in one message.
         same = weight is not None and bias is not None and weight.dtype == bias.dtype
         self.paired = same and self.sources[0] is self.sources[1] is not self.layout
 
     def redistribute(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-        """This rank's part of them."""
+        """Return this rank's shards of weight and bias."""
         if self.in_place:
             return [weight, bias]
         if self.paired:
@@ -48,14 +48,14 @@ class AffineParams:
         return [p if p is None or s is None else redistribute(p, s, self.layout) for p, s in pairs]
 
     def replicate_in(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-        """This rank's part of them, for work that differs from rank to rank."""
-        brought = self.redistribute(weight, bias)
-        entered = iter(autograd_collectives.replicate_in([p for p in brought if p is not None], self.over))
-        return [None if p is None else next(entered) for p in brought]
+        """Return this rank's shards; their gradients are summed over the axes that shard the input but not them."""
+        local = self.redistribute(weight, bias)
+        replicated = iter(autograd_collectives.replicate_in([p for p in local if p is not None], self.over))
+        return [None if p is None else next(replicated) for p in local]
 
 
 def norm_plan(local: Callable, input: Operand, source: Layout, layout: Any, **operands: Layout) -> Plan:
-    """A plan whose `local` brings the parameters itself."""
+    """Build a plan whose `local` redistributes the parameters itself."""
     return Plan(
         local=local,
         layout=layout,
@@ -65,7 +65,10 @@ def norm_plan(local: Callable, input: Operand, source: Layout, layout: Any, **op
 
 
 def empty_result(input: Tensor, parameters: Sequence[Tensor | None], result: torch.dtype) -> Tensor:
-    """The result of a rank that holds nothing, in the graph: torch's kernels refuse some such shapes."""
+    """Return the result of a rank with an empty shard: torch's kernels refuse some empty shapes.
+
+    The parameters are in its graph: all ranks must send the messages of backward.
+    """
     out = input.to(result, copy=True)
     for parameter in parameters:
         if parameter is not None:
@@ -74,7 +77,7 @@ def empty_result(input: Tensor, parameters: Sequence[Tensor | None], result: tor
 
 
 def kernel_memory_format(input: Tensor) -> torch.memory_format | None:
-    """The memory format that torch's kernels on a CPU take `input` for; None where it has none of them."""
+    """Return the memory format that torch's CPU kernels detect for `input`; None if it has none of them."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim)
     if input.is_contiguous():
         return torch.contiguous_format
@@ -82,19 +85,19 @@ def kernel_memory_format(input: Tensor) -> torch.memory_format | None:
 
 
 def match_memory_format(grad: Tensor, input: Tensor) -> Tensor:
-    """`grad` in the order in which `input` lies in memory, for torch's backward of batch_norm.
+    """Return `grad` in the memory format of `input`, for torch's backward of batch_norm.
 
-    On a CPU that reads both in one order where dims of one element leave it open which it is, and is wrong if they
-    lie differently. Pieces have such dims where the whole has none.
+    With a dim of size 1 the memory format is ambiguous. torch's CPU kernel then assumes one format for both tensors and
+    is wrong if they differ. Shards can have dims of size 1 where the global tensor has none.
     """
     found = kernel_memory_format(input)
     return grad if found is None else grad.contiguous(memory_format=found)
 
 
 def fix_grad_format(value: Tensor, input: Tensor) -> Tensor:
-    """What torch's own batch_norm made of `input`: its gradient will come as `match_memory_format` brings it."""
-    mistaken = value.requires_grad and 1 in input.shape and input.device.type == "cpu"
-    found = kernel_memory_format(input) if mistaken else None
+    """Convert the gradient of torch's batch_norm of `input` as in `match_memory_format`; return `value`."""
+    ambiguous = value.requires_grad and 1 in input.shape and input.device.type == "cpu"
+    found = kernel_memory_format(input) if ambiguous else None
     if found is not None:
         value.register_hook(lambda grad: grad.contiguous(memory_format=found))
     return value

@@ -1,7 +1,7 @@
-"""Normalisation for each channel, with statistics of the batch or running ones.
+"""Batch norm and instance norm, with statistics of the batch or running statistics.
 
-Buffers of running statistics are written in place, on every rank the same: what one device would have written. They
-are whole on every rank as modules have them, or cut in any way; a Partial cannot take in values and is refused.
+Running statistics are updated in place with the values that one device would write. They may be replicated, as in
+modules, or sharded; Partial buffers are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .stat_groups import BatchStats, InstanceStats
 
 
 class RunningStats:
-    """The buffers of running statistics, seen from the channels that this rank works on."""
+    """The running mean and variance of the channels that this rank computes."""
 
     def __init__(self, channels: Layout, mean: Operand | None, variance: Operand | None):
         self.channels = channels
@@ -40,7 +40,7 @@ class RunningStats:
 
     @torch.no_grad()
     def redistribute(self, *buffers: Tensor | None) -> list[Tensor | None]:
-        """This rank's channels of them: the buffers themselves, or copies that `store` brings back."""
+        """Return this rank's channels: the buffers themselves, or copies for `store` to write back."""
         if self.in_place:
             return list(buffers)
         return [
@@ -51,7 +51,7 @@ class RunningStats:
 
     @torch.no_grad()
     def store(self, buffers: list[Tensor | None], mine: list[Tensor | None]) -> None:
-        """Write this rank's channels, and those that others have worked on: one message an axis that cuts channels."""
+        """Write the updated channels of all ranks to the buffers: one message per axis that shards channels."""
         if self.in_place:
             return
         both = torch.stack([m for m in mine if m is not None])
@@ -64,7 +64,7 @@ class RunningStats:
 
 @torch.no_grad()
 def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], momentum: float) -> None:
-    """Running statistics take in those of a batch."""
+    """Update running statistics with those of a batch."""
     for buffer, value in zip(buffers, values, strict=True):
         if buffer is not None:
             buffer.mul_(1 - momentum).add_(value.reshape(-1).to(buffer.dtype), alpha=momentum)
@@ -76,7 +76,7 @@ def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], mom
 @rule(F.batch_norm, partial=True, merged=True, exact=True)
 def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
                eps=1e-5, *, fn):  # fmt: skip
-    """In training one small message an axis each way; the parameters' gradients are in the one backward."""
+    """Exchange one small message per axis in training, forward and backward; the latter has the parameter gradients."""
     probe(fn, input, running_mean, running_var, weight, bias, training, momentum, eps, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
@@ -84,14 +84,14 @@ def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None
 @rule(torch.batch_norm, partial=True, merged=True, exact=True)
 def torch_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, *,
                      fn):  # fmt: skip
-    """The same with its arguments in another order."""
+    """Plan `batch_norm` with torch.batch_norm's order of arguments."""
     probe(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @rule(torch.native_batch_norm, partial=True, merged=True)
 def native_batch_norm(input: Operand, weight, bias, running_mean, running_var, training, momentum, eps, *, fn):
-    """The same with mean and 1 / std as results; torch keeps none where it does not train."""
+    """Plan `batch_norm` with mean and 1 / std as further results, which torch leaves empty in evaluation."""
     probe(fn, input, weight, bias, running_mean, running_var, training, momentum, eps, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, fn)
 
@@ -106,51 +106,51 @@ def _plan_batch_norm(
         fix_grad_format(out[0] if native else out, input)
         return out
 
-    if input.ndim < 2:  # torch takes a vector of nothing
+    if input.ndim < 2:  # torch accepts an empty vector
         return None
-    tiny = probe_results(call, input, weight, bias, running_mean, running_var)
-    result, layout = tiny[0].dtype, input.layout.with_partial(())
+    probed = probe_results(call, input, weight, bias, running_mean, running_var)
+    result, layout = probed[0].dtype, input.layout.with_partial(())
     affine = AffineParams(layout, [layout.dims[1]], weight, bias)
     channels = affine.layout
     if native:
-        kept = channels if tiny[1].numel() else Layout.replicate(layout.mesh, (0,))
+        kept = channels if probed[1].numel() else Layout.replicate(layout.mesh, (0,))
         out: Any = [layout, kept, kept]
     else:
         out = layout
     if not training:
 
-        def settled(input, weight, bias, running_mean, running_var):
+        def evaluate(input, weight, bias, running_mean, running_var):
             weight, bias = affine.replicate_in(weight, bias)
             if not input.numel():
                 value = empty_result(input, [weight, bias], result)
                 if not native:
                     return value
-                # on a device torch gives what it used, elsewhere nothing
-                used = (running_mean, (running_var + eps).rsqrt()) if kept.numel else tiny[1:]
-                return value, *(s.detach().to(t.dtype, copy=True) for s, t in zip(used, tiny[1:], strict=True))
+                # On a device torch returns the statistics it used, on the CPU empty tensors.
+                used = (running_mean, (running_var + eps).rsqrt()) if kept.numel else probed[1:]
+                return value, *(s.detach().to(t.dtype, copy=True) for s, t in zip(used, probed[1:], strict=True))
             return call(input, weight, bias, running_mean, running_var)
 
-        return norm_plan(settled, input, layout, out, running_mean=channels, running_var=channels)
+        return norm_plan(evaluate, input, layout, out, running_mean=channels, running_var=channels)
     running = RunningStats(channels, running_mean, running_var)
     scheme = BatchStats(layout)
     if not scheme.axes or not input.numel():
 
-        def whole(input, weight, bias, running_mean, running_var):
+        def on_one_rank(input, weight, bias, running_mean, running_var):
             weight, bias = affine.replicate_in(weight, bias)
             mine = running.redistribute(running_mean, running_var)
             if input.shape[1]:
                 value = call(input, weight, bias, *mine)
             else:
                 value = empty_result(input, [weight, bias], result)
-                value = (value, *(t.new_empty(0) for t in tiny[1:])) if native else value
+                value = (value, *(t.new_empty(0) for t in probed[1:])) if native else value
             running.store([running_mean, running_var], mine)
             return value
 
-        return norm_plan(whole, input, layout, out)
+        return norm_plan(on_one_rank, input, layout, out)
     shared = ShardedNorm(scheme, eps, result, input.device, channels)
     unbiased = scheme.total / max(scheme.total - 1, 1)
 
-    def across(input, weight, bias, running_mean, running_var):
+    def on_shards(input, weight, bias, running_mean, running_var):
         value, mean, variance = shared(input, *affine.redistribute(weight, bias))
         mine = running.redistribute(running_mean, running_var)
         update_running_stats(mine, [mean, variance * unbiased], momentum)
@@ -158,10 +158,10 @@ def _plan_batch_norm(
         if not native:
             return value
         return value, *(
-            s.reshape(-1).to(t.dtype) for s, t in zip((mean, (variance + eps).rsqrt()), tiny[1:], strict=True)
+            s.reshape(-1).to(t.dtype) for s, t in zip((mean, (variance + eps).rsqrt()), probed[1:], strict=True)
         )
 
-    return norm_plan(across, input, layout, out)
+    return norm_plan(on_shards, input, layout, out)
 
 
 # ---------------------------------------------------------------------- instance_norm
@@ -170,7 +170,7 @@ def _plan_batch_norm(
 @rule(F.instance_norm, partial=True, merged=True, exact=True)
 def instance_norm(input: Operand, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True,
                   momentum=0.1, eps=1e-5, *, fn):  # fmt: skip
-    """One small message an axis that cuts places; running statistics are means over the samples of all ranks."""
+    """Exchange one small message per axis that shards spatial dims; average running statistics over all samples."""
     probe(fn, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, meta=True)
     return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
@@ -178,7 +178,7 @@ def instance_norm(input: Operand, running_mean=None, running_var=None, weight=No
 @rule(torch.instance_norm, partial=True, merged=True, exact=True)
 def torch_instance_norm(input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
                         cudnn_enabled, *, fn):  # fmt: skip
-    """The same with its arguments in another order."""
+    """Plan `instance_norm` with torch.instance_norm's order of arguments."""
     probe(fn, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled, meta=True)
     return _plan_instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
@@ -186,11 +186,11 @@ def torch_instance_norm(input: Operand, weight, bias, running_mean, running_var,
 def _plan_instance_norm(
     input: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
 ) -> Plan | None:
-    if not use_input_stats:  # then samples have nothing of their own
+    if not use_input_stats:  # with running statistics it is batch norm
         return _plan_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
     def call(input, *tensors):
-        # torch looks at it as one sample, in the order that it has then
+        # torch reshapes the input to one sample, which fixes its memory format
         input = input.contiguous()
         out = torch.instance_norm(input, *tensors, True, momentum, eps, torch.backends.cudnn.enabled)
         return fix_grad_format(out, input)
@@ -204,19 +204,19 @@ def _plan_instance_norm(
     tracked = running_mean is not None or running_var is not None
     if not scheme.axes and not tracked:
 
-        def whole(input, weight, bias):
+        def on_one_rank(input, weight, bias):
             weight, bias = affine.replicate_in(weight, bias)
             if not input.numel():
                 return empty_result(input, [weight, bias], result)
             return call(input, weight, bias, None, None)
 
-        return norm_plan(whole, input, layout, layout)
+        return norm_plan(on_one_rank, input, layout, layout)
     running = RunningStats(affine.layout, running_mean, running_var)
     shared = ShardedNorm(scheme, eps, result, input.device, affine.layout)
     unbiased = scheme.total / max(scheme.total - 1, 1)
     samples, over = layout.shape[0], process_groups(layout, sharding_axes(layout, [0]))
 
-    def across(input, weight, bias, running_mean, running_var):
+    def on_shards(input, weight, bias, running_mean, running_var):
         value, mean, variance = shared(input, *affine.redistribute(weight, bias))
         if tracked:
             both = torch.stack([mean, variance * unbiased]).sum(1) / samples
@@ -227,7 +227,7 @@ def _plan_instance_norm(
             running.store([running_mean, running_var], mine)
         return value
 
-    return norm_plan(across, input, layout, layout)
+    return norm_plan(on_shards, input, layout, layout)
 
 
 # ---------------------------------------------------------------------- SyncBatchNorm
@@ -236,8 +236,8 @@ def _plan_instance_norm(
 @handler("batch_norm_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt",
          "batch_norm_backward_reduce", "batch_norm_backward_elemt")  # fmt: skip
 def refuse_sync_batch_norm(func, types, args, kwargs):
-    """The steps of nn.SyncBatchNorm, which would count on every rank what is cut already."""
+    """Refuse the steps of nn.SyncBatchNorm, which would count every shard as a full batch."""
     raise ShardingError(
-        f"{func.__name__}: nn.SyncBatchNorm works on the pieces of ranks. nn.BatchNorm on a ShardTensor takes its "
-        "statistics over all ranks of the mesh: use that, without convert_sync_batchnorm"
+        f"{func.__name__}: nn.SyncBatchNorm works on local tensors. nn.BatchNorm of a ShardTensor computes its "
+        "statistics over all ranks of the mesh: use nn.BatchNorm, without convert_sync_batchnorm"
     )

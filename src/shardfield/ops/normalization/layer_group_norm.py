@@ -1,8 +1,8 @@
-"""Normalisation along the last dims and over groups of channels.
+"""Layer norm, RMS norm, group norm and local response norm.
 
-Where what shares a mean lies on one rank, torch's own kernel runs there; else the ranks share statistics (see
-`standardise.py`). Parameters are cut like the dims they belong to, and their gradients are summed over the ranks that
-use them. What one device raises is raised while planning, by all ranks: shapes are judged as a whole.
+If all elements that share a mean are on one rank, torch's kernel runs there. Else the ranks merge their statistics
+(`sharded_norm`). Parameters are sharded as the input dims they scale, and their gradients are summed over the ranks
+that use them. Errors of torch are raised while planning, on all ranks, from the global shapes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .stat_groups import GroupStats, RowStats
 
 @rule(F.layer_norm, merged=True)
 def layer_norm(input: Operand, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, *, fn):
-    """torch's kernel along whole dims; along cut ones, one small message an axis each way."""
+    """Run torch's kernel along unsharded dims; along sharded ones, one small message per axis, forward and backward."""
     return _plan_layer_norm(input, normalized_shape, weight, bias, eps, F.layer_norm)
 
 
 @rule(torch.native_layer_norm, merged=True)
 def native_layer_norm(input: Operand, normalized_shape, weight, bias, eps, *, fn):
-    """The same with mean and 1 / std as results, which have no gradient."""
+    """Plan `layer_norm` with mean and 1 / std as further results, which have no gradient."""
     return _plan_layer_norm(input, normalized_shape, weight, bias, eps, torch.native_layer_norm)
 
 
@@ -52,25 +52,25 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
     affine = AffineParams(layout, layout.dims[dims.start :], weight, bias)
     if not sharding_axes(layout, dims) or not input.numel():
 
-        def whole(input, weight, bias):
+        def on_one_rank(input, weight, bias):
             return fn(input, input.shape[-number:], *affine.replicate_in(weight, bias), eps)
 
-        return norm_plan(whole, input, layout, out)
+        return norm_plan(on_one_rank, input, layout, out)
     shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], input.device, affine.layout)
 
-    def across(input, weight, bias):
+    def on_shards(input, weight, bias):
         value, mean, variance = shared(input, *affine.redistribute(weight, bias))
         if len(dtypes) == 1:
             return value
         pair = zip((mean, (variance + eps).rsqrt()), dtypes[1:], strict=True)
         return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
 
-    return norm_plan(across, input, layout, out)
+    return norm_plan(on_shards, input, layout, out)
 
 
 @rule(F.rms_norm, merged=True)
 def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
-    """The same with no mean: the sums of squares travel."""
+    """Plan `layer_norm` without a mean: ranks all-reduce the sums of squares."""
     number = len(normalized_shape)
     probe(F.rms_norm, input, normalized_shape, weight, eps, meta=True)
     result = probe_results(F.rms_norm, input, [1] * number, weight, eps)[0].dtype
@@ -79,11 +79,11 @@ def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
     affine = AffineParams(layout, layout.dims[dims.start :], weight, None)
     if not sharding_axes(layout, dims) or not input.numel():
 
-        def whole(input, weight):
+        def on_one_rank(input, weight):
             return F.rms_norm(input, input.shape[-number:], affine.replicate_in(weight, None)[0], eps)
 
-        return norm_plan(whole, input, layout, layout)
-    if input.dtype.is_complex:  # torch takes the mean of x * x there, which is no size of anything
+        return norm_plan(on_one_rank, input, layout, layout)
+    if input.dtype.is_complex:  # torch uses the mean of x * x there, not of |x| ** 2
         return None
     tiny = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
     shared = ShardedNorm(
@@ -102,7 +102,7 @@ def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
 
 @rule(F.group_norm, merged=True)
 def group_norm(input: Operand, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True, *, fn):
-    """torch's kernel where groups are whole; else shared, also by ranks between which a cut goes through a group."""
+    """Run torch's kernel if every group is on one rank; else merge statistics, also of groups split between ranks."""
     probe(fn, input, num_groups, weight, bias, eps, meta=True)
     result = probe_results(torch.group_norm, input, 1, weight, bias, eps)[0].dtype
     return _plan_group_norm(input, weight, bias, num_groups, eps, [result])
@@ -110,7 +110,7 @@ def group_norm(input: Operand, num_groups, weight=None, bias=None, eps=1e-5, cud
 
 @rule(torch.native_group_norm, merged=True)
 def native_group_norm(input: Operand, weight, bias, N, C, HxW, group, eps, *, fn):
-    """The same with mean and 1 / std as results."""
+    """Plan `group_norm` with mean and 1 / std as further results."""
     probe(fn, input, weight, bias, N, C, HxW, group, eps, meta=True)
     dtypes = [t.dtype for t in probe_results(fn, input, weight, bias, 1, 1, 1, 1, eps)]
     return _plan_group_norm(input, weight, bias, group, eps, dtypes)
@@ -123,16 +123,16 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
         if len(dtypes) > 1:
             return None
 
-        def nothing(input, weight, bias):
+        def empty(input, weight, bias):
             return empty_result(input, affine.replicate_in(weight, bias), dtypes[0])
 
-        return norm_plan(nothing, input, layout, layout)
+        return norm_plan(empty, input, layout, layout)
     scheme = GroupStats(layout, number)
     statistics = scheme.statistics()
     out: Any = [layout, statistics, statistics] if len(dtypes) > 1 else layout
     if not scheme.axes and len(dtypes) == 1:
 
-        def whole(input, weight, bias):
+        def on_one_rank(input, weight, bias):
             weight, bias = affine.replicate_in(weight, bias)
             if weight is None and bias is not None:  # torch's kernel has no gradient for a bias alone
                 weight = torch.ones_like(bias)
@@ -140,50 +140,54 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
                 return empty_result(input, [weight, bias], dtypes[0])
             return torch.group_norm(input, scheme.local_groups, weight, bias, eps)
 
-        return norm_plan(whole, input, layout, out)
+        return norm_plan(on_one_rank, input, layout, out)
     shared = ShardedNorm(scheme, eps, dtypes[0], input.device, affine.layout)
 
-    def across(input, weight, bias):
+    def on_shards(input, weight, bias):
         value = shared(input, *affine.redistribute(weight, bias))[0]
         if len(dtypes) == 1:
             return value
-        pair = zip(shared.statistics(shared.view(input))[:2], dtypes[1:], strict=True)  # torch's have a gradient
+        pair = zip(shared.statistics(shared.view(input))[:2], dtypes[1:], strict=True)  # differentiable, as in torch
         return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
 
-    return norm_plan(across, input, layout, out)
+    return norm_plan(on_shards, input, layout, out)
 
 
-# ---------------------------------------------------------------------- over neighbouring channels, and of weights
+# ---------------------------------------------------------------------- over neighboring channels, and of weights
 
 
 @rule(F.local_response_norm, merged=True)
 def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, fn):
-    """Channels look at their neighbours: those that other ranks hold are fetched."""
+    """Exchange halos of neighboring channels."""
     probe(fn, input, size, alpha, beta, k, meta=True)
     layout = shard_by_one_axis(input.layout, [1])
     if not layout.is_sharded(1):
 
-        def whole(input):
+        def on_one_rank(input):
             return fn(input, size, alpha, beta, k) if input.numel() else input.clone()
 
-        return Plan(local=whole, operands={"input": layout}, layout=layout)
+        return Plan(local=on_one_rank, operands={"input": layout}, layout=layout)
     (factor,) = layout.dims[1]
     (axis,) = layout.nontrivial_axes(factor.axes)
     before, after = size // 2, (size - 1) // 2
-    # beyond the ends of the dim there are zeros, as torch has it
-    asked = [
+    # Beyond the ends of the dim torch pads with zeros.
+    requests = [
         [RowRequest(s - before, before + n + after)] if n else []
         for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)
     ]
     route = fetch_route(
-        1, factor.shard_sizes, layout.coords[axis], asked, [n + before + after if n else 0 for n in factor.shard_sizes]
+        1,
+        factor.shard_sizes,
+        layout.coords[axis],
+        requests,
+        [n + before + after if n else 0 for n in factor.shard_sizes],
     )
     group = layout.mesh.get_group(axis)
     here = layout.local_shape[1]
 
     def local(input):
-        seen = autograd_collectives.exchange(input, route, group)
-        out = fn(seen, size, alpha, beta, k) if seen.numel() else seen.clone()
+        block = autograd_collectives.exchange(input, route, group)
+        out = fn(block, size, alpha, beta, k) if block.numel() else block.clone()
         return out.narrow(1, before if here else 0, here)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)
@@ -191,13 +195,13 @@ def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, f
 
 @composed("_weight_norm")
 def weight_norm(v, g, dim=0):
-    """A weight of given size along `dim` and the direction of another."""
+    """Return `v` scaled to the norm `g` along `dim`."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 @composed("norm_except_dim")
 def norm_except_dim(v, pow=2, dim=0):
-    """The norm over all dims but one (-1: over all)."""
+    """Return the norm over all dims except `dim` (-1: over all dims)."""
     if dim == -1:
         return torch.linalg.vector_norm(v, pow)
     others = [d for d in range(v.ndim) if d != dim % v.ndim]

@@ -1,9 +1,9 @@
-"""(x - mean) / std where what shares a mean lies on several ranks: one small message an axis forward, one backward.
+"""(x - mean) / std with statistics over several ranks: one small message per axis forward, one backward.
 
-Forward, each rank takes the mean of what it has and the sum of squared deviations from it; these are merged (Welford,
-Chan), which keeps its digits where the mean is large. Backward sends two sums for each statistic, and the gradients
-of the parameters go with them. What is saved is the input and the statistics. When the gradient is to be
-differentiated again, it is taken through the same function written with moves.
+Forward, each rank computes the mean of its elements and the sum of squared deviations; these are merged (Welford,
+Chan), which keeps its digits if the mean is large. Backward sends two sums for each statistic, and the gradients of the
+parameters in the same message. The input and the statistics are saved. A double backward differentiates the same
+function composed of autograd collectives (`composite`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .stat_groups import BatchStats, RowStats, StatGrouping
 
 
 class ShardedNorm:
-    """One normalisation, planned: call it with the local input, weight and bias (or None).
+    """A planned normalization: call it with the local input, weight and bias (or None).
 
-    It gives the local result and, where there is a mean to take (`centered`), the mean and the variance of all ranks
-    in the shape of the scheme's statistics; without one, zeros and the mean square. Those two have no gradient.
+    Returns the local result and the global mean and variance, in the shape of the scheme's statistics. Without
+    `centered` these are zeros and the mean square. Both have no gradient.
     """
 
     def __init__(self, scheme: StatGrouping, eps: float, result: torch.dtype, device: torch.device,
@@ -39,9 +39,9 @@ class ShardedNorm:
         count = scheme.count
         self.count = count.to(device) if isinstance(count, Tensor) else float(count)
         self.count_or_one = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1.0)
-        cut = set(layout.nontrivial_axes(layout.shard_axes))
+        shard_axes = set(layout.nontrivial_axes(layout.shard_axes))
         self.stat_axes = set(scheme.axes)
-        self.param_axes = cut - set(param_layout.shard_axes)
+        self.param_axes = shard_axes - set(param_layout.shard_axes)
         self.axes = sorted(self.stat_axes | self.param_axes)
         self.stat_groups = process_groups(layout, sorted(self.stat_axes))
         self.param_groups = process_groups(layout, sorted(self.param_axes))
@@ -51,26 +51,26 @@ class ShardedNorm:
         return _ShardedNormFunction.apply(self, input, weight, bias)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Through the scheme, in the dtype that is computed in."""
+        """Return the scheme's view of a tensor, in the dtype of the computation."""
         return self.scheme.view(tensor.float() if tensor.dtype in HALF_DTYPES else tensor)
 
     # ------------------------------------------------------------------ forward
 
     def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean and squared deviations of what this rank has, a point near the mean, and what `v` is from there.
+        """Return this rank's mean and squared deviations, an offset near the mean, and `v` minus that offset.
 
-        The mean in fp64, as that point and what was lost in rounding to it: of deviations from a mean of 1000 that is
-        rounded to fp32, four digits are left.
+        The mean is in fp64: the offset plus its rounding error. Deviations from a mean of 1000 that is rounded to fp32
+        would have four digits left.
         """
         scheme = self.scheme
-        near = (scheme.stat_sums(v) / self.count_or_one).to(v.dtype)
-        off = v - scheme.expand_stat(near)
-        rest, squares = (t.double() for t in scheme.moments(off))
-        deviations = (squares - rest.square() / self.count_or_one).clamp_min(0)
-        return near + rest / self.count_or_one, deviations, near, off
+        offset = (scheme.stat_sums(v) / self.count_or_one).to(v.dtype)
+        off = v - scheme.expand_stat(offset)
+        error, squares = (t.double() for t in scheme.moments(off))
+        deviations = (squares - error.square() / self.count_or_one).clamp_min(0)
+        return offset + error / self.count_or_one, deviations, offset, off
 
     def merge_ranks(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and squared deviations over all ranks: one message an axis."""
+        """Merge mean and squared deviations over all ranks: one message per axis."""
         for group, weights in self.merge_steps:
             mean, deviations = merge_moments(
                 collectives.all_gather_even(torch.stack([mean, deviations]), group), weights
@@ -81,24 +81,24 @@ class ShardedNorm:
         scheme, v = self.scheme, self.view(input)
         off: Tensor | None
         if self.centered:
-            mean, deviations, near, off = self.moments(v)
+            mean, deviations, offset, off = self.moments(v)
             mean, deviations = self.merge_ranks(mean, deviations)
-            shift = (mean - near).to(v.dtype)  # from this rank's point to the mean: small, so nothing is lost
+            shift = (mean - offset).to(v.dtype)  # from this rank's offset to the mean: small, so it keeps its digits
         else:
-            near = shift = None
+            offset = shift = None
             off, deviations = None, scheme.stat_sums(v.square()).double()
             for group, _ in self.merge_steps:
                 deviations = collectives.all_reduce(deviations, group)
             mean = torch.zeros_like(deviations)
         variance = deviations / scheme.total
         rstd = (variance + self.eps).rsqrt().to(v.dtype)
-        ctx.save_for_backward(input, weight, near, shift, rstd)
-        ctx.bias = None if bias is None else bias.detach()  # for its shape and dtype: its values may change
+        ctx.save_for_backward(input, weight, offset, shift, rstd)
+        ctx.bias = None if bias is None else bias.detach()  # for its shape and dtype only: its values may change
         out = self.apply_affine(v if off is None else off, shift, rstd, weight, bias, off)
         return out.view(input.shape).to(self.result), mean, variance
 
     def apply_affine(self, off: Tensor, shift, rstd, weight, bias, into: Tensor | None) -> Tensor:
-        """(off - shift) * rstd * weight + bias, into the memory of `off` where that is ours."""
+        """Return (off - shift) * rstd * weight + bias, written to `into` if it is not None."""
         lift, spread = self.scheme.expand_param, self.scheme.expand_stat
         scale = spread(rstd)
         extra = None if shift is None else -spread(shift) * scale
@@ -115,11 +115,11 @@ class ShardedNorm:
     # ------------------------------------------------------------------ backward
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, near, shift, rstd = ctx.saved_tensors
+        input, weight, offset, shift, rstd = ctx.saved_tensors
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
         scheme, v = self.scheme, self.view(input)
         g = self.view(grad.to(v.dtype))
-        off = v if near is None else v - scheme.expand_stat(near)
+        off = v if offset is None else v - scheme.expand_stat(offset)
         w = None if weight is None else scheme.expand_param(weight).to(v.dtype)
         by = scheme.expand_stat(rstd)
         if scheme.stats_are_small:
@@ -132,38 +132,36 @@ class ShardedNorm:
         if want_input:
             slope = second * rstd * rstd / -scheme.total
             into = None if off is v else off
-            if near is None:
+            if offset is None:
                 grad_input = torch.mul(off, slope, out=into)
             else:
                 level = first * rstd / -scheme.total - slope * shift
                 grad_input = torch.addcmul(scheme.expand_stat(level), off, scheme.expand_stat(slope), out=into)
             grad_input = grad_input.addcmul_(weighted, by).view(input.shape).to(input.dtype)
-        given = (weight, ctx.bias)
-        wanted = (want_weight, want_bias)
-        pairs = [t.view(p.shape).to(p.dtype) if want else None for t, p, want in zip(grads, given, wanted, strict=True)]
-        return grad_input, *pairs
+        params = zip(grads, (weight, ctx.bias), (want_weight, want_bias), strict=True)
+        return grad_input, *(g.view(p.shape).to(p.dtype) if want else None for g, p, want in params)
 
     def row_sums(self, g: Tensor, weighted: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
-        """Along rows: the sums of grad * weight and of that times what is normalised. Across: the parameters' own."""
+        """Return the row sums of grad * weight and of that times the normalized value, and the parameters' sums."""
         scheme = self.scheme
         shift = torch.zeros_like(rstd) if shift is None else shift
         level, slope = scheme.grad_sums(weighted, off, shift, rstd)
         if w is None or not g.numel():
             return [level, slope, g.new_zeros(g.shape[1]), g.sum(0)]
-        given = (g, off, scheme.shape[1:], shift, rstd, w, w, [False, True, True])
-        return [level, slope, *torch.ops.aten.native_layer_norm_backward(*given)[1:]]
+        args = (g, off, scheme.shape[1:], shift, rstd, w, w, [False, True, True])
+        return [level, slope, *torch.ops.aten.native_layer_norm_backward(*args)[1:]]
 
     def channel_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
-        """The same from sums for each channel, of each sample where samples do not share a mean."""
+        """Return the sums of `row_sums` from sums per channel, per sample if samples do not share a mean."""
         scheme = self.scheme
         level, slope = scheme.grad_sums(g, off, scheme.expand_stat(shift), scheme.expand_stat(rstd))
-        if self.batch:  # one statistic for each channel: its sums are the parameters' sums
+        if self.batch:  # one statistic per channel: its sums are also the parameters' sums
             return [level, slope]
         pair = [level, slope] if w is None else [level * w, slope * w]
         return [*map(scheme.sum_to_stats, pair), scheme.param_sums(slope), scheme.param_sums(level)]
 
     def all_reduce_sums(self, values: list[Tensor], w: Tensor | None, *wanted: bool) -> list[Tensor]:
-        """The sums over all ranks that need them: one message an axis."""
+        """Sum over all ranks that share a statistic or a parameter: one message per axis."""
         for axis in self.axes:
             if self.batch:
                 chosen = [0, 1]
@@ -181,28 +179,27 @@ class ShardedNorm:
         level, slope = values
         return [level if w is None else level * w, slope if w is None else slope * w, slope, level]
 
-    # ------------------------------------------------------------------ the same, written with moves
+    # ------------------------------------------------------------------ composed of autograd collectives
 
     def statistics(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean and 1 / std of all ranks, and what `v` is from that mean: two small messages an axis."""
+        """Return the global mean and 1 / std, and `v` minus that mean: two small messages per axis."""
         scheme, over = self.scheme, self.stat_groups
         mean = v.new_zeros(())
         if self.centered:
-            near = (scheme.stat_sums(v.detach()) / self.count_or_one).to(
-                v.dtype
-            )  # any point gives the same derivatives
-            v = v - scheme.expand_stat(near)
+            # The derivatives do not depend on the offset.
+            offset = (scheme.stat_sums(v.detach()) / self.count_or_one).to(v.dtype)
+            v = v - scheme.expand_stat(offset)
             mean = (
-                autograd_collectives.reduce(near.double() * self.count + scheme.stat_sums(v).double(), over)
+                autograd_collectives.reduce(offset.double() * self.count + scheme.stat_sums(v).double(), over)
                 / scheme.total
             )
-            shift = autograd_collectives.replicate_in([mean], over)[0] - near
+            shift = autograd_collectives.replicate_in([mean], over)[0] - offset
             v = v - scheme.expand_stat(shift.to(v.dtype))
         variance = autograd_collectives.reduce(scheme.stat_sums(v.square()), over) / scheme.total
         return mean, (variance + self.eps).rsqrt(), v
 
     def composite(self, input: Tensor, weight: Tensor | None) -> Tensor:
-        """The result less the bias, for derivatives of any order."""
+        """Return the result without the bias, differentiable to any order."""
         _, rstd, v = self.statistics(self.view(input))
         (rstd,) = autograd_collectives.replicate_in([rstd], self.stat_groups)
         out = v * self.scheme.expand_stat(rstd)
@@ -213,15 +210,15 @@ class ShardedNorm:
         return out.view(input.shape).to(self.result)
 
     def double_backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """`backward` as a function that has derivatives itself."""
+        """Compute `backward` as a function that is itself differentiable."""
         input, weight = ctx.saved_tensors[:2]
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
-        # seen apart from their own past: a weight may be a function of the input
+        # New views without history: the weight may be a function of the input.
         input, weight = (None if t is None else t.view_as(t) for t in (input, weight))
-        asked = [t for t, want in ((input, want_input), (weight, want_weight)) if want]
-        out = self.composite(input, weight) if asked else None
-        found = iter(torch.autograd.grad(out, asked, grad, create_graph=True) if asked else ())
-        grads = [next(found) if want else None for want in (want_input, want_weight)]
+        wanted = [t for t, want in ((input, want_input), (weight, want_weight)) if want]
+        out = self.composite(input, weight) if wanted else None
+        computed = iter(torch.autograd.grad(out, wanted, grad, create_graph=True) if wanted else ())
+        grads = [next(computed) if want else None for want in (want_input, want_weight)]
         grad_bias = None
         if want_bias:
             sums = (
@@ -234,20 +231,20 @@ class ShardedNorm:
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
-    """Autocast off: the dtypes are chosen already, and a sum taken as a product must not become one of halves."""
+    """Switch autocast off: dtypes are chosen already, and a sum computed as a matmul must not be cast to half."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _ShardedNormFunction(Collective):
-    """Forward: the merged statistics' standardised value. Adjoint: written by hand; see `ShardedNorm`."""
+    """Forward: normalize with merged statistics. Adjoint: `ShardedNorm.backward`."""
 
     @staticmethod
-    def forward(ctx, how, input, weight, bias):
-        ctx.how = how
+    def forward(ctx, norm, input, weight, bias):
+        ctx.norm = norm
         ctx.set_materialize_grads(False)
         with autocast_disabled(input):
-            out, mean, variance = how.forward(ctx, input, weight, bias)
+            out, mean, variance = norm.forward(ctx, input, weight, bias)
         ctx.mark_non_differentiable(mean, variance)
         return detach_view(out), mean, variance
 
@@ -256,4 +253,4 @@ class _ShardedNormFunction(Collective):
         if grad is None:
             return None, None, None, None
         with autocast_disabled(grad):
-            return None, *(ctx.how.double_backward if torch.is_grad_enabled() else ctx.how.backward)(ctx, grad)
+            return None, *(ctx.norm.double_backward if torch.is_grad_enabled() else ctx.norm.backward)(ctx, grad)

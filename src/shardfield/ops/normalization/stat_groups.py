@@ -1,13 +1,13 @@
-"""Which elements share a mean and a variance, and which ranks they lie on. Pure, made while planning.
+"""Groups of elements that share a mean and a variance, and the ranks that hold them. Pure, made while planning.
 
-A `StatGrouping` looks at this rank's part of a tensor through `view`, where statistics and parameters broadcast:
+A `StatGrouping` has a `view` of the local tensor against which statistics and parameters broadcast:
 
-    Rows      (rows, elements)      a mean for each row                 layer_norm, rms_norm
-    Batch     (N, C, ...)           a mean for each channel             batch_norm
-    Instances (N, C, ...)           for each channel of each sample     instance_norm
-    Groups    (N, C, ...)           for each run of channels            group_norm
+    RowStats      (rows, elements)      one mean per row                    layer_norm, rms_norm
+    BatchStats    (N, C, ...)           one mean per channel                batch_norm
+    InstanceStats (N, C, ...)           one per channel of each sample      instance_norm
+    GroupStats    (N, C, ...)           one per group of channels           group_norm
 
-`stat_sums` adds up what shares a statistic, `expand_stat` lays statistics out again where they broadcast.
+`stat_sums` sums the elements that share a statistic; `expand_stat` expands statistics to broadcast against the view.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .affine_params import match_memory_format
 
 
 class StatGrouping:
-    """What shares statistics, and how many elements of it lie where.
+    """The elements that share a statistic, and how many of them each rank holds.
 
-    inner: the dims of the view that are summed to begin with.
-    count: how many elements of this rank share a statistic (a tensor where that differs from one to another).
-    total: how many do on all ranks.
-    axes: the mesh axes, of more than one rank, over which they are spread.
-    merges: for each of `axes`, its group and how many elements each coord brings, the earlier axes merged.
+    sum_dims: the dims of the view that are summed first.
+    count: elements of this rank per statistic (a tensor if the statistics differ in it).
+    total: elements of all ranks per statistic.
+    axes: the mesh axes, of more than one rank, that shard these elements.
+    merge_steps: for each of `axes`, its group and the element count of each coord, with the earlier axes merged.
     """
 
     sum_dims: tuple[int, ...]
-    # True if a statistic times a parameter is small against the tensor
+    # True if the product of a statistic and a parameter is much smaller than the tensor
     stats_are_small = True
 
     def __init__(self, layout: Layout, dims: Sequence[int], axes: Sequence[int] | None = None):
@@ -50,7 +50,7 @@ class StatGrouping:
         self.total = math.prod(layout.shape[d] for d in dims)
 
     def element_count(self, coords: Sequence[int]) -> Any:
-        """How many elements the rank at `coords` has of each statistic."""
+        """Return the element count per statistic of the rank at `coords`."""
         shape = self.layout.local_shape_at(coords)
         return math.prod(shape[d] for d in self.dims)
 
@@ -58,7 +58,7 @@ class StatGrouping:
         return [(self.layout.mesh.get_group(a), self._weights(i, device)) for i, a in enumerate(self.axes)]
 
     def _weights(self, at: int, device: torch.device) -> Tensor:
-        """What each coord of the axis at `at` brings, after the axes before it were merged."""
+        """Return the element count of each coord of axis number `at`, with the earlier axes merged."""
         mesh = self.layout.mesh
         found = []
         for coord in range(mesh.size(self.axes[at])):
@@ -75,62 +75,62 @@ class StatGrouping:
 
     @property
     def view_ndim(self) -> int:
-        """How many dims the view has."""
+        """The number of dims of the view."""
         return len(self.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def sum_inner(self, tensor: Tensor) -> Tensor:
-        """Sums over `sum_dims`."""
+        """Sum over `sum_dims`."""
         return tensor.sum(self.sum_dims, keepdim=True) if self.sum_dims else tensor
 
     def sum_to_stats(self, sums: Tensor) -> Tensor:
-        """From sums over `sum_dims` to those of each statistic."""
+        """Reduce sums over `sum_dims` to one sum per statistic."""
         return sums
 
     def stat_sums(self, tensor: Tensor) -> Tensor:
-        """Sums of what shares a statistic, on this rank."""
+        """Return this rank's sum per statistic."""
         return self.sum_to_stats(self.sum_inner(tensor))
 
     def as_channels(self, tensor: Tensor) -> Tensor | None:
-        """The tensor as (samples, channels, ...) where a channel is what `sum_dims` sums, if its memory allows it."""
-        whole = self.sum_dims and tensor.is_contiguous()
-        return tensor.view(1, self.shape[0] * self.shape[1], -1) if whole and tensor.numel() else None
+        """View the tensor as (samples, channels, ...) with one channel per sum over `sum_dims`; None if impossible."""
+        contiguous = self.sum_dims and tensor.is_contiguous()
+        return tensor.view(1, self.shape[0] * self.shape[1], -1) if contiguous and tensor.numel() else None
 
     def grad_sums(self, grad: Tensor, off: Tensor, shift: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """Over `sum_dims`, the sums of `grad` and of `grad * (off - shift) * rstd`; statistics are spread already."""
-        seen = self.as_channels(grad), self.as_channels(off)
-        # on a device the kernel below wants a weight, and torch's own sums are as fast
-        if seen[0] is None or seen[1] is None or grad.device.type != "cpu":
+        """Return the sums of `grad` and of `grad * (off - shift) * rstd` over `sum_dims`; statistics are expanded."""
+        views = self.as_channels(grad), self.as_channels(off)
+        # On other devices the kernel below needs a weight, and torch's sums are as fast.
+        if views[0] is None or views[1] is None or grad.device.type != "cpu":
             level = self.sum_inner(grad)
             return level, (self.sum_inner(grad * off) - shift * level) * rstd
-        grad, off = match_memory_format(*seen), seen[1]
-        given = (grad, off, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
-        _, slope, level = torch.ops.aten.native_batch_norm_backward(*given)
+        grad, off = match_memory_format(*views), views[1]
+        args = (grad, off, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
+        _, slope, level = torch.ops.aten.native_batch_norm_backward(*args)
         return level.view(rstd.shape), slope.view(rstd.shape)
 
     def moments(self, off: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of what shares a statistic and of its squares, on this rank."""
+        """Return this rank's sum and sum of squares per statistic."""
         shape = [1 if d in self.sum_dims else n for d, n in enumerate(off.shape)]
         level, slope = self.grad_sums(off, off, off.new_zeros(shape), off.new_ones(shape))
         return self.sum_to_stats(level), self.sum_to_stats(slope)
 
     def expand_stat(self, statistic: Tensor) -> Tensor:
-        """A statistic where it broadcasts against the view."""
+        """Expand a statistic to broadcast against the view."""
         return statistic
 
     def expand_param(self, parameter: Tensor) -> Tensor:
-        """A parameter where it broadcasts against the view: one for each channel."""
+        """Reshape a parameter, one element per channel, to broadcast against the view."""
         return parameter.reshape(-1, *[1] * (self.view_ndim - 2))
 
     def param_sums(self, sums: Tensor) -> Tensor:
-        """Sums for each parameter, from sums over `sum_dims`."""
+        """Reduce sums over `sum_dims` to one sum per parameter."""
         return sums.sum(0).reshape(-1)
 
 
 class RowStats(StatGrouping):
-    """The last `number` dims share."""
+    """One statistic per row of the last `number` dims."""
 
     sum_dims = (1,)
     stats_are_small = False
@@ -152,7 +152,7 @@ class RowStats(StatGrouping):
 
 
 class BatchStats(StatGrouping):
-    """All samples and places of a channel share."""
+    """One statistic per channel, over all samples and spatial dims."""
 
     def __init__(self, layout: Layout):
         self.sum_dims = (0, *range(2, layout.ndim))
@@ -163,7 +163,7 @@ class BatchStats(StatGrouping):
 
 
 class InstanceStats(StatGrouping):
-    """All places of a channel of a sample share."""
+    """One statistic per channel of each sample, over the spatial dims."""
 
     def __init__(self, layout: Layout):
         self.sum_dims = tuple(range(2, layout.ndim))
@@ -171,8 +171,10 @@ class InstanceStats(StatGrouping):
 
 
 class GroupStats(StatGrouping):
-    """Channels share in runs of `group_size`, which a cut may go through: then every rank has statistics for all
-    groups."""
+    """One statistic per `group_size` channels of each sample.
+
+    If a group is split between ranks (`splits_groups`), every rank has statistics of all groups.
+    """
 
     def __init__(self, layout: Layout, groups: int):
         self.sum_dims = tuple(range(2, layout.ndim))
@@ -183,32 +185,31 @@ class GroupStats(StatGrouping):
         ) and layout.is_sharded(1)
         channels = layout.nontrivial_axes(layout.axes_of(1)) if self.splits_groups else ()
         self.span = layout.span(1)
-        self.first = (
-            0 if self.splits_groups else self.span.start // self.group_size
-        )  # the first group that statistics are of
+        # the first group that this rank has statistics of
+        self.first = 0 if self.splits_groups else self.span.start // self.group_size
         self.local_groups = groups if self.splits_groups else (self.span.stop - self.span.start) // self.group_size
         super().__init__(layout, (1, *self.sum_dims), (*places, *channels))
         self.total = self.group_size * math.prod(layout.shape[2:])
         self.runs = list(self._runs())
 
     def _runs(self):
-        """(first channel, one past the last, first group, number of groups) of runs of equal parts of groups."""
+        """Yield (first channel, one past the last, first group, group count) of full groups or of one partial group."""
         at, (start, stop) = self.span.start, self.span
         while at < stop:
             group = at // self.group_size
-            whole = (stop - at) // self.group_size if at % self.group_size == 0 else 0
-            end = at + whole * self.group_size if whole else min((group + 1) * self.group_size, stop)
-            yield at - start, end - start, group - self.first, max(whole, 1)
+            full = (stop - at) // self.group_size if at % self.group_size == 0 else 0
+            end = at + full * self.group_size if full else min((group + 1) * self.group_size, stop)
+            yield at - start, end - start, group - self.first, max(full, 1)
             at = end
 
     def statistics(self) -> Layout:
-        """Where a number for each group of each sample lies."""
+        """Return the layout of one number per group of each sample."""
         (channels,) = self.layout.dims[1]
         if self.splits_groups or not channels.axes:
-            cut = DimSharding(self.groups)
+            groups = DimSharding(self.groups)
         else:
-            cut = DimSharding(self.groups, channels.axes, tuple(n // self.group_size for n in channels.shard_sizes))
-        return self.layout.with_dims([self.layout.dims[0], (cut,)])
+            groups = DimSharding(self.groups, channels.axes, tuple(n // self.group_size for n in channels.shard_sizes))
+        return self.layout.with_dims([self.layout.dims[0], (groups,)])
 
     def element_count(self, coords: Sequence[int]) -> Any:
         shape = self.layout.local_shape_at(coords)
@@ -225,7 +226,8 @@ class GroupStats(StatGrouping):
         held = torch.cat(parts, 1) if parts else sums[:, :0]
         before = self.runs[0][2] if self.runs else 0
         after = self.local_groups - before - held.shape[1]
-        # padded, not put into zeros: where there are no channels the graph must be the other ranks' all the same
+        # Padded, not copied into zeros: a rank without channels must have the same graph as the others, so that it
+        # sends the messages of backward.
         return F.pad(held, [0, 0] * len(self.sum_dims) + [before, after]) if before or after else held
 
     def expand_stat(self, statistic: Tensor) -> Tensor:

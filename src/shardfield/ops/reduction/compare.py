@@ -1,4 +1,4 @@
-"""Whole tensors compared, and statistics made of other calls."""
+"""Comparisons of tensors, and statistics composed of other calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...dispatch.registry import composed
 
 @composed("equal")
 def equal(input, other):
-    """A Python bool, the same on every rank."""
+    """Return a Python bool, the same on every rank."""
     return input.shape == other.shape and bool((input == other).all())
 
 
 @composed("allclose")
 def allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
-    """A Python bool, the same on every rank."""
+    """Return a Python bool, the same on every rank."""
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
 @composed("sum_to_size")
 def sum_to_size(input, *size):
-    """The sum that undoes a broadcast."""
+    """Sum the dims that a broadcast from `size` would have expanded."""
     size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     skip = input.ndim - len(size)
     fits = skip >= 0 and all(n in (1, m) for n, m in zip(size, input.shape[skip:], strict=True))
@@ -34,7 +34,7 @@ def sum_to_size(input, *size):
 
 @composed("cov")
 def cov(input, *, correction=1, fweights=None, aweights=None):
-    """Covariances of the rows: one product over the columns."""
+    """Return the covariances of the rows: one matmul over the columns."""
     x = input.reshape(1, -1) if input.ndim < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     if weights is None:
@@ -46,16 +46,16 @@ def cov(input, *, correction=1, fweights=None, aweights=None):
         norm = total - correction * (total if aweights is None else (weights * aweights).sum()) / total
         if aweights is None:
             norm = total - correction
-    centred = x - mean
-    right = centred if weights is None else centred * weights
+    centered = x - mean
+    right = centered if weights is None else centered * weights
     norm = norm.clamp(min=0) if isinstance(norm, torch.Tensor) else max(norm, 0)
-    out = torch.matmul(centred, right.t().conj()) / norm
+    out = torch.matmul(centered, right.t().conj()) / norm
     return out.reshape(()) if x.shape[0] == 1 else out
 
 
 @composed("corrcoef")
 def corrcoef(input):
-    """Covariances over standard deviations, held to [-1, 1]."""
+    """Return the covariances divided by the standard deviations, clipped to [-1, 1]."""
     c = torch.cov(input)
     if c.ndim == 0:
         return c / c

@@ -1,4 +1,4 @@
-"""Counting into bins. Each rank counts what it has, into bins that all agree on; the counts are Partial."""
+"""Histograms and bincount: each rank counts its shard into bins that are equal on all ranks; the counts are Partial."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .common import shard_groups
 
 
 def counts_layout(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout of counts of a tensor laid out as `layout`."""
+    """Return the layout of the counts of a tensor with `layout`: Partial over its shard axes."""
     partial = [(a, "sum") for a in layout.nontrivial_axes(layout.shard_axes)]
     return Layout.make(layout.mesh, [(DimSharding(n),) for n in shape], partial)
 
 
 def global_range(input: Tensor, over: Groups) -> tuple[Tensor, Tensor]:
-    """The least and the greatest element of all ranks' rows, column by column: (columns,) each; NaN if there is one."""
+    """Return the minimum and maximum over the rows of all ranks, one per column; NaN if a column has one."""
     top = float("inf") if input.is_floating_point() else torch.iinfo(input.dtype).max
     bottom = float("-inf") if input.is_floating_point() else torch.iinfo(input.dtype).min
     low = input.amin(0) if len(input) else input.new_full(input.shape[1:], top)
@@ -38,7 +38,7 @@ def global_range(input: Tensor, over: Groups) -> tuple[Tensor, Tensor]:
 
 @rule("histc", merged=True)
 def histc(input: Operand, bins=100, min=0, max=0, *, fn):
-    """Equal limits stand for the range of the data."""
+    """Count between `min` and `max`; if they are equal, between the extremes of the data."""
     probe(fn, input, bins, min, max)
     layout, over = input.layout, shard_groups(input.layout)
 
@@ -55,30 +55,30 @@ def histc(input: Operand, bins=100, min=0, max=0, *, fn):
 
 @rule("histogram", merged=True)
 def histogram(input: Operand, bins, *, range=None, weight=None, density=False, fn):
-    """(counts, edges). A density needs the sum of all counts, so it is whole."""
+    """Return (counts, edges). A density needs the sum of all counts, so it is replicated."""
     layout = weight.layout if weight is not None and input.layout.is_replicated else input.layout
     over = shard_groups(layout)
     if weight is not None and weight.shape != input.shape:
         raise RuntimeError(f"torch.histogram: weight has shape {tuple(weight.shape)}, the input {tuple(input.shape)}")
-    edged = isinstance(bins, Operand)
+    has_edges = isinstance(bins, Operand)
     probe(fn, input, bins, range=range, weight=weight)
-    edges = Layout.replicate(layout.mesh, bins.shape if edged else (bins + 1,))
+    edges = Layout.replicate(layout.mesh, bins.shape if has_edges else (bins + 1,))
     counts = counts_layout(layout, (edges.shape[0] - 1,))
-    operands = {"input": layout} | ({"bins": edges} if edged else {})
+    operands = {"input": layout} | ({"bins": edges} if has_edges else {})
     operands |= {"weight": layout} if weight is not None else {}
 
     def local(input, bins, weight):
-        given = {} if edged else {"range": range or _default_range(input.flatten(), layout, over)}
-        found, at = fn(input, bins, **given, weight=weight)
+        limits = {} if has_edges else {"range": range or _default_range(input.flatten(), layout, over)}
+        values, bin_edges = fn(input, bins, **limits, weight=weight)
         if density:
-            found = _density(found, [at], over)
-        return torch.return_types.histogram((found, at))
+            values = _density(values, [bin_edges], over)
+        return torch.return_types.histogram((values, bin_edges))
 
     return Plan(local=local, operands=operands, layout=(counts.with_partial(()) if density else counts, edges))
 
 
 def _default_range(rows: Tensor, layout: Layout, over: Groups) -> list[float]:
-    """The range torch chooses for data, [low, high] for each column: theirs, widened where all are equal."""
+    """Return torch's default range, low and high for each column: the extremes, widened where they are equal."""
     low, high = (t.reshape(-1).tolist() for t in global_range(rows.detach(), over))
     if not layout.numel:
         return [0.0, 1.0] * len(low)
@@ -86,7 +86,7 @@ def _default_range(rows: Tensor, layout: Layout, over: Groups) -> list[float]:
 
 
 def _density(counts: Tensor, edges: Sequence[Tensor], over: Groups) -> Tensor:
-    """Counts as a density, whole on every rank."""
+    """Convert partial counts to a density, replicated on every rank."""
     counts = autograd_collectives.reduce(counts, over)
     counts = counts / counts.sum()
     for d, at in enumerate(edges):
@@ -100,14 +100,14 @@ def histogramdd(func, types, args, kwargs):
 
 
 def _histogramdd(func, mesh, input, bins, range=None, weight=None, density=False):
-    """Points, (..., coordinates), are counted where they are; the coordinates of each must be together."""
+    """Count points, of shape (..., coordinates), on the rank that holds them; the last dim must be unsharded."""
     local, layout = as_operand(input, mesh)
     edges = (
         [to_full_tensor(b) if isinstance(b, ShardTensor) else b for b in bins] if isinstance(bins, Sequence) else bins
     )
     last = layout.ndim - 1
     few = local.new_ones([min(n, 2) for n in layout.shape[:-1]] + list(layout.shape[-1:]))
-    shaped = func(few.detach(), edges, range=range)  # or torch's error
+    shaped = func(few.detach(), edges, range=range)  # raises torch's error on all ranks
     if weight is not None and weight.shape != layout.shape[:-1]:
         raise RuntimeError(f"torch.histogramdd: weight has shape {tuple(weight.shape)}, input {tuple(layout.shape)}")
     target = (move_shard_off(layout, last) or layout.unshard([last])) if layout.is_sharded(last) else layout
@@ -120,10 +120,10 @@ def _histogramdd(func, mesh, input, bins, range=None, weight=None, density=False
     counts, at = func(local, edges, range=range, weight=weight)
     if density:
         counts = _density(counts, at, over)
-    lies = counts_layout(target, shaped[0].shape)
+    layout = counts_layout(target, shaped[0].shape)
     return torch.return_types.histogramdd(
         (
-            wrap(counts, lies.with_partial(()) if density else lies),
+            wrap(counts, layout.with_partial(()) if density else layout),
             tuple(wrap(e, Layout.replicate(mesh, e.shape)) for e in at),
         )
     )
@@ -135,7 +135,7 @@ def bincount(func, types, args, kwargs):
 
 
 def _bincount(mesh, input, weights=None, minlength=0):
-    """The largest element tells how many bins there are: all ranks agree on it first."""
+    """All-reduce the largest element, which is the number of bins, then count locally."""
     local, layout = as_operand(input, mesh, merged=True)
     weight, where = (None, layout) if weights is None else as_operand(weights, mesh, merged=True)
     if layout.is_replicated and where.shape == layout.shape:
@@ -144,12 +144,14 @@ def _bincount(mesh, input, weights=None, minlength=0):
         raise RuntimeError("weights should be 1-d and have the same length as input")
     tiny = torch.zeros([min(n, 1) for n in layout.shape], dtype=local.dtype, device=local.device)
     few = None if weight is None else torch.ones_like(tiny, dtype=weight.dtype)
-    dtype = torch.bincount(tiny, few, minlength).dtype  # or torch's error
+    dtype = torch.bincount(tiny, few, minlength).dtype  # raises torch's error on all ranks
     low, high = global_range(local, shard_groups(layout)) if layout.numel else (torch.tensor(0), torch.tensor(-1))
     if low < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     size = max(int(high) + 1, minlength)
     if weight is not None:
         weight = redistribute(weight, where, layout)
-    counts = torch.bincount(local, weight, size).to(dtype)  # of nothing torch counts in integers, weights or not
+    counts = torch.bincount(local, weight, size).to(
+        dtype
+    )  # of an empty tensor torch returns integers, even with weights
     return wrap(counts, counts_layout(layout, [size]))

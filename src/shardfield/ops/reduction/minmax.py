@@ -1,7 +1,7 @@
-"""Largest and smallest elements, and where they are. Indices are global, and ties go where torch lets them go.
+"""Maxima and minima with their global indices. Ties are resolved as torch resolves them.
 
-The extreme of the ranks' extremes is one small all-reduce; an index is a second one. The gradient of a value goes to
-the one element that was chosen (`max(dim)`) or is shared among all equals on all ranks (`amax`, `max()`).
+The extreme over all ranks is one small all-reduce of the local extremes; the index is a second one. The gradient goes
+to the selected element (`max(dim)`), or is divided among all equal elements on all ranks (`amax`, `max()`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_INDEX = torch.iinfo(torch.int64).max
 
 
 def reduction_identity(dtype: torch.dtype, op: str) -> bool | int | float:
-    """What an empty piece answers: no element is beyond it."""
+    """Return the identity of max or min, the local extreme of an empty shard."""
     if dtype is torch.bool:
         return op == "min"
     if dtype.is_floating_point:
@@ -35,7 +35,7 @@ def reduction_identity(dtype: torch.dtype, op: str) -> bool | int | float:
 
 
 def local_minmax(input: Tensor, dims: Sequence[int], op: str) -> Tensor:
-    """This piece's extreme along `dims`, which stay as 1."""
+    """Return the extreme of the local tensor along `dims`, which are kept as 1."""
     if all(input.shape[d] for d in dims):
         return getattr(input.detach(), "a" + op)(dims, keepdim=True)
     shape = [1 if d in dims else n for d, n in enumerate(input.shape)]
@@ -43,19 +43,19 @@ def local_minmax(input: Tensor, dims: Sequence[int], op: str) -> Tensor:
 
 
 class _GlobalMinMax(torch.autograd.Function):
-    """A known extreme `value` of `input` along `dims`; its gradient is shared among the equals on all ranks."""
+    """Attach `value`, the global extreme of `input` along `dims`, to the graph: equal elements share its gradient."""
 
     apply = function_apply
 
     @staticmethod
     def forward(ctx, input, value, dims, over, nans):
-        ctx.how = dims, over, nans
+        ctx.options = dims, over, nans
         ctx.save_for_backward(input, value)
         return value.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        dims, over, nans = ctx.how
+        dims, over, nans = ctx.options
         input, value = ctx.saved_tensors
         chosen = input == value
         if nans:
@@ -67,14 +67,16 @@ class _GlobalMinMax(torch.autograd.Function):
 
 
 def global_minmax(input: Tensor, dims: Sequence[int], over: Groups, op: str, match_nan: bool = False) -> Tensor:
-    """The extreme along `dims` (kept as 1) over all ranks of `over`. `match_nan`: NaNs are equals too, as for
-    `max()`."""
+    """Return the extreme along `dims` (kept as 1) over all ranks of `over`.
+
+    match_nan: NaNs count as equal, so that they share the gradient, as for `max()`.
+    """
     value = all_reduce_minmax(local_minmax(input, dims, op), over, op)
     return _GlobalMinMax.apply(input, value, tuple(dims), over, match_nan)
 
 
 def to_global_index(layout: Layout, dims: Sequence[int], at: Tensor) -> Tensor:
-    """Positions in this rank's (flattened) part of `dims` as positions in the whole."""
+    """Convert indices into the local tensor's (flattened) `dims` to global indices."""
     found, stride = torch.zeros_like(at), 1
     for f in reversed([f for d in dims for f in layout.dims[d]]):
         length = layout.local_size_of(f)
@@ -85,15 +87,14 @@ def to_global_index(layout: Layout, dims: Sequence[int], at: Tensor) -> Tensor:
 
 
 def minmax_with_index(input: Tensor, dim: int, layout: Layout, dims: Sequence[int], op: str) -> tuple[Tensor, Tensor]:
-    """The extreme along `dim` (kept as 1), which is the dims `dims` of the layout, and the first place it is at."""
+    """Return the global extreme along `dim` (kept as 1), which is `dims` of the layout, and its first global index."""
     over = process_groups(layout, sharding_axes(layout, dims))
     if input.shape[dim]:
         value, at = getattr(torch, op)(input, dim, keepdim=True)
         index = to_global_index(layout, dims, at)
     else:
-        value = input.sum(dim, keepdim=True).to(input.dtype) + reduction_identity(
-            input.dtype, op
-        )  # in the graph, like the others'
+        # The sum keeps the input in the graph: all ranks must send the messages of backward.
+        value = input.sum(dim, keepdim=True).to(input.dtype) + reduction_identity(input.dtype, op)
         index = torch.full_like(value, NO_INDEX, dtype=torch.int64)
     best = all_reduce_minmax(value, over, op)
     mine = (value == best) | ((value != value) & (best != best))
@@ -108,24 +109,25 @@ def _named_result(fn_name: str, pair: tuple[Tensor, Tensor]) -> tuple:
 
 @rule("max", "min", merged=True)
 def max_min(input: Operand, dim=None, keepdim=False, *, other=None, fn):
-    """The three meanings of max and min: of two tensors, along a dim, of all elements."""
+    """Plan max or min of two tensors, along a dim, or of all elements."""
     op = fn.__name__
     if isinstance(dim, Operand):
         other = dim
     if other is not None:
-        how = align((input.layout, other.layout))
+        aligned = align((input.layout, other.layout))
         name = "dim" if isinstance(dim, Operand) else "other"
-        moved = dict(zip(("input", name), how.targets, strict=True))
+        targets = dict(zip(("input", name), aligned.targets, strict=True))
         both = torch.maximum if op == "max" else torch.minimum
         probe(both, input, other)
-        return Plan(local=lambda *pair: both(*pair), takes=("input", name), operands=moved, layout=how.result)
+        return Plan(local=lambda *pair: both(*pair), takes=("input", name), operands=targets, layout=aligned.result)
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
     over = process_groups(layout, sharding_axes(layout, dims))
     if dim is None:
         probe(fn, input)
-        whole = lambda input: global_minmax(input, dims, over, op, match_nan=True).reshape(())  # noqa: E731
-        return Plan(local=whole if over else lambda input: fn(input), layout=reduced_layout(layout, dims, False, None))
+        reduced = lambda input: global_minmax(input, dims, over, op, match_nan=True).reshape(())  # noqa: E731
+        result = reduced_layout(layout, dims, False, None)
+        return Plan(local=reduced if over else lambda input: fn(input), layout=result)
     probe(fn, input, dim=dim, keepdim=keepdim)
 
     def local(input):
@@ -140,7 +142,7 @@ def max_min(input: Operand, dim=None, keepdim=False, *, other=None, fn):
 
 @rule("amax", "amin", merged=True)
 def amax(input: Operand, dim=(), keepdim=False, *, fn):
-    """One all-reduce of the ranks' extremes."""
+    """All-reduce the local extremes."""
     probe(fn, input, dim=dim, keepdim=keepdim)
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
@@ -157,7 +159,7 @@ def amax(input: Operand, dim=(), keepdim=False, *, fn):
 
 @rule("aminmax", merged=True)
 def aminmax(input: Operand, *, dim=None, keepdim=False, fn):
-    """Both in one message: the smallest is the largest in reverse order."""
+    """All-reduce both in one message: the minimum is the maximum of the reversed order."""
     probe(fn, input, dim=dim, keepdim=keepdim)
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
@@ -178,15 +180,15 @@ def aminmax(input: Operand, *, dim=None, keepdim=False, fn):
 
 @rule("argmax", "argmin", merged=True)
 def argmax(input: Operand, dim=None, keepdim=False, *, fn):
-    """The first place of the extreme; of all elements, its place in the flattened whole."""
+    """Return the first index of the extreme; without `dim`, its index in the flattened global tensor."""
     probe(fn, input, dim=dim, keepdim=keepdim)
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
-    cut = sharding_axes(layout, dims)
+    sharded = sharding_axes(layout, dims)
     result = reduced_layout(layout, dims, keepdim, None)
 
     def local(input):
-        if not cut:
+        if not sharded:
             return fn(input, dim=dim, keepdim=keepdim)
         flat, at = (input.reshape(-1), 0) if dim is None else (input, dims[0])
         return minmax_with_index(flat.detach(), at, layout, dims, fn.__name__[3:])[1].reshape(result.local_shape)

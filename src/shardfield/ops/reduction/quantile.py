@@ -1,4 +1,4 @@
-"""Quantiles: order statistics found by counting, then torch's arithmetic between them."""
+"""Quantiles: find order statistics by counting, then interpolate between them as torch does."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .common import reduced_layout
 
 @rule("quantile", "nanquantile", merged=True)
 def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linear", fn):
-    """The result has a new first dim if `q` is 1-D; it is whole over the axes that cut `dim`."""
+    """Plan a result with a new first dim if `q` is 1-D, replicated over the axes that shard `dim`."""
     probe(fn, input, q, dim, keepdim, interpolation=interpolation)
     many = isinstance(q, Operand) and q.ndim == 1
     wanted = q.numel() if isinstance(q, Operand) else 1
     operands = {"q": Layout.replicate(input.layout.mesh, q.shape)} if isinstance(q, Operand) else {}
-    layout, cut = input.layout, not input.layout.is_replicated
+    layout, sharded = input.layout, not input.layout.is_replicated
     if dim is not None:
-        layout, dim, cut = simplify_dim(layout, dim)
+        layout, dim, sharded = simplify_dim(layout, dim)
 
     def reduced(layout: Layout) -> Layout:
         dims = range(layout.ndim) if dim is None else (dim,) if layout.ndim else ()
         result = reduced_layout(layout, tuple(dims), keepdim, None)
         return result.insert(0, wanted) if many else result
 
-    target: Layout | None = None if cut else layout
-    if cut and dim is not None:
+    target: Layout | None = None if sharded else layout
+    if sharded and dim is not None:
         target = move_shard_off(layout, dim)
         if target is not None:
             held = layout.shape[dim] * input.dtype.itemsize / len(layout.shard_sizes(dim))
@@ -40,19 +40,19 @@ def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linea
     if target is not None:
         result = reduced(target)
 
-        def whole(input, q):
+        def unsharded(input, q):
             if input.numel():
                 return fn(input, q, dim, keepdim, interpolation=interpolation)
             _validate_q(fn, input, q)
-            # nothing, but in the graph with all that it is made of elsewhere: adjoints are moves that all ranks make
-            read = input.sum() + (q.sum() if isinstance(q, Tensor) and interpolation == "linear" else 0)
-            return input.new_zeros(result.local_shape) + read
+            # An empty result, with the inputs in its graph: all ranks must send the messages of backward.
+            zero = input.sum() + (q.sum() if isinstance(q, Tensor) and interpolation == "linear" else 0)
+            return input.new_zeros(result.local_shape) + zero
 
-        return Plan(local=whole, operands={"input": target, **operands}, layout=result)
+        return Plan(local=unsharded, operands={"input": target, **operands}, layout=result)
 
     result = reduced(layout)
     blocks = Blocks.over_all_shards(layout) if dim is None else Blocks.along(layout, dim)
-    # `q` meets values that are the same on all the blocks' ranks: only the other axes divide the work
+    # `q` is combined with values that are replicated over the blocks' axes: only the other axes shard the work.
     over = process_groups(layout, result.shard_axes)
 
     def counted(input, q):
@@ -67,12 +67,12 @@ def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linea
 
 
 def _validate_q(fn, input: Tensor, q) -> None:
-    """torch's word on the values of `q`, which are the same on all ranks."""
+    """Raise torch's error if a value of `q`, which is the same on all ranks, is out of range."""
     fn(input.detach().new_zeros(1), q.detach() if isinstance(q, Tensor) else q)
 
 
 def _interpolate_ranks(rows: Tensor, q: Tensor | float, blocks: Blocks, interpolation: str, skip: bool) -> Tensor:
-    """(rows, quantiles), by the arithmetic of torch's own kernel."""
+    """Return a (rows, quantiles) tensor, with the arithmetic of torch's kernel."""
     n = sum(blocks.shard_sizes)
     at = q.reshape(1, -1) if isinstance(q, Tensor) else rows.new_full((1, 1), q)
     nans = count_nans(rows, blocks)

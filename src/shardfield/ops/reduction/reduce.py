@@ -1,4 +1,4 @@
-"""Reductions. What is cut along a reduced dim is reduced locally; sums stay Partial until someone needs them."""
+"""Sums, means, products, any and all. Each rank reduces its shard; sums stay Partial until their value is needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
 
 
 def _linear_layout(input: Operand):
-    """The operand's layout for a linear reduction: addends may stay addends."""
+    """Return the operand's layout for a linear reduction, which can be applied to partial sums."""
     layout = input.layout
     return layout if all(op == "sum" for _, op in layout.partial) else layout.with_partial(())
 
 
 @rule("sum", "nansum", partial=True, merged=True)
 def sum_nansum(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
-    """Each rank sums what it has; the addends are Partial over the axes that cut a summed dim."""
+    """Sum the local shard; the result is Partial over the axes that shard a summed dim."""
     probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype)
     layout = input.layout.with_partial(()) if fn.__name__ == "nansum" else _linear_layout(input)
     dims = reduced_dims(layout.ndim, dim)
@@ -37,7 +37,7 @@ def sum_nansum(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
 def local_reduction(
     fn: Callable, ndim: int, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None
 ) -> Callable:
-    """`fn` over `dims`, with no more arguments than it needs: torch reads each anew at every call."""
+    """Return `fn` over `dims` with as few arguments as possible: torch parses each of them at every call."""
     if dtype is not None:
         return lambda input: fn(input, dim=dims, keepdim=keepdim, dtype=dtype) if ndim else fn(input, dtype=dtype)
     if not ndim or (len(dims) == ndim and not keepdim):
@@ -48,12 +48,12 @@ def local_reduction(
 
 @rule("mean", partial=True, merged=True)
 def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
-    """A sum over what each rank has, divided by the global count: exact for uneven and empty pieces."""
+    """Sum the local shard and divide by the global count: exact for uneven and empty shards."""
     result = probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype).dtype
     layout = _linear_layout(input)
     dims = reduced_dims(layout.ndim, dim)
     count = math.prod(layout.shape[d] for d in dims)
-    # half precision: the quotient is taken before rounding, as torch does inside its kernel
+    # Half precision is divided before it is rounded, as in torch's kernel.
     wide = torch.float32 if result in HALF_DTYPES else result
 
     def divided(input):
@@ -68,7 +68,7 @@ def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
 
 @rule("nanmean", merged=True)
 def nanmean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
-    """Sum and count of what is a number, in one message."""
+    """All-reduce the sum and the count of elements that are not NaN, in one message."""
     result = probe(fn, input, dim=dim, keepdim=keepdim, dtype=dtype).dtype
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
@@ -78,27 +78,27 @@ def nanmean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     def local(input):
         if not over:
             return fn(input, dim=dim, keepdim=keepdim, dtype=dtype)
-        added = input.nansum(dims, keepdim=keepdim, dtype=wide)
+        total = input.nansum(dims, keepdim=keepdim, dtype=wide)
         count = input.isnan().logical_not().sum(dims, keepdim=keepdim)
-        added, counted = autograd_collectives.reduce(torch.stack([added, count.to(wide)]), over).unbind()
-        return (added / counted).to(result)
+        total, count = autograd_collectives.reduce(torch.stack([total, count.to(wide)]), over).unbind()
+        return (total / count).to(result)
 
     return Plan(local=local, layout=reduced_layout(layout, dims, keepdim, None))
 
 
 @rule("prod", merged=True)
 def prod(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
-    """The product of every rank's product: taken from all of them, so that its gradient is right where one is zero."""
-    how = {} if dim is None else {"dim": dim, "keepdim": keepdim}
-    result = probe(fn, input, **how, dtype=dtype).dtype
+    """Gather every rank's product and multiply them: the gradient is right even if one of them is zero."""
+    options = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+    result = probe(fn, input, **options, dtype=dtype).dtype
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
     axes = sharding_axes(layout, dims)
 
     def local(input):
         if not axes:
-            return fn(input, **how, dtype=dtype)
-        part = fn(input, **how, dtype=torch.float32 if result in HALF_DTYPES else dtype)
+            return fn(input, **options, dtype=dtype)
+        part = fn(input, **options, dtype=torch.float32 if result in HALF_DTYPES else dtype)
         return gather_stacked(part, layout, axes).prod(0).to(result)
 
     return Plan(local=local, layout=reduced_layout(layout, dims, keepdim and dim is not None, None))
@@ -106,10 +106,10 @@ def prod(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
 
 @rule("any", "all", merged=True)
 def any_all(input: Operand, dim=None, keepdim=False, *, fn):
-    """True where any rank, or every rank, says so."""
+    """Reduce locally, then all-reduce the result."""
     probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None)
     layout = input.layout
-    if dim is not None and not isinstance(dim, int) and not len(dim):  # here torch reduces nothing
+    if dim is not None and not isinstance(dim, int) and not len(dim):  # torch reduces no dim here
         return Plan(local=lambda input: fn(input, dim=dim, keepdim=keepdim), layout=layout)
     dims = reduced_dims(layout.ndim, dim)
     over = process_groups(layout, sharding_axes(layout, dims))
@@ -126,7 +126,7 @@ def any_all(input: Operand, dim=None, keepdim=False, *, fn):
 
 @rule("count_nonzero", merged=True)
 def count_nonzero(input: Operand, dim=None, *, fn):
-    """Each rank counts what it has."""
+    """Count in the local shard; the result is Partial."""
     probe(fn, input, dim=dim)
     dims = reduced_dims(input.ndim, dim)
     return Plan(

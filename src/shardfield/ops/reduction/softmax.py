@@ -1,4 +1,4 @@
-"""Softmax and its kin along a cut dim: the ranks share the largest value, then a sum; the tensor stays in pieces."""
+"""Softmax, log_softmax and logsumexp along a sharded dim: all-reduce the maximum, then a sum."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .minmax import local_minmax
 
 
 def shifted_exp_sum(input: Tensor, dim: int, over: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """`input` less its largest value along `dim`, the exponential of that, and the sum of those over all ranks.
+    """Return `input` minus its global maximum along `dim`, the exponential of that, and its sum over all ranks.
 
-    Two small messages. The largest value is a constant here: the quotient and the difference do not depend on it.
+    Two small messages. The maximum is treated as a constant: softmax and log_softmax do not depend on it.
     """
     top = all_reduce_minmax(local_minmax(input, (dim,), "max"), over, "max")
     shifted = input - top
@@ -31,7 +31,7 @@ def shifted_exp_sum(input: Tensor, dim: int, over: Groups) -> tuple[Tensor, Tens
 
 @rule("softmax", "log_softmax", torch.special.softmax, torch.special.log_softmax, merged=True)
 def softmax(input: Operand, dim, dtype=None, *, fn):
-    """Local along an uncut dim. Along a cut one: two small messages forward, one backward."""
+    """Run locally along an unsharded dim. Along a sharded dim: two small messages forward, one backward."""
     result = probe(fn, input, dim, dtype=dtype).dtype
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
@@ -52,7 +52,7 @@ def softmax(input: Operand, dim, dtype=None, *, fn):
 
 @rule("logsumexp", torch.special.logsumexp, merged=True)
 def logsumexp(input: Operand, dim, keepdim=False, *, fn):
-    """Every rank's largest value and its sum of exponentials below that: one small message."""
+    """Gather every rank's maximum and its sum of shifted exponentials: one small message."""
     result = probe(fn, input, dim, keepdim=keepdim).dtype
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
@@ -65,20 +65,20 @@ def logsumexp(input: Operand, dim, keepdim=False, *, fn):
             return fn(input, dim, keepdim=keepdim)
         value = input.to(wide)
         top = local_minmax(value.real if value.is_complex() else value, dims, "max")
-        added = (value - inf_to_zero(top)).exp().sum(dims, keepdim=True)
-        tops, parts = gather_stacked(torch.stack([top.to(wide), added]), layout, axes).unbind(1)
+        total = (value - inf_to_zero(top)).exp().sum(dims, keepdim=True)
+        tops, parts = gather_stacked(torch.stack([top.to(wide), total]), layout, axes).unbind(1)
         tops = (tops.real if tops.is_complex() else tops).detach()
         most = inf_to_zero(tops.amax(0))
-        share = torch.where(tops == -math.inf, 0, (inf_to_zero(tops) - most).exp())  # what holds nothing adds nothing
+        share = torch.where(tops == -math.inf, 0, (inf_to_zero(tops) - most).exp())  # an empty shard adds 0
         return ((parts * share).sum(0).log() + most).to(result).reshape(out.local_shape)
 
     return Plan(local=local, layout=out)
 
 
 def inf_to_zero(top: Tensor) -> Tensor:
-    """What to subtract before exponentials: any value will do, but not inf from inf."""
+    """Replace infinities by 0 in the value to subtract before exponentials: inf - inf would be NaN."""
     return torch.where(top.abs() == math.inf, 0, top)
 
 
-for _body in (F.softmax, F.log_softmax):  # they take other arguments; opened, they call the methods above
+for _body in (F.softmax, F.log_softmax):  # their arguments differ; torch's body calls the methods above
     del HANDLERS[_body], RULES[_body]

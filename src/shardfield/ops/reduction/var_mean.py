@@ -1,7 +1,7 @@
-"""Mean and variance by merging moments: each rank's count, mean and sum of squared deviations (Welford, Chan).
+"""Mean and variance by merging every rank's count, mean and sum of squared deviations (Welford, Chan).
 
-A difference of E[x^2] and E[x]^2 loses all digits when the mean is large; this does not. Counts are known from the
-layout, so one message carries each rank's mean and deviations, and backward sends nothing.
+The difference of E[x^2] and E[x]^2 loses all digits when the mean is large; merged moments do not. The counts follow
+from the layout, so one message has each rank's mean and deviations. Backward sends no message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .common import gather_stacked, reduced_dims, reduced_layout, safe_sqrt, sha
 
 
 def shard_counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """How many elements along `dims` each rank over `axes` holds, in the order of `stacked`."""
+    """Return the element count along `dims` of each rank over `axes`, in the order of `gather_stacked`."""
     found = []
     for at in product(*(range(layout.mesh.size(a)) for a in reversed(axes))):
         coords = list(layout.coords)
@@ -34,22 +34,24 @@ def shard_counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> li
 
 
 def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor, Tensor]:
-    """The mean along `dims` (kept as 1) and the sum of squared deviations from it, over all ranks. Real input only.
+    """Return the global mean along `dims` (kept as 1) and the sum of squared deviations from it. Real input only.
 
-    Half precision is taken in fp32, and fp32 is merged in fp64: a mean of 1000 rounded to fp32 would cost four digits.
+    Half precision is computed in fp32, and fp32 is merged in fp64: a mean of 1000 rounded to fp32 would cost four
+    digits.
     """
     axes = sharding_axes(layout, dims)
     value = input.float() if input.dtype in HALF_DTYPES else input
     wide = torch.float64 if axes else value.dtype
     count = math.prod(value.shape[d] for d in dims)
-    # about a point near the local mean, so that the local mean keeps its digits too; any point gives the same moments
-    near = value.detach().mean(dims, keepdim=True) if value.numel() else value.new_zeros(())
-    off = value - near
+    # Subtract a value near the local mean first, so that the local mean keeps its digits too. The moments do not
+    # depend on that value.
+    offset = value.detach().mean(dims, keepdim=True) if value.numel() else value.new_zeros(())
+    centered = value - offset
     if value.numel():
-        spread, mean = torch.var_mean(off, dims, correction=0, keepdim=True)
+        variance, mean = torch.var_mean(centered, dims, correction=0, keepdim=True)
     else:
-        spread = mean = off.sum(dims, keepdim=True) / (1 if axes else count)  # of nothing at all: NaN
-    mean, deviations = near.to(wide) + mean.to(wide), spread.to(wide) * count
+        variance = mean = centered.sum(dims, keepdim=True) / (1 if axes else count)  # NaN if all ranks are empty
+    mean, deviations = offset.to(wide) + mean.to(wide), variance.to(wide) * count
     if not axes:
         return mean, deviations
     means, all_deviations = gather_stacked(torch.stack([mean, deviations]), layout, axes).unbind(1)
@@ -63,7 +65,7 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
 
 
 class VarArgs:
-    """How var, std, var_mean and std_mean are to be taken: their overloads read once."""
+    """The arguments of var, std, var_mean and std_mean, parsed from their overloads."""
 
     def __init__(self, dim, unbiased, keepdim, correction):
         if isinstance(dim, bool):  # var(x, unbiased)
@@ -80,20 +82,20 @@ class VarArgs:
 
 @rule("var", "std", "var_mean", "std_mean", merged=True)
 def var(input: Operand, dim=None, unbiased=None, keepdim=False, *, correction=None, fn):
-    """Moments of all ranks merged; a complex variance is that of the two parts together."""
-    how = VarArgs(dim, unbiased, keepdim, correction)
-    result = how.validate(fn, input)
+    """Merge the moments of all ranks; a complex variance is the sum of the variances of both parts."""
+    call = VarArgs(dim, unbiased, keepdim, correction)
+    result = call.validate(fn, input)
     layout = input.layout
-    dims = reduced_dims(layout.ndim, how.dim)
-    out = reduced_layout(layout, dims, how.keepdim, None)
+    dims = reduced_dims(layout.ndim, call.dim)
+    out = reduced_layout(layout, dims, call.keepdim, None)
     name = fn.__name__
     count = math.prod(layout.shape[d] for d in dims)
-    freedom = max(0.0, count - how.correction)
-    cut = sharding_axes(layout, dims)
+    freedom = max(0.0, count - call.correction)
+    sharded = sharding_axes(layout, dims)
 
     def local(input):
-        if not cut and input.numel():  # torch warns about an empty piece, which is none of the user's business
-            return fn(input, dim=how.dim, correction=how.correction, keepdim=how.keepdim)
+        if not sharded and input.numel():  # torch would warn about an empty shard, which the user cannot avoid
+            return fn(input, dim=call.dim, correction=call.correction, keepdim=call.keepdim)
         parts = torch.view_as_real(input.resolve_conj()) if input.is_complex() else input
         mean, deviations = moments(parts, dims, layout)
         if input.is_complex():

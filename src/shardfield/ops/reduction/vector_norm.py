@@ -1,7 +1,7 @@
-"""Vector and matrix norms: powers are added up over the ranks, then the root is taken.
+"""Vector and matrix norms: sum the powers over all ranks, then take the root.
 
-The norm of the pieces' norms would have the same value and gradient, but not the same second derivatives: a piece
-that is all zero has none.
+The norm of the local norms would have the same value and gradient, but not the same second derivatives: the norm of an
+all-zero shard has none.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .minmax import global_minmax
 
 @rule(torch.linalg.vector_norm, merged=True)
 def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
-    """Order 0 and 1 are sums and stay Partial, infinite orders are extremes, others roots of sums."""
+    """Leave orders 0 and 1 Partial; all-reduce the extremes of infinite orders, and the sums of powers of others."""
     result = probe(fn, x, ord, dim=dim, keepdim=keepdim, dtype=dtype).dtype
     layout = x.layout
     dims = reduced_dims(layout.ndim, dim)
     axes = sharding_axes(layout, dims)
     over = process_groups(layout, axes)
     wide = dtype if x.dtype.is_complex else accumulate_dtype(result)
-    whole = reduced_layout(layout, dims, keepdim, None)
+    result_layout = reduced_layout(layout, dims, keepdim, None)
     if not axes:
-        return Plan(local=lambda x: fn(x, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)
+        return Plan(local=lambda x: fn(x, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=result_layout)
     if ord in (0, 1):
         return Plan(
             local=lambda x: fn(x, ord, dim=dims, keepdim=keepdim, dtype=dtype),
@@ -44,44 +44,44 @@ def vector_norm(x: Operand, ord=2, dim=None, keepdim=False, *, dtype=None, fn):
 
         def extreme(x):
             size = (x if dtype is None else x.to(dtype)).abs()
-            return global_minmax(size, dims, over, "max" if ord > 0 else "min").reshape(whole.local_shape)
+            return global_minmax(size, dims, over, "max" if ord > 0 else "min").reshape(result_layout.local_shape)
 
-        return Plan(local=extreme, layout=whole)
+        return Plan(local=extreme, layout=result_layout)
 
     def fold(x):
         value = x if wide is None else x.to(wide)
-        added = autograd_collectives.reduce(abs_pow(value, ord).sum(dims, keepdim=keepdim), over)
-        return (safe_sqrt(added) if ord == 2 else _safe_root(added, ord)).to(result)
+        total = autograd_collectives.reduce(abs_pow(value, ord).sum(dims, keepdim=keepdim), over)
+        return (safe_sqrt(total) if ord == 2 else _safe_root(total, ord)).to(result)
 
-    return Plan(local=fold, layout=whole)
+    return Plan(local=fold, layout=result_layout)
 
 
 def abs_pow(x: Tensor, ord: float) -> Tensor:
-    """|x| ** ord, with gradient 0 at 0 as torch's norms have it; where that is smooth, so are its derivatives."""
+    """Return |x| ** ord with gradient 0 at 0, as in torch's norms, differentiable as often as the power is."""
     if ord == 2:
         return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
     size = x.abs()
     if ord >= 1:
         return size.pow(ord)
-    still = size == 0
-    return torch.where(still, 0 if ord > 0 else math.inf, torch.where(still, 1, size).pow(ord))
+    zero = size == 0
+    return torch.where(zero, 0 if ord > 0 else math.inf, torch.where(zero, 1, size).pow(ord))
 
 
 def _safe_root(value: Tensor, degree: float) -> Tensor:
-    """value ** (1 / degree), with gradient 0 where that is 0: of a sum of powers, where no or some element is 0."""
-    still = value == (0 if degree > 0 else math.inf)
-    return torch.where(still, 0, torch.where(still, 1, value).pow(1 / degree))
+    """Return value ** (1 / degree) with gradient 0 where the root is 0."""
+    zero = value == (0 if degree > 0 else math.inf)
+    return torch.where(zero, 0, torch.where(zero, 1, value).pow(1 / degree))
 
 
 @rule(torch.linalg.matrix_norm, merged=True)
 def matrix_norm(A: Operand, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None, fn):
-    """Frobenius is a vector norm; 1 and inf are extremes of sums; the others need whole matrices for their SVD."""
+    """Compute "fro" as a vector norm, orders 1 and inf as extremes of sums; fall back for the others (SVD)."""
     result = probe(fn, A, ord, dim=dim, keepdim=keepdim, dtype=dtype).dtype
     layout = A.layout
     rows, columns = (d % layout.ndim for d in dim)
     if not sharding_axes(layout, (rows, columns)):
-        whole = reduced_layout(layout, (rows, columns), keepdim, None)
-        return Plan(local=lambda A: fn(A, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=whole)
+        result_layout = reduced_layout(layout, (rows, columns), keepdim, None)
+        return Plan(local=lambda A: fn(A, ord, dim=dim, keepdim=keepdim, dtype=dtype), layout=result_layout)
     if ord == "fro":
         plan = vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype, fn=torch.linalg.vector_norm)
         return replace(plan, takes=("A",))
@@ -94,7 +94,7 @@ def matrix_norm(A: Operand, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=Non
     def local(A):
         sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=torch.float32 if result in HALF_DTYPES else dtype)
         sums = autograd_collectives.reduce(sums, adding)
-        if not layout.shape[kept]:  # torch says 0, a constant
+        if not layout.shape[kept]:  # torch returns 0, a constant
             return sums.detach().sum(kept, keepdim=True).to(result).reshape(out.local_shape)
         return global_minmax(sums, (kept,), choosing, "max" if ord > 0 else "min").to(result).reshape(out.local_shape)
 
@@ -103,7 +103,7 @@ def matrix_norm(A: Operand, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=Non
 
 @rule(torch.linalg.norm, merged=True)
 def norm(A: Operand, ord=None, dim=None, keepdim=False, *, dtype=None, fn):
-    """A vector norm or a matrix norm, as torch tells them apart."""
+    """Plan a vector norm or a matrix norm, by torch's rule."""
     probe(fn, A, ord, dim=dim, keepdim=keepdim, dtype=dtype)
     number = A.ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
     if ord is None or number == 1:
@@ -126,12 +126,12 @@ def nuclear_norm(input, dim=(0, 1), keepdim=False):
 
 @composed("dist")
 def dist(input, other, p=2):
-    """The norm of the difference."""
+    """Return the norm of the difference."""
     return torch.linalg.vector_norm(input - other, p)
 
 
 @composed(F.normalize)
 def normalize(input, p=2.0, dim=1, eps=1e-12, out=None):
-    """torch's body, less its expand: a norm laid out whole would take its gradient back from everywhere."""
+    """Run torch's body without its expand: the gradient of an expanded norm would be as large as the input."""
     size = torch.linalg.vector_norm(input, p, dim, True).clamp_min(eps)
     return input / size if out is None else torch.div(input, size, out=out)
