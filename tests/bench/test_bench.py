@@ -106,8 +106,8 @@ def test_machines_stand_side_by_side(tmp_path):
     )
     assert "| halo | step | shardfield over plain torch | at most 1.5 | **2**, not met | **2**, not met |" in text
     assert "| one sample | 4 ranks | trains |  | trains |  |" in text
-    assert "commit abc, load 0.5 when it began." in text
-    assert "Not measured there: PhysicsNeMo: not installed." in text
+    assert "commit abc, load 0.5 at the start." in text
+    assert "Not measured on this machine: PhysicsNeMo: not installed." in text
     assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text
 
 
@@ -139,7 +139,7 @@ def test_the_command(capsys, tmp_path):
     assert all(re.search(rf"^{name} ", listed, re.M) for name in BENCHMARKS)
     for words, why in (
         (["hallo"], "did you mean 'halo'?"),
-        (["zzzz"], "there are overhead, redistribute"),
+        (["zzzz"], "the benchmarks are overhead, redistribute"),
         (["halo", "--rounds", "0"], "--rounds 0 should be 1 or more"),
         (["--page", str(tmp_path / "page.md")], "--out DIR"),
         (["halo", "fft", "--delay-ms", "3"], "unrecognized arguments: --delay-ms 3"),

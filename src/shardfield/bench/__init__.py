@@ -1,22 +1,22 @@
-"""Benchmarks: what shardfield costs beside what a user would pick instead, as ratios within one run.
+"""Benchmarks that compare shardfield with the alternatives of a user, as ratios within one run.
 
-`shardfield bench NAME ...` runs them, prints a table each and writes JSON; docs/performance.md is made of those files.
-A benchmark is a module with a docstring that says what is asked, a dataclass `Settings` (its `quick` and `cuda` are
-what differs in a quick run and on a device), and a function `run(settings, device, table)` that fills a Table.
+`shardfield bench NAME ...` runs them, prints a table for each and writes JSON files, from which docs/performance.md is
+generated. A benchmark is a module with a docstring, a dataclass `Settings` (`quick` and `cuda` override its defaults in
+a quick run and on a device), and a function `run(settings, device, table)` that fills a Table.
 """
 
-# In the order in which pages show them. The modules are imported when they are run.
+# In the order of docs/performance.md. A module is imported when its benchmark runs.
 BENCHMARKS = {
-    "overhead": "what a call and a model's step cost before any arithmetic: plain torch, DTensor, shardfield",
-    "redistribute": "from layout to layout: bytes and time, against DTensor's redistribute",
-    "memory": "the most that a training step of a UNet, a ViT and a TFNO holds on a rank, against one process",
-    "halo": "a CNN on a cut field: what is sent, whether it hides, how the step scales",
-    "attention": "a sequence in pieces: the ring against gathering keys and values, and against one rank",
-    "fft": "a spectral layer on a cut field, in four ways",
-    "tfno": "a layer of neuraloperator's TFNO on more and fewer ranks",
-    "kernels": "what one rank does between messages: folding, merging, packing, modes; and its step as a CUDA graph",
-    "knn": "nearest neighbours against brute force and a tree",
-    "graph": "message passing on a mesh in pieces, against gathering all nodes",
-    "compile": "a step as one program: against torch.compile on plain tensors, and with late messages",
-    "train": "a training step on a cut field: scaling, reading, and what fits into memory",
+    "overhead": "host time of calls and of training steps of small models: plain torch, DTensor, shardfield",
+    "redistribute": "change of placements: bytes and time, against DTensor's redistribute",
+    "memory": "peak memory of a training step of a UNet, a ViT and a TFNO on a rank, against one process",
+    "halo": "a CNN on a sharded field: bytes sent, overlap with computation, scaling",
+    "attention": "a sharded sequence: ring attention against gathering keys and values, and against one rank",
+    "fft": "a spectral layer on a sharded field: four methods",
+    "tfno": "a layer of neuraloperator's TFNO on different numbers of ranks",
+    "kernels": "local work of a rank: block attention, moments, halo packing, modes; a step as a CUDA graph",
+    "knn": "nearest neighbors against brute force and a k-d tree",
+    "graph": "message passing on a sharded graph, against gathering all nodes",
+    "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
+    "train": "a training step on a sharded field: scaling, reading data, and memory limits",
 }

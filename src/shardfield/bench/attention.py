@@ -1,10 +1,10 @@
-"""Attention on a sequence in pieces: the ring against gathering keys and values, and against one rank alone.
+"""Attention on a sharded sequence: ring attention against gathering keys and values, and against one rank.
 
-Gathering is what a user writes without a ring: keys and values whole on every rank, and a mask for the rows that are
-there. One rank alone does all of it while the others wait. Forward and forward + backward, causal and not, with the
-memory that either takes beyond its inputs. Late messages: each takes 5 ms more, and the ring is held against the slower
-of its arithmetic and its messages. Causal work: the largest share of scores over the mean. One rank: a ShardTensor
-against plain torch.
+"gather" is what a user writes without a ring: keys and values are replicated, and a mask selects the rows of the local
+queries. In "one rank", one rank computes everything while the others wait. Measured are forward and forward + backward,
+causal and not, with the memory beyond the inputs. Delayed messages: each message arrives 5 ms later, and the ring is
+compared with the slower of its arithmetic and its messages. Causal work: the largest number of attention scores on a
+rank over the mean of all ranks. One rank: a ShardTensor against plain torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [(causal, backward) for causal in (False, True) for backward in (False, 
 class Settings:
     ranks: tuple[int, ...] = (1, 2, 4)
     length: int = 4096
-    heads: int = 3  # as many as no number of ranks divides: else heads may be cut
+    heads: int = 3  # not divisible by 2 or 4 ranks: otherwise heads might be sharded instead of the sequence
     width: int = 64
     rounds: int = 5
     delay_ms: float = 5.0
@@ -47,15 +47,15 @@ class Settings:
 
 
 class Inputs:
-    """Queries, keys and values of one problem, whole and in pieces."""
+    """Queries, keys and values of one problem, as full tensors and as sharded ones."""
 
     def __init__(self, settings: Settings, mesh: DeviceMesh):
         shape = (1, settings.heads, settings.length, settings.width)
         dtype: torch.dtype = getattr(torch, settings.dtype)
         generator = torch.Generator().manual_seed(0)
-        whole = [torch.randn(shape, generator=generator).to(mesh.device_type, dtype) for _ in range(3)]
-        self.shards = [shard_tensor(t, mesh, 2).requires_grad_() for t in whole]
-        self.full = [t.requires_grad_() for t in whole]
+        full = [torch.randn(shape, generator=generator).to(mesh.device_type, dtype) for _ in range(3)]
+        self.shards = [shard_tensor(t, mesh, 2).requires_grad_() for t in full]
+        self.full = [t.requires_grad_() for t in full]
 
     def clear(self) -> None:
         for t in (*self.full, *self.shards):
@@ -73,8 +73,9 @@ def gather(x: Inputs, causal: bool, backward: bool) -> None:
     x.clear()
     q, k, v = x.shards
     local = q.to_local()
-    whole = [t.redistribute(placements=[Replicate()]) for t in (k, v)]
-    keys, values = (t.to_local(grad_placements=[Partial()]) for t in whole)  # each rank has its queries' part of them
+    replicated = [t.redistribute(placements=[Replicate()]) for t in (k, v)]
+    # A rank's gradient of keys and values comes from its own queries: a partial sum.
+    keys, values = (t.to_local(grad_placements=[Partial()]) for t in replicated)
     mask = None
     if causal:
         first = q.offsets(0)
@@ -94,19 +95,19 @@ def single_rank(x: Inputs, causal: bool, backward: bool) -> None:
 
 
 def overlap(x: Inputs, settings: Settings, device: str) -> Times:
-    """The ring, its arithmetic alone (all blocks at hand) and its messages alone, with late messages."""
+    """Time the ring, its arithmetic alone (all blocks are local) and its messages alone, with delayed messages."""
     mesh = x.shards[0].device_mesh
     size = mesh.size(0)
     q, k, v = (t.to_local().detach() for t in x.shards)
     blocks = [(k.clone(), v.clone()) for _ in range(size)]
-    where = rings.Ring((mesh.get_group(0),), (size,), (mesh.get_local_rank(),))
+    position = rings.Ring((mesh.get_group(0),), (size,), (mesh.get_local_rank(),))
 
     def arithmetic() -> None:
         for key, value in blocks:
             attend(q, key, value)
 
     def messages() -> None:
-        for _ in rings.iterate_blocks(rings.pack([k, v]), [2 * k.numel()] * size, where):
+        for _ in rings.iterate_blocks(rings.pack([k, v]), [2 * k.numel()] * size, position):
             pass
 
     calls: dict[str, Callable[[], None]] = {
@@ -119,15 +120,15 @@ def overlap(x: Inputs, settings: Settings, device: str) -> Times:
 
 
 def causal_imbalance(x: Inputs) -> float:
-    """The scores this rank computes over the mean of all."""
+    """Return the number of scores that this rank computes over the mean of all ranks."""
     works: list[Any] = []
     before = sdpa.attend
 
-    def noted(work: Any, *args: Any) -> Any:
+    def recorded(work: Any, *args: Any) -> Any:
         works.append(work)
         return before(work, *args)
 
-    sdpa.attend = noted  # type: ignore[assignment]
+    sdpa.attend = recorded  # type: ignore[assignment]
     try:
         with torch.no_grad():
             attend(*x.shards, is_causal=True)
@@ -138,34 +139,35 @@ def causal_imbalance(x: Inputs) -> float:
 
 
 def check(x: Inputs) -> None:
-    """That the two ways have the same gradients; in half precision roughly."""
-    found = []
-    for way in (gather, ring):
-        way(x, True, True)
-        found.append([t.grad.to_local() for t in x.shards if t.grad is not None])
-    close = {"rtol": 1e-4, "atol": 1e-5} if found[0][0].dtype is torch.float32 else {"rtol": 0.1, "atol": 0.1}
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, **close)
+    """Check that both methods give the same gradients, approximately in half precision."""
+    grads = []
+    for method in (gather, ring):
+        method(x, True, True)
+        grads.append([t.grad.to_local() for t in x.shards if t.grad is not None])
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if grads[0][0].dtype is torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
 
 
 def compare_on_rank(device: str, settings: Settings) -> dict[str, Any]:
-    """On a rank: seconds and bytes by case and system."""
+    """Return seconds and bytes by case and method, on a rank."""
     x = Inputs(settings, domain_mesh(device))
-    systems: dict[str, Callable[[Inputs, bool, bool], None]] = {"gather": gather, "ring": ring, "one rank": single_rank}
+    methods: dict[str, Callable[[Inputs, bool, bool], None]] = {"gather": gather, "ring": ring, "one rank": single_rank}
     check(x)
-    found: dict[str, Any] = {"times": {}, "peaks": {}, "sent": {}}
+    results: dict[str, Any] = {"times": {}, "peaks": {}, "sent": {}}
     for causal, backward in CASES:
         case = ("causal, " if causal else "") + ("forward + backward" if backward else "forward")
-        calls = {name: partial(call, x, causal, backward) for name, call in systems.items()}
-        found["times"][case] = interleave(calls, settings.rounds, partial(wall_seconds, device=device))
+        calls = {name: partial(call, x, causal, backward) for name, call in methods.items()}
+        results["times"][case] = interleave(calls, settings.rounds, partial(wall_seconds, device=device))
         x.clear()
-        found["peaks"][case] = {name: peak_memory(call, device) for name, call in calls.items()}
-        found["sent"][case] = {name: checked_traffic(call).bytes for name, call in calls.items() if name != "one rank"}
-    return found | {"overlap": overlap(x, settings, device), "share": causal_imbalance(x)}
+        results["peaks"][case] = {name: peak_memory(call, device) for name, call in calls.items()}
+        sent = {name: checked_traffic(call).bytes for name, call in calls.items() if name != "one rank"}
+        results["sent"][case] = sent
+    return results | {"overlap": overlap(x, settings, device), "imbalance": causal_imbalance(x)}
 
 
 def time_one_rank(device: str, settings: Settings) -> Times:
-    """On the rank: a ShardTensor's call and plain torch's, forward and backward."""
+    """Time forward and backward of a ShardTensor and of plain torch, on one rank."""
     x = Inputs(settings, domain_mesh(device))
     calls = {"plain torch": partial(single_rank, x, False, True), "shardfield": partial(ring, x, False, True)}
     return interleave(calls, settings.rounds, partial(busy_seconds, device=device))
@@ -176,16 +178,16 @@ def run(settings: Settings, device: str, table: Table) -> None:
         times = measure_on_ranks(time_one_rank, 1, device, settings)[0]
         table.add_times("1 rank, forward + backward", times, "plain torch", bars={"shardfield": 1.05})
     for ranks in (r for r in settings.ranks if r > 1):
-        told = measure_on_ranks(compare_on_rank, ranks, device, settings)
-        for case in told[0]["times"]:
-            table.add_times(f"{ranks} ranks, {case}", max_over_ranks([t["times"][case] for t in told]), "gather")
-            for what, unit in (("peaks", "MB"), ("sent", "kB")):
-                most = {name: max(t[what][case][name] for t in told) for name in told[0][what][case]}
-                name = "memory" if what == "peaks" else "sent"
-                table.add_counts(f"{ranks} ranks, {case}: {name}", most, unit, "gather")
-        times = max_over_ranks([t["overlap"] for t in told])
+        by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings)
+        for case in by_rank[0]["times"]:
+            table.add_times(f"{ranks} ranks, {case}", max_over_ranks([t["times"][case] for t in by_rank]), "gather")
+            for quantity, unit in (("peaks", "MB"), ("sent", "kB")):
+                largest = {name: max(t[quantity][case][name] for t in by_rank) for name in by_rank[0][quantity][case]}
+                name = "memory" if quantity == "peaks" else "sent"
+                table.add_counts(f"{ranks} ranks, {case}: {name}", largest, unit, "gather")
+        times = max_over_ranks([t["overlap"] for t in by_rank])
         parts = zip(times["arithmetic alone"], times["messages alone"], strict=True)
         case = f"{ranks} ranks, messages {settings.delay_ms:g} ms late"
         table.add_times(case, {OVERLAP_BOUND: [max(at) for at in parts]} | times, OVERLAP_BOUND, bars={"ring": 1.15})
-        share = max(t["share"] for t in told)
-        table.ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [share], "the mean", 1.05)
+        imbalance = max(t["imbalance"] for t in by_rank)
+        table.ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [imbalance], "the mean", 1.05)

@@ -1,9 +1,10 @@
-"""A step as one program: what is left of the wrapper's cost, and how much of late messages hides behind the work.
+"""A compiled training step: the remaining overhead of ShardTensors, and how much of delayed messages is overlapped.
 
-Tiny: ten layers of linear and relu on tensors so small that only calls cost, against `torch.compile` on plain tensors,
-on one rank. Late messages: a UNet's step on two ranks with every message 5 ms late, against the same step uncompiled;
-and what each pass brings: the step of two runs of convolutions on one field, with all passes and without each of them.
-On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a CUDA graph.
+Overhead: ten layers of linear and relu on tiny tensors, so that the step is host-bound, on one rank, against
+`torch.compile` on plain tensors. Delayed messages: a UNet's step on two ranks with every message 5 ms late, against the
+same step uncompiled. Passes: the step of two branches of convolutions on one field, with all passes and with each of
+them left out. On a device: a UNet's and a TFNO's step on one rank against `torch.compile` on plain tensors, and as a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ class Settings:
     channels: int = 16
     rounds: int = 7
     delay_ms: float = 5.0
-    backend: str = "inductor"  # of the step with passes left out
+    backend: str = "inductor"  # backend of the step in which passes are left out
 
     quick: ClassVar[dict[str, Any]] = {"size": 64, "channels": 8, "rounds": 3, "backend": "aot_eager"}
     cuda: ClassVar[dict[str, Any]] = {"ranks": (1,), "channels": 32, "rounds": 20}
 
 
 def time_tiny(device: str, rounds: int) -> Times:
-    """On one rank: seconds of a step of linear and relu, ten times."""
+    """Time 50 steps of ten layers of linear and relu, on one rank."""
     layers = [layer for _ in range(10) for layer in (nn.Linear(8, 8), nn.ReLU())]
     model = nn.Sequential(*layers).to(device)
     x = make_sharded_field(domain_mesh(device), (4, 8), dim=0)
-    known, plain = compile(model), torch.compile(model)
+    compiled, plain = compile(model), torch.compile(model)
 
-    def many(call: Callable[[Tensor], Tensor], value: Tensor) -> None:
+    def run_steps(call: Callable[[Tensor], Tensor], value: Tensor) -> None:
         for _ in range(50):
             train_step(call, value)
 
     candidates = {
-        PLAIN: partial(many, plain, x.to_local()),
-        OURS: partial(many, known, x),
-        EAGER: partial(many, model, x),
+        PLAIN: partial(run_steps, plain, x.to_local()),
+        OURS: partial(run_steps, compiled, x),
+        EAGER: partial(run_steps, model, x),
     }
     return interleave(candidates, rounds, partial(rank_seconds, device=device), warmup=2)
 
 
 def time_delayed(device: str, size: int, channels: int, rounds: int, seconds: float) -> tuple[Times, dict[str, int]]:
-    """On a rank: seconds of a UNet's step with late messages, and how many it sends."""
+    """Return seconds and messages of a UNet's step with delayed messages, on a rank."""
     x = make_sharded_field(domain_mesh(device), (1, 3, size, size))
     model = unet(channels).to(device)
     candidates: Candidates = {EAGER: partial(train_step, model, x), OURS: partial(train_step, compile(model), x)}
@@ -74,7 +75,7 @@ def time_delayed(device: str, size: int, channels: int, rounds: int, seconds: fl
 def time_ablations(
     device: str, size: int, channels: int, rounds: int, seconds: float, backend: str
 ) -> tuple[Times, dict[str, int]]:
-    """On a rank: seconds of the step of two runs of convolutions, with all passes, with none, and without each."""
+    """Return seconds and messages of a step with all passes, with none, and with each left out, on a rank."""
     x = make_sharded_field(domain_mesh(device), (1, 3, size, size))
     model = branches(channels).to(device)
     chosen = {OURS: PASS_NAMES, NO_PASSES: ()} | {
@@ -87,7 +88,7 @@ def time_ablations(
 
 
 def time_with_delay(candidates: Candidates, device: str, rounds: int, seconds: float) -> tuple[Times, dict[str, int]]:
-    """On a rank: what candidates take with late messages, and how many they send."""
+    """Return seconds and messages of each candidate with delayed messages, on a rank."""
     sent = {}
     for name, call in candidates.items():
         call()
@@ -103,23 +104,23 @@ def time_with_delay(candidates: Candidates, device: str, rounds: int, seconds: f
 
 
 def time_one_rank(device: str, name: str, size: int, channels: int, rounds: int) -> Times:
-    """On one rank: seconds of a model's step."""
+    """Time the step of a model, on one rank."""
     model = (unet(channels) if name == "UNet" else tfno(channels, 32)).to(device)
     x = make_sharded_field(domain_mesh(device), (1, 3 if name == "UNet" else 1, size, size))
-    known, plain = compile(model), torch.compile(model)
-    given = {PLAIN: (plain, x.to_local()), OURS: (known, x), EAGER: (model, x)}
-    candidates: dict[str, Callable[[], Any]] = {name: partial(train_step, *what) for name, what in given.items()}
+    compiled, plain = compile(model), torch.compile(model)
+    step_args = {PLAIN: (plain, x.to_local()), OURS: (compiled, x), EAGER: (model, x)}
+    candidates: dict[str, Callable[[], Any]] = {name: partial(train_step, *args) for name, args in step_args.items()}
     try:
         candidates[PLAIN]()
-    except Exception:  # Dynamo cannot follow all that a model does
+    except Exception:  # Dynamo cannot trace every model
         del candidates[PLAIN]
     if device == "cuda":
-        candidates["as a CUDA graph"] = capture_graph(partial(train_step, known, x))
+        candidates["as a CUDA graph"] = capture_graph(partial(train_step, compiled, x))
     return interleave(candidates, rounds, partial(rank_seconds, device=device), warmup=3)
 
 
 def capture_graph(call: Callable[[], Any], graph: torch.cuda.CUDAGraph | None = None) -> Callable[[], Any]:
-    """A step as a CUDA graph, which is replayed."""
+    """Capture a call as a CUDA graph and return a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -138,16 +139,16 @@ def run(settings: Settings, device: str, table: Table) -> None:
     size, channels, rounds = settings.size, settings.channels, settings.rounds
     for ranks in settings.ranks:
         if ranks > 1:
-            told = measure_on_ranks(time_delayed, ranks, device, size, channels, rounds, settings.delay_ms / 1e3)
+            by_rank = measure_on_ranks(time_delayed, ranks, device, size, channels, rounds, settings.delay_ms / 1e3)
             case = f"UNet {size} x {size}, {ranks} ranks, messages {settings.delay_ms:g} ms late"
-            table.add_times(case, max_over_ranks([t for t, _ in told]), EAGER, bars={OURS: 0.8})
-            table.add_counts(f"{case}: sent by a rank", told[0][1], "messages", EAGER)
-            told = measure_on_ranks(
+            table.add_times(case, max_over_ranks([t for t, _ in by_rank]), EAGER, bars={OURS: 0.8})
+            table.add_counts(f"{case}: sent by a rank", by_rank[0][1], "messages", EAGER)
+            by_rank = measure_on_ranks(
                 time_ablations, ranks, device, size, channels, rounds, settings.delay_ms / 1e3, settings.backend
             )
             case = f"two runs of convolutions on {size} x {size}, {ranks} ranks, {settings.delay_ms:g} ms late"
-            table.add_times(case, max_over_ranks([t for t, _ in told]), OURS)
-            table.add_counts(f"{case}: sent by a rank", told[0][1], "messages", OURS)
+            table.add_times(case, max_over_ranks([t for t, _ in by_rank]), OURS)
+            table.add_counts(f"{case}: sent by a rank", by_rank[0][1], "messages", OURS)
     if device != "cpu":
         for name in ("UNet", "TFNO"):
             (times,) = measure_on_ranks(time_one_rank, 1, device, name, size, channels, rounds)

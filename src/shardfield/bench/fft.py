@@ -1,10 +1,11 @@
-"""A spectral layer on a field cut into rows: what is sent and how long it takes, in four ways.
+"""A spectral layer on a field that is sharded along its rows: bytes sent and time of four methods.
 
 The layer of a Fourier neural operator (transform, keep modes, mix channels, transform back), forward and backward.
-Modes: `shardfield.ops.spectral.spectral_conv`, which forms and sends kept modes only. Written: as models write it, in
-torch.fft; spectra wait until it is known which modes are wanted. Swap: the same with spectra taken at once; cuts move
-to dims that are not transformed. Gather: the field is made whole on every rank, and cut again after the layer. All give
-the same numbers, which is checked first. `tfno` has a layer of a model, on more or fewer ranks.
+"modes" is `shardfield.ops.spectral.spectral_conv`, which computes and sends only the kept modes. "written" is the layer
+as models write it, in torch.fft; its spectra are lazy until an index selects the modes. "swap" is the same with eager
+spectra, for which the shards move to dims that are not transformed. "gather" replicates the field and shards it again
+after the layer. All methods give the same result, which is checked first. The benchmark `tfno` measures a layer of a
+model on different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Settings:
 def torch_fft_layer(
     x: Tensor, weight: Tensor, modes: tuple[int, int], take: Callable = lambda spectrum: spectrum
 ) -> Tensor:
-    """The layer in torch.fft."""
+    """Compute the layer with torch.fft; `take` is applied to the spectrum."""
     height, width = x.shape[2:]
     spectrum = torch.fft.fftshift(take(torch.fft.rfftn(x, dim=(2, 3), norm="forward")), dim=(2,))
     first = height // 2 - modes[0] // 2
@@ -58,9 +59,9 @@ def resharded_layer(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> T
 
 
 def gathered_layer(x: ShardTensor, weight: Tensor, modes: tuple[int, int]) -> Tensor:
-    """Everything everywhere."""
-    whole = x.redistribute(placements=[Replicate()])
-    return torch_fft_layer(whole, weight, modes).redistribute(placements=[Shard(2)])
+    """Compute the layer on a replicated field."""
+    full = x.redistribute(placements=[Replicate()])
+    return torch_fft_layer(full, weight, modes).redistribute(placements=[Shard(2)])
 
 
 METHODS: dict[str, Callable] = {
@@ -72,7 +73,7 @@ METHODS: dict[str, Callable] = {
 
 
 def compare_on_rank(device: str, settings: Settings) -> dict[str, Any]:
-    """On a rank: the time of forward and backward together, and what each sends, of each way."""
+    """Return seconds of forward + backward, and bytes sent in each direction, by method, on a rank."""
     mesh = domain_mesh(device)
     modes, channels = tuple(settings.modes), settings.channels
     x = make_sharded_field(mesh, (1, channels, *settings.grid)).requires_grad_()
@@ -80,45 +81,49 @@ def compare_on_rank(device: str, settings: Settings) -> dict[str, Any]:
     shape = (channels, channels, modes[0], modes[1] // 2 + 1)
     weight = torch.randn(shape, dtype=torch.cfloat).to(device).requires_grad_()
     fields: dict[str, Any] = dict.fromkeys(METHODS, x)
-    ways = dict(METHODS)
+    methods = dict(METHODS)
     if mesh.size() == 1:
         fields["plain torch"] = x.to_local().detach().clone().requires_grad_()
-        ways["plain torch"] = torch_fft_layer
+        methods["plain torch"] = torch_fft_layer
     outs: dict[str, Tensor] = {}
 
-    def forward(way: str) -> None:
-        outs[way] = ways[way](fields[way], weight, modes)
+    def forward(method: str) -> None:
+        outs[method] = methods[method](fields[method], weight, modes)
 
-    def backward(way: str) -> None:
-        weight.grad = fields[way].grad = None
-        outs.pop(way).square().sum().backward()
+    def backward(method: str) -> None:
+        weight.grad = fields[method].grad = None
+        outs.pop(method).square().sum().backward()
 
-    def both(way: str) -> None:
-        forward(way)
-        backward(way)
+    def both(method: str) -> None:
+        forward(method)
+        backward(method)
 
     sent: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
     results = []
-    for way in ways:
-        both(way)
-        sent["forward"][way] = checked_traffic(partial(forward, way)).bytes
-        out = outs[way].detach()
-        sent["backward"][way] = checked_traffic(partial(backward, way)).bytes
+    for method in methods:
+        both(method)
+        sent["forward"][method] = checked_traffic(partial(forward, method)).bytes
+        out = outs[method].detach()
+        sent["backward"][method] = checked_traffic(partial(backward, method)).bytes
         assert weight.grad is not None
-        whole = [t.full_tensor() if isinstance(t, ShardTensor) else t for t in (out, fields[way].grad)]
-        results.append((*whole, weight.grad.clone()))
+        full = [t.full_tensor() if isinstance(t, ShardTensor) else t for t in (out, fields[method].grad)]
+        results.append((*full, weight.grad.clone()))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
-    times = interleave({way: partial(both, way) for way in ways}, settings.rounds, partial(rank_seconds, device=device))
+    times = interleave(
+        {method: partial(both, method) for method in methods}, settings.rounds, partial(rank_seconds, device=device)
+    )
     return {"times": times, "sent": sent}
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for ranks in settings.ranks:
-        told = measure_on_ranks(compare_on_rank, ranks, device, settings)
-        table.add_times(f"{rank_label(ranks)}, forward + backward", max_over_ranks([t["times"] for t in told]), "modes")
+        by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings)
+        table.add_times(
+            f"{rank_label(ranks)}, forward + backward", max_over_ranks([t["times"] for t in by_rank]), "modes"
+        )
         for direction in ("forward", "backward") if ranks > 1 else ():
-            sides = [t["sent"][direction] for t in told]
-            most = {way: max(side[way] for side in sides) for way in sides[0]}
-            table.add_counts(f"{rank_label(ranks)}, {direction}: sent", most, "kB", "modes")
+            sent = [t["sent"][direction] for t in by_rank]
+            largest = {method: max(s[method] for s in sent) for method in sent[0]}
+            table.add_counts(f"{rank_label(ranks)}, {direction}: sent", largest, "kB", "modes")

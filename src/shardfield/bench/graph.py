@@ -1,9 +1,10 @@
-"""Message passing on a mesh in pieces: what is sent and how long it takes, against gathering all nodes on every rank.
+"""Message passing on a sharded graph: bytes sent and time, against gathering all nodes on every rank.
 
-A graph of side x side points in a plane, each joined to its eight neighbours, in the order of `partition_points`: cut
-into even pieces, edges where they end. One MeshGraphNet block takes a training step: edges learn from the nodes at
-their ends, nodes from the sum of their edges. The halo sends the rows along borders, first with the lists of who needs
-which, which are then kept; the other way all-gathers the nodes and reduce-scatters the sums.
+The graph has side x side points in a plane, each connected to its eight neighbors, in the order of `partition_points`.
+Nodes are sharded evenly, and an edge is on the rank of its target node. One MeshGraphNet block runs a training step:
+edges are updated from their two nodes, nodes from the sum of their edges. "halo" exchanges the rows of nodes that other
+ranks need; the first call ("lists made") also exchanges the index lists, which are then cached. "all gathered"
+all_gathers the nodes and reduce_scatters the sums.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def mlp(inputs: int, width: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """`take(nodes)` and `add(edges, index, nodes)` are what the two ways differ in."""
+    """A MeshGraphNet block. `take(nodes)` and `add(edges, index, nodes)` are the steps in which the methods differ."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -50,39 +51,39 @@ class Block(nn.Module):
 
     def forward(self, nodes: Tensor, edge_index: Tensor, edges: Tensor, take: Callable, add: Callable) -> Any:
         source, target = edge_index
-        found = take(nodes)
-        edges = edges + self.edge(torch.cat([found[source], found[target], edges], -1))
+        taken = take(nodes)
+        edges = edges + self.edge(torch.cat([taken[source], taken[target], edges], -1))
         return nodes + self.node(torch.cat([nodes, add(edges, target, nodes)], -1)), edges
 
 
 def mesh_graph(side: int) -> Tensor:
-    """Edges between neighbours, by the points' places in Morton order, sorted by where they end: (2, edges)."""
-    at = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"), -1).view(-1, 2)
-    order, _ = partition_points(at.double())
-    number = torch.empty(len(at), dtype=torch.int64)
-    number[order] = torch.arange(len(at))
+    """Return the edges between neighbors as (2, edges), in Morton numbering, sorted by target node."""
+    coords = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"), -1).view(-1, 2)
+    order, _ = partition_points(coords.double())
+    number = torch.empty(len(coords), dtype=torch.int64)
+    number[order] = torch.arange(len(coords))
     grid = number.view(side, side)
-    ends = []
+    pairs = []
     for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
         a = grid[: side - down, max(0, -right) : side - max(0, right)]
         b = grid[down:, max(0, right) : side + min(0, right)]
-        ends += [torch.stack([a.flatten(), b.flatten()]), torch.stack([b.flatten(), a.flatten()])]
-    edges = torch.cat(ends, 1)
+        pairs += [torch.stack([a.flatten(), b.flatten()]), torch.stack([b.flatten(), a.flatten()])]
+    edges = torch.cat(pairs, 1)
     return edges[:, edges[1].argsort(stable=True)]
 
 
 def compare_on_rank(device: str, side: int, width: int, rounds: int) -> dict[str, Any]:
-    """On a rank: seconds and bytes of both ways."""
+    """Return seconds and bytes of both methods, on a rank."""
     torch.manual_seed(0)
     mesh = domain_mesh(device)
     group, rank = mesh.get_group(), mesh.get_local_rank()
-    count, everything = side * side, mesh_graph(side)
-    cut = balanced(count, mesh.size())
-    first = starts(cut)[rank]
-    mine = everything[:, (everything[1] >= first) & (everything[1] < first + cut[rank])].contiguous().to(device)
+    count, full_index = side * side, mesh_graph(side)
+    shard_sizes = balanced(count, mesh.size())
+    first, stop = starts(shard_sizes)[rank], starts(shard_sizes)[rank] + shard_sizes[rank]
+    local_index = full_index[:, (full_index[1] >= first) & (full_index[1] < stop)].contiguous().to(device)
     block = Block(width).to(device)
-    nodes, edges = (torch.randn(n, width).to(device) for n in (cut[rank], mine.shape[1]))
-    sharded = [ShardTensor.from_local(t, mesh, [Shard(d)]) for t, d in ((nodes, 0), (mine, 1), (edges, 0))]
+    nodes, edges = (torch.randn(n, width).to(device) for n in (shard_sizes[rank], local_index.shape[1]))
+    sharded = [ShardTensor.from_local(t, mesh, [Shard(d)]) for t, d in ((nodes, 0), (local_index, 1), (edges, 0))]
 
     def halo() -> None:
         def add(messages: Tensor, target: Tensor, like: Tensor) -> Tensor:
@@ -94,23 +95,23 @@ def compare_on_rank(device: str, side: int, width: int, rounds: int) -> dict[str
 
     def gathered() -> None:
         def take(x: Tensor) -> Tensor:
-            return autograd_collectives.gather_replicate_in(x, 0, cut, group)
+            return autograd_collectives.gather_replicate_in(x, 0, shard_sizes, group)
 
         def add(messages: Tensor, target: Tensor, like: Tensor) -> Tensor:
             summed = messages.new_zeros(count, width).index_add(0, target, messages)
-            return autograd_collectives.reduce_scatter(summed, 0, cut, group)
+            return autograd_collectives.reduce_scatter(summed, 0, shard_sizes, group)
 
         block.zero_grad(set_to_none=True)
-        out, new = block(nodes.detach().requires_grad_(), mine, edges, take, add)
+        out, new = block(nodes.detach().requires_grad_(), local_index, edges, take, add)
         (out.square().sum() + new.square().sum()).backward()
         collectives.all_reduce(torch.cat([p.grad.flatten() for p in block.parameters() if p.grad is not None]), group)
 
-    with count_traffic() as once:
+    with count_traffic() as first_call:
         halo()
     times = interleave({"all gathered": gathered, "halo": halo}, rounds, partial(rank_seconds, device=device))
     sent = {
         "all gathered": checked_traffic(gathered).bytes,
-        "halo, lists made": once.bytes,
+        "halo, lists made": first_call.bytes,
         "halo": checked_traffic(halo).bytes,
     }
     return {"times": times, "sent": sent}
@@ -118,9 +119,9 @@ def compare_on_rank(device: str, side: int, width: int, rounds: int) -> dict[str
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for ranks in settings.ranks:
-        told = measure_on_ranks(compare_on_rank, ranks, device, settings.side, settings.width, settings.rounds)
+        by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings.side, settings.width, settings.rounds)
         case = f"{rank_label(ranks)}, {settings.side} x {settings.side} nodes of {settings.width} features"
-        table.add_times(case, max_over_ranks([t["times"] for t in told]), "all gathered")
-        sent = {way: max(t["sent"][way] for t in told) for way in told[0]["sent"]}  # of the rank with most
+        table.add_times(case, max_over_ranks([t["times"] for t in by_rank]), "all gathered")
+        sent = {method: max(t["sent"][method] for t in by_rank) for method in by_rank[0]["sent"]}
         if ranks > 1:
             table.add_counts(f"{case}: sent", sent, "kB", "all gathered")

@@ -1,9 +1,9 @@
-"""What one rank does between messages, beside the one call that a single device would make.
+"""Local work of a rank between its messages, against the one call that a single device would make.
 
-Attention in blocks: queries meet keys and values a block at a time, as they come by in a ring, and the shares are
-folded, against one call with all of them; of all queries and of one rank's. Merging the moments of several ranks for a
-norm. Packing and unpacking a halo. The modes of a field cut into rows (a part of the Fourier sum) and back, against
-torch.fft on a field of that size. On a device: how many kernels these take, and an uncompiled step as a CUDA graph.
+Attention in blocks: one block of keys and values at a time, as in a ring, with the partial results accumulated, against
+one call with all keys; for all queries and for those of one rank. Moments: merging those of several ranks for a norm.
+Halo: packing and unpacking. Modes: the partial Fourier sum of a rank's rows and back, against torch.fft on a field of
+that size. On a device: the number of kernels of each, and an uncompiled step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Settings:
     channels: int = 8
     grid: tuple[int, ...] = (96, 192)
     modes: tuple[int, ...] = (16, 9)
-    size: int = 64  # of the field that is captured
+    size: int = 64  # of the field for the CUDA graph
     rounds: int = 9
 
     quick: ClassVar[dict[str, Any]] = {"sequence": 256, "rounds": 3}
@@ -61,7 +61,7 @@ class Settings:
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, fold: Callable) -> Tensor:
-    """Attention as a rank of a ring does it."""
+    """Compute attention block by block, as a rank of a ring does."""
     scale = 1 / math.sqrt(q.shape[-1])
     out = q.new_zeros(q.shape, dtype=torch.float32)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
@@ -72,17 +72,17 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, fold: Call
 
 
 def fold_unfused(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """What `ring_attention.fold` does without a kernel of ours."""
-    takes = fused_fold.supports
-    fused_fold.supports = lambda *given: False
+    """Run `ring.accumulate_block` without the fused Triton kernel."""
+    supports = fused_fold.supports
+    fused_fold.supports = lambda *args: False
     try:
         ring.accumulate_block(out, lse, part, part_lse)
     finally:
-        fused_fold.supports = takes
+        fused_fold.supports = supports
 
 
 def time_attention(device: str, rows: int, s: Settings) -> Times:
-    """On one rank: seconds of the attention of some queries to all keys."""
+    """Time the attention of `rows` queries to all keys, on one rank."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
     q, k, v = (
@@ -99,15 +99,15 @@ def time_attention(device: str, rows: int, s: Settings) -> Times:
         BLOCKS: partial(blockwise_attention, q, k, v, s.blocks, ring.accumulate_block),
         UNFUSED: partial(blockwise_attention, q, k, v, s.blocks, fold_unfused),
     }
-    wanted = calls[ONE_CALL]().float()
+    expected = calls[ONE_CALL]().float()
     for call in calls.values():
-        apart = (call().float() - wanted).norm() / wanted.norm()
-        assert apart < 0.01, f"attention in blocks is {apart:.2g} from the one call"
+        error = (call().float() - expected).norm() / expected.norm()
+        assert error < 0.01, f"attention in blocks differs from one call by a relative error of {error:.2g}"
     return interleave(calls, s.rounds, partial(busy_seconds, device=device))
 
 
 def time_merge(device: str, s: Settings) -> Times:
-    """On one rank: seconds of merging the moments of as many ranks as there are blocks."""
+    """Time the merge of the moments of `s.blocks` ranks, on one rank."""
     torch.manual_seed(0)
     parts = torch.rand(s.blocks, 2, 1, 4 * s.channels, 1, 1, dtype=torch.float64, device=device)
     weights = torch.arange(1.0, s.blocks + 1, dtype=torch.float64, device=device).view(-1, 1, 1, 1, 1)
@@ -122,7 +122,7 @@ def time_merge(device: str, s: Settings) -> Times:
 
 
 def make_halo(device: str, s: Settings) -> tuple[Tensor, Halo]:
-    """A rank's field and a halo of one row on either side of it, which is the field's own other end: no message."""
+    """Return a local field and a periodic halo of one row on each side, which needs no message on one rank."""
     rows = s.grid[0] // s.blocks
     field = torch.randn(1, s.channels, rows, s.grid[1], device=device)
     halo = Halo.plan(
@@ -138,10 +138,10 @@ def make_halo(device: str, s: Settings) -> tuple[Tensor, Halo]:
 
 
 def time_packing(device: str, s: Settings) -> Times:
-    """On one rank: seconds of packing the rows for both neighbours and unpacking theirs."""
+    """Time packing the rows for both neighbors and unpacking theirs, on one rank."""
     field, halo = make_halo(device, s)
-    strip = halo.start(field, []).wait()
-    assert torch.equal(strip, torch.cat([field[:, :, -1:], field[:, :, :1]], 2))
+    rows = halo.start(field, []).wait()
+    assert torch.equal(rows, torch.cat([field[:, :, -1:], field[:, :, :1]], 2))
     candidates = {
         "packed and unpacked": lambda: halo.start(field, []).wait(),
         "torch.cat of both rows": lambda: torch.cat([field[:, :, -1:], field[:, :, :1]], 2),
@@ -150,22 +150,22 @@ def time_packing(device: str, s: Settings) -> Times:
 
 
 def time_spectral(device: str, s: Settings) -> Times:
-    """On one rank: seconds of a spectral layer on its rows of a field, but for the sum over ranks in the middle."""
+    """Time a spectral layer on the rows of one rank, without the all_reduce in its middle."""
     torch.manual_seed(0)
     height, width = s.grid
     rows, (m, n) = height // s.blocks, s.modes
     field = torch.randn(1, s.channels, rows, width, device=device)
     weight = torch.randn(s.channels, s.channels, m, n, dtype=torch.cfloat, device=device)
-    along = [
+    dim_modes = [
         partial_dft.DimModes(2, height, tuple(range(-(m // 2), m - m // 2)), (0, rows)),
         partial_dft.DimModes(3, width, tuple(range(n))),
     ]
 
-    def partly() -> Tensor:
-        modes = torch.einsum("bixy,ioxy->boxy", partial_dft.forward_dft(field, along, "forward"), weight)
-        return partial_dft.inverse_dft(modes, along, "forward", real=True)
+    def partial_layer() -> Tensor:
+        modes = torch.einsum("bixy,ioxy->boxy", partial_dft.forward_dft(field, dim_modes, "forward"), weight)
+        return partial_dft.inverse_dft(modes, dim_modes, "forward", real=True)
 
-    def wholly() -> Tensor:
+    def fft_layer() -> Tensor:
         kept = min(m, rows)
         spectrum = torch.fft.rfft2(field, norm="forward")
         modes = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :kept, :n], weight[:, :, :kept])
@@ -174,12 +174,14 @@ def time_spectral(device: str, s: Settings) -> Times:
         return torch.fft.irfft2(out, s=field.shape[2:], norm="forward")
 
     return interleave(
-        {"torch.fft": wholly, "shardfield": partly}, s.rounds, partial(busy_seconds, device=device, repeats=5)
+        {"torch.fft": fft_layer, "shardfield": partial_layer},
+        s.rounds,
+        partial(busy_seconds, device=device, repeats=5),
     )
 
 
 def count_nodes(call: Callable[[], Any]) -> int:
-    """How many kernels, copies and fills a call starts on the device: the nodes of it as a CUDA graph."""
+    """Return the number of kernels, copies and fills that a call launches: the nodes of its CUDA graph."""
     graph, count = torch.cuda.CUDAGraph(keep_graph=True), ctypes.c_size_t()
     capture_graph(call, graph)
     failed = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
@@ -190,16 +192,16 @@ def count_nodes(call: Callable[[], Any]) -> int:
 
 
 def count_kernels(device: str, s: Settings) -> dict[str, int]:
-    """On one rank: how many kernels each takes."""
+    """Return the number of kernels of each operation, on one rank."""
     field, halo = make_halo(device, s)
     two = count_nodes(lambda: (field * 2).relu())
-    assert two == 2, f"a product and a relu are {two} nodes of a graph"
+    assert two == 2, f"a product and a relu should be 2 nodes of a CUDA graph, not {two}"
     parts = torch.rand(s.blocks, 2, 1, s.channels, 1, 1, dtype=torch.float64, device=device)
     weights = torch.ones(s.blocks, 1, 1, 1, 1, dtype=torch.float64, device=device)
     out, lse = torch.zeros(1, s.heads, 64, s.features, device=device), torch.zeros(1, s.heads, 64, device=device)
-    share = out.bfloat16()
+    partial_out = out.bfloat16()
     return {
-        "fold a block of attention": count_nodes(lambda: ring.accumulate_block(out, lse, share, lse.clone())) - 1,
+        "fold a block of attention": count_nodes(lambda: ring.accumulate_block(out, lse, partial_out, lse.clone())) - 1,
         "merge moments": count_nodes(lambda: fused_merge.merge_moments(parts, weights)),
         "pack a halo": count_nodes(lambda: halo.start(field, [])),
         "unpack a halo": count_nodes(lambda: halo.start(field, []).wait()) - count_nodes(lambda: halo.start(field, [])),
@@ -207,17 +209,17 @@ def count_kernels(device: str, s: Settings) -> dict[str, int]:
 
 
 def time_graphs(device: str, size: int, rounds: int) -> Times:
-    """On one rank: seconds of an uncompiled step replayed as a CUDA graph, of plain tensors and of ShardTensors."""
+    """Time an uncompiled step as a CUDA graph, on plain tensors and on ShardTensors, on one rank."""
     model = models.unet(32).to(device)
     field = torch.randn(1, 3, size, size, device=device)
     ours = copy.deepcopy(model)
     sharded = ShardTensor.from_local(field, domain_mesh(device), [Shard(2)])
     train_step(ours, sharded)
-    wanted = [p.grad.clone() for p in ours.parameters() if p.grad is not None]
+    expected = [p.grad.clone() for p in ours.parameters() if p.grad is not None]
     steps = {"plain torch": partial(train_step, model, field), "shardfield": partial(train_step, ours, sharded)}
     replays = {name: capture_graph(call) for name, call in steps.items()}
     replays["shardfield"]()
-    for p, grad in zip(ours.parameters(), wanted, strict=True):
+    for p, grad in zip(ours.parameters(), expected, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(p.grad, grad, rtol=1e-2, atol=1e-3 * float(grad.abs().max()))
     candidates = replays | {"shardfield, not captured": steps["shardfield"]}
@@ -246,7 +248,7 @@ def run(settings: Settings, device: str, table: Table) -> None:
     if device == "cpu":
         return
     (counts,) = measure_on_ranks(count_kernels, 1, device, s)
-    for what, count in counts.items():
-        table.add_counts(what, {"shardfield": count, "one kernel": 1}, "kernels", "one kernel", {"shardfield": 1.0})
+    for case, count in counts.items():
+        table.add_counts(case, {"shardfield": count, "one kernel": 1}, "kernels", "one kernel", {"shardfield": 1.0})
     (times,) = measure_on_ranks(time_graphs, 1, device, s.size, s.rounds)
     table.add_times(f"UNet {s.size} x {s.size} step as a CUDA graph", times, "plain torch", bars={"shardfield": 1.05})

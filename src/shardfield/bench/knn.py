@@ -1,9 +1,9 @@
-"""Nearest neighbours: `shardfield.knn` against what a user would write or call instead.
+"""Nearest neighbors: `shardfield.knn` against brute force, one rank, and scipy's k-d tree.
 
-Points and queries in pieces, as they come, and once more after `partition_points` has put near ones together. Brute
-force: every rank has all points and looks at all pairs with its own queries. One rank: it has all points and queries
-and calls the same `knn` on plain tensors while the others wait; on one rank scipy's tree is there to compare too. On a
-device, the memory that a call takes beyond its inputs is told as well.
+Points and queries are sharded in random order, and again after `partition_points` has placed near points on the same
+rank. "brute force": every rank has all points and computes all distances to its own queries. "one rank": one rank has
+all points and queries and calls the same `knn` on plain tensors while the others wait. On a single rank, scipy's tree
+is measured too. On a device, the memory of a call beyond its inputs is also measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ranks import domain_mesh, measure_on_ranks, rank_label, shard_tensor
 from .table import Table
 from .traffic import checked_traffic
 
-TUTORIAL = (234_567, 12_345, 17)  # what bars on a device are for
+TUTORIAL = (234_567, 12_345, 17)  # the sizes for which the bars on a device are set
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Settings:
 
 
 def brute_force(points: Tensor, queries: Tensor, k: int) -> Any:
-    """All pairs, as a tutorial has it."""
+    """Compute all distances, as the tutorial does."""
     displacement = points[None, :, :] - queries[:, None, :]
     return torch.topk(torch.sqrt(torch.sum(displacement**2, dim=2)), k=k, dim=1, largest=False)
 
 
 def compare_on_rank(device: str, settings: Settings, tree: bool) -> dict[str, Any]:
-    """On a rank: seconds of each system, what the searches send, and the memory they take."""
+    """Return seconds and memory of each candidate, and bytes that the searches send, on a rank."""
     mesh, k = domain_mesh(device), settings.k
     generator = torch.Generator().manual_seed(0)
     sizes = (settings.points, settings.queries)
@@ -67,7 +67,7 @@ def compare_on_rank(device: str, settings: Settings, tree: bool) -> dict[str, An
     for name, call in list(calls.items()):
         try:
             call()
-        except torch.OutOfMemoryError:  # all pairs are many; every rank has as many
+        except torch.OutOfMemoryError:  # of brute force; it fails on all ranks, since they hold equally many pairs
             failed[name] = "out of memory"
             del calls[name]
     times = interleave(calls, settings.rounds, partial(rank_seconds, device=device))
@@ -75,7 +75,7 @@ def compare_on_rank(device: str, settings: Settings, tree: bool) -> dict[str, An
     return {
         "times": times,
         "sent": {name: checked_traffic(calls[name]).bytes for name in ours},
-        "held": {name: peak_memory(call, device) for name, call in calls.items()} if device != "cpu" else {},
+        "peaks": {name: peak_memory(call, device) for name, call in calls.items()} if device != "cpu" else {},
         "failed": failed,
     }
 
@@ -84,21 +84,21 @@ def run(settings: Settings, device: str, table: Table) -> None:
     tree = device == "cpu" and "scipy" in table.versions
     if device == "cpu" and not tree:
         table.add_skipped("scipy's tree", "scipy is not installed")
-    what = f"{settings.points} points, {settings.queries} queries, k = {settings.k}"
+    problem = f"{settings.points} points, {settings.queries} queries, k = {settings.k}"
     for ranks in settings.ranks:
-        told = measure_on_ranks(compare_on_rank, ranks, device, settings, tree)
-        case = f"{rank_label(ranks)}, {what}"
-        base = "brute force" if "brute force" in told[0]["times"] else None
-        table.add_times(case, max_over_ranks([t["times"] for t in told]), base)
+        by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings, tree)
+        case = f"{rank_label(ranks)}, {problem}"
+        base = "brute force" if "brute force" in by_rank[0]["times"] else None
+        table.add_times(case, max_over_ranks([t["times"] for t in by_rank]), base)
         if ranks > 1:
-            sent = {name: max(t["sent"][name] for t in told) for name in told[0]["sent"]}
+            sent = {name: max(t["sent"][name] for t in by_rank) for name in by_rank[0]["sent"]}
             table.add_counts(f"{case}: sent", sent, "kB")
-        if told[0]["held"]:
-            held = {name: max(t["held"][name] for t in told) for name in told[0]["held"]}
-            table.add_counts(f"{case}: memory", held, "MB", base)
+        if by_rank[0]["peaks"]:
+            peaks = {name: max(t["peaks"][name] for t in by_rank) for name in by_rank[0]["peaks"]}
+            table.add_counts(f"{case}: memory", peaks, "MB", base)
         if device != "cpu" and ranks == 1 and (settings.points, settings.queries, settings.k) == TUTORIAL:
-            seconds = told[0]["times"]["knn"]
+            seconds = by_rank[0]["times"]["knn"]
             table.ratio(f"{case}: what is asked", "knn", [s / 0.005 for s in seconds], "5 ms", 1.0)
-            table.ratio(f"{case}: memory that is asked", "knn", [told[0]["held"]["knn"] / 200e6], "200 MB", 1.0)
-        for name, why in told[0]["failed"].items():
+            table.ratio(f"{case}: memory that is asked", "knn", [by_rank[0]["peaks"]["knn"] / 200e6], "200 MB", 1.0)
+        for name, why in by_rank[0]["failed"].items():
             table.add_skipped(name, why, case)

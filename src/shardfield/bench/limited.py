@@ -1,4 +1,4 @@
-"""One rank of the question what fits into memory: a step on one sample under limits on this process's data segment.
+"""One rank of the memory benchmark: training steps on one sample, under limits on the data segment of the process.
 
 torchrun --nproc-per-node 4 -m shardfield.bench.limited 60 --points 512 --recompute
 """
@@ -46,57 +46,63 @@ class Network(nn.Module):
 
 
 def run_limited(limits: list[float], points: int, recompute: bool) -> None:
-    """Take steps under each limit; the first rank says how it went."""
+    """Run steps under each limit. The first rank prints whether they fit."""
     torch.set_num_threads(1)
     DistributedManager.initialize()
     manager = DistributedManager()
     mesh = manager.initialize_mesh((1, -1), mesh_dim_names=("data", "spatial"))
 
     def losses(size: int, steps: int) -> list[float]:
-        """Of a new model's first steps; a model is not used on after an error, which leaves FSDP in mid-step."""
+        """Return the losses of the first steps of a new model. An error leaves FSDP in mid-step, so none is reused."""
         torch.manual_seed(0)
         model = parallelize(Network(), mesh, checkpoint=[Block] if recompute else False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        cut = chunk(size, manager.world_size)
-        first, rows = starts(cut)[manager.rank], cut[manager.rank]
-        made = torch.sin(torch.arange(first * size, (first + rows) * size) * 1e-3).reshape(1, 1, rows, size)
-        x = ShardTensor.from_local(made, mesh["spatial"], [Shard(2)], "chunk", (1, 1, size, size))
-        found = []
+        shard_sizes = chunk(size, manager.world_size)
+        first, rows = starts(shard_sizes)[manager.rank], shard_sizes[manager.rank]
+        local = torch.sin(torch.arange(first * size, (first + rows) * size) * 1e-3).reshape(1, 1, rows, size)
+        x = ShardTensor.from_local(local, mesh["spatial"], [Shard(2)], "chunk", (1, 1, size, size))
+        values = []
         for _ in range(steps):
             optimizer.zero_grad()
             loss = (model(x) - x).square().mean()
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            values.append(loss.item())
+        return values
 
-    losses(32, 2)  # threads, buffers and kernels that any step needs
+    losses(32, 2)  # allocates threads, buffers and kernels that any step needs
     base, hard = data_segment(), resource.getrlimit(resource.RLIMIT_DATA)[1]
     for megabytes in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (base + int(megabytes * MEGABYTE), hard))
         try:
             before, after = losses(points, 2)
-            told = f"trains, loss {before:.5f} to {after:.5f}"
+            outcome = f"trains, loss {before:.5f} to {after:.5f}"
         except (RuntimeError, MemoryError) as error:
-            short = isinstance(error, MemoryError) or any(t in str(error) for t in ("alloc", "could not"))
-            if not short or manager.world_size > 1:  # other ranks would wait for this one
+            out_of_memory = isinstance(error, MemoryError) or any(t in str(error) for t in ("alloc", "could not"))
+            if not out_of_memory or manager.world_size > 1:  # other ranks would block on this one: end the process
                 raise
-            told = "does not fit"
+            outcome = "does not fit"
         if manager.rank == 0:
-            print(f"{manager.world_size} ranks, {megabytes:g} MB each: {told}", flush=True)
+            print(f"{manager.world_size} ranks, {megabytes:g} MB each: {outcome}", flush=True)
 
 
 def data_segment() -> int:
-    """Bytes of this process that RLIMIT_DATA counts."""
+    """Return the bytes of this process that RLIMIT_DATA counts."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) * 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("limits", type=float, nargs="+", metavar="MB", help="above what the process has")
+    parser.add_argument(
+        "limits",
+        type=float,
+        nargs="+",
+        metavar="MB",
+        help="limits, beyond the memory that the process has after a small step",
+    )
     parser.add_argument("--points", type=int, default=512)
-    parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in backward")
     args = parser.parse_args()
     run_limited(args.limits, args.points, args.recompute)
 

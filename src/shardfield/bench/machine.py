@@ -1,4 +1,4 @@
-"""What a measurement was taken on: hardware and versions, and nothing else that would tell where."""
+"""Describe the machine of a measurement: hardware and versions, without host names or paths."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ PEERS = {"neuraloperator": "neuraloperator", "scipy": "scipy", "PhysicsNeMo": "n
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, how many programs want them now, memory, and devices."""
+    """Return CPU, number of cores that this process may use, load average, memory, and GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {"cpu": _cpu(), "cores": cores, "memory_gb": _memory(), "gpu": None}
-    found["load"] = round(os.getloadavg()[0], 1)
+    info: dict[str, Any] = {"cpu": _cpu(), "cores": cores, "memory_gb": _memory(), "gpu": None}
+    info["load"] = round(os.getloadavg()[0], 1)
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": about.name,
+        properties = torch.cuda.get_device_properties(0)
+        info["gpu"] = {
+            "name": properties.name,
             "count": torch.cuda.device_count(),
-            "memory_gb": round(about.total_memory / 2**30),
+            "memory_gb": round(properties.total_memory / 2**30),
         }
-    return found
+    return info
 
 
 def label(machine: dict[str, Any], device: str) -> str:
-    """A machine in a few words: its device, or its CPU."""
+    """Return a short name of a machine: its GPU, or its CPU and cores."""
     if device != "cpu" and machine["gpu"]:
         return machine["gpu"]["name"].removeprefix("NVIDIA ")
     cpu = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@", " ", machine["cpu"])
@@ -39,7 +39,7 @@ def label(machine: dict[str, Any], device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, shardfield, and the peers that are installed."""
+    """Return the versions of Python, torch, shardfield, and the installed libraries it is compared with."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name, package in {"shardfield": "shardfield", "numpy": "numpy", **PEERS}.items():
         try:
@@ -50,20 +50,20 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the source that runs, "+" behind it where files of the package differ from it; None outside a repository."""
+    """Return the commit of the running source, with "+" if the package has uncommitted changes; None outside git."""
     here = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20)
+            process = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return process.stdout.strip() if process.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", "tensor.py") is None:  # a repository of something else
+    if git("ls-files", "--error-unmatch", "tensor.py") is None:  # installed inside another repository
         return None
-    found = git("rev-parse", "--short=10", "HEAD")
-    return f"{found}+" if found and git("status", "--porcelain", "--", ".") else found
+    head = git("rev-parse", "--short=10", "HEAD")
+    return f"{head}+" if head and git("status", "--porcelain", "--", ".") else head
 
 
 def _cpu() -> str:

@@ -1,7 +1,7 @@
-"""Time, memory and traffic of calls, taken so that they can be compared.
+"""Measure time, memory and traffic of calls so that they can be compared.
 
-Candidates take turns (A, B, B, A, ...), so that a busy machine slows all of them, and a ratio is taken in each round.
-What is told is the median over rounds and the quartiles around it.
+Candidates are interleaved (A, B, B, A, ...), so that other load on the machine affects all of them, and ratios are
+computed within a round. Results are the median over the rounds and its quartiles.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ..comm import collectives
 
 Times = dict[str, list[float]]
-"""By candidate, what each round took, in seconds."""
+"""Candidate -> seconds of each round."""
 
 
 class Spread(NamedTuple):
-    """The median of some rounds and their quartiles."""
+    """The median and the quartiles of some rounds."""
 
     median: float
     low: float
@@ -30,7 +30,8 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """
+    """Return the median and the quartiles of values.
+
     >>> spread([4.0, 1.0, 2.0, 3.0, 100.0])
     Spread(median=3.0, low=2.0, high=4.0)
     """
@@ -41,18 +42,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(times: Mapping[str, Sequence[float]], candidate: str, against: str) -> list[float]:
-    """A candidate's time over another's, round by round."""
+    """Return the ratio of two candidates' times in each round."""
     return [a / b for a, b in zip(times[candidate], times[against], strict=True)]
 
 
 def synchronize(device: str) -> None:
-    """Wait for what the device has been given to do; a CPU has done it."""
+    """Block until the device has finished its queued work; a no-op on a CPU."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()
 
 
 def wall_seconds(call: Callable[[], Any], device: str) -> float:
-    """Seconds by the clock until the slowest rank is done."""
+    """Return the wall-clock seconds until the slowest rank has finished a call."""
     dist.barrier()
     synchronize(device)
     start = time.perf_counter()
@@ -63,27 +64,27 @@ def wall_seconds(call: Callable[[], Any], device: str) -> float:
 
 
 def rank_times(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Seconds that this rank takes by the clock, and processor seconds, which other programs lengthen less."""
+    """Return wall-clock and CPU seconds of a call on this rank. Other load affects CPU seconds less."""
     dist.barrier()
     synchronize(device)
-    start, begun = time.perf_counter(), time.process_time()
+    wall_start, cpu_start = time.perf_counter(), time.process_time()
     call()
     synchronize(device)
-    return time.perf_counter() - start, time.process_time() - begun
+    return time.perf_counter() - wall_start, time.process_time() - cpu_start
 
 
 def rank_seconds(call: Callable[[], Any], device: str) -> float:
-    """Seconds that this rank takes, to be compared with those of the others: see `max_over_ranks`."""
+    """Return the wall-clock seconds of a call on this rank; `max_over_ranks` combines those of all ranks."""
     return rank_times(call, device)[0]
 
 
 def busy_seconds(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """Seconds a call, of one process that waits for no other.
+    """Return the seconds per call in a process that does not communicate.
 
-    On a CPU those of this thread on its core, which other programs do not lengthen; on a device those between two
-    events on its stream, so the host's share as well where the device waits for the host.
+    On a CPU it is the CPU time of this thread, which other load does not lengthen. On a device it is the time between
+    two events on its stream, which includes the time in which the device is idle because it is host-bound.
     """
-    for _ in range(1 + repeats // 2):  # not timed: they find the caches full of what ran before
+    for _ in range(1 + repeats // 2):  # not timed: warm the caches, which hold data of the previous candidate
         call()
     synchronize(device)
     if device == "cpu":
@@ -103,33 +104,33 @@ def busy_seconds(call: Callable[[], Any], device: str, repeats: int = 1) -> floa
 def interleave(
     candidates: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[Callable[[], Any]], Any], warmup: int = 1
 ) -> dict[str, list[Any]]:
-    """What the clock tells of each candidate, in rounds of all of them; the first `warmup` rounds are not counted.
+    """Time all candidates in each round. Return the readings of `clock` by candidate, without `warmup` rounds.
 
-    Each round begins with another one: none comes always after the one that leaves the caches worst.
+    Each round begins with another candidate, so that none always runs after the one that leaves the coldest caches.
     """
-    found: dict[str, list[Any]] = {name: [] for name in candidates}
+    readings: dict[str, list[Any]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(warmup + rounds):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            told = clock(candidates[name])
+            reading = clock(candidates[name])
             if turn >= warmup:
-                found[name].append(told)
-    return found
+                readings[name].append(reading)
+    return readings
 
 
-def max_over_ranks(told: Sequence[Mapping[str, Sequence[float]]]) -> Times:
-    """What several ranks tell, as one: a round lasts as long as on its slowest rank."""
-    return {name: [max(at) for at in zip(*(t[name] for t in told), strict=True)] for name in told[0]}
+def max_over_ranks(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> Times:
+    """Return the maximum over the ranks for each candidate and round: a round takes as long as its slowest rank."""
+    return {name: [max(at) for at in zip(*(t[name] for t in by_rank), strict=True)] for name in by_rank[0]}
 
 
 # ---------------------------------------------------------------------- memory
 
 
 def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """The most bytes that tensors made in a call take at a time, by torch's own count.
+    """Return the peak of the bytes that a call allocates for tensors, as counted by torch.
 
-    What the call frees should be its own: gradients of an earlier step, say, are to be freed before.
+    The call must not free tensors that existed before it: free gradients of an earlier step first.
     """
     if device != "cpu":
         module = torch.get_device_module(device)
@@ -139,21 +140,21 @@ def peak_memory(call: Callable[[], Any], device: str) -> int:
         call()
         module.synchronize()
         return module.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watched:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
-    events = watched.profiler.kineto_results.events()
-    held = most = 0
+    events = profile.profiler.kineto_results.events()
+    allocated = peak = 0
     for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        held += nbytes
-        most = max(most, held)
-    return most
+        allocated += nbytes
+        peak = max(peak, allocated)
+    return peak
 
 
 # ---------------------------------------------------------------------- traffic
 
 
 class Traffic:
-    """What this rank has sent: calls by kind, messages and bytes. `take()` gives bytes since it was last called."""
+    """Messages and bytes that this rank sent, in total and by kind. `take()` returns the bytes since its last call."""
 
     def __init__(self) -> None:
         self.calls = self.messages = self.bytes = self._taken = 0
@@ -174,7 +175,7 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what shardfield sends from this rank; `watch.watched` counts what torch was seen to send."""
+    """Count the messages that shardfield sends from this rank. `traffic.CommCounter` counts those of torch."""
     sent, before = Traffic(), collectives.meter
     collectives.meter = sent.add
     try:
@@ -185,7 +186,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 @contextmanager
 def delay_messages(seconds: float) -> Iterator[None]:
-    """Every exchange and every sum arrives so much later than it was sent; gathers, which nothing hides, do not."""
+    """Delay the arrival of every exchange and all_reduce. Gathers, which nothing overlaps with, are not delayed."""
     real = collectives.start_exchange, collectives.start_all_reduce
 
     def delayed(start: Callable[..., collectives.Pending]) -> Callable[..., collectives.Pending]:

@@ -1,8 +1,8 @@
-"""The most that a training step holds on a rank, against the same step in one process on plain tensors.
+"""Peak memory of a training step on a rank, against the same step in one process on plain tensors.
 
-Forward and backward of a UNet, a ViT and neuraloperator's TFNO on one field cut into rows. Counted are the bytes of
-tensors that are alive at a time, by torch's own count of its allocations: the field, activations and gradients;
-parameters, which every rank has whole here, are not among them.
+Forward and backward of a UNet, a ViT and neuraloperator's TFNO on one field that is sharded along its rows. Counted are
+the bytes of live tensors, as torch counts its allocations: the field, activations and gradients. Parameters, which are
+replicated here, are not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Settings:
 
 
 def make_model(name: str, size: int, channels: int) -> tuple[nn.Module, int]:
-    """A model and the channels of its field."""
+    """Return a model and the number of channels of its input."""
     makers: dict[str, Callable[[], tuple[nn.Module, int]]] = {
         "UNet": lambda: (models.unet(channels), 3),
         "ViT": lambda: (models.vit(size), 1),
@@ -43,7 +43,7 @@ def make_model(name: str, size: int, channels: int) -> tuple[nn.Module, int]:
 
 
 def step_memory(device: str, name: str, size: int, channels: int, plain: bool) -> int:
-    """On a rank: bytes of the field and of what a step takes beside it."""
+    """Return the bytes of the local field plus the peak of a step, on a rank."""
     model, inputs = make_model(name, size, channels)
     model = model.to(device)
     field: Tensor = make_sharded_field(domain_mesh(device), (1, inputs, size, size))
@@ -51,19 +51,19 @@ def step_memory(device: str, name: str, size: int, channels: int, plain: bool) -
     if plain:
         assert dist.get_world_size() == 1
         field = local
-    train_step(model, field)  # what is made once and kept is not the step's
+    train_step(model, field)  # allocates what is created once and cached, which does not count
     model.zero_grad(set_to_none=True)
     return peak_memory(partial(train_step, model, field), device) + local.nbytes
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for name in ("UNet", "ViT", "TFNO"):
-        how = (name, settings.size, settings.channels)
+        args = (name, settings.size, settings.channels)
         case = f"{name} step, {settings.size} x {settings.size}"
         if name == "TFNO" and "neuraloperator" not in table.versions:
             table.add_skipped("TFNO", "neuraloperator is not installed", case)
             continue
-        found = {PLAIN: max(measure_on_ranks(step_memory, 1, device, *how, True))}
+        peaks = {PLAIN: max(measure_on_ranks(step_memory, 1, device, *args, True))}
         for ranks in settings.ranks:
-            found[rank_label(ranks)] = max(measure_on_ranks(step_memory, ranks, device, *how, False))
-        table.add_counts(case, found, "MB", PLAIN)
+            peaks[rank_label(ranks)] = max(measure_on_ranks(step_memory, ranks, device, *args, False))
+        table.add_counts(case, peaks, "MB", PLAIN)

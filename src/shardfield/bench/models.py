@@ -1,4 +1,4 @@
-"""Small models to measure on: plain modules that know nothing of ranks."""
+"""Small models for the benchmarks: plain modules without any distributed code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..train.recipes.vit import ViT
 
 
 def cnn(channels: int, depth: int = 6) -> nn.Module:
-    """3x3 convolutions with padding 1 and relu, three channels in and out."""
+    """Return a CNN of 3x3 convolutions with padding 1 and relu, with three channels in and out."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for i in range(depth):
@@ -20,7 +20,7 @@ def cnn(channels: int, depth: int = 6) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Halves the field at each level and doubles the channels, and back, with the finer levels joined on."""
+    """A UNet: each level halves the resolution and doubles the channels, with skip connections on the way up."""
 
     def __init__(self, channels: int, levels: int = 3):
         super().__init__()
@@ -50,7 +50,7 @@ def unet(channels: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Two runs of convolutions on the same field, each with a norm in the middle, added up."""
+    """The sum of two branches of convolutions on the same field, each with a norm in the middle."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -72,13 +72,13 @@ def branches(channels: int) -> nn.Module:
 
 
 def vit(points: int, patch: int = 8, width: int = 64, layers: int = 4) -> nn.Module:
-    """One channel in and out."""
+    """Return a ViT with one channel in and out."""
     torch.manual_seed(0)
     return ViT(points, patch, width, 4, layers)
 
 
 def tfno(channels: int, modes: int) -> nn.Module:
-    """neuraloperator's; ImportError where that is not installed."""
+    """Return neuraloperator's TFNO. Raise ImportError if neuraloperator is not installed."""
     from neuralop.models import TFNO
 
     torch.manual_seed(0)

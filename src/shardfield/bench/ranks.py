@@ -1,4 +1,4 @@
-"""Ranks that measure, and the fields they measure on."""
+"""Run measurements on ranks, and create the sharded fields for them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TIMEOUT_S = 900.0
 
 
 def measure_on_ranks(fn: Callable[..., T], ranks: int, device: str, *args: Any) -> list[T]:
-    """`fn(device, *args)` on every rank of a world, one thread each: gloo on CPUs, NCCL on devices."""
+    """Call `fn(device, *args)` on every rank of a world, with one thread each: gloo on CPUs, NCCL on devices."""
     return run_on_ranks(_run_on_rank, ranks, fn, device, args, timeout=TIMEOUT_S)
 
 
 def _run_on_rank(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
     logger = logging.getLogger("torch")
     before = logger.level
-    logger.setLevel(logging.ERROR)  # a peer that warns of how it goes about things does so on every rank
+    logger.setLevel(logging.ERROR)  # DTensor would log its warnings on every rank
     try:
         return fn(device, *args) if device == "cpu" else _run_on_device(fn, device, args)
     finally:
@@ -37,7 +37,7 @@ def _run_on_rank(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
 
 
 def _run_on_device(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
-    """With a device for each rank, leave the gloo world for one of NCCL; ranks that share one stay, as they have to."""
+    """Replace the gloo world by an NCCL world if each rank has a device. NCCL does not allow ranks to share one."""
     module, rank = torch.get_device_module(device), int(os.environ["LOCAL_RANK"])
     devices = module.device_count()
     module.set_device(rank % devices)
@@ -52,26 +52,26 @@ def _run_on_device(fn: Callable[..., T], device: str, args: Sequence[Any]) -> T:
 
 
 def domain_mesh(device: str) -> DeviceMesh:
-    """All ranks along one axis."""
+    """Return a mesh of all ranks with one axis."""
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("domain",))
 
 
 def make_sharded_field(mesh: DeviceMesh, shape: Sequence[int], dim: int = 2, seed: int = 0) -> ShardTensor:
-    """A field of random numbers that are the same on any number of ranks, cut along `dim` as torch.chunk cuts."""
-    whole = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
-    return shard_tensor(whole.to(mesh.device_type), mesh, dim)
+    """Return a random field, sharded along `dim` like torch.chunk. Its values do not depend on the number of ranks."""
+    full = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return shard_tensor(full.to(mesh.device_type), mesh, dim)
 
 
-def shard_tensor(whole: Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
-    """This rank's piece of a tensor that every rank has."""
-    lengths = chunk(whole.shape[dim], mesh.size())
+def shard_tensor(full: Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
+    """Shard a tensor that every rank holds in full, without communication."""
+    shard_sizes = chunk(full.shape[dim], mesh.size())
     rank = mesh.get_local_rank()
-    local = whole.narrow(dim, starts(lengths)[rank], lengths[rank]).clone()
-    return ShardTensor.from_local(local, mesh, [Shard(dim)], "chunk", tuple(whole.shape))
+    local = full.narrow(dim, starts(shard_sizes)[rank], shard_sizes[rank]).clone()
+    return ShardTensor.from_local(local, mesh, [Shard(dim)], "chunk", tuple(full.shape))
 
 
 def train_step(model: nn.Module, x: Tensor) -> None:
-    """Forward and backward of a model's mean square."""
+    """Run forward and backward, with the mean square of the output as loss."""
     model.zero_grad(set_to_none=True)
     model(x).square().mean().backward()
 

@@ -1,8 +1,8 @@
-"""From layout to layout: bytes a rank sends, and time, against DTensor's redistribute.
+"""Change of placements: bytes that a rank sends, and time, against DTensor's redistribute.
 
-A matrix of float32 is cut into rows or columns, gathered, and summed into pieces; with a number of rows that ranks do
-not divide, and with rows cut in sizes that torch.chunk would not cut, which DTensor cannot hold. Results are compared
-before anything is timed.
+A float32 matrix is redistributed between Shard, Replicate and Partial, with a number of rows that is a multiple of the
+ranks and with one that is not. "skewed" has shard sizes other than those of torch.chunk, which DTensor does not support.
+Results are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,58 +46,57 @@ class Settings:
 
 
 def skewed_sizes(size: int, ranks: int) -> list[int]:
-    """Pieces of which each is half of the one before."""
-    cut = [size >> (i + 1) for i in range(ranks)]
-    return [size - sum(cut[1:]), *cut[1:]]
+    """Return shard sizes of which each is half of the preceding one."""
+    halves = [size >> (i + 1) for i in range(ranks)]
+    return [size - sum(halves[1:]), *halves[1:]]
 
 
 def format_placement(placement: Placement) -> str:
     return f"Shard({placement.dim})" if isinstance(placement, Shard) else type(placement).__name__.lstrip("_")
 
 
-def make_shard_tensor(whole: Tensor, placement: Placement, lengths: Sequence[int]) -> ShardTensor:
-    """A matrix that every rank has, as a ShardTensor; as addends, a share of it on each rank."""
-    mesh, rank = domain_mesh(whole.device.type), dist.get_rank()
+def make_shard_tensor(full: Tensor, placement: Placement, shard_sizes: Sequence[int]) -> ShardTensor:
+    """Return a ShardTensor of a matrix that every rank holds; for Partial, each rank holds an equal fraction of it."""
+    mesh, rank = domain_mesh(full.device.type), dist.get_rank()
     if isinstance(placement, Shard):
-        local = whole.narrow(0, starts(lengths)[rank], lengths[rank]).clone()
-        shapes = {0: [(n, whole.shape[1]) for n in lengths]}
-        return ShardTensor.from_local(local, mesh, [placement], shapes, tuple(whole.shape))
-    local = whole / mesh.size() if isinstance(placement, Partial) else whole.clone()
+        local = full.narrow(0, starts(shard_sizes)[rank], shard_sizes[rank]).clone()
+        shapes = {0: [(n, full.shape[1]) for n in shard_sizes]}
+        return ShardTensor.from_local(local, mesh, [placement], shapes, tuple(full.shape))
+    local = full / mesh.size() if isinstance(placement, Partial) else full.clone()
     return ShardTensor.from_local(local, mesh, [placement])
 
 
-def make_dtensor(whole: Tensor, placement: Placement) -> DTensor:
-    mesh = domain_mesh(whole.device.type)
+def make_dtensor(full: Tensor, placement: Placement) -> DTensor:
+    mesh = domain_mesh(full.device.type)
     if isinstance(placement, Partial):
-        return DTensor.from_local(whole / mesh.size(), mesh, [placement])
-    return distribute_tensor(whole, mesh, [placement])
+        return DTensor.from_local(full / mesh.size(), mesh, [placement])
+    return distribute_tensor(full, mesh, [placement])
 
 
 def compare_on_rank(device: str, size: int, rounds: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """On a rank: seconds and bytes by case and system."""
+    """Return seconds and bytes by case and library, on a rank."""
     torch.manual_seed(0)
     ranks = dist.get_world_size()
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     for rows in (size, size - 1):
-        whole = torch.randn(rows, size).to(device)
+        full = torch.randn(rows, size).to(device)
         for before, after in EVEN_REDISTRIBUTIONS if rows == size else REDISTRIBUTIONS:
-            a, b = make_shard_tensor(whole, before, chunk(rows, ranks)), make_dtensor(whole, before)
+            a, b = make_shard_tensor(full, before, chunk(rows, ranks)), make_dtensor(full, before)
             calls: dict[str, Callable[[], Any]] = {
                 "DTensor": partial(b.redistribute, placements=[after]),
                 "shardfield": partial(a.redistribute, placements=[after]),
             }
             torch.testing.assert_close(calls["shardfield"]().to_local(), calls["DTensor"]().to_local())
-            found[f"{format_placement(before)} to {format_placement(after)}, {rows} x {size}"] = time_calls(
-                calls, rounds, device
-            )
-    whole = torch.randn(size, size).to(device)
-    uneven = make_shard_tensor(whole, Shard(0), skewed_sizes(size, ranks))
+            case = f"{format_placement(before)} to {format_placement(after)}, {rows} x {size}"
+            results[case] = time_calls(calls, rounds, device)
+    full = torch.randn(size, size).to(device)
+    uneven = make_shard_tensor(full, Shard(0), skewed_sizes(size, ranks))
     for after in (Shard(1), Replicate()):
         case = f"skewed Shard(0) to {format_placement(after)}, {size} x {size}"
-        move = partial(uneven.redistribute, placements=[after])
-        torch.testing.assert_close(move().full_tensor(), whole)
-        found[case] = time_calls({"shardfield": move}, rounds, device)
-    return found
+        redistribute = partial(uneven.redistribute, placements=[after])
+        torch.testing.assert_close(redistribute().full_tensor(), full)
+        results[case] = time_calls({"shardfield": redistribute}, rounds, device)
+    return results
 
 
 def time_calls(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, dict[str, Any]]:
@@ -112,13 +111,13 @@ def time_calls(calls: dict[str, Callable[[], Any]], rounds: int, device: str) ->
 
 def run(settings: Settings, device: str, table: Table) -> None:
     for ranks in settings.ranks:
-        told = measure_on_ranks(compare_on_rank, ranks, device, settings.size, settings.rounds)
-        for case in told[0]:
-            sides = [t[case] for t in told]
-            against = "DTensor" if "DTensor" in sides[0]["times"] else None
+        by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings.size, settings.rounds)
+        for case in by_rank[0]:
+            of_case = [t[case] for t in by_rank]
+            against = "DTensor" if "DTensor" in of_case[0]["times"] else None
             name = f"{rank_label(ranks)}, {case}"
-            table.add_times(name, max_over_ranks([s["times"] for s in sides]), against)
-            sent = {way: max(s["sent"][way] for s in sides) for way in sides[0]["sent"]}
+            table.add_times(name, max_over_ranks([s["times"] for s in of_case]), against)
+            sent = {library: max(s["sent"][library] for s in of_case) for library in of_case[0]["sent"]}
             if ranks > 1:
                 table.add_counts(f"{name}: sent", sent, "kB", against)
-        table.add_skipped("DTensor", "cuts as torch.chunk does only", f"{rank_label(ranks)}, skewed")
+        table.add_skipped("DTensor", "supports the shard sizes of torch.chunk only", f"{rank_label(ranks)}, skewed")

@@ -1,4 +1,4 @@
-"""The result of a benchmark: rows that print as a table and are kept as JSON."""
+"""The result of a benchmark: rows that are printed as a table and stored as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0, "kB": 1e-3, "MB": 1e-6, "mess
 
 @dataclass
 class Row:
-    """What one candidate took in one case; `ratio` is over what the candidate `against` took, and `bar` its limit."""
+    """The result of one candidate in one case. `ratio` is relative to the candidate `against`, and `bar` its limit."""
 
     case: str
     candidate: str
@@ -33,20 +33,20 @@ class Row:
     against: str | None = None
     bar: float | None = None
     met: bool | None = None
-    found: str | None = None  # what is no number
+    found: str | None = None  # a result that is a text, not a number
 
     def __post_init__(self) -> None:
         if self.bar is not None and self.ratio is not None:
             self.met = self.ratio <= self.bar
 
     def format_value(self) -> str:
-        """The median and where it lies, with its unit."""
+        """Return the median with its quartiles and unit."""
         if self.median is None:
             return self.found or ""
         return f"{_with_quartiles(self.median, self.low, self.high)} {self.unit}".rstrip()
 
     def format_ratio(self) -> str:
-        """The ratio and what is asked of it."""
+        """Return the ratio with its quartiles, and whether its bar is met."""
         if self.ratio is None:
             return ""
         bar = "" if self.bar is None else f"; bar {format_number(self.bar)}: {'met' if self.met else 'not met'}"
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass
 class Table:
-    """The rows of one benchmark on one machine, with all that is needed to take them again."""
+    """The rows of one benchmark on one machine, with the settings and versions that are needed to repeat it."""
 
     name: str
     settings: dict[str, Any]
@@ -79,14 +79,14 @@ class Table:
         bars: Mapping[str, float] | None = None,
         exclude: Container[str] = (),
     ) -> None:
-        """A row for each candidate (but some), from what its rounds took (seconds, bytes); ratios are of one round."""
+        """Add a row for each candidate that is not in `exclude`, from its values by round. Ratios are within a round."""
         for name, values in times.items():
             if name in exclude:
                 continue
-            over = None if against is None or name == against else spread(ratios(times, name, against))
+            ratio = None if against is None or name == against else spread(ratios(times, name, against))
             median, low, high = map(_round_digits, spread([v * SCALE[unit] for v in values]))
             bar = (bars or {}).get(name)
-            self._add(Row(case, name, median, low, high, unit, bar=bar, **_ratio_fields(over, against)))
+            self._add(Row(case, name, median, low, high, unit, bar=bar, **_ratio_fields(ratio, against)))
 
     def add_counts(
         self,
@@ -96,32 +96,32 @@ class Table:
         against: str | None = None,
         bars: Mapping[str, float] | None = None,
     ) -> None:
-        """A row for each candidate, from what was counted once."""
+        """Add a row for each candidate, from a value that was measured once."""
         base = None if against is None else values[against]
         for name, value in values.items():
-            over = None if not base or name == against else spread([value / base])
-            taken = _round_digits(value * SCALE[unit])
+            ratio = None if not base or name == against else spread([value / base])
+            scaled = _round_digits(value * SCALE[unit])
             bar = (bars or {}).get(name)
-            self._add(Row(case, name, taken, taken, taken, unit, bar=bar, **_ratio_fields(over, against)))
+            self._add(Row(case, name, scaled, scaled, scaled, unit, bar=bar, **_ratio_fields(ratio, against)))
 
     def ratio(self, case: str, candidate: str, values: Sequence[float], against: str, bar: float | None = None) -> None:
-        """A ratio that was taken in each round, of things that have no one unit."""
+        """Add a row that has only a ratio, from its values by round."""
         self._add(Row(case, candidate, bar=bar, **_ratio_fields(spread(values), against)))
 
-    def found(self, case: str, candidate: str, told: str) -> None:
-        """Something that is told in words: it fits, or it does not."""
-        self._add(Row(case, candidate, found=told))
+    def found(self, case: str, candidate: str, text: str) -> None:
+        """Add a row whose result is a text, for example "does not fit"."""
+        self._add(Row(case, candidate, found=text))
 
-    def add_skipped(self, candidate: str, why: str, case: str = "") -> None:
-        """A candidate that cannot be measured here, and why."""
-        self.skipped.append({"case": case, "candidate": candidate, "why": why})
+    def add_skipped(self, candidate: str, reason: str, case: str = "") -> None:
+        """Add a candidate that cannot be measured on this machine, and the reason."""
+        self.skipped.append({"case": case, "candidate": candidate, "why": reason})
 
     def _add(self, row: Row) -> None:
-        if self.quick:  # a bar is for the sizes that it was set for
+        if self.quick:  # bars are set for the default sizes
             row.bar = row.met = None
         self.rows.append(row)
 
-    # ------------------------------------------------------------------ showing and keeping
+    # ------------------------------------------------------------------ printing and writing
 
     @property
     def label(self) -> str:
@@ -137,8 +137,8 @@ class Table:
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
         lines += [f"skipped: {format_skip(skip)}" for skip in self.skipped]
-        about = f"{self.label}; torch {self.versions['torch']}; {format_settings(self)}"
-        return "\n".join([f"{self.name}: {about}", *lines])
+        summary = f"{self.label}; torch {self.versions['torch']}; {format_settings(self)}"
+        return "\n".join([f"{self.name}: {summary}", *lines])
 
     def as_json(self) -> dict[str, Any]:
         first = {k: getattr(self, k) for k in ("name", "date", "commit", "device", "machine", "versions")}
@@ -150,26 +150,26 @@ class Table:
         )
 
     def write(self, folder: Path) -> Path:
-        """Into a file named after benchmark and machine; one row a line, so that changes can be read."""
+        """Write a JSON file named after benchmark and machine, with one row per line, so that diffs are readable."""
         folder.mkdir(parents=True, exist_ok=True)
         slug = re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-")
         path = folder / f"{self.name}.{slug}.json"
-        whole = self.as_json()
-        rows = ",\n  ".join(json.dumps(row) for row in whole.pop("rows"))
-        rest = json.dumps(whole, indent=1)[:-2]
+        data = self.as_json()
+        rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
+        rest = json.dumps(data, indent=1)[:-2]
         path.write_text(f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n')
         return path
 
 
 def read_table(path: Path) -> Table:
-    """A table that `write` has written."""
-    whole = json.loads(path.read_text())
-    quick = whole["settings"].pop("quick")
-    return Table(**whole | {"rows": [Row(**row) for row in whole["rows"]], "quick": quick})
+    """Read a table from a file of `Table.write`."""
+    data = json.loads(path.read_text())
+    quick = data["settings"].pop("quick")
+    return Table(**data | {"rows": [Row(**row) for row in data["rows"]], "quick": quick})
 
 
 def format_settings(table: Table) -> str:
-    """The settings in words: `ranks 2 4, rounds 5`."""
+    """Format the settings, for example `ranks 2 4, rounds 5`."""
     words = [
         f"{name} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
         for name, value in table.settings.items()
@@ -178,12 +178,13 @@ def format_settings(table: Table) -> str:
 
 
 def format_skip(skip: Mapping[str, str]) -> str:
-    """A candidate that was left out, in words."""
+    """Format a skipped candidate and the reason."""
     return f"{skip['candidate']}{' in ' + skip['case'] if skip['case'] else ''}: {skip['why']}"
 
 
 def format_number(value: float) -> str:
-    """
+    """Format a number with three significant digits, or with thousands separators.
+
     >>> format_number(0.98765), format_number(12.345), format_number(999.9), format_number(1234567.0)
     ('0.988', '12.3', '1,000', '1,234,567')
     """
@@ -200,8 +201,8 @@ def _round_digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _ratio_fields(over: Spread | None, against: str | None) -> dict[str, Any]:
-    if over is None:
+def _ratio_fields(ratio: Spread | None, against: str | None) -> dict[str, Any]:
+    if ratio is None:
         return {}
-    median, low, high = map(_round_digits, over)
+    median, low, high = map(_round_digits, ratio)
     return {"ratio": median, "ratio_low": low, "ratio_high": high, "against": against}

@@ -1,8 +1,9 @@
-"""A layer of neuraloperator's TFNO, unmodified, forward and backward: how much faster and smaller it gets on ranks.
+"""Forward and backward of an unmodified layer of neuraloperator's TFNO: speed and memory by number of ranks.
 
-On one rank it is also run on plain tensors, in turn with ShardTensors. Worlds take turns, so that a busy machine slows
-them alike; where there are fewer cores than ranks, CPU seconds of the busiest rank tell more than those on the clock.
-Memory is the most that tensors take at a time, by torch's own count.
+On one rank the layer also runs on plain tensors, interleaved with ShardTensors. Worlds of different sizes are
+interleaved too, so that other load on the machine affects all of them. If there are fewer cores than ranks, the CPU
+time of the busiest rank is more meaningful than wall-clock time. Memory is the peak of live tensors, as torch counts
+its allocations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Settings:
 
 
 def compare_on_rank(device: str, settings: Settings, count: bool) -> dict[str, dict[str, Any]]:
-    """On a rank: seconds, CPU seconds, bytes sent and held by a step, on ShardTensors and, if alone, on plain ones."""
+    """Return seconds, CPU seconds, peak memory and bytes sent of a step on a rank; on a single rank also for plain
+    tensors.
+    """
     from neuralop.layers.fno_block import FNOBlocks
 
     mesh = domain_mesh(device)
@@ -57,43 +60,45 @@ def compare_on_rank(device: str, settings: Settings, count: bool) -> dict[str, d
         clear(x)
         layer(x).square().sum().backward()
 
-    told = interleave(
-        {way: partial(step, x) for way, x in fields.items()}, settings.rounds, partial(rank_times, device=device)
+    times = interleave(
+        {method: partial(step, x) for method, x in fields.items()}, settings.rounds, partial(rank_times, device=device)
     )
-    found: dict[str, dict[str, Any]] = {}
-    for way, x in fields.items():
-        row: dict[str, Any] = {"seconds": [t[0] for t in told[way]], "cpu": [t[1] for t in told[way]]}
+    rows: dict[str, dict[str, Any]] = {}
+    for method, x in fields.items():
+        row: dict[str, Any] = {"seconds": [t[0] for t in times[method]], "cpu": [t[1] for t in times[method]]}
         if count:
             clear(x)
-            local = x if way == PLAIN else x.to_local()  # type: ignore[attr-defined]
+            local = x if method == PLAIN else x.to_local()  # type: ignore[attr-defined]
             row |= {
                 "memory": peak_memory(partial(step, x), device) + local.nbytes,
                 "sent": checked_traffic(partial(step, x)).bytes,
             }
-        found[way] = row
-    return found
+        rows[method] = row
+    return rows
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
     if "neuraloperator" not in table.versions:
         table.add_skipped("TFNO", "neuraloperator is not installed")
         return
-    found: dict[str, dict[str, Any]] = {}
-    for turn in range(settings.turns if len(settings.ranks) > 1 else 1):  # worlds take turns
+    rows: dict[str, dict[str, Any]] = {}
+    for turn in range(settings.turns if len(settings.ranks) > 1 else 1):  # worlds are interleaved
         for ranks in settings.ranks:
-            told = measure_on_ranks(compare_on_rank, ranks, device, settings, turn == 0)
-            for way in told[0]:
-                row = found.setdefault(way, {"seconds": [], "cpu": [], "memory": 0, "sent": 0})
+            by_rank = measure_on_ranks(compare_on_rank, ranks, device, settings, turn == 0)
+            for method in by_rank[0]:
+                row = rows.setdefault(method, {"seconds": [], "cpu": [], "memory": 0, "sent": 0})
                 for name in ("seconds", "cpu"):  # a step takes as long as its slowest rank
-                    row[name] += [max(at) for at in zip(*(t[way][name] for t in told), strict=True)]
+                    row[name] += [max(at) for at in zip(*(t[method][name] for t in by_rank), strict=True)]
                 for name in ("memory", "sent"):
-                    row[name] = max(row[name], *(t[way].get(name, 0) for t in told))
-    base = PLAIN if PLAIN in found else next(iter(found))
+                    row[name] = max(row[name], *(t[method].get(name, 0) for t in by_rank))
+    base = PLAIN if PLAIN in rows else next(iter(rows))
     grid = " x ".join(map(str, settings.grid))
-    seconds: Times = {way: row["seconds"] for way, row in found.items()}
+    seconds: Times = {method: row["seconds"] for method, row in rows.items()}
     table.add_times(f"layer at {grid}, forward + backward", seconds, base, bars={"1 rank": 1.1, "2 ranks": 1 / 1.7})
     if device == "cpu":
-        table.add_times(f"layer at {grid}, CPU time of a rank", {way: row["cpu"] for way, row in found.items()}, base)
-    memory = {way: row["memory"] for way, row in found.items()}
+        table.add_times(
+            f"layer at {grid}, CPU time of a rank", {method: row["cpu"] for method, row in rows.items()}, base
+        )
+    memory = {method: row["memory"] for method, row in rows.items()}
     table.add_counts(f"layer at {grid}, memory of a rank", memory, "MB", base, {"4 ranks": 0.3})
-    table.add_counts(f"layer at {grid}, sent by a rank", {way: row["sent"] for way, row in found.items()}, "kB")
+    table.add_counts(f"layer at {grid}, sent by a rank", {method: row["sent"] for method, row in rows.items()}, "kB")

@@ -1,7 +1,7 @@
-"""What torch was seen to send, whoever asked it to: what DTensor's traffic is counted by, and ours is held against.
+"""Count the traffic that torch's dispatcher sees: the count of DTensor, and a check of shardfield's own count.
 
-Calls are seen where torch's own CommDebugMode sees them. That one counts collectives; here messages between two ranks
-and bytes are counted too, and no hooks are put on modules.
+It intercepts the same calls as torch's CommDebugMode. That one counts collectives; this one also counts point-to-point
+messages and bytes, and installs no hooks on modules.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.distributed.tensor.debug import CommDebugMode
 from .._compat import DispatchMode
 from .measure import Traffic, count_traffic
 
-# What a rank sends for one call among n ranks, where the whole of the message has so many bytes: the bytes of the ring
-# algorithms, which our meter counts too. By the op's name, below c10d and below functional collectives.
+# Op of c10d or of the functional collectives -> bytes that a rank sends, from the bytes of its first argument and the
+# number of ranks n. Ring algorithms are assumed, as in shardfield's own count.
 _BYTES: dict[str, Callable[[int, int], float]] = {
     "allreduce_": lambda size, n: 2 * (n - 1) / n * size,
     "all_reduce": lambda size, n: 2 * (n - 1) / n * size,
-    "_allgather_base_": lambda size, n: (n - 1) / n * size,  # of what arrives
+    "_allgather_base_": lambda size, n: (n - 1) / n * size,  # size of the output
     "all_gather_into_tensor": lambda size, n: (n - 1) * size,
-    "_reduce_scatter_base_": lambda size, n: (n - 1) * size,  # of what arrives
+    "_reduce_scatter_base_": lambda size, n: (n - 1) * size,  # size of the output
     "reduce_scatter_tensor": lambda size, n: (n - 1) / n * size,
     "alltoall_base_": lambda size, n: (n - 1) / n * size,
     "all_to_all_single": lambda size, n: (n - 1) / n * size,
-    "broadcast_": lambda size, n: size,  # of the rank that has it
+    "broadcast_": lambda size, n: size,  # sent by the source rank
     "send": lambda size, n: size,
 }
 KINDS = {
@@ -45,9 +45,9 @@ _NO_TRAFFIC = {"recv_", "wait_tensor", "barrier", "monitored_barrier_"}
 
 
 class CommCounter(DispatchMode):
-    """Watch what this rank sends to all others; `kinds` has messages and bytes by kind, as our meter does.
+    """Count what this rank sends; `kinds` maps a kind to [messages, bytes], as in `measure.Traffic`.
 
-    A call whose bytes are not known here is an error, so that nothing is left out of a count.
+    A collective that is not in the table of bytes raises, so that no traffic is missed.
     """
 
     def __init__(self) -> None:
@@ -64,22 +64,22 @@ class CommCounter(DispatchMode):
         name = name.partition(".")[0]
         if "c10d" in space and name not in _NO_TRAFFIC and not name.startswith("_wrap"):
             if name not in _BYTES:
-                raise NotImplementedError(f"the bytes of {func} are not known: add it to {__name__}._BYTES")
-            given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            size = sum(t.numel() * t.element_size() for t in given if isinstance(t, Tensor))
+                raise NotImplementedError(f"the bytes of {func} are unknown: add it to {__name__}._BYTES")
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
             row = self.kinds.setdefault(_KIND[name], [0, 0])
             row[0] += 1
             if name != "broadcast_" or args[2] == self.rank:
                 row[1] += math.floor(_BYTES[name](size, self.ranks))
-        if any(issubclass(t, DTensor) for t in types):  # it makes its calls first, and those are seen
+        if any(issubclass(t, DTensor) for t in types):  # DTensor calls ops on local tensors, which are counted
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
 
 def checked_traffic(call: Callable[[], Any]) -> Traffic:
-    """What shardfield sends in a call, by its own meter; an error where torch was seen to send something else.
+    """Return shardfield's own count of the traffic of a call. Raise if torch's dispatcher saw something else.
 
-    Call it once before: a device's first message between two ranks is preceded by one that is not the call's.
+    Run the call once before: NCCL sends an extra message before the first one between two ranks.
     """
     with count_traffic() as sent, CommCounter() as mode:
         call()
@@ -95,9 +95,9 @@ def checked_traffic(call: Callable[[], Any]) -> Traffic:
 
 
 def comm_counts(mode: CommDebugMode) -> dict[str, int]:
-    """The collectives that torch's own count has, by our names."""
-    found: dict[str, int] = {}
+    """Return the counts of torch's CommDebugMode by the kinds of this module."""
+    counts: dict[str, int] = {}
     for op, count in mode.get_comm_counts().items():
         kind = _KIND[str(op).rpartition(".")[2]]
-        found[kind] = found.get(kind, 0) + count
-    return found
+        counts[kind] = counts.get(kind, 0) + count
+    return counts

@@ -1,11 +1,11 @@
-"""Training a model on a cut field: how a step scales, whether reading hides behind it, and what then fits into memory.
+"""Training on a sharded field: scaling of a step, overlap with reading data, and training under a memory limit.
 
-Scaling: a step of neuraloperator's TFNO (parallelize, H1 loss, AdamW) on 1 rank against several, one thread each, the
-two in turn; by the clock, and in processor seconds of the busiest rank, which other programs do not change. Reading:
-what of a step is spent waiting for a batch, which a thread reads from an HDF5 file. Memory: one sample, the data
-segment of each process limited to so many megabytes above what it has after a small step. What does not fit into one
-process at four times the limit trains on four at the limit, with activations computed again in backward; doing so is
-not enough for one.
+Scaling: a step of neuraloperator's TFNO (parallelize, H1 loss, AdamW) on 1 rank against several, one thread each,
+interleaved; in wall-clock time, and in CPU time of the busiest rank, which other load does not change. Reading: the
+fraction of a step spent waiting for a batch, which a thread reads from an HDF5 file. Memory: one sample, with the data
+segment of each process limited to some megabytes above its size after a small step. The step does not fit into one
+process with four times the limit, nor into one process with the limit and recomputed activations. It fits into four
+processes with the limit and recomputed activations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .measure import Times, synchronize
 from .ranks import measure_on_ranks, rank_label
 from .table import Table
 
-LIMIT = 60  # megabytes that a process may take for the step of the question about memory
+LIMIT = 60  # megabytes that a process may allocate in the step under a memory limit
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Settings:
 
 
 def time_steps(device: str, path: str, batch: int, rounds: int) -> list[list[float]]:
-    """On a rank: clock seconds, processor seconds and seconds of waiting for data, of each step after the first."""
+    """Return wall-clock seconds, CPU seconds and seconds of waiting for data of each step but the first, on a rank."""
     from neuralop.losses import H1Loss
 
     mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("data", "spatial"))
@@ -64,7 +64,7 @@ def time_steps(device: str, path: str, batch: int, rounds: int) -> list[list[flo
         return [time.perf_counter(), time.process_time(), loader.waited]
 
     batches: Any = iter(loader)
-    found = []
+    steps = []
     for _ in range(rounds + 1):
         before = now()
         data = next(batches)
@@ -72,13 +72,13 @@ def time_steps(device: str, path: str, batch: int, rounds: int) -> list[list[flo
         criterion(model(data["x"]), data["y"]).backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
-        found.append([after - start for after, start in zip(now(), before, strict=True)])
+        steps.append([after - start for after, start in zip(now(), before, strict=True)])
     batches.close()
-    return found[1:]
+    return steps[1:]
 
 
 def measure_scaling(settings: Settings, device: str, table: Table) -> None:
-    """Worlds take turns, two steps each."""
+    """Time steps in worlds of different sizes, interleaved, two steps each."""
     import h5py
 
     names = {rank_label(ranks): ranks for ranks in sorted({1, *settings.ranks})}
@@ -94,13 +94,13 @@ def measure_scaling(settings: Settings, device: str, table: Table) -> None:
                 ).numpy()
         for _ in range(settings.rounds if len(names) > 1 else 1):
             for name, ranks in names.items():
-                told = measure_on_ranks(
+                by_rank = measure_on_ranks(
                     time_steps, ranks, device, path, settings.batch, 2 if len(names) > 1 else 2 * settings.rounds
                 )
-                slowest = [[max(at) for at in zip(*step, strict=True)] for step in zip(*told, strict=True)]
+                slowest = [[max(at) for at in zip(*step, strict=True)] for step in zip(*by_rank, strict=True)]
                 for first, second in zip(slowest[::2], slowest[1::2], strict=True):
-                    for i, found in enumerate((clock, processor, waiting)):
-                        found[name].append((first[i] + second[i]) / 2)
+                    for i, times in enumerate((clock, processor, waiting)):
+                        times[name].append((first[i] + second[i]) / 2)
     case = f"TFNO step, {settings.points} x {settings.points}, {settings.batch} samples"
     table.add_times(case, clock, "1 rank", bars={"2 ranks": 1 / 1.7} if device == "cpu" else {})
     if device == "cpu":
@@ -111,24 +111,24 @@ def measure_scaling(settings: Settings, device: str, table: Table) -> None:
 
 
 def run_limited(ranks: int, megabytes: float, *more: str) -> str:
-    """What a rank says of the memory question; processes of its own, whose memory nothing has used before."""
+    """Run `bench.limited` in new processes, whose memory is unused, and return its outcome."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-m", "shardfield.bench.limited", str(megabytes), *more],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=600,
     )
-    told = done.stdout.strip()
-    return told.rpartition(": ")[2] if told else f"failed: {done.stderr.strip().splitlines()[-1][:120]}"
+    output = process.stdout.strip()
+    return output.rpartition(": ")[2] if output else f"failed: {process.stderr.strip().splitlines()[-1][:120]}"
 
 
 def measure_fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool]]) -> None:
     for ranks, megabytes, recompute in cases:
-        told = run_limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
-        how = f"{rank_label(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
-        table.found(f"one sample, {points} x {points}", how, told)
+        outcome = run_limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
+        candidate = f"{rank_label(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
+        table.found(f"one sample, {points} x {points}", candidate, outcome)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
@@ -140,4 +140,4 @@ def run(settings: Settings, device: str, table: Table) -> None:
     if device == "cpu":
         measure_fits(table, 512, [(1, 4 * LIMIT, False), (1, LIMIT, True), (4, LIMIT, True)])
     else:
-        table.add_skipped("limited memory", "limits on a process's data segment say nothing of a device's memory")
+        table.add_skipped("limited memory", "a limit on the data segment does not limit the memory of a device")
