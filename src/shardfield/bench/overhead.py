@@ -143,7 +143,7 @@ def runnable_calls(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Calla
     return runnable, errors
 
 
-# Case -> times of plain torch and shardfield interleaved, and times of all libraries interleaved (empty without others).
+# Case -> times of plain torch and shardfield interleaved; times of all libraries interleaved, empty without others.
 CaseTimes = dict[str, tuple[Times, Times]]
 Skipped = list[tuple[str, str, str]]
 

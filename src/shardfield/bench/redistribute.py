@@ -1,8 +1,8 @@
 """Change of placements: bytes that a rank sends, and time, against DTensor's redistribute.
 
 A float32 matrix is redistributed between Shard, Replicate and Partial, with a number of rows that is a multiple of the
-ranks and with one that is not. "skewed" has shard sizes other than those of torch.chunk, which DTensor does not support.
-Results are compared before anything is timed.
+ranks and with one that is not. "skewed" has shard sizes other than those of torch.chunk, which DTensor does not
+support. Results are compared before anything is timed.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Table:
         bars: Mapping[str, float] | None = None,
         exclude: Container[str] = (),
     ) -> None:
-        """Add a row for each candidate that is not in `exclude`, from its values by round. Ratios are within a round."""
+        """Add a row for each candidate that is not in `exclude`, from its values by round."""
         for name, values in times.items():
             if name in exclude:
                 continue
