@@ -28,7 +28,7 @@ from .call_cache import READERS, ArgumentReader, cache_call, make_reader
 from .fallback import gather_fallback
 from .plan import Operand, Plan, Returns, process_groups
 from .torch_aliases import function_name
-from .write_tracking import ViewConsensus, dims_are_nested
+from .write_tracking import ViewConsensus, dims_are_nested, set_copied_view
 
 Handler = Callable[[Any, Sequence[type], tuple, dict], Any]
 
@@ -180,7 +180,7 @@ class BoundPlan:
             copied = before if same_memory(out, base) else always and out.numel() > 0
         result = wrap(out, layout)
         if copied:
-            result._copied_view = copied
+            set_copied_view(result, copied)
         if narrowed:
             result._narrowed = True
         return result

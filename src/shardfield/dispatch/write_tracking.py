@@ -98,6 +98,18 @@ class ViewConsensus:
                 self.result = write_is_lost(self.source) or (self.of_slice and not self.strict)
         return self.result
 
+    def add_view(self, tensor: Any) -> None:
+        """Tell the source of a tensor that it is a view of it."""
+        if not isinstance(self.source, bool):
+            self.source.add_view(tensor)
+
+
+def set_copied_view(tensor: Any, copied: bool | ViewConsensus) -> None:
+    """Set `_copied_view` of a result; a source that keeps track of its views is told."""
+    tensor._copied_view = copied
+    if not isinstance(copied, bool):
+        copied.add_view(tensor)
+
 
 def write_is_lost(copied: bool | ViewConsensus) -> bool:
     """Return whether a write into a tensor with this `_copied_view` would be lost."""

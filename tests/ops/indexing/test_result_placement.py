@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
+import time
 from collections.abc import Callable
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardTensor
+from shardfield import ShardingError, ShardTensor
 from shardfield.layout import MAX_ORIGINS, DimSharding, Layout, Origin, canonicalize, regroup
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, to_full_tensor, world_mesh
@@ -132,3 +137,73 @@ def bare() -> list[str]:
     assert (x + y)._layout is hinted and (x + 1)._layout is plain and (y @ torch.eye(WIDTH))._layout is hinted
     assert y.redistribute(placements=[Replicate()])._layout.is_replicated
     return []
+
+
+# ---------------------------------------------------------------------- one rank holds a reference that others do not
+
+
+def hold(tensor: torch.Tensor, seconds: float) -> None:
+    """Keep an alias of a tensor for a while, as a backend's thread does that has sent it."""
+    alias = tensor.detach()
+    threading.Thread(target=lambda: (time.sleep(seconds), alias.shape), daemon=True).start()
+
+
+def written_while_one_rank_is_slow(checks: str) -> list[str]:
+    """On a rank: writes into a tensor of which the last rank alone holds an alias, for longer than ranks wait."""
+    os.environ["SHARDFIELD_CHECK_SIZES"] = checks
+    full = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+    at = torch.arange(ENTRIES) * 7 % ROWS
+    slow = dist.get_rank() == dist.get_world_size() - 1
+    wrong = []
+    for seconds in (0.0, 0.005, 0.2):
+        for name, zeros in {
+            "setitem": lambda: torch.zeros(ROWS, WIDTH),
+            "index_add_": lambda: torch.zeros(ROWS, WIDTH),
+            "index_add_ into a ShardTensor": lambda: (
+                sharded(full, (8, 3)).new_zeros(ROWS, WIDTH + 1)[:, :WIDTH].clone()
+            ),
+        }.items():
+            rows, index = sharded(full, SHARD_SIZES["first"]), sharded(at, (6, 4))
+            x = zeros()
+            if slow and seconds:
+                hold(getattr(x, "_local_tensor", x), seconds)
+            if name == "setitem":
+                x[:, 1:] = rows[:, 1:]
+                wanted = torch.zeros(ROWS, WIDTH)
+                wanted[:, 1:] = full[:, 1:]
+            else:
+                x.index_add_(0, index, rows[index])
+                wanted = torch.zeros(ROWS, WIDTH).index_add_(0, at, full[at])
+            kinds = [None] * dist.get_world_size()
+            dist.all_gather_object(kinds, (type(x).__name__, str(getattr(x, "_layout", ""))))
+            if len(set(kinds)) > 1 or not torch.allclose(to_full_tensor(x), wanted):
+                wrong.append(f"{name}, held {seconds} s: {kinds}")
+    return wrong
+
+
+@pytest.mark.parametrize("checks", ["1", "0"])
+def test_ranks_agree_on_a_write_when_one_of_them_is_slow(checks):
+    """The last rank alone holds an alias: all gather or none, also with SHARDFIELD_CHECK_SIZES=0."""
+    assert run_on_ranks(written_while_one_rank_is_slow, 2, checks, timeout=60) == [[], []]
+
+
+def stale_on_one_rank() -> list[str]:
+    """On a rank: the last rank alone keeps a view of a block whose spectrum is written; then all keep one."""
+    found = []
+    full = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for keep in ([dist.get_world_size() - 1], range(dist.get_world_size())):
+        spectrum = torch.fft.rfft2(sharded(full, (5, 3), dim=1))
+        block = spectrum[:, :2, :2]
+        view = block[:, :1] if dist.get_rank() in keep else None
+        spectrum.abs()
+        spectrum.mul_(2)
+        torch.testing.assert_close(to_full_tensor(block), 2 * torch.fft.rfft2(full)[:, :2, :2])
+        if len(keep) == dist.get_world_size():
+            with pytest.raises(ShardingError, match="whose spectrum was written since"):
+                view.abs()
+        found.append(type(view).__name__)
+    return found
+
+
+def test_a_view_that_one_rank_keeps_raises_on_no_rank():
+    assert run_on_ranks(stale_on_one_rank, 2, timeout=60) == [["NoneType", "ShardTensor"], ["ShardTensor"] * 2]

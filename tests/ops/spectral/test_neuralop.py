@@ -271,14 +271,14 @@ def traffic(grid: tuple[int, int], mesh: tuple[int, ...]) -> tuple[dict[str, int
 def test_bytes_follow_the_modes():
     """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, summed over each axis that cuts the grid.
 
-    And a few integers for a slice of modes and for an inverse, by which ranks find out whether all do the same.
+    And a few integers for a slice of modes, for the write into zeros and for an inverse: ranks compare their calls.
     """
     for mesh in ((2,), (2, 2)):
         ranks = torch.Size(mesh).numel()
         coarse, fine = (run_on_ranks(traffic, ranks, grid, mesh) for grid in ((16, 16), (32, 32)))
         assert coarse == fine
         for forward, _ in coarse:
-            sent = (4 * 3 * 4 * 8 + 2 * consensus.CONSENSUS_INTS * 8) * len(mesh)
+            sent = (4 * 3 * 4 * 8 + 3 * consensus.CONSENSUS_INTS * 8) * len(mesh)
             assert forward == {f"TFNO/fno_blocks/convs.{i}": sent for i in range(2)}
 
 

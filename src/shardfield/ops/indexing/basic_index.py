@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch.registry import as_operand, composed
+from ...dispatch.write_tracking import set_copied_view
 from ...layout import DimSharding, Layout, starts
 from ...redistribute import redistribute, unmerge_dims
 from ...tensor import ShardTensor, wrap
@@ -49,7 +50,7 @@ class BasicIndexPlan(NamedTuple):
             local = single_element(local)
         out = wrap(local, self.result)
         if self.copied or x._copied_view:
-            out._copied_view = self.copied or x._copied_view
+            set_copied_view(out, self.copied or x._copied_view)
         if self.narrowed or x._narrowed:
             out._narrowed = True
         return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,17 +10,19 @@ import torch
 from torch import Tensor
 
 from ... import trace_state
-from ..._compat import shares_memory
+from ...comm.consensus import Consensus
 from ...dispatch.registry import composed, gather_fallback, handler, mesh_of, to_full_tensor
 from ...layout import DimSharding, Layout, starts
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from ..spectral import lazy_spectrum
+from ..spectral.mode_blocks import format_index
 from .basic_index import BasicIndexPlan, as_shard_tensor, plan_basic_index
 from .gather_rows import index_result_dim, index_with_tensors
 from .index_put import reduce_partial, run_in_place, run_index_put
 from .mask import masked_put, masked_rows, nonzero
 from .parse_index import ParsedIndex, basic_index_key, broadcast_index_shapes, is_mask, parse_index
+from .result_placement import has_lasting_aliases
 
 
 @handler("__getitem__")
@@ -177,42 +178,30 @@ def _insert_singleton_dims(value: Tensor, ndim: int, kept: Sequence[int]) -> Ten
 
 
 def _setitem_on_plain(func, types, args):
-    """A plain tensor that takes in a ShardTensor becomes one, cut as what it takes in, in place of the caller's.
+    """Write a ShardTensor into a plain tensor: `x` itself becomes a ShardTensor, sharded as the value.
 
-    Where other tensors look at its memory, or autograd holds it, that would lose the write for them: then what is
-    written is gathered.
+    If another tensor or autograd refers to the memory of `x`, on any rank, the value is gathered on all ranks instead:
+    after a swap the other tensor would not see the write. Ranks agree on this in one small message, with the call that
+    they make. A rank that decided alone, from its own references, would block in a collective that the others skip.
     """
     x, index, value = args
     mesh = mesh_of(args, None)
-    held = not trace_state.is_plain(x) or x.is_leaf and x.requires_grad or _has_aliases(x)
-    if not held:
-        made = lazy_spectrum.defer_block_write(x, index, value, mesh)
-        if made is None:
-            parsed = parse_index(x.shape, index, x.device)
-            value = _value_as_tensor(value, x)
-            layout = _layout_like_value(x.shape, parsed, value, mesh)
-            made = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
-            _assign(made, parsed, value)
-        trace_state.drop_fake_reference(x)
-        try:
-            torch.utils.swap_tensors(x, made)
-            return
-        except RuntimeError:  # saved for backward, or known by a weak reference
-            pass
-    gather_fallback(func, types, args, {})
-
-
-def _has_aliases(x: Tensor) -> bool:
-    """Whether other tensors look at a plain tensor's memory: the same answer on every rank.
-
-    A backend's thread that has sent or filled it lets go of it a moment later, on each rank in its own time; for that
-    moment is waited. What the program itself holds, it holds on all ranks.
-    """
-    for _ in range(20):
-        if not shares_memory(x):
-            return False
-        time.sleep(0.001)
-    return True
+    written = getattr(value, "_layout", "a plain value")
+    call = f"writing {written} into a plain tensor of {tuple(x.shape)} at {format_index(index)}"
+    if Consensus.start(mesh, call, flag=has_lasting_aliases(x), always=True).wait():
+        gather_fallback(func, types, args, {})
+        return
+    out = lazy_spectrum.defer_block_write(x, index, value, mesh)
+    if out is None:
+        parsed = parse_index(x.shape, index, x.device)
+        value = _value_as_tensor(value, x)
+        layout = _layout_like_value(x.shape, parsed, value, mesh)
+        if x.dtype.is_complex:
+            layout = lazy_spectrum.mark_assembled(layout)
+        out = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
+        _assign(out, parsed, value)
+    trace_state.drop_fake_reference(x)
+    torch.utils.swap_tensors(x, out)
 
 
 def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor, mesh: Any) -> Layout:

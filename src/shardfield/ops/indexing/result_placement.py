@@ -9,6 +9,7 @@ chunked along the indexed dim. Both follow from the layouts of the operands alon
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,13 +98,21 @@ def may_reshard(target: Tensor, written: Sequence[Tensor], mesh: Any) -> bool:
     sharded = any(isinstance(t, ShardTensor) and t._layout.nontrivial_axes(t._layout.shard_axes) for t in written)
     if not sharded or (isinstance(target, ShardTensor) and not target._layout.is_replicated):
         return False
-    return not any_rank_has_aliases(target, mesh)
-
-
-def any_rank_has_aliases(target: Tensor, mesh: Any) -> bool:
-    """Return whether autograd or another tensor refers to the memory of a tensor, on any rank of the mesh."""
     groups = [mesh.get_group(a) for a in range(mesh.ndim) if mesh.size(a) > 1]
-    return consensus.any_rank([_has_aliases(target)], groups)[0]
+    return not consensus.any_rank([_has_aliases(target)], groups)[0]
+
+
+def has_lasting_aliases(target: Tensor) -> bool:
+    """Return whether anything refers to the memory of a tensor on this rank, for longer than a backend's thread does.
+
+    A thread that has sent a tensor drops it a moment later. Without this delay the same program would sometimes find an
+    alias and sometimes none.
+    """
+    for _ in range(20):
+        if not _has_aliases(target):
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _has_aliases(target: Tensor) -> bool:

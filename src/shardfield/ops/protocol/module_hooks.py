@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..._compat import check_legacy_backward_hooks, function_apply, set_node_hook
 from ...dispatch.registry import as_operand, map_tensors, to_full_tensor
+from ...dispatch.write_tracking import set_copied_view
 from ...errors import ShardingError
 from ...layout import Layout
 from ...redistribute import redistribute
@@ -52,7 +53,8 @@ def _rewrap(tensor: ShardTensor, local: Tensor) -> ShardTensor:
     if not tensor.requires_grad:
         return tensor
     made = wrap(local, tensor._layout)
-    made._copied_view, made._narrowed = tensor._copied_view, tensor._narrowed
+    set_copied_view(made, tensor._copied_view)
+    made._narrowed = tensor._narrowed
     return made
 
 

@@ -9,7 +9,6 @@ if its local tensor is handed out, through which it could be. Whenever ranks are
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -197,12 +196,28 @@ class LazySpectrum(Deferred):
                 view = whole[tuple(map(as_slice, block.runs))]
                 tensor._local_tensor, tensor._layout = view._local_tensor, view._layout
                 tensor._copied_view, tensor._narrowed = view._copied_view, view._narrowed
-            # what is left of its references are views of views: each holds one (a count that is the same on all ranks)
-            if sys.getrefcount(block) > 2:
-                raise ShardingError(
-                    "a spectrum is written of which a part was taken before, and of that part another, which on one "
-                    "device would see the write. Take it from the spectrum by one index, or clone() it"
-                )
+            for tensor in [t for t in (r() for r in block.views_of_views) if t is not None]:
+                tensor.__dict__.pop("_local_tensor", None)
+                tensor._deferred = _StaleView(tensor._layout)
+
+
+class _StaleView(Deferred):
+    """A view of a block of a spectrum that was written since: reading it raises.
+
+    On one device it would see the write. Raising when it is read, and not when the spectrum is written, gives the same
+    error on all ranks: they read the same tensors, but one of them may keep a view alive that others have dropped.
+    """
+
+    requires_grad = False  # type: ignore[assignment]
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def materialize(self) -> ShardTensor:
+        raise ShardingError(
+            "this tensor is a view of a block of modes whose spectrum was written since; on one device it would see "
+            "the write. Take it from the spectrum with one index, or clone() it before the spectrum is written"
+        )
 
 
 class SpectrumBlock:
@@ -213,7 +228,8 @@ class SpectrumBlock:
         self.runs, self.grad_enabled = runs, grad
         self.spectrum: LazySpectrum | None = None  # the spectrum, once it is there
         self.local, self.layout = modes._local_tensor, modes._layout
-        self.views: list[weakref.ref] = []
+        self.views: list[weakref.ref[ShardTensor]] = []
+        self.views_of_views: list[weakref.ref[ShardTensor]] = []
         self.maybe_written = False
 
     def as_view(self) -> ShardTensor:
@@ -221,6 +237,11 @@ class SpectrumBlock:
         made._copied_view = self  # type: ignore[assignment]
         self.views.append(weakref.ref(made))
         return made
+
+    def add_view(self, tensor: ShardTensor) -> None:
+        """Keep track of a view of one of `views` (see `write_tracking.set_copied_view`)."""
+        self.views_of_views = [r for r in self.views_of_views if r() is not None]
+        self.views_of_views.append(weakref.ref(tensor))
 
     def write_is_lost(self) -> bool:
         return self.spectrum is not None

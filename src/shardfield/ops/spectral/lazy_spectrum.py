@@ -16,13 +16,15 @@ from torch import Tensor
 
 from ... import trace_state
 from ...comm.consensus import Consensus
-from ...layout import Layout
+from ...layout import Layout, Origin
 from ...tensor import ShardTensor, wrap_deferred
 from .._common.autocast import autocast_to_fp32
 from .lazy_forward import LazySpectrum
 from .lazy_inverse import SparseSpectrum, field_of_modes
 from .mode_blocks import spectrum_layout
 from .truncation import FLOATS
+
+ASSEMBLED = Origin("assembled", 0, (), ())  # on dims of a dense tensor that blocks of modes were written into
 
 
 def lazy_spectrum_of(x: Any) -> LazySpectrum | SparseSpectrum | None:
@@ -77,6 +79,20 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
     return None
 
 
+def mark_assembled(layout: Layout) -> Layout:
+    """Return the layout of a dense tensor that blocks are written into, so that ranks compare its inverse transform.
+
+    Modes of a `SparseSpectrum` are compared when they are inverted; those of a spectrum that is dense, because its
+    blocks carry no origin, must be too: an inverse of replicated modes with other sizes on one rank would hang there.
+    """
+    dims = [[f.with_origins(f.origins, [ASSEMBLED]) for f in factors] for factors in layout.dims]
+    return layout.with_dims(dims)
+
+
+def _is_assembled(layout: Layout) -> bool:
+    return layout.has_origins and any(ASSEMBLED in f.origins for factors in layout.dims for f in factors)
+
+
 def _is_zeros(x: Tensor) -> bool:
     if trace_state.tracer is not None:
         return trace_state.tracer.is_zeros(x)
@@ -118,7 +134,8 @@ def lazy_roll(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
 def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
     """Start comparing a transform over the ranks, if it has sizes or its field is computed without a message."""
     spectrum = lazy_spectrum_of(x)
-    if x.__class__ is not ShardTensor or not (has_sizes or isinstance(spectrum, SparseSpectrum)):
+    sparse = isinstance(spectrum, SparseSpectrum)
+    if x.__class__ is not ShardTensor or not (has_sizes or sparse or _is_assembled(x._layout)):
         return Consensus.start(None, call)
     check = Consensus.start(x.device_mesh, f"{call} of {x._layout if spectrum is None else spectrum}")
     if isinstance(spectrum, SparseSpectrum) and not spectrum.is_replicated:
