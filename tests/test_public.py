@@ -32,6 +32,7 @@ PUBLIC: dict[str, list[str]] = {
         "sync_module_over_mesh",
         "tensordot",
         "transpose",
+        "uninstall",
     ],
     "shardfield.data": ["Darcy", "Field", "ShardedLoader", "UnitGaussian", "open_field"],
     "shardfield.planning": [
@@ -94,7 +95,9 @@ PUBLIC: dict[str, list[str]] = {
 def exported(module) -> set[str]:
     """Return the names that a module re-exports under their own name."""
     tree = ast.parse(Path(module.__file__).read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    # names that are imported on first use stand under `if TYPE_CHECKING`
+    body = [*tree.body, *(node for block in tree.body if isinstance(block, ast.If) for node in block.body)]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
     return {alias.asname for node in imports for alias in node.names if alias.asname == alias.name}
 
 

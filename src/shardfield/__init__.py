@@ -1,12 +1,14 @@
 """Train scientific models on fields that no single device can hold."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from . import _moved
 from . import ops as ops
-from .compiler import compile as compile
+from ._compat.patches import uninstall as uninstall
 from .debug.explain import explain as explain
 from .debug.explain import strict as strict
-from .debug.lockstep import lockstep as lockstep
-from .debug.parity import check as check
 from .dispatch.plan import Plan as Plan
 from .dispatch.registry import composed as composed
 from .dispatch.registry import rule as rule
@@ -14,14 +16,60 @@ from .distribute import scatter_tensor as scatter_tensor
 from .distribute import sync_module_over_mesh as sync_module_over_mesh
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
-from .neighbors import knn as knn
-from .neighbors import partition_points as partition_points
-from .neighbors import radius_search as radius_search
-from .ops.matmul.opt_einsum import einsum as einsum
-from .ops.matmul.opt_einsum import tensordot as tensordot
-from .ops.matmul.opt_einsum import transpose as transpose
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor
-from .train import parallelize as parallelize
+
+if _TYPE_CHECKING:
+    from .compiler import compile as compile
+    from .debug.lockstep import lockstep as lockstep
+    from .debug.parity import check as check
+    from .neighbors import knn as knn
+    from .neighbors import partition_points as partition_points
+    from .neighbors import radius_search as radius_search
+    from .ops.matmul.opt_einsum import einsum as einsum
+    from .ops.matmul.opt_einsum import tensordot as tensordot
+    from .ops.matmul.opt_einsum import transpose as transpose
+    from .train import parallelize as parallelize
+
+# Names that are imported when they are first read: what they need of torch (FSDP, checkpoints, the tracer) takes longer
+# to import than all the rest. The block above shows the same names to type checkers.
+_LAZY = {
+    "compile": "compiler",
+    "lockstep": "debug.lockstep",
+    "check": "debug.parity",
+    "knn": "neighbors",
+    "partition_points": "neighbors",
+    "radius_search": "neighbors",
+    "einsum": "ops.matmul.opt_einsum",
+    "tensordot": "ops.matmul.opt_einsum",
+    "transpose": "ops.matmul.opt_einsum",
+    "parallelize": "train",
+}
+_LAZY_MODULES = {
+    "bench",
+    "compiler",
+    "data",
+    "distributed",
+    "models",
+    "neighbors",
+    "planning",
+    "shard_utils",
+    "testing",
+    "train",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        value = globals()[name] = getattr(_import_module(f"{__name__}.{_LAZY[name]}"), name)
+        return value
+    if name in _LAZY_MODULES or f"{__name__}.{name}" in _moved.MOVED:
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+
 
 _moved.install()

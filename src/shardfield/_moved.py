@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "shardfield.aliasing": "shardfield.dispatch.write_tracking",
@@ -37,6 +38,17 @@ MOVED = {
 }
 
 
+class CallableModule(ModuleType):
+    """A module that calls its function of the same name.
+
+    Importing the former path `shardfield.lockstep` sets that attribute of the package to the module, in the
+    place of the public function.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
 class MovedFinder(MetaPathFinder, Loader):
     """Resolve a former module path to the module itself, so that both paths name one object."""
 
@@ -47,6 +59,8 @@ class MovedFinder(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is now {new}; the old path goes in the next release", DeprecationWarning, 2)
         module = importlib.import_module(new)
+        if callable(getattr(module, spec.name.rpartition(".")[2], None)):
+            module.__class__ = CallableModule
         self._own_spec = module.__spec__
         return module
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from ._compat.patches import patches
 from .errors import ShardingError
 
 
@@ -122,6 +123,8 @@ class Layout:
         mesh: DeviceMesh, dims: Iterable[Iterable[DimSharding]], partial: Iterable[tuple[int, str]] = ()
     ) -> Layout:
         """The one layout with these cuts (equal arguments give the same object)."""
+        if not patches.installed:  # the first layout: no ShardTensor can exist without one
+            patches.install()
         canonical = tuple(canonicalize(d) for d in dims)
         origins = tuple(f.origins for d in canonical for f in d)  # equal shardings may have different ones
         key = (mesh, canonical, tuple(sorted(partial)), origins if any(origins) else ())

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .patches import patches
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # torch 2.11-2.15: `Function.apply` as torch has it (a classmethod in 2.13, a C method descriptor in 2.15), before
@@ -141,43 +143,64 @@ def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
 
-def replace_function_apply(apply: Any) -> None:
-    """Make `autograd.Function.apply` call `apply(function_class, *args)`.
+def replace_function_apply(make: Callable[[Any], Any]) -> None:
+    """Declare the patch of `autograd.Function.apply`; `make(before)` gets and returns an entry of the class's __dict__.
 
-    torch 2.11-2.15 record a Function on the tensors it is given below every override; there is no hook to see
-    ShardTensors go in. Can go when Function.apply honours `__torch_function__`.
+    torch 2.11-2.15. Can go when Function.apply honors `__torch_function__`.
     """
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    patches.declare(
+        "torch.autograd.Function.apply",
+        make,
+        "C++ records a Function on the wrappers, below every override: gradients of local tensors would be dropped",
+    )
 
 
 def serialize_double_backward() -> None:
-    """Have a backward that makes a graph (`create_graph=True`) run in the thread that asked for it.
+    """Declare the patch that runs a backward with `create_graph=True` in the calling thread.
 
-    torch 2.11-2.15 run what is ready in the order in which it was recorded, and count that for each thread: what a
-    device's own thread records in a first backward would stand anywhere among what was recorded in forward, and on each
-    rank elsewhere. A second backward would then send its messages in other orders on other ranks. All entry points
-    (`backward`, `grad`, of ShardTensors or of a plain loss) meet in this function, which has no public name.
+    torch 2.11-2.15 run ready nodes in the order in which they were recorded, counted per thread. Nodes that a device's
+    own thread records in a first backward would have a position among those of the forward that differs from rank to
+    rank, and a second backward would issue its collectives in different orders. All entry points (`backward`, `grad`,
+    of ShardTensors or of a plain loss) call this, which has no public name.
     """
-    run = torch.autograd._engine_run_backward
 
-    def ordered(outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any) -> Any:
-        if not create_graph:
-            return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
-        with torch.autograd.set_multithreading_enabled(False):
-            return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+    def make(run: Callable) -> Callable:
+        def ordered(
+            outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not create_graph:
+                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+            with torch.autograd.set_multithreading_enabled(False):
+                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = ordered  # type: ignore[assignment]
+        return ordered
+
+    patches.declare(
+        "torch.autograd._engine_run_backward",
+        make,
+        "with create_graph, device threads record nodes in an order that differs from rank to rank: a second backward "
+        "would issue its collectives in different orders",
+    )
 
 
-def replace_script_call(call: Any) -> Any:
-    """Make scripted functions call `call(function, *args, **kwargs)`; what they called before.
+def replace_script_call(call: Callable) -> None:
+    """Declare the patch that makes scripted functions call `call(before, function, *args, **kwargs)`.
 
     torch 2.11-2.15 run a `torch.jit.ScriptFunction` (of `script` and of `trace`) in C++ below every override, unlike a
-    ScriptModule. Can go when it honours `__torch_function__`.
+    ScriptModule. Can go when it honors `__torch_function__`.
     """
-    before = torch.jit.ScriptFunction.__call__
-    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
-    return before
+
+    def make(before: Callable) -> Callable:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(before.__get__(self), self, *args, **kwargs)
+
+        return __call__
+
+    patches.declare(
+        "torch.jit.ScriptFunction.__call__",
+        make,
+        "the C++ interpreter of TorchScript calls kernels below the rules",
+    )
 
 
 def scripted_source(function: Any) -> Any:
@@ -190,7 +213,7 @@ module_hook_function = torch.nn.modules._functions.BackwardHookFunction
 
 
 def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any, Callable], Callable]) -> None:
-    """Have hooks that are registered on a Function's nodes be what `change(node, hook)` makes of them.
+    """Wrap every hook registered on the nodes of this Function, one of ours, with `change(node, hook)`.
 
     torch 2.11-2.15: the class of the nodes has no public name.
     """
@@ -199,18 +222,24 @@ def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any
 
 
 def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
-    """Call `check(module, inputs, result)` when a module with hooks of `register_backward_hook` was called.
+    """Declare the patch that calls `check(module, inputs, result)` after a call with `register_backward_hook` hooks.
 
-    torch 2.11-2.15: it hooks the node behind the result, whatever that is, and then looks whether to warn. No public
-    name; can go when `register_backward_hook` goes.
+    torch 2.11-2.15: such a hook is set on the node of the result, whichever that is; then torch calls this method. No
+    public name; can go when `register_backward_hook` goes.
     """
-    warn = torch.nn.Module._maybe_warn_non_full_backward_hook
 
-    def checked(self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
-        check(self, inputs, result)
-        warn(self, inputs, result, grad_fn)
+    def make(warn: Callable) -> Callable:
+        def checked(self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
+            check(self, inputs, result)
+            warn(self, inputs, result, grad_fn)
 
-    torch.nn.Module._maybe_warn_non_full_backward_hook = checked  # type: ignore[method-assign]
+        return checked
+
+    patches.declare(
+        "torch.nn.Module._maybe_warn_non_full_backward_hook",
+        make,
+        "`register_backward_hook` would see gradients of a local call: refused for ShardTensors",
+    )
 
 
 def tensor_getter(name: str, method: str = "__get__") -> Any:

@@ -1,4 +1,4 @@
-"""The rules, one package per family. Importing this package registers them."""
+"""Rules of all torch functions, one package per family. Importing this package registers them."""
 
 from .attention import sdpa as sdpa
 from .elementwise import cross_entropy as cross_entropy

@@ -8,6 +8,7 @@ by C++ on whatever tensors it is given; for ShardTensors a node on each side car
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,11 +148,21 @@ class _ToPlain(torch.autograd.Function):
         return to_full_tensor(grad) if isinstance(grad, ShardTensor) else grad
 
 
-def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` for arguments among which there may be ShardTensors."""
-    plain = function_apply.__get__(None, function)
-    if not any(isinstance(a, ShardTensor) for a in args):
+def make_apply(before: Any) -> Any:
+    """Return the `Function.apply` that calls `apply` for ShardTensors, and torch's own, `before`, for all others."""
+
+    def apply_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = before.__get__(None, function)
+        for arg in args:
+            if isinstance(arg, ShardTensor):
+                return apply(function, plain, *args, **kwargs)
         return plain(*args, **kwargs)
+
+    return classmethod(apply_function)
+
+
+def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Apply a Function to ShardTensors; `plain` is torch's own `apply` of it."""
     needed = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     if not needed or not torch.is_grad_enabled():
         return plain(*args, **kwargs)
@@ -173,4 +184,4 @@ def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     return map_tensors(out, lambda t: wrap(_ToLocal.apply(t), t._layout) if isinstance(t, ShardTensor) else t)
 
 
-replace_function_apply(apply)
+replace_function_apply(make_apply)

@@ -5,6 +5,7 @@ Their C++ interpreter would call torch's kernels below the rules. Without ShardT
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..._compat import replace_script_call, scripted_source
@@ -12,12 +13,15 @@ from ...dispatch.registry import mesh_of, torch_function
 from ...tensor import ShardTensor
 
 
-def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a scripted function returns. One whose Python is not there, as when it was loaded, gathers."""
+def call_script(plain: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the Python source of a scripted function if a ShardTensor is among the arguments, else `plain`.
+
+    A function without Python source, as one that was loaded from a file, falls back to a gather.
+    """
     if mesh_of(args, kwargs) is None:
-        return _run_script(function, *args, **kwargs)
+        return plain(*args, **kwargs)
     written = scripted_source(function)
     return torch_function(ShardTensor, function, (), args, kwargs) if written is None else written(*args, **kwargs)
 
 
-_run_script = replace_script_call(call_script)
+replace_script_call(call_script)

@@ -1,0 +1,101 @@
+"""Importing shardfield changes nothing in torch; patches come with the first ShardTensor and go on request."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from shardfield._compat.patches import patches
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+# Runs in a process of its own: this one has imported shardfield. A snapshot holds the functions, classes and entries of
+# classes of all torch modules that were imported before shardfield.
+SCRIPT = """
+import inspect, sys, types, warnings
+import torch, torch.distributed.tensor, torch.distributed.device_mesh, torch.utils.checkpoint, torch.jit
+
+MODULES = [m for n, m in list(sys.modules.items()) if n.split(".")[0] == "torch" and isinstance(m, types.ModuleType)]
+
+def snapshot():
+    found = {}
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            if inspect.isclass(value) and value.__module__.split(".")[0] == "torch":
+                for entry, member in list(vars(value).items()):
+                    if callable(member) or hasattr(member, "__get__"):
+                        found[f"{value.__module__}.{value.__qualname__}.{entry}"] = member
+            if callable(value):
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+def changed(a, b):  # new names are no matter: torch itself fills some when tensors are made
+    return sorted(n for n in a if a[n] is not b.get(n))
+
+def our_ops():
+    return [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("shardfield::")]
+
+before = snapshot()
+import shardfield
+from shardfield._compat.patches import patches
+after = snapshot()
+print("import", changed(before, after), sorted(after.keys() - before.keys()), our_ops())
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+start = snapshot()
+x = shardfield.scatter_tensor(torch.ones(2, 2), 0, mesh, [torch.distributed.tensor.Shard(0)], requires_grad=True)
+print("tensor", changed(start, snapshot()))
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+Double.apply(x).sum().backward()
+assert torch.equal(x.grad.full_tensor(), torch.full((2, 2), 2.0))
+shardfield.uninstall()
+print("removed", changed(start, snapshot()))
+y = torch.ones(2, requires_grad=True)
+Double.apply(y).sum().backward()
+assert torch.equal(y.grad, torch.full((2,), 2.0))
+
+x = shardfield.scatter_tensor(torch.ones(2, 2), 0, mesh, [torch.distributed.tensor.Shard(0)], requires_grad=True)
+assert all(p.after is not None for p in patches)
+Double.apply(x).sum().backward()
+assert torch.equal(x.grad.full_tensor(), torch.full((2, 2), 2.0))
+
+mine = torch.autograd.Function.__dict__["apply"]
+torch.autograd.Function.apply = classmethod(lambda cls, *args: mine.__get__(None, cls)(*args))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    shardfield.uninstall()
+assert ["torch.autograd.Function.apply" in str(w.message) for w in seen] == [True], seen
+Double.apply(torch.ones(2, requires_grad=True))
+torch.autograd.Function.apply = mine
+shardfield.uninstall()
+print("again", changed(start, snapshot()))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_import_changes_nothing_and_patches_can_be_removed():
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert not run.returncode, run.stderr
+    lines = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    assert lines["import"] == "[] [] []"
+    names = sorted(str(patch.path) for patch in patches)
+    assert all(name.rsplit(".", 1)[1] in lines["tensor"] for name in names), lines["tensor"]
+    assert lines["tensor"].count("'") == 2 * len(names), f"more than the declared patches changed: {lines['tensor']}"
+    assert lines["removed"] == lines["again"] == "[]"
+
+
+def test_the_architecture_page_lists_the_patches():
+    section = PAGE.read_text().split("## What is patched in torch\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == sorted(patch.path for patch in patches)
+    assert all(patch.reason for patch in patches)
