@@ -86,20 +86,26 @@ def _is_local(input, dims) -> bool:
     return layout.is_simple and not layout.partial and not any(map(layout.is_sharded, dims))
 
 
-def _eager_fft(one, input, n, dim, norm):
+def _eager_fft(fft_1d, input, n, dim, norm):
     """Transform one dim now, without deferring."""
-    return EAGER[one](one, (), (input, n, dim, norm), {})
+    return EAGER[fft_1d](fft_1d, (), (input, n, dim, norm), {})
 
 
-def _try_lazy(input, dims, sizes, norm, last, compute):
+def _try_lazy(input, dims, sizes, norm, last_fft, compute):
     """Defer a transform, or invert a deferred spectrum; return None if the transform must be computed now."""
-    lazy = lazy_spectrum.defer_inverse(input, dims, sizes, norm, last is fft.irfft) if last in LAZY_INVERSE else None
-    if lazy is None and last in LAZY_FORWARD:
-        lazy = lazy_spectrum.defer_forward(input, dims, sizes, norm, last is fft.rfft, last is fft.ifft, compute)
+    lazy = (
+        lazy_spectrum.defer_inverse(input, dims, sizes, norm, last_fft is fft.irfft)
+        if last_fft in LAZY_INVERSE
+        else None
+    )
+    if lazy is None and last_fft in LAZY_FORWARD:
+        lazy = lazy_spectrum.defer_forward(
+            input, dims, sizes, norm, last_fft is fft.rfft, last_fft is fft.ifft, compute
+        )
     return lazy
 
 
-def _fft_handler(one):
+def _fft_handler(fft_1d):
     """Return the handler of a transform along one dim, which is deferred if the dim is sharded."""
 
     def run(func, types, args, kwargs):
@@ -108,11 +114,11 @@ def _fft_handler(one):
             if result is None:
                 if communicates(*args, **kwargs):
                     check.wait()
-                result = EAGER[one](func, types, args, kwargs)
+                result = EAGER[fft_1d](func, types, args, kwargs)
         return result
 
     def start_check(input, n=None, dim=-1, norm=None, out=None):
-        return lazy_spectrum.check_consensus(input, f"{one.__name__}(n={n}, dim={dim}, norm={norm})", n is not None)
+        return lazy_spectrum.check_consensus(input, f"{fft_1d.__name__}(n={n}, dim={dim}, norm={norm})", n is not None)
 
     def communicates(input, n=None, dim=-1, norm=None, out=None):
         return out is not None or not -input.ndim <= dim < input.ndim or not _is_local(input, [dim])
@@ -121,7 +127,7 @@ def _fft_handler(one):
         if input.__class__ is not ShardTensor or not -input.ndim <= dim < input.ndim:
             return None
         dims = [dim % input.ndim]
-        return _try_lazy(input, dims, [n], norm, one, lambda x: _eager_fft(one, x, n, dims[0], norm))
+        return _try_lazy(input, dims, [n], norm, fft_1d, lambda x: _eager_fft(fft_1d, x, n, dims[0], norm))
 
     return run
 
@@ -149,19 +155,19 @@ def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:
     return dims, [None] * len(dims) if s is None else [None if n == -1 else n for n in s]
 
 
-def _fft_each_dim(one, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
+def _fft_each_dim(fft_1d, input, dims: Sequence[int], sizes: Sequence[int | None], norm):
     """Apply a complex transform along each dim, unsharded dims first."""
     layout = getattr(input, "_layout", None)
     order = sorted(range(len(dims)), key=lambda i: (layout is not None and layout.is_sharded(dims[i]), -i))
     for i in order:
-        input = _eager_fft(one, input, sizes[i], dims[i], norm)
+        input = _eager_fft(fft_1d, input, sizes[i], dims[i], norm)
     return input
 
 
-def _fft_nd(fn, one, last, first: bool):
-    """Return handlers of an n-dim and a 2-dim transform: `last` along the last dim, `one` along the others.
+def _fft_nd(fn, fft_1d, last_fft, last_dim_first: bool):
+    """Return handlers of an n-dim and a 2-dim transform: `last_fft` along the last dim, `fft_1d` along the others.
 
-    `first`: the last dim is transformed before the others.
+    `last_dim_first`: the last dim is transformed before the others.
     """
 
     def plan_unsharded(input: Operand, dims, sizes, norm):
@@ -169,15 +175,15 @@ def _fft_nd(fn, one, last, first: bool):
         layout = input.layout.unshard(dims)
         for d, n in zip(dims, sizes, strict=True):
             layout = layout.with_dim(
-                d, DimSharding(OUT_LENGTH[(last if d == dims[-1] else one).__name__](n, input.shape[d]))
+                d, DimSharding(OUT_LENGTH[(last_fft if d == dims[-1] else fft_1d).__name__](n, input.shape[d]))
             )
         s = [
-            layout.shape[d] if last in FROM_HALF_SPECTRUM else n or input.shape[d]
+            layout.shape[d] if last_fft in FROM_HALF_SPECTRUM else n or input.shape[d]
             for d, n in zip(dims, sizes, strict=True)
         ]
 
         def local(input):
-            return fn(input, s, dims, norm) if input.numel() else _empty_result(last, input, layout.local_shape)
+            return fn(input, s, dims, norm) if input.numel() else _empty_result(last_fft, input, layout.local_shape)
 
         return Plan(local=local, operands={"input": input.layout.unshard(dims)}, layout=layout)
 
@@ -187,7 +193,7 @@ def _fft_nd(fn, one, last, first: bool):
         call = f"{fn.__name__}(s={s}, dim={dim}, norm={norm})"
         with lazy_spectrum.check_consensus(input, call, s is not None) as check:
             dims, sizes = _dims(input, s, dim)
-            result = _try_lazy(input, dims, sizes, norm, last, lambda x: compute_now(x, dims, sizes, norm))
+            result = _try_lazy(input, dims, sizes, norm, last_fft, lambda x: compute_now(x, dims, sizes, norm))
             if result is None:
                 if not _is_local(input, dims):
                     check.wait()
@@ -199,11 +205,15 @@ def _fft_nd(fn, one, last, first: bool):
         if layout is not None and len(dims) > 1 and layout.is_simple and not any(map(layout.is_sharded, dims)):
             if 0 not in input.shape and all(n is None or n > 0 for n in sizes):
                 return run_unsharded(fn, (), (input, tuple(dims), tuple(sizes), norm), {})
-        if last is one:
-            return _fft_each_dim(one, input, dims, sizes, norm)
-        if first:
-            return _fft_each_dim(one, _eager_fft(last, input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm)
-        return _eager_fft(last, _fft_each_dim(one, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm)
+        if last_fft is fft_1d:
+            return _fft_each_dim(fft_1d, input, dims, sizes, norm)
+        if last_dim_first:
+            return _fft_each_dim(
+                fft_1d, _eager_fft(last_fft, input, sizes[-1], dims[-1], norm), dims[:-1], sizes[:-1], norm
+            )
+        return _eager_fft(
+            last_fft, _fft_each_dim(fft_1d, input, dims[:-1], sizes[:-1], norm), sizes[-1], dims[-1], norm
+        )
 
     def two_dim(input, s=None, dim=(-2, -1), norm=None):
         return nd(input, s, dim, norm)

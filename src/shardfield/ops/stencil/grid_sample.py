@@ -47,9 +47,8 @@ def grid_sampler(func, types, args, kwargs):
     if not any(layout.is_sharded(d) for d in range(2, layout.ndim)):
         return wrap(func(field, grid, *options), alignment.result)
     half = dtype in HALF_DTYPES
-    points = (grid.float() if half else grid).unbind(-1)[
-        ::-1
-    ]  # the grid lists coordinates from the last dim to the first
+    # The grid lists coordinates from the last dim to the first.
+    points = (grid.float() if half else grid).unbind(-1)[::-1]
     on_cpu = field.device.type == "cpu"
     cpu_2d = layout.ndim == 4 and on_cpu
     taps = [
