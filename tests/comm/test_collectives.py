@@ -1,4 +1,4 @@
-"""The moves between ranks: values in every dtype, adjoints, derivatives of any order, and what they send."""
+"""Autograd collectives: values in every dtype, adjoints, derivatives of any order, messages and bytes."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ EQUAL = {1: (5,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 1, 1)}
 
 @contextlib.contextmanager
 def metered():
-    """What this rank sent: a list of (kind, messages, bytes)."""
+    """Collect what this rank sends: a list of (kind, messages, bytes)."""
     sent = []
     collectives.meter = lambda *what: sent.append(what)
     try:
@@ -31,7 +31,7 @@ def metered():
 
 
 def everything(shape, dtype, seed=0):
-    """The same tensor on every rank; its elements are small integers, exact in any dtype."""
+    """Return the same tensor on every rank; its elements are small integers, exact in any dtype."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-8, 8, shape, generator=generator)
     if dtype.is_complex:
@@ -48,7 +48,7 @@ def part(tensor, dim, lengths, coord=None):
 
 
 def halo(dim, lengths, width):
-    """Every rank asks for its range and `width` more on each side; cells beyond the domain stay fill."""
+    """Return the route of a halo of `width` cells on each side; cells beyond the domain keep the fill value."""
     size = sum(lengths)
     requests, sizes = [], []
     for start, length in zip(starts(lengths), lengths, strict=True):
@@ -59,14 +59,14 @@ def halo(dim, lengths, width):
 
 
 def reverse(dim, lengths):
-    """The whole dim in reverse order, cut as before."""
+    """Return the route that reverses a dim and keeps its shard sizes."""
     size = sum(lengths)
     requests = [[RowRequest(size - b - n, n, flip=True)] for b, n in zip(starts(lengths), lengths, strict=True)]
     return fetch_route(dim, lengths, dist.get_rank(), requests, lengths)
 
 
 def roll(dim, lengths, shift):
-    """Two runs a rank: what wraps around comes from the other end."""
+    """Return the route of a roll: two runs per rank, one of which wraps around."""
     size = sum(lengths)
     requests = []
     for begin, length in zip(starts(lengths), lengths, strict=True):
@@ -80,11 +80,11 @@ def roll(dim, lengths, shift):
     return fetch_route(dim, lengths, dist.get_rank(), requests, lengths)
 
 
-# ---------------------------------------------------------------------- one row per move
+# ---------------------------------------------------------------------- one row per collective
 
 
-# name -> (kind before, kind after, the move of a local tensor, what this rank should hold of the global value).
-# Kinds: shard; replicate; partial (addends, one gradient for all); entered (one value, a gradient from each rank).
+# name -> (kind before, kind after, the collective on a local tensor, what this rank should hold of the global value).
+# Kinds: shard; replicate; partial (partial sums, one gradient for all); entered (one value, a gradient per rank).
 def table(dim, lengths):
     world, group = dist.get_world_size(), dist.group.WORLD
     other = 1 - dim
@@ -153,10 +153,10 @@ MOVES = "enter reduce to_partial leave gather split reduce_scatter gather_enter 
 
 
 def held(kind, x, dim, lengths):
-    """What this rank holds of a global value of a kind."""
+    """Return what this rank holds of a global value of a kind."""
     if kind == "shard":
         return part(x, dim, lengths).clone()
-    if kind == "partial":  # addends that are exact in every dtype: one rank has the value and one more, the next -1
+    if kind == "partial":  # partial sums that are exact in every dtype: one rank has the value plus 1, the next -1
         rank, world = dist.get_rank(), dist.get_world_size()
         if x.dtype is torch.bool:
             return x if rank == world - 1 else torch.zeros_like(x)
@@ -166,7 +166,7 @@ def held(kind, x, dim, lengths):
 
 
 def cotangent(kind, like, seed):
-    """A gradient as the convention has it for a kind."""
+    """Return a random cotangent for a kind: the same on all ranks or one per rank."""
     return random_like(like, seed, same_on_all_ranks=kind in ("replicate", "partial"))
 
 
@@ -183,7 +183,7 @@ def check_values(name, dim, lengths, dtypes):
         if after == "partial":
             y = collectives.all_reduce(y, dist.group.WORLD)
         assert torch.equal(y, expected(x)), (name, dtype, y, expected(x))
-        if dtype.is_complex:  # the conjugate is lazy in torch, and must not be lost on the way
+        if dtype.is_complex:  # the conjugate is a lazy flag in torch, which a buffer would drop
             y = move(held(before, x, dim, lengths).conj())
             if after == "partial":
                 y = collectives.all_reduce(y, dist.group.WORLD)
@@ -202,12 +202,12 @@ def check_adjoint(name, dim, lengths, dtype):
     assert abs(left - right) <= 1e-12 * max(1, abs(left)), (name, left, right)
     if before in ("replicate", "partial"):
         first = collectives.broadcast(back.detach(), 0, dist.group.WORLD)
-        assert torch.allclose(first, back, rtol=1e-14, atol=1e-14), f"{name}: ranks differ in the whole gradient"
-    # The adjoint is linear too, and its adjoint is the move.
+        assert torch.allclose(first, back, rtol=1e-14, atol=1e-14), f"{name}: ranks differ in the full gradient"
+    # The adjoint is linear too, and its adjoint is the collective.
     z = everything(shape_for(dim, lengths), dtype, seed=2)
     z = held(before, z, dim, lengths)
     (again,) = torch.autograd.grad(back, bar, z)
-    assert torch.allclose(again, move(z), rtol=1e-14, atol=1e-14), f"{name}: the adjoint of the adjoint is another move"
+    assert torch.allclose(again, move(z), rtol=1e-14, atol=1e-14), f"{name}: the second adjoint differs"
 
 
 ALL_DTYPES = [
@@ -251,7 +251,7 @@ def adjoints_of_all():
                     check_adjoint(name, dim, lengths, dtype)
 
 
-def test_the_table_has_every_move():
+def test_table_has_every_collective():
     assert run_on_ranks(names_in_table, 1) == [sorted(MOVES)]
 
 
@@ -260,7 +260,7 @@ def names_in_table():
 
 
 def test_second_derivatives():
-    """Through functions that are not linear, with all kinds of value on the way."""
+    """Through nonlinear functions and all kinds of value."""
     run_on_ranks(second_derivatives, 3)
 
 
@@ -269,19 +269,19 @@ def second_derivatives():
     coord = dist.get_rank()
     x = torch.arange(2.0 * lengths[coord], dtype=torch.float64).reshape(2, -1) / 3 + coord
 
-    def there_and_back(x):
+    def round_trip(x):
         whole = autograd_collectives.gather(x, 1, lengths, group)  # replicate
         whole = autograd_collectives.reduce(autograd_collectives.to_partial(whole.sin(), (group,)), (group,))
         entered = autograd_collectives.replicate_in([whole], (group,))[0]
-        partial = entered * (coord + 1)  # another factor on each rank
+        partial = entered * (coord + 1)  # a different factor on each rank
         return autograd_collectives.reduce_scatter(partial, 1, lengths, group)
 
-    assert_second_order(there_and_back, x)
+    assert_second_order(round_trip, x)
     assert_second_order(lambda x: autograd_collectives.exchange(x, halo(1, lengths, 1), group, fill=2.0).sin(), x)
     assert_second_order(lambda x: autograd_collectives.gather_replicate_in(x, 1, lengths, group) * (coord + 1), x)
 
 
-# ---------------------------------------------------------------------- sums, extremes, and odd cases
+# ---------------------------------------------------------------------- sums, extremes, unusual shapes
 
 
 def test_half_precision_is_summed_in_fp32():
@@ -302,7 +302,7 @@ def half_sums():
             collectives.all_reduce(mine * 2, group, "avg") * 2,
         ):
             assert got.dtype == dtype and bool((got == exact).all()), (dtype, got)
-        # The adjoint of a halo sums what the neighbours looked at.
+        # The adjoint of a halo exchange sums the gradients of the neighbors.
         x = torch.zeros(1, dtype=dtype, requires_grad=True)
         y = autograd_collectives.exchange(x, halo(0, (1,) * 4, 3), group)
         weight = torch.full_like(y, 1.0 if rank == 0 else small)
@@ -346,12 +346,12 @@ def reductions():
     assert torch.equal(x.grad, torch.tensor([1.0, 2.0 if rank else 0.0]))
 
 
-def test_equal_parts_share():
+def test_equal_maxima_share_the_gradient():
     run_on_ranks(equal_parts, 4)
 
 
 def equal_parts():
-    """Partial(max) over two axes: three of four parts are equal, and each gets a third, as from amax of all four."""
+    """Check Partial(max) over two axes: three of four are equal and each gets a third, as from amax of all four."""
     mesh, rank = world_mesh((2, 2)), dist.get_rank()
     for op, sign in (("max", 1), ("min", -1)):
         part = torch.tensor([sign * (1.0 if rank else 0.0), 2.0], requires_grad=True)
@@ -362,12 +362,12 @@ def equal_parts():
         assert torch.equal(part.grad, torch.tensor([1.0 if rank else 0.0, 1.0])), part.grad
 
 
-def test_odd_shapes():
+def test_unusual_shapes():
     run_on_ranks(odd_shapes, 3)
 
 
 def odd_shapes():
-    """Scalars, non-contiguous and expanded tensors, more than two dims, and inputs that must not change."""
+    """Check scalars, non-contiguous and expanded tensors, more than two dims, and that inputs do not change."""
     group, rank = dist.group.WORLD, dist.get_rank()
     scalar = torch.tensor(float(rank))
     assert float(collectives.all_reduce(scalar, group)) == 3.0 and float(scalar) == rank
@@ -379,7 +379,7 @@ def odd_shapes():
     assert torch.equal(collectives.all_reduce(torch.ones(1).expand(4), group), torch.full((4,), 3.0))
     single = torch.arange(6).to(torch.complex64).reshape(2, 3)[rank % 2 :: 2, 1]  # one element, of stride 6
     assert [t.tolist() for t in collectives.all_gather(single, [(1,)] * 3, group)] == [[1], [4], [1]]
-    lazy = torch.tensor([1 + 2j]).conj().imag  # contiguous, and its minus is a flag, not in memory
+    lazy = torch.tensor([1 + 2j]).conj().imag  # contiguous, and its sign is a flag, not in memory
     assert lazy.is_neg() and lazy.is_contiguous()
     assert [t.tolist() for t in collectives.all_gather(lazy, [(1,)] * 3, group)] == [[-2.0]] * 3
     assert collectives.exchange([lazy] * 3, [(1,)] * 3, group)[rank - 1].tolist() == [-2.0]
@@ -389,7 +389,7 @@ def odd_shapes():
         part(wide, 0, (3, 0, 1)), swap_route(0, (3, 0, 1), 2, (1, 1, 0), rank), group
     )
     assert torch.equal(swapped, part(wide, 2, (1, 1, 0)))
-    # Entered tensors of several dtypes come back in one message each.
+    # Gradients of replicated operands of several dtypes take one message each.
     a, b = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
     c, fixed = torch.ones(2, 2, requires_grad=True), torch.ones(1)
     with metered() as sent:
@@ -410,7 +410,7 @@ def messages_and_bytes():
     mine = torch.zeros(lengths[rank], 8)  # 32 bytes a row
     with metered() as sent:
         autograd_collectives.gather(mine, 0, lengths, group)
-        # Uneven: this rank's rows go to both others; an empty piece is no message.
+        # Uneven: this rank's rows go to both others; an empty shard sends no message.
         assert sent == [("exchange", 2 if lengths[rank] else 0, 2 * 32 * lengths[rank])]
     with metered() as sent:
         autograd_collectives.gather(torch.zeros(2, 8), 0, (2, 2, 2), group)
@@ -424,7 +424,7 @@ def messages_and_bytes():
         assert sent == [("exchange", sum(bool(n) for c, n in enumerate(lengths) if c != rank), 32 * to_others)]
     with metered() as sent:
         autograd_collectives.exchange(mine, halo(0, lengths, 1), group)
-        # The empty rank in the middle owns nothing, and asks for a row from each side.
+        # The rank in the middle has an empty shard and requests a row from each side.
         assert sent == [("exchange", 2 if rank != 1 else 0, 32 * (2 if rank != 1 else 0))]
     with metered() as sent:
         autograd_collectives.split(torch.zeros(6, 8), 0, lengths, group)
@@ -432,7 +432,7 @@ def messages_and_bytes():
         assert not sent
 
 
-def test_pending_messages_overlap_and_are_taken_once():
+def test_pending_messages_overlap_and_are_waited_for_once():
     run_on_ranks(pending, 2)
 
 
@@ -450,7 +450,7 @@ def test_groups_within_the_world():
 
 
 def groups_within():
-    """Coords are positions in the group, not ranks."""
+    """Check that coords are positions in the group, not ranks."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = halves[rank % 2]

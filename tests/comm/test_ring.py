@@ -1,4 +1,4 @@
-"""The ring: every block comes by once, on one axis and on several, and what is made of it finds its owner."""
+"""Ring: every rank receives every block once, on one axis and on several, and results return to the owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import world_mesh
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (2,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (3, 1, 2)], ids=str)
-def test_every_block_comes_by_once(sizes):
+def test_every_block_is_received_once(sizes):
     for coords in product(*map(range, sizes)):
         ring = Ring((), sizes, coords)
         owners = [ring.owner(s) for s in range(ring.num_steps)]
@@ -39,7 +39,7 @@ def here(mesh_shape) -> Ring:
 
 
 def round_trip(mesh_shape):
-    """On a rank: blocks that came by, and what others made of this rank's: the block times the stop."""
+    """Return the blocks that a rank received, and its own block as the others sent it back, times the step."""
     ring = here(mesh_shape)
     mine = ring.owner(0)
     lengths = LENGTHS[: ring.num_steps]
@@ -53,7 +53,7 @@ def round_trip(mesh_shape):
 
 
 @pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)], ids=str)
-def test_blocks_come_by_and_go_home(mesh):
+def test_blocks_return_to_their_owner(mesh):
     size = math.prod(mesh)
     for rank, (owners, came, back) in enumerate(run_on_ranks(round_trip, size, mesh)):
         assert came == [[10 * o + i for i in range(LENGTHS[o])] for o in owners]
@@ -61,7 +61,7 @@ def test_blocks_come_by_and_go_home(mesh):
 
 
 def in_flight(mesh_shape):
-    """On a rank: how many blocks were on their way at each stop."""
+    """Return how many blocks were in flight at each step of a rank."""
     ring, flying, found = here(mesh_shape), 0, []
     start = collectives.start_exchange
 
@@ -88,11 +88,11 @@ def in_flight(mesh_shape):
 
 def test_two_blocks_are_in_flight():
     assert run_on_ranks(in_flight, 4, (4,)) == [[2, 2, 1, 0]] * 4
-    assert run_on_ranks(in_flight, 4, (2, 2)) == [[2, 1, 1, 0]] * 4  # the last comes by way of the one before it
+    assert run_on_ranks(in_flight, 4, (2, 2)) == [[2, 1, 1, 0]] * 4  # the last is forwarded by the one before it
 
 
 def inner_products(mesh_shape):
-    """On a rank: its share of <Ax, y> and <x, A*y>, and of the same for the adjoint, whose blocks may be empty."""
+    """Return a rank's share of <Ax, y> and <x, A*y>, and of the same for the adjoint, whose blocks may be empty."""
     ring = here(mesh_shape)
     mine, lengths = ring.owner(0), LENGTHS[: ring.num_steps]
     generator = torch.Generator().manual_seed(mine)
@@ -114,7 +114,7 @@ def test_adjoint_of_all_blocks(mesh):
     torch.testing.assert_close(told[2], told[3])
 
 
-def test_a_pack_is_taken_apart():
+def test_packed_blocks_are_unpacked():
     parts = [torch.randn(2, 3), torch.empty(0, 4), torch.randn(5)]
     for part, found in zip(parts, unpack(pack(parts), [p.shape for p in parts]), strict=True):
         assert torch.equal(part, found)

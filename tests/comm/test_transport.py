@@ -1,4 +1,4 @@
-"""Messages by way of the host, and messages that nobody sends."""
+"""Transports: staged through host memory, tried for a backend, and the silent one that sends nothing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from shardfield.testing import run_on_ranks
 
 
 class Counting(transport.HostStagedTransport):
-    """By way of the host, and counts what goes that way."""
+    """Stage through host memory and count the calls."""
 
     def __init__(self):
         super().__init__(transport.DIRECT)
@@ -28,7 +28,7 @@ class Counting(transport.HostStagedTransport):
 
 
 def program(mesh):
-    """Every kind of message, forward and backward."""
+    """Send every kind of message, forward and backward."""
     torch.manual_seed(0)
     whole = torch.randn(2, 4, 8, 6, dtype=torch.float64)
     weight = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
@@ -56,14 +56,14 @@ def staged():
     return counting.kinds
 
 
-def test_by_way_of_the_host_nothing_changes():
+def test_host_staging_gives_the_same_results():
     first, second = run_on_ranks(staged, 2)
     assert first == {"all_reduce", "all_gather", "broadcast", "exchange", "send_to_ranks"}
     assert second == {"all_reduce", "all_gather", "broadcast", "exchange", "recv_from_rank"}
 
 
 class NoDevice(transport.DirectTransport):
-    """A backend that sums on devices and sends nothing from one to the other."""
+    """Emulate a backend that can reduce on devices but cannot send between them."""
 
     def exchange(self, receives, sends, group):
         raise RuntimeError("ProcessGroup::send: invalid tensor type")
@@ -73,7 +73,7 @@ def tried(config):
     group = init_device_mesh("cpu", (2,)).get_group()
     kept = transport.DIRECT, dist.get_backend_config, transport._backend_serves_cpu
     one = torch.ones(1)
-    assert transport._probe_transport(one, group) is transport.STAGED  # gloo serves the CPU: it sends from there
+    assert transport._probe_transport(one, group) is transport.STAGED  # gloo sends from host memory
     transport._backend_serves_cpu = lambda group, device: False
     try:
         assert transport._probe_transport(one, group) is kept[0]
@@ -83,7 +83,7 @@ def tried(config):
         transport.DIRECT, dist.get_backend_config, transport._backend_serves_cpu = kept
 
 
-def test_what_a_backend_can_do_is_tried():
+def test_backend_is_probed():
     assert run_on_ranks(tried, 2, "cpu:gloo,cuda:gloo") == [True, True]
 
 
@@ -92,7 +92,7 @@ def refused():
         tried("cuda:gloo")
 
 
-def test_a_backend_that_cannot_and_no_host_to_go_by():
+def test_backend_without_transport_is_refused():
     run_on_ranks(refused, 2)
 
 
@@ -101,7 +101,7 @@ def silent():
     group = mesh.get_group()
     transport.override = transport.NullTransport()
     try:
-        if dist.get_rank(group) == 0:  # alone: nothing waits for the other
+        if dist.get_rank(group) == 0:  # one rank alone: nothing blocks
             x = torch.arange(3.0)
             assert collectives.all_reduce(x, group).equal(2 * x)
             assert collectives.all_reduce(x, group, "prod").equal(x**2)
@@ -114,5 +114,5 @@ def silent():
         transport.override = None
 
 
-def test_nobody_sends():
+def test_silent_transport_sends_nothing():
     run_on_ranks(silent, 2)

@@ -1,4 +1,4 @@
-"""Trees of process groups, and the ranks of groups and meshes. Pure: no process is started."""
+"""Trees of process groups, and the ranks of groups and meshes. No process is started."""
 
 import doctest
 
@@ -10,7 +10,7 @@ from shardfield.errors import WorldError
 
 
 @pytest.mark.parametrize("module", [config, groups])
-def test_the_examples_of_the_docstrings(module):
+def test_docstring_examples(module):
     failed, tried = doctest.testmod(module)
     assert tried and not failed
 
@@ -25,7 +25,7 @@ def tree():
     return it
 
 
-def test_sizes_go_up_the_tree(capsys):
+def test_sizes_propagate_up_the_tree(capsys):
     it = tree()
     assert it.leaf_groups() == ["data", "spatial", "channel"]
     it.set_leaf_group_sizes({"data": 4, "spatial": 2, "channel": 3}, update_parent_sizes=False)
@@ -50,7 +50,7 @@ def test_sizes_go_up_the_tree(capsys):
         (lambda it: it.set_leaf_group_sizes({"data": 2}), "not set: spatial, channel"),
     ],
 )
-def test_wrong_trees(wrong, message):
+def test_invalid_trees_are_rejected(wrong, message):
     with pytest.raises(WorldError, match=message):
         wrong(tree())
 
@@ -66,9 +66,11 @@ def test_ranks_of_groups():
             split_groups(world, size)
 
 
-@pytest.mark.parametrize("shape, whole", [((-1,), (8,)), ((2, -1), (2, 4)), ((8, -1), (8, 1)), ([2, 2, 2], (2, 2, 2))])
-def test_mesh_shapes(shape, whole):
-    assert complete_shape(shape, "abc"[: len(shape)], 8) == whole
+@pytest.mark.parametrize(
+    "shape, complete", [((-1,), (8,)), ((2, -1), (2, 4)), ((8, -1), (8, 1)), ([2, 2, 2], (2, 2, 2))]
+)
+def test_mesh_shapes(shape, complete):
+    assert complete_shape(shape, "abc"[: len(shape)], 8) == complete
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,6 @@ def test_mesh_shapes(shape, whole):
         ((), "", "at least one axis"),
     ],
 )
-def test_mesh_shapes_that_do_not_fit(shape, names, message):
+def test_invalid_mesh_shapes_are_rejected(shape, names, message):
     with pytest.raises(WorldError, match=message):
         complete_shape(shape, names, 8)

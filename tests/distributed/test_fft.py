@@ -1,4 +1,4 @@
-"""The FFTs of a field that is cut over ranks equal those of the whole field, forward and backward."""
+"""The FFTs of a sharded field equal those of the global field, forward and backward."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from shardfield.testing import run_on_ranks
 from tests.distributed.test_utils import groups, piece
 from tests.rank_checks import assert_gradients, assert_second_order, random_like
 
-# Global field sizes, and what s asks for: uneven, padded, cropped, both, fewer rows than ranks, and a single column.
+# Global field sizes, and s: uneven, padded, cropped, both, fewer rows than ranks, and a single column.
 FIELDS = [
     ((6, 8), None),
     ((5, 7), (5, 7)),
@@ -26,13 +26,13 @@ FIELDS = [
 NORMS = ["ortho", "backward", "forward"]
 
 
-def whole_gradient(fn, x, cotangent):
+def global_gradient(fn, x, cotangent):
     x = x.clone().requires_grad_()
     return torch.autograd.grad(fn(x), x, cotangent)[0]
 
 
 def cuts(size):
-    """Even as the package cuts, and one that leaves ranks empty."""
+    """Return the package's even shard sizes, and sizes with empty shards."""
     world = dist.get_world_size()
     return [compute_split_shapes(size, world), [0] * (world - 1) + [size], [size] + [0] * (world - 1)]
 
@@ -52,7 +52,7 @@ def equal_to_torch():
                     shape[d] = n
                 x = torch.randn(shape, dtype=torch.float64)
                 compare(DistributedRFFT2.apply, torch.fft.rfft2, x, s, dim, norm)
-                if s is not None or size[1] > 1:  # a spectrum of one column says nothing about the size
+                if s is not None or size[1] > 1:  # a spectrum of one column does not determine the size
                     z = torch.randn(shape, dtype=torch.complex128)
                     compare(DistributedIRFFT2.apply, torch.fft.irfft2, z, s, dim, norm)
 
@@ -63,7 +63,7 @@ def compare(ours, torchs, x, s, dim, norm):
 
     expected = reference(x)
     cotangent = random_like(expected, 5, same_on_all_ranks=True)
-    gradient = whole_gradient(reference, x, cotangent)
+    gradient = global_gradient(reference, x, cotangent)
     rows = compute_split_shapes(expected.shape[dim[0]], dist.get_world_size())
     for lengths in cuts(x.shape[dim[1]]):
         mine = piece(x, dim[1], lengths).clone().requires_grad_()
@@ -88,24 +88,24 @@ def gradients():
         assert_second_order(lambda x: DistributedRFFT2.apply(x, None, (0, 1)).abs(), x)
 
 
-def test_there_and_back_in_single_precision():
-    run_on_ranks(there_and_back, 3)
+def test_round_trip_in_single_precision():
+    run_on_ranks(round_trip, 3)
 
 
-def there_and_back():
+def round_trip():
     with groups(spatial_parallel=3):
         x = torch.randn(2, 6, 9)
         spectrum = DistributedRFFT2.apply(piece(x, 2, [3, 3, 3]), (6, 9), (1, 2))
         assert spectrum.dtype == torch.complex64
         whole = utils.all_gather_v_wrapper(spectrum, [2, 2, 2], dim=1)
         torch.testing.assert_close(whole, torch.fft.rfft2(x, norm="ortho"), rtol=1e-5, atol=1e-5)
-        # The spectrum lies cut along dim 1; the inverse takes it cut along dim 2.
+        # The spectrum is sharded along dim 1; the inverse takes it sharded along dim 2.
         pieces, _ = utils.distributed_transpose(spectrum, 2, 1)
         back = DistributedIRFFT2.apply(torch.cat(pieces, 1), (6, 9), (1, 2))
         torch.testing.assert_close(back, piece(x, 1, [2, 2, 2]), rtol=1e-5, atol=1e-5)
 
 
-def test_only_columns_that_count_travel():
+def test_only_needed_columns_are_sent():
     run_on_ranks(bytes_sent, 2)
 
 
@@ -121,7 +121,7 @@ def bytes_sent():
     assert exchanges == [2 * 4 * 16, 2 * 4 * 16 if rank == 0 else 0]
 
 
-def test_refused():
+def test_unsupported_arguments_are_refused():
     run_on_ranks(refused, 2)
 
 

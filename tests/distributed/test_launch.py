@@ -1,4 +1,4 @@
-"""What each launcher leaves in the environment, and what is read from it. No process is started."""
+"""Read rank, world size and rendezvous from each launcher's environment. No process is started."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_variables_by_hand():
     by_hand = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     assert detect(by_hand) == Launch("env", 3, 4, None, "node0", 29500)
     assert detect(by_hand | {"LOCAL_WORLD_SIZE": "2"}).local_rank == 1
-    # A world of one meets nobody, so it needs no meeting point.
+    # A world of one rank needs no rendezvous address.
     assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == Launch("env", 0, 1, None)
 
 
@@ -73,7 +73,7 @@ def test_srun():
     assert detect(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).addr == "localhost"
 
 
-def test_the_user_decides_where_srun_and_mpirun_meet():
+def test_user_sets_the_rendezvous_of_srun_and_mpirun():
     user = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "4711"}
     for env in (SRUN, MPIRUN):
         assert (detect(env | user).addr, detect(env | user).port) == ("elsewhere", 4711)
@@ -82,7 +82,7 @@ def test_the_user_decides_where_srun_and_mpirun_meet():
     assert (launch.addr, launch.port) == ("there", 99)
 
 
-def test_jobs_on_one_host_meet_at_different_ports():
+def test_jobs_on_one_host_use_different_ports():
     ports = {
         detect(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(s)}).port for job in (17, 18) for s in (0, 1)
     }
@@ -99,7 +99,7 @@ def test_a_batch_script_is_one_process():
 
 
 def test_tasks_without_a_launch_address():
-    # As a batch script may hand them on: no SLURM_LAUNCH_NODE_IPADDR, the node list tells.
+    # As a batch script may pass them on: without SLURM_LAUNCH_NODE_IPADDR the node list is used.
     tasks = without(SRUN, "SLURM_LAUNCH_NODE_IPADDR", "SLURM_STEP_NODELIST", "SLURM_STEP_ID")
     assert (detect(tasks).rank, detect(tasks).world_size, detect(tasks).addr) == (5, 8, "gpu07")
 
@@ -120,13 +120,13 @@ def test_mpirun_on_several_hosts():
         detect(spread)
 
 
-def test_the_order_of_launchers():
+def test_precedence_of_launchers():
     assert detect(TORCHRUN | SRUN | MPIRUN).method == "env"
     assert detect(SRUN).method == "slurm"
     assert detect({}).method == "single" and detect({}) == Launch("single")
-    # mpirun in a SLURM job: the variables of the job are there and are not about this process.
+    # mpirun in a SLURM job: the job's variables are set but do not describe this process.
     assert detect(SBATCH | {"SLURM_NTASKS": "2"} | MPIRUN).rank == 1
-    # A job script that exports some of torch's variables for its own use.
+    # A job script may export some of torch's variables for its own use.
     assert detect(SRUN | {"WORLD_SIZE": "8", "MASTER_PORT": "4711"}).method == "slurm"
 
 
@@ -156,7 +156,7 @@ def test_forcing_a_launcher(name):
         (without(MPIRUN, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
     ],
 )
-def test_half_a_launch(env, message):
+def test_incomplete_variables_are_rejected(env, message):
     with pytest.raises(WorldError, match=message):
         detect(env)
 
@@ -178,7 +178,7 @@ def test_node_lists(nodes, hosts):
     assert expand_hosts(nodes) == hosts
 
 
-def test_time_out():
+def test_timeout():
     assert read_timeout({}) is None and read_timeout({"SHARDFIELD_TIMEOUT": "2.5"}) == 2.5
     for text in ("soon", "0", "-3", "nan"):
         with pytest.raises(WorldError, match=f"SHARDFIELD_TIMEOUT={text} is no number of seconds"):

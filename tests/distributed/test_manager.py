@@ -18,14 +18,14 @@ from tests.launch import clean_env
 
 
 def managed(check, *args):
-    """Run a check with a manager that took over the rank's world, and leave the world as it was."""
+    """Run a check with a manager on the rank's existing world, and leave the world as it was."""
     world = dist.group.WORLD
     DistributedManager.initialize()
     try:
         return check(DistributedManager(), *args)
     finally:
         DistributedManager.cleanup()
-        assert dist.group.WORLD is world, "cleanup ended a world it did not begin"
+        assert dist.group.WORLD is world, "cleanup ended a world that it did not start"
         assert not DistributedManager.is_initialized()
 
 
@@ -46,7 +46,7 @@ def free_port():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A process that no launcher started, with its manager; it has no process group before or after."""
+    """Provide a process without a launcher and its manager; it has no process group before or after."""
     for name in set(os.environ) - set(clean_env()):
         monkeypatch.delenv(name)
     assert not dist.is_initialized()
@@ -72,11 +72,11 @@ def test_a_single_process(alone):
         and alone.cuda == torch.cuda.is_available()
     )
     assert str(alone) == f"process 0 of 1 on {alone.device}, started by 'single'"
-    assert not dist.is_initialized(), "nothing asked for a process group"
+    assert not dist.is_initialized(), "no process group was needed"
     assert alone.group() is None and (alone.group_size(), alone.group_rank(), alone.group_name()) == (1, 0, None)
 
 
-def test_all_managers_are_one(alone):
+def test_manager_is_a_singleton(alone):
     other = DistributedManager()
     alone.broadcast_buffers = alone.find_unused_parameters = True
     assert other.broadcast_buffers and other.find_unused_parameters
@@ -109,7 +109,7 @@ def test_cleanup_and_again(alone):
     assert alone.rank == 0 and alone.mesh_dims == {}
 
 
-def test_it_sets_no_seed_and_no_variable(alone):
+def test_initialize_sets_no_seed_and_no_variable(alone):
     DistributedManager.cleanup()
     before = dict(os.environ), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     DistributedManager.setup(rank=0, world_size=1)
@@ -138,7 +138,7 @@ def test_a_launched_world_of_one(alone, monkeypatch, start):
     assert dist.get_backend() == DistributedManager.get_available_backend()
 
 
-def test_a_second_setup(alone):
+def test_second_setup_is_refused(alone):
     with pytest.raises(WorldError, match=r"initialised already; call DistributedManager.cleanup\(\)"):
         DistributedManager.setup(rank=0, world_size=1)
     DistributedManager.cleanup()
@@ -149,7 +149,7 @@ def test_a_second_setup(alone):
         DistributedManager.setup(rank=0, world_size=1)
         assert DistributedManager().method == "existing"
         DistributedManager.cleanup()
-        assert dist.is_initialized(), "cleanup ended a world it did not begin"
+        assert dist.is_initialized(), "cleanup ended a world that it did not start"
     finally:
         dist.destroy_process_group()
     for wrong in ({"port": "http"}, {"port": 99999}, {"rank": 2}, {"timeout": -1}):
@@ -158,7 +158,7 @@ def test_a_second_setup(alone):
     assert not DistributedManager.is_initialized() and not dist.is_initialized()
 
 
-# Bad names and sizes: the same error on every rank, and the world still works after it.
+# Bad names and sizes: the same error on every rank, and the world still works afterwards.
 
 
 def wrong_requests(dm):
@@ -192,7 +192,7 @@ def wrong_requests(dm):
     return x.item()
 
 
-def test_wrong_requests():
+def test_invalid_requests():
     assert on_ranks(wrong_requests, 4) == [2.0] * 4
 
 
@@ -213,7 +213,7 @@ def who(dm):
     return dm.rank, dm.local_rank, dm.world_size, dm.distributed, dm.method, dm.device.type
 
 
-def test_a_world_that_torch_has_already():
+def test_existing_torch_world_is_used():
     assert on_ranks(who, 2) == [(r, r, 2, True, "existing", "cpu") for r in range(2)]
 
 
@@ -239,7 +239,7 @@ def test_meshes():
 def group_of_two_axes(dm):
     dm.initialize_mesh((2, 1, 2), mesh_dim_names=("data", "h", "w"))
     group = dm.get_mesh_group(dm.mesh(("h", "w")))
-    assert dm.get_mesh_group(dm.mesh(["h", "w"])) is group, "made once"
+    assert dm.get_mesh_group(dm.mesh(["h", "w"])) is group, "the group is created once"
     across = dm.get_mesh_group(dm.mesh(("data", "h")))
     x = torch.tensor([10.0**dm.rank])
     dist.all_reduce(x, group=group)
@@ -260,7 +260,7 @@ def group_of_another_mesh(dm):
     else:
         with pytest.raises(WorldError, match=rf"rank {dm.rank} .* over the ranks \[0, 1\]"):
             dm.get_mesh_group(other)
-    # all ranks still know the groups that are made later by the same names
+    # groups created later have the same names on all ranks
     across = dist.new_group([1, 2])
     names = [None] * 4
     dist.all_gather_object(names, across.group_name if dm.rank in (1, 2) else None)
@@ -268,7 +268,7 @@ def group_of_another_mesh(dm):
     return found
 
 
-def test_the_group_of_a_mesh_made_elsewhere():
+def test_group_of_a_mesh_made_by_torch():
     assert on_ranks(group_of_another_mesh, 4) == [[0, 1], [0, 1], None, None]
 
 
@@ -327,7 +327,7 @@ def three_children(dm):
     return [ranks_of(dm.group(n)) for n in ("a", "b", "c")]
 
 
-def test_the_children_of_a_node_are_orthogonal():
+def test_children_of_a_node_are_orthogonal():
     assert on_ranks(three_children, 4) == [[[r], [r // 2 * 2, r // 2 * 2 + 1], [r % 2, r % 2 + 2]] for r in range(4)]
 
 
@@ -348,11 +348,11 @@ def groups_left(dm):
     return left
 
 
-def test_cleanup_ends_what_was_made_in_somebody_elses_world():
+def test_cleanup_destroys_its_groups_in_a_foreign_world():
     assert on_ranks(groups_left, 4) == [[]] * 4
 
 
-# Whole programs.
+# Programs.
 
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -371,7 +371,7 @@ print("ok")
 """
 
 
-def test_a_program_begins_again_and_ends_without_a_sound(free_port):
+def test_program_initializes_again_and_exits_silently(free_port):
     # No devices: two ranks cannot share one with NCCL.
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     env = clean_env() | {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""} | meeting

@@ -1,4 +1,4 @@
-"""The documented collectives: values, gradients, and arguments that ranks do not agree on."""
+"""The documented collectives: values, gradients, and arguments that differ between ranks."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.i
 
 @contextlib.contextmanager
 def groups(**sizes):
-    """The manager, with groups of these names and sizes."""
+    """Provide the manager with groups of these names and sizes."""
     DistributedManager.initialize()
     for name, size in sizes.items():
         DistributedManager.create_process_subgroup(name, size)
@@ -34,7 +34,7 @@ def groups(**sizes):
 
 
 def field(dtype, dim=0, size=5):
-    """The same tensor on all ranks."""
+    """Return the same tensor on all ranks."""
     shape = [3, 2]
     shape.insert(dim, size)
     values = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def piece(x, dim, sizes):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_pieces_of_any_size_dim_and_dtype(world):
+def test_shards_of_any_size_dim_and_dtype(world):
     run_on_ranks(pieces, world)
 
 
@@ -85,7 +85,7 @@ def piece_shape(x, dim, length):
 
 
 def routing(world):
-    """Which of its rows each rank sends to each: repeated ones, none, and all."""
+    """Return the rows that each rank sends to each: repeated ones, none, and all."""
     chosen = [[[(s + r + i) % n for i in range((s + 2 * r) % 4)] if n else [] for r in range(world)] for s, n in rows()]
     return chosen, [[len(c) for c in row] for row in chosen]
 
@@ -136,7 +136,7 @@ def transpose():
         got, request = utils.distributed_transpose(mine, -3, -1, async_op=True)
         request.wait()
         assert torch.equal(torch.cat(got, 2), expected)
-        got, _ = utils.distributed_transpose(mine, 1, 2)  # two rows over three ranks: some get none
+        got, _ = utils.distributed_transpose(mine, 1, 2)  # two rows over three ranks: one shard is empty
         assert torch.equal(torch.cat(got, 2), piece(x, 1, [0, 0, 2]))
     if rank == 0:
         got[0].zero_()
@@ -145,7 +145,7 @@ def transpose():
         utils.distributed_transpose(mine, 2, 2)
 
 
-def test_a_process_alone_needs_no_group():
+def test_single_process_needs_no_group():
     assert not dist.is_initialized()
     x = torch.arange(6.0).reshape(3, 2).requires_grad_()
     for same in (all_gather_v(x, [3]), gather_v(x, [3]), scatter_v(x, None)):
@@ -164,7 +164,7 @@ def test_a_process_alone_needs_no_group():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_pieces(world):
+def test_gradients_of_shards(world):
     run_on_ranks(gradients_of_pieces, world)
 
 
@@ -183,7 +183,7 @@ def gradients_along(dim, dtype, sizes, root):
     rank = dist.get_rank()
     whole = torch.randn([sum(sizes) if d == dim else 2 for d in range(2)], dtype=dtype)
     mine = piece(whole, dim, sizes)
-    # A factor that differs between ranks, so that a gradient from the wrong one would show.
+    # A factor that differs between ranks, so that a gradient from the wrong rank is found.
     assert_gradients(lambda x: all_gather_v(x, sizes, dim) * (rank + 1), mine)
     assert_gradients(lambda x: gather_v(x, sizes, dim, root) * (rank + 1), mine)
     source = whole if rank == root else whole.narrow(dim, 0, 1)
@@ -194,8 +194,8 @@ def gradients_along(dim, dtype, sizes, root):
     assert_gradients(lambda x: indexed_all_to_all_v(x, indices, table, dim=dim) * (rank + 1), x)
 
 
-def test_one_rank_alone_wants_a_gradient():
-    """The others take part in backward all the same."""
+def test_only_one_rank_requires_grad():
+    """The others join the collectives of backward nevertheless."""
     run_on_ranks(one_wants, 3)
 
 
@@ -267,7 +267,7 @@ def check_mappings():
                 replicated_output=True,
             )
         part = mappings.scatter_to_parallel_region(torch.ones(5, requires_grad=True) * 2, 0, "parallel")
-        torch.relu_(part)  # a copy, so layers may work in place
+        torch.relu_(part)  # a copy, so that layers may write into it
         with pytest.raises(WorldError, match="nowhere"):
             mappings.copy_to_parallel_region(x, "nowhere")
         with pytest.raises(ValueError, match="no dim 2"):
@@ -277,10 +277,10 @@ def check_mappings():
                 mappings.gather_from_parallel_region(x, 0, [5] * world if rank else [4] * world, "parallel")
 
 
-# ---------------------------------------------------------------------- ranks that disagree
+# ---------------------------------------------------------------------- arguments that differ between ranks
 
 
-def test_disagreement_is_found_by_all_and_named():
+def test_different_arguments_raise_on_all_ranks():
     messages = run_on_ranks(disagreements, 3)
     assert messages[0] == messages[1] == messages[2]
     sizes = messages[0]["sizes"]
@@ -337,11 +337,11 @@ def disagreements():
             call()
         assert time.monotonic() - begin < 10
         messages[name] = str(raised.value).replace("go from 7 to 7", "go from 0 to 7")
-    all_gather_v(x, [2, 2, 2])  # and the ranks go on together
+    all_gather_v(x, [2, 2, 2])  # collectives still work
     return messages
 
 
-def test_the_check_costs_one_small_message_and_can_be_left_out():
+def test_argument_check_costs_one_message_and_can_be_disabled():
     assert run_on_ranks(count_messages, 2) == [[("all_gather", 48), ("all_gather", 16)]] * 2
     assert run_on_ranks(count_messages, 2, env={"SHARDFIELD_CHECK_SIZES": "0"}) == [[("all_gather", 16)]] * 2
 
@@ -354,7 +354,7 @@ def count_messages():
     return sent
 
 
-def test_ranks_outside_the_group_are_told():
+def test_ranks_outside_the_group_raise():
     run_on_ranks(outside_the_group, 2)
 
 
@@ -451,7 +451,7 @@ def fused():
         "count": torch.full((2, 2), 2.0, dtype=torch.float64),
         "deep": {"half": torch.full((3,), 0.5 + rank, dtype=torch.bfloat16), "empty": torch.zeros(0)},
     }
-    mine = {k: values[k] for k in (keys if rank else keys[::-1])}  # filled in another order on rank 0
+    mine = {k: values[k] for k in (keys if rank else keys[::-1])}  # in another order on rank 0
     sent = []
     collectives.meter = lambda kind, messages, nbytes: sent.append((kind, messages))
     got = utils.fused_all_reduce(mine)
@@ -522,12 +522,12 @@ def marked():
         torch.save(frozen.state_dict(), io.BytesIO())
 
 
-def test_marks_work_with_ddp_and_with_each_other():
+def test_marks_compose_with_ddp_and_each_other():
     run_on_ranks(marked_twice, 4)
 
 
 def marked_twice():
-    """Summed over the ranks of a row, averaged by DDP over those of a column; then summed over both."""
+    """Check gradients summed over mesh rows and averaged by DDP over columns, then summed over both."""
     rank = dist.get_rank()
     with groups(row=2) as manager:
         manager.create_orthogonal_process_group("column", "row")

@@ -1,7 +1,7 @@
-"""Worlds that cannot form, and worlds that lose a rank: every rank gets a clear error, and none hangs.
+"""Worlds that cannot form or lose a rank: every rank raises a clear error and none hangs.
 
 The ranks here are processes that start as any launcher would start them, from a server that has imported torch
-already, so that a world takes no longer than its own work.
+The ranks are processes with a launcher's variables, forked from a server that has imported torch, so that a world
 """
 
 import atexit
@@ -28,10 +28,10 @@ context.set_forkserver_preload(["shardfield.distributed", __name__])
 
 
 def rank_main(program, args, env, path, size):
-    """One rank from begin to end: its environment, its output to a file, errors and exit as the interpreter does."""
+    """Run one rank: its environment, its output to a file, errors and exit code as the interpreter gives them."""
     os.environ.clear()
     os.environ.update(env)
-    # On a busy machine a process may start long after the others: time-outs count from here.
+    # On a busy machine a process may start long after the others: timeouts start here.
     path.with_suffix(".here").touch()
     while len(list(path.parent.glob("*.here"))) < size:
         time.sleep(0.01)
@@ -40,8 +40,8 @@ def rank_main(program, args, env, path, size):
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
     torch.set_num_threads(1)
-    tcp.GREETING_SECONDS = 1.0  # as long as a stranger may keep silent
-    membership.LINGER_SECONDS = 2.0  # as long as a rank waits for others to leave too
+    tcp.GREETING_SECONDS = 1.0  # before a silent connection is dropped
+    membership.LINGER_SECONDS = 2.0  # before a rank stops waiting for the others' exit
     code = 0
     try:
         program(*args)
@@ -54,7 +54,7 @@ def rank_main(program, args, env, path, size):
 
 @contextmanager
 def listener(behave=None):
-    """A port that another program has: silent, or doing `behave(connection)` with everyone who comes."""
+    """Occupy a port: silently, or calling `behave(connection)` for every connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -78,7 +78,7 @@ def free_port():
 
 
 def run_world(tmp_path, program, *args, envs, limit=60.0):
-    """Run a program once per environment; each rank's exit code and what it wrote. None may outlast the limit."""
+    """Run a program once per environment within the limit; return each rank's exit code and output."""
     paths = [tmp_path / f"{i}.log" for i in range(len(envs))]
     ranks = [
         context.Process(target=rank_main, args=(program, args, clean_env() | env, path, len(envs)), daemon=True)
@@ -99,7 +99,7 @@ def run_world(tmp_path, program, *args, envs, limit=60.0):
 
 
 def launched(method, size, port, **more):
-    """The environments of a world of `size` as a launcher would make them."""
+    """Return the environments that a launcher would set for a world of `size`."""
     names = {
         "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -110,7 +110,7 @@ def launched(method, size, port, **more):
 
 
 def error_of(result):
-    """The last line of a rank that must have failed with an error of ours."""
+    """Return the last line of a rank that must have failed with our error."""
     code, text = result
     assert code == 1, text
     found = re.findall(r"WorldError: (.*)", text)
@@ -126,16 +126,16 @@ def join():
 
 
 @pytest.mark.parametrize("method", ["env", "slurm", "openmpi"])
-def test_a_world_forms_and_ends_without_a_sound(tmp_path, method):
+def test_world_forms_and_exits_silently(tmp_path, method):
     results = run_world(tmp_path, join, envs=launched(method, 2, free_port()))
     assert results == [(0, f"sum 2 as process {r} of 2 on cpu, started by '{method}'\n") for r in range(2)]
 
 
-# The port of the meeting point is another program's.
+# The rendezvous port belongs to another program.
 
 
 @pytest.mark.parametrize("method", ["env", "slurm", "openmpi"])
-def test_a_taken_port(tmp_path, method):
+def test_port_in_use(tmp_path, method):
     with listener() as port:
         begin = time.monotonic()
         first, *others = run_world(tmp_path, join, envs=launched(method, 3, port))
@@ -157,35 +157,35 @@ def test_a_taken_port(tmp_path, method):
     ],
     ids=["http", "other version", "other json", "hangs up"],
 )
-def test_strangers_at_the_port(tmp_path, behave, says):
+def test_foreign_program_at_the_port(tmp_path, behave, says):
     with listener(behave) as port:
         (result,) = run_world(tmp_path, join, envs=launched("env", 2, port)[1:])
     assert f"the port localhost:{port} is taken by another program, which {says}" in error_of(result)
 
 
-# Ranks that do not come, come twice, or come from elsewhere.
+# Ranks that are missing, duplicated or of another job.
 
 
-def test_ranks_that_do_not_come(tmp_path):
+def test_missing_ranks(tmp_path):
     envs = launched("env", 4, free_port(), SHARDFIELD_TIMEOUT="2")
     for result in run_world(tmp_path, join, envs=[envs[0], envs[2]]):
         assert re.match(r"2 of 4 ranks did not come to localhost:\d+ within 2 s: 1, 3\.", error_of(result))
 
 
-def test_rank_0_does_not_come(tmp_path):
+def test_missing_rank_0(tmp_path):
     port = free_port()
     envs = launched("env", 3, port, SHARDFIELD_TIMEOUT="1.5")
     for rank, result in enumerate(run_world(tmp_path, join, envs=envs[1:]), 1):
         assert f"rank {rank} found nobody at localhost:{port} in 1.5 s" in error_of(result)
 
 
-def test_two_processes_of_one_rank(tmp_path):
+def test_duplicate_rank(tmp_path):
     envs = launched("env", 3, free_port())
     for result in run_world(tmp_path, join, envs=[envs[0], envs[1], envs[1]]):
         assert re.match(r"two processes have rank 1: pid \d+ on \S+ and pid \d+ on \S+", error_of(result))
 
 
-def test_ranks_that_disagree_on_the_size(tmp_path):
+def test_ranks_with_different_world_sizes(tmp_path):
     port = free_port()
     envs = [launched("env", 3, port)[0], launched("env", 2, port)[1]]
     for result in run_world(tmp_path, join, envs=envs):
@@ -196,7 +196,7 @@ def test_two_jobs_at_one_port(tmp_path):
     port = free_port()
     one = launched("slurm", 2, port, SLURM_JOB_ID="1")
     stray = launched("slurm", 2, port, SLURM_JOB_ID="2")[1]
-    # The second job's rank 0 could not even listen; its rank 1 must not end up in the first job's world.
+    # The second job's rank 0 cannot listen; its rank 1 must not join the first job's world.
     *first_job, result = run_world(tmp_path, join_late, envs=[*one, stray])
     assert f"the port localhost:{port} is taken by another job" in error_of(result)
     assert [code for code, _ in first_job] == [0, 0], first_job
@@ -204,13 +204,13 @@ def test_two_jobs_at_one_port(tmp_path):
 
 def join_late():
     if os.environ["SLURM_JOB_ID"] == "1" and os.environ["SLURM_PROCID"] == "1":
-        time.sleep(2)  # the world of job 1 is still forming when the stray comes
+        time.sleep(2)  # the world of job 1 is still forming when the other job connects
     join()
 
 
 def end_while_others_come():
     if os.environ["RANK"] == "1":
-        # Comes, as a rank does, and dies before the world has formed.
+        # Connects as a rank does, and dies before the world has formed.
         rank_0 = tcp.connect(1, "localhost", int(os.environ["MASTER_PORT"]), GREETING, 10)
         rank_0.send({"job": "", "world_size": 3, "peer": {"rank": 1, "pid": os.getpid(), "host": "here"}})
         time.sleep(0.5)
@@ -218,7 +218,7 @@ def end_while_others_come():
     join()
 
 
-def test_a_rank_that_dies_while_the_world_forms(tmp_path):
+def test_rank_dies_while_the_world_forms(tmp_path):
     envs = launched("env", 3, free_port())
     (result,) = run_world(tmp_path, end_while_others_come, envs=envs[:2])[:1]
     assert re.match(r"rank 1 \(pid \d+ on here\) ended while the others were still coming", error_of(result))
@@ -247,7 +247,7 @@ def lose(how, victim):
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how, what", [("killed", "died"), ("raises", "failed with ValueError: bad sample 17")])
-def test_a_lost_rank_is_named(tmp_path, how, what, victim):
+def test_lost_rank_is_named(tmp_path, how, what, victim):
     results = run_world(tmp_path, lose, how, victim, envs=launched("env", 3, free_port()))
     assert results[victim][0] == (-signal.SIGKILL if how == "killed" else 1)
     for rank in {0, 1, 2} - {victim}:
@@ -258,7 +258,7 @@ def test_a_lost_rank_is_named(tmp_path, how, what, victim):
         assert re.search(rf"the error above follows from this: rank {victim} .* {what}", text), text
 
 
-def test_the_others_end_within_the_time_out(tmp_path):
+def test_others_exit_within_the_timeout(tmp_path):
     envs = launched("env", 3, free_port(), SHARDFIELD_TIMEOUT="2")
     results = run_world(tmp_path, lose, "killed while the others work", 1, envs=envs)
     for rank in (0, 2):
@@ -266,7 +266,7 @@ def test_the_others_end_within_the_time_out(tmp_path):
         assert code == 1 and re.search(rf"rank {rank}: ends now, 2 s after rank 1 \(pid \d+ on .*\) died", text), text
 
 
-def test_a_rank_that_left_early_is_named(tmp_path):
+def test_rank_that_left_early_is_named(tmp_path):
     results = run_world(tmp_path, lose, "leaves", 1, envs=launched("env", 3, free_port()))
     assert results[1] == (0, "")
     for rank in (0, 2):
@@ -275,7 +275,7 @@ def test_a_rank_that_left_early_is_named(tmp_path):
 
 
 def fork_a_child(log_of_rank_0):
-    """A child that outlives its parent, as a data loader's worker may, must not hide the parent's death."""
+    """Fork a child that outlives its parent, as a data loader's worker may; it must not hide the parent's death."""
     DistributedManager.initialize()
     dist.barrier()
     if DistributedManager().rank == 1:
@@ -288,7 +288,7 @@ def fork_a_child(log_of_rank_0):
     time.sleep(120)
 
 
-def test_a_forked_child_does_not_hide_a_death(tmp_path):
+def test_forked_child_does_not_hide_a_death(tmp_path):
     envs = launched("env", 2, free_port(), SHARDFIELD_TIMEOUT="2")
     results = run_world(tmp_path, fork_a_child, tmp_path / "0.log", envs=envs, limit=50)
     assert re.search(r"rank 1 \(pid \d+ on .*\) died", results[0][1])
@@ -308,6 +308,6 @@ def wait_for_sleepers():
     time.sleep(0 if dm.rank == 0 else 5)
 
 
-def test_the_time_out_holds_for_every_group(tmp_path):
+def test_timeout_holds_for_every_group(tmp_path):
     envs = launched("env", 4, free_port(), SHARDFIELD_TIMEOUT="2")
     assert [code for code, _ in run_world(tmp_path, wait_for_sleepers, envs=envs)] == [0] * 4

@@ -1,4 +1,4 @@
-"""run_on_ranks returns every rank's result or tells what happened on every rank, and never hangs."""
+"""run_on_ranks returns every rank's result or reports what happened on every rank, and never hangs."""
 
 import ctypes
 import doctest
@@ -26,7 +26,7 @@ from shardfield.testing import RanksFailed, run_on_ranks
 from shardfield.testing._failures import format_ranks
 from tests.launch import clean_env
 
-# What runs on the ranks.
+# Functions that run on the ranks.
 
 
 def describe_rank(*args, **kwargs):
@@ -74,7 +74,7 @@ def reduce_twice_on(ranks):
     x = torch.ones(3)
     dist.all_reduce(x)
     if dist.get_rank() in ranks:
-        dist.all_reduce(x)  # the line that a report has to name
+        dist.all_reduce(x)  # the line that the report must name
 
 
 def sleep_on(ranks, seconds):
@@ -218,7 +218,7 @@ def test_idle_ranks_use_no_time():
     assert all(after - start < 0.1 for start, after in zip(before, run_on_ranks(cpu_seconds, 2), strict=True))
 
 
-# Failures. Each ends the processes; the next call must find new ones that work.
+# Failures. Each ends the processes; the next call must start new ones.
 
 
 def failure(fn, *args, world_size=3, within=6.0, **kwargs) -> RanksFailed:
@@ -241,7 +241,7 @@ def test_error_on_one_rank():
     assert 'raise ValueError("a bad shard")' in told.traceback and "_worker.py" not in told.traceback
 
 
-def test_error_on_all_ranks_is_told_once():
+def test_error_on_all_ranks_is_reported_once():
     error = failure(fail_on, [0, 1, 2])
     assert "  ranks 0-2: ValueError: a bad shard" in str(error)
     assert str(error).count("Traceback (most recent call last)") == 1
@@ -254,7 +254,7 @@ def test_bare_asserts_in_two_places_are_two_errors():
     assert str(error).count("Traceback (most recent call last)") == 2
 
 
-def test_ranks_that_wait_for_a_failed_one_are_named():
+def test_ranks_blocked_by_a_failed_one_are_named():
     error = failure(fail_on, [1], then_wait=True)
     assert "  rank 1: ValueError: a bad shard" in str(error)
     assert f"ranks 0, 2: still running after another rank failed, in barrier, called from {__file__}:" in str(error)
@@ -332,7 +332,7 @@ def test_ranks_are_named_in_runs():
     ]
 
 
-# What cannot be run
+# Functions and arguments that are refused
 
 
 def test_lambdas_and_local_functions_are_refused():
@@ -362,7 +362,7 @@ def test_call_on_a_rank_is_refused():
     assert "RuntimeError: run_on_ranks(process_ids, 1): called on a rank" in str(failure(call_again, world_size=2))
 
 
-# What a call finds, whatever the calls before it did
+# State at the start of a call, independent of earlier calls
 
 
 def test_environment_is_the_callers(monkeypatch):
@@ -397,7 +397,7 @@ def test_state_is_restored():
 def test_world_that_cannot_be_used_again_is_replaced(fn):
     pids = run_on_ranks(process_ids, 2)
     results = run_on_ranks(fn, 2)
-    if fn is leave_and_return:  # through MASTER_PORT, as under a launcher
+    if fn is leave_and_return:  # through MASTER_PORT, as with a launcher
         assert results == [1.0, 1.0]
     assert not set(run_on_ranks(process_ids, 2)) & set(pids)
     assert float(run_on_ranks(sum_over_ranks, 2, torch.zeros(()))[0]) == 1.0
@@ -410,7 +410,7 @@ def test_warnings_of_shardfield_are_errors(category):
     run_on_ranks(warn_as, 1, "torch.nn", category)
 
 
-# Where functions live
+# Modules of the functions
 
 
 def run_python(program, code=None, **env) -> subprocess.CompletedProcess:
@@ -440,7 +440,7 @@ def test_functions_of_a_script_run(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[(0, True), (1, True)]\n", "")
 
 
-def test_script_without_guard_is_told_to_have_one(tmp_path):
+def test_script_without_main_guard_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard=""))
     done = run_python(script)
@@ -461,7 +461,7 @@ def test_program_read_from_a_pipe_can_run_imported_functions():
 
 
 def imported(file: Path, monkeypatch):
-    """The module of a file that is not on the path, as pytest may import one."""
+    """Import a file that is not on the path, as pytest may."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, file.stem, module)
@@ -470,7 +470,7 @@ def imported(file: Path, monkeypatch):
 
 
 def test_module_that_is_not_on_the_path(tmp_path, monkeypatch):
-    for number in (1, 2):  # the same name for another file, as conftest.py in two directories
+    for number in (1, 2):  # one name for two files, as conftest.py in two directories
         file = tmp_path / str(number) / "held_elsewhere.py"
         file.parent.mkdir()
         file.write_text(f"def which(): return {number}")
@@ -490,7 +490,7 @@ def test_docstring_examples_run(tmp_path, monkeypatch):
     imported(file, monkeypatch).test_total()
 
 
-# Ends
+# Shutdown
 
 
 HANGING_CALLER = """
@@ -510,7 +510,7 @@ if __name__ == "__main__":
 def test_ranks_end_with_their_caller(tmp_path, sent):
     script = tmp_path / "script.py"
     script.write_text(HANGING_CALLER)
-    # A job in a shell's background ignores interrupts, and so does what it starts; these tests may be such a job.
+    # A background job of a shell ignores interrupts, and so do its children; these tests may be such a job.
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": clean_env()}
     how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen([sys.executable, script], **how) as caller:
