@@ -1,4 +1,4 @@
-"""The measuring part of `shardfield bench`: turns, medians, the tables, the page, and that traffic is counted right."""
+"""`shardfield bench`: interleaved rounds, medians, result tables, the page, and the count of traffic."""
 
 import json
 import re
@@ -24,11 +24,11 @@ from tests.launch import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_candidates_take_turns():
+def test_candidates_are_interleaved():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     found = measure.interleave(calls, 3, lambda call: call() or float(len(order)), warmup=1)
-    assert order == list("abbaabba"), "rounds of all, by turns in another order; the first is not counted"
+    assert order == list("abbaabba"), "rounds of all candidates in alternating order; the first is a warm-up"
     assert found == {"a": [4.0, 5.0, 8.0], "b": [3.0, 6.0, 7.0]}
 
 
@@ -36,7 +36,7 @@ def test_medians_and_ratios():
     assert measure.spread([5.0]) == (5.0, 5.0, 5.0)
     assert measure.spread([1.0, 9.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
     found = table.Table("halo", {"rounds": 3}, "cpu")
-    # a slow spell in round 2 slows both: medians of each say 2, and so does every round
+    # a slow phase in round 2 slows both: the ratio of medians is 2, and so is that of every round
     found.add_times("step", {"a": [1.0, 10.0, 1.1], "b": [2.0, 20.0, 2.2]}, "a", "s", {"b": 1.9})
     found.add_counts("sent", {"a": 1000, "b": 250}, "kB", "a", {"b": 0.25})
     a, b, _, sent = found.rows
@@ -45,7 +45,7 @@ def test_medians_and_ratios():
     assert (sent.median, sent.unit, sent.ratio, sent.met) == (0.25, "kB", 0.25, True)
     assert "2; bar 1.9: not met" in str(found) and "0.25; bar 0.25: met" in str(found)
     told = measure.max_over_ranks([{"a": [1.0, 5.0]}, {"a": [3.0, 4.0]}])
-    assert told == {"a": [3.0, 5.0]}, "a round lasts as long as on its slowest rank"
+    assert told == {"a": [3.0, 5.0]}, "a round takes as long as on its slowest rank"
 
 
 def made(name="halo", label="Some Maker", gpu=None, quick=False):
@@ -59,7 +59,7 @@ def made(name="halo", label="Some Maker", gpu=None, quick=False):
     return found
 
 
-def test_a_peer_that_cannot_is_left_out_and_said_so():
+def test_failing_peer_is_reported():
     def fail():
         raise RuntimeError(
             "[enforce fail at /x/pair.cc:801] state. Pair is not connected ([127.0.0.1]:65414 < there)\nmore"
@@ -68,13 +68,13 @@ def test_a_peer_that_cannot_is_left_out_and_said_so():
     good, bad = overhead.runnable_calls({overhead.PLAIN: int, overhead.DTENSOR: fail})
     assert list(good) == [overhead.PLAIN]
     assert bad == {overhead.DTENSOR: "RuntimeError: state. Pair is not connected"}, (
-        "its first line, no address, no file"
+        "the first line of its error, without addresses and paths"
     )
     with pytest.raises(RuntimeError):
         overhead.runnable_calls({overhead.OURS: fail})
 
 
-def test_what_is_kept(tmp_path):
+def test_results_file(tmp_path):
     path = made().write(tmp_path)
     assert path.name == "halo.some-maker-2-cores.json"
     whole = json.loads(path.read_text())
@@ -89,10 +89,10 @@ def test_what_is_kept(tmp_path):
     assert (row["median"], row["unit"], row["ratio"], row["bar"], row["met"]) == (2.0, "ms", 2.0, 1.5, False)
     again = table.read_table(path)
     assert again.as_json() == whole | {"rows": again.as_json()["rows"]} and again.rows == made().rows
-    assert made(quick=True).rows[1].bar is None, "bars are for the sizes they were set for"
+    assert made(quick=True).rows[1].bar is None, "targets hold for the sizes they were set for"
 
 
-def test_machines_stand_side_by_side(tmp_path):
+def test_page_compares_machines(tmp_path):
     made().write(tmp_path)
     made(gpu={"name": "NVIDIA H200", "count": 1, "memory_gb": 139}).write(tmp_path)
     (tmp_path / "history.toml").write_text(
@@ -121,19 +121,19 @@ def test_every_benchmark_can_be_started_as_a_file(monkeypatch):
         assert asked == [["bench", name, "--quick"]]
 
 
-def test_the_page_is_made_of_the_files():
+def test_page_is_up_to_date():
     kept = (ROOT / "docs" / "performance.md").read_text()
     assert page.page(RESULTS) == kept, "run `make performance`"
     assert all(f"\n## {name}\n" in kept for name in BENCHMARKS), "every benchmark has results"
 
 
-def test_results_tell_hardware_and_nothing_else():
+def test_results_name_hardware_and_nothing_private():
     for path in RESULTS.iterdir():
         told = re.findall(r"/(?:home|root|work|tmp|usr)/|\d+\.\d+\.\d+\.\d+|https?:", path.read_text())
         assert not told, f"{path.name} has {told}"
 
 
-def test_the_command(capsys, tmp_path):
+def test_command(capsys, tmp_path):
     assert cli.main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(re.search(rf"^{name} ", listed, re.M) for name in BENCHMARKS)
@@ -152,7 +152,7 @@ def test_the_command(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_benchmark_runs(capsys, tmp_path):
+def test_benchmark_runs(capsys, tmp_path):
     words = [
         "bench",
         "--quick",
@@ -179,7 +179,7 @@ def test_a_benchmark_runs(capsys, tmp_path):
 
 
 def calls():
-    """Calls on ShardTensors that send in every way we have, and what torch's own count can see of each."""
+    """Return calls on ShardTensors that use every collective, and which of them torch's own count sees."""
     mesh = domain_mesh("cpu")
     x = make_sharded_field(mesh, (2, 4, 9, 8)).requires_grad_()
     weight = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -200,7 +200,7 @@ def calls():
 
 
 def agreeing():
-    """On a rank: what torch's CommDebugMode counts, and our meter, by kind; `traffic` has compared bytes before."""
+    """Return, on each rank, the counts of torch's CommDebugMode and of our meter by kind; `traffic` compares bytes."""
     found = {}
     for name, call in calls().items():
         call()
@@ -213,16 +213,16 @@ def agreeing():
     return found
 
 
-def test_our_count_is_torchs():
+def test_meter_agrees_with_torch():
     found = [case for ranks in (2, 3) for told in run_on_ranks(agreeing, ranks) for case in told.items()]
     for name, (ours, torchs, _) in found:
         assert ours == torchs, name
     assert {kind for _, (ours, _, _) in found for kind in ours} == {"all_reduce", "all_gather", "broadcast"}
-    assert {name for name, (_, _, messages) in found if messages} == {name for name, _ in found}, "all send something"
+    assert {name for name, (_, _, messages) in found if messages} == {name for name, _ in found}, "each call sends"
 
 
 def disagreeing():
-    """On a rank: a meter that leaves out a message is found out."""
+    """Check that a meter that misses a message is detected."""
     x = make_sharded_field(domain_mesh("cpu"), (2, 4, 8, 8))
     real = wire._record_sent
 
@@ -236,12 +236,12 @@ def disagreeing():
     return ""
 
 
-def test_a_wrong_count_is_found():
+def test_wrong_meter_is_detected():
     assert "torch was seen to send {'all_reduce': [1, 4]}" in run_on_ranks(disagreeing, 2)[0]
 
 
 def dtensors():
-    """On a rank: bytes of DTensor's moves of a 8 x 8 matrix, known by hand."""
+    """Return, on each rank, the bytes of DTensor's redistributions of an 8 x 8 matrix."""
     mesh = domain_mesh("cpu")
     rows, parts = (
         distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]),
@@ -255,7 +255,7 @@ def dtensors():
     return found
 
 
-def test_dtensors_traffic_is_seen():
+def test_dtensor_traffic_is_counted():
     for told in run_on_ranks(dtensors, 2):
         assert told == [{"all_gather": [1, 128]}, {"reduce_scatter": [1, 128]}, {"all_reduce": [1, 256]}]
 
@@ -264,7 +264,7 @@ def test_dtensors_traffic_is_seen():
 
 
 def watching():
-    """On a rank: the peak of a call that holds 3 and then 1 MB, and how late a late message is."""
+    """Return, on each rank, the peak memory of a call that holds 3 and then 1 MB, and the delay of a late message."""
 
     def hold():
         first = [torch.empty(1_000_000, dtype=torch.uint8) for _ in range(3)]

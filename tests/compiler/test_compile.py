@@ -1,4 +1,4 @@
-"""Compiled steps: what the same step gives uncompiled, on uneven pieces and tiles, with the messages it should send."""
+"""Compiled steps against uncompiled ones, on uneven shards and 2-d meshes: values, gradients and messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ eagerly = functools.partial(shardfield.compile, backend="aot_eager")
 
 
 def field(mesh, *shape, dim=2, cut=None, seed=0, grad=True, dtype=torch.float64):
-    """The same random field on all ranks, cut along a dim (and the next, on tiles) in uneven pieces."""
+    """Return the same random field on all ranks, sharded unevenly along a dim (and the next, on a 2-d mesh)."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     layout = Layout.of(mesh, [Shard(dim + a) for a in range(mesh.ndim)], shape)
     if cut:
@@ -51,7 +51,7 @@ def field(mesh, *shape, dim=2, cut=None, seed=0, grad=True, dtype=torch.float64)
 
 
 def agreeing(model, inputs, steps=2, loss=lambda out: (out**2).sum(), tolerance=1e-10, **how):
-    """A model and its compiled twin: outputs, gradients and buffers of some training steps, and their messages."""
+    """Compare outputs, gradients and buffers of training steps of a model and its compiled copy; return messages."""
     twin = copy.deepcopy(model)
     fast = eagerly(twin, **how)
     seen = []
@@ -85,7 +85,7 @@ class Residual(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two runs of convolutions on the same field: every pass has something to do."""
+    """Two chains of convolutions on the same field: every compiler pass applies."""
 
     def __init__(self):
         super().__init__()
@@ -108,14 +108,14 @@ class Vision(nn.Module):
         return F.cross_entropy(self.head(self.block(tokens)).mean(1), torch.tensor([1, 3]), reduction="none")
 
 
-def whole_models(mesh_shape):
+def compare_models(mesh_shape):
     mesh = world_mesh(mesh_shape)
     torch.manual_seed(0)
     uneven = {2: [3, 7], 3: [2, 0, 8], 4: None}[mesh.size(0)] if mesh.ndim == 1 else None
     residual = Residual().double()
     plain, quick = agreeing(residual, [field(mesh, 2, 3, 10, 8, cut=uneven)])
-    # One halo less, for it is the same for two convolutions, and sums of gradients share messages. Where a rank has
-    # nothing, graphs differ, and all ranks leave their messages as they are.
+    # One halo exchange less, shared by two convolutions, and gradient reductions share messages. Where a rank's shard
+    # is empty, graphs differ, and all ranks keep their messages as they are.
     if uneven and 0 in uneven:
         assert quick == plain
     else:
@@ -139,8 +139,8 @@ def whole_models(mesh_shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
-def test_whole_models(mesh):
-    run_on_ranks(whole_models, math.prod(mesh), mesh, timeout=120)
+def test_models(mesh):
+    run_on_ranks(compare_models, math.prod(mesh), mesh, timeout=120)
 
 
 def operators():
@@ -173,7 +173,7 @@ def test_operators_and_graphs():
     run_on_ranks(operators, 2, timeout=120)
 
 
-# ---------------------------------------------------------------------- what a program is for
+# ---------------------------------------------------------------------- guards of a compiled program
 
 
 def retraces():
@@ -190,7 +190,7 @@ def retraces():
     x = field(mesh, 1, 1, 6, 6)
     ran(x)
     ran(field(mesh, 1, 1, 6, 6, seed=1))  # other values
-    ran(field(mesh, 1, 1, 6, 6, cut=[2, 4]))  # another cut
+    ran(field(mesh, 1, 1, 6, 6, cut=[2, 4]))  # other shard sizes
     ran(field(mesh, 1, 1, 8, 6))  # another shape
     with torch.no_grad():
         ran(x)
@@ -215,7 +215,7 @@ def retraces():
     assert scaled.traces == 2 and eagerly(eagerly(model))(x).shape == x.shape[:1] + (2,) + x.shape[2:]
 
 
-def test_when_it_is_traced_anew():
+def test_retraces():
     run_on_ranks(retraces, 2)
 
 
@@ -234,7 +234,7 @@ def random_numbers():
     assert not torch.equal(seen[1][0] == 0, seen[1][1] == 0)
 
 
-def test_random_numbers_are_those_of_the_uncompiled_step():
+def test_random_numbers_equal_the_uncompiled_step():
     run_on_ranks(random_numbers, 2)
 
 
@@ -281,12 +281,12 @@ def inside():
         torch.testing.assert_close(mine, model.weight.grad)
     assert quick.traces == 2
 
-    def resized(x):  # torch's kernel copies a dim whose size stays, torch's trace of it does not
+    def resized(x):  # torch's kernel copies a dim of unchanged size, torch's trace of it does not
         return F.interpolate(x, scale_factor=(1.1, 2.3), mode="bilinear")
 
     torch.testing.assert_close(to_full_tensor(eagerly(resized)(x)), resized(to_full_tensor(x)))
     grads = []
-    for run in (windows, eagerly(windows)):  # elements of the result share memory
+    for run in (windows, eagerly(windows)):  # results that share memory
         mine = x.detach().requires_grad_()
         out = run(mine)
         (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
@@ -298,7 +298,7 @@ def inside():
         return x.sum()
 
     with torch.no_grad():
-        for turned in (False, True):  # also where the local tensor does not lie as it did in the trace
+        for turned in (False, True):  # also where the strides of the local tensor differ from the trace
             one = field(mesh, 4, 6, dim=0, grad=False)
             one = ShardTensor(one._local_tensor.t().contiguous().t(), one._layout) if turned else one
             two = ShardTensor(one._local_tensor.clone(), one._layout)
@@ -314,7 +314,7 @@ def windows(x):
 in_place = eagerly(lambda x, by: x.mul_(by).sum())
 
 
-def test_what_a_step_may_do():
+def test_supported_steps():
     run_on_ranks(inside, 2, timeout=120)
 
 
@@ -382,11 +382,11 @@ def by_torch_alone():
             torch.testing.assert_close(a, b)
 
 
-def test_torch_compile_is_right_on_shard_tensors():
+def test_torch_compile_on_shard_tensors():
     run_on_ranks(by_torch_alone, 2, timeout=120)
 
 
-# ---------------------------------------------------------------------- what cannot be done
+# ---------------------------------------------------------------------- unsupported steps
 
 
 def refused():
@@ -451,7 +451,7 @@ def refused():
     with pytest.raises(TypeError, match="expected a module or a function"):
         shardfield.compile(3)
 
-    # errors of the step itself are its own, on all ranks; and values are looked at when the program runs
+    # errors of the step itself are raised unchanged on all ranks; values are checked when the program runs
     with pytest.raises(Exception, match="1 != 6|must match|cannot"):
         eagerly(lambda x: x @ x)(x)
     classes = eagerly(lambda x, t: F.cross_entropy(x, t))
@@ -459,22 +459,22 @@ def refused():
     assert math.isfinite(classes(scores, torch.tensor([0, 1, 2, 3])).item())
     with pytest.raises(IndexError, match="Target out of bounds"):
         classes(scores, torch.tensor([0, 1, 2, 9]))
-    loss = classes(scores, torch.tensor([0, 1, 2, 3]))  # and goes on
+    loss = classes(scores, torch.tensor([0, 1, 2, 3]))  # and later calls work
     given = scores._local_tensor
     (once,) = torch.autograd.grad(loss._local_tensor, given, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward|not have been used in the graph|does not have a grad_fn"):
         torch.autograd.grad(once.sum(), given)
 
 
-def test_what_cannot_be_done_is_said():
+def test_unsupported_steps_are_refused():
     run_on_ranks(refused, 2, timeout=120)
 
 
-# ---------------------------------------------------------------------- what explain() says
+# ---------------------------------------------------------------------- explain()
 
 
 def by_call(report):
-    """Messages and bytes of each call, forward and backward."""
+    """Return messages and bytes of each call, forward and backward."""
     found = {}
     for row in report.rows:
         numbers = (row.messages, row.bytes, row.back_messages, row.back_bytes)
@@ -506,7 +506,7 @@ def explained():
         return told
 
     eager, apart, together = seen(model), eagerly(model, passes=[]), eagerly(model)
-    for _ in range(2):  # while it is traced, and after
+    for _ in range(2):  # during the trace, and afterwards
         found = seen(apart)
         assert by_call(found) == by_call(eager)
         assert [r.compiled for r in found.rows][:9] == [True] * 8 + [False]  # the loss is not compiled
@@ -517,7 +517,7 @@ def explained():
         (halo, *sums) = [r for r in shared.rows if r.op.startswith("shared")]
         assert halo.op == "shared: Residual/first conv2d, Residual/second conv2d" and halo.messages == 1
         assert sums and not any(r.messages for r in sums) and all(r.back_messages == 1 for r in sums)
-    assert by_call(seen(apart, 2)) == by_call(seen(model, 2))  # two runs, and then their backwards
+    assert by_call(seen(apart, 2)) == by_call(seen(model, 2))  # two forwards, then their backwards
     one, two = (r for r in seen(apart, 2).rows if r.module == "Residual/last" and r.op == "conv2d")
     assert (one.back_messages, one.back_bytes) == (two.back_messages, two.back_bytes) != (0, 0)
     assert "rule, compiled" in str(shared) and "8" in str(shared)
@@ -528,7 +528,7 @@ def explained():
         free.append((told.messages, by_call(told)))
     assert free[0] == free[1], free
     loss = (apart(x) ** 2).sum()
-    with explain() as told:  # of a program that ran outside there are no calls to name
+    with explain() as told:  # a program that ran outside of explain() has no calls to attribute
         loss.backward()
     assert told.rows == [] and told.messages == sum(r.back_messages for r in eager.rows)
 
@@ -544,7 +544,7 @@ PLACES = ("before", "between", "after", "swallowed", "values", "backward", "grap
 
 
 def failing_on_some(mesh_shape):
-    """A step that sends messages while it is traced, and whose trace fails on one rank, here or there."""
+    """Run a step that sends messages during the trace, and whose trace fails on one rank at several places."""
     mesh = world_mesh(mesh_shape)
     x = field(mesh, 8, 6, dim=0)
     me, ranks = dist.get_rank(), mesh.size()
@@ -609,7 +609,7 @@ def failing_on_some(mesh_shape):
         finally:
             passes.fingerprint = plain
         said = [str(w.message) for w in told if "runs uncompiled" in str(w.message)]
-        # what is said elsewhere is what that rank has to say
+        # the other ranks report that rank's error
         if len(said) != 1 or (me != who and at != "swallowed" and f"rank {who}: " not in said[0]):
             gone.append((at, who, said))
         torch.testing.assert_close(to_full_tensor(found.detach()), expected)
@@ -618,10 +618,10 @@ def failing_on_some(mesh_shape):
     fast = eagerly(step)
     torch.testing.assert_close(to_full_tensor(fast(x, "", 0).detach()), expected)
     assert fast.traces == 1
-    with pytest.raises(Untraceable, match="cannot be traced"):  # and on all ranks, where it is an error
+    with pytest.raises(Untraceable, match="cannot be traced"):  # on all ranks, where it is an error
         eagerly(step)(x, "between", ranks - 1)
 
-    # Integers that are part of the program: all ranks try again with them, though one alone has looked at a value.
+    # Integers become constants of the program: all ranks retrace with them, though only one has read a value.
     def looks(x, index):
         return x * (index.max().item() if me == ranks - 1 else 5)
 
@@ -635,7 +635,7 @@ def failing_on_some(mesh_shape):
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_a_trace_that_fails_on_one_rank_fails_on_all(mesh):
+def test_trace_failure_on_one_rank_fails_on_all(mesh):
     told = run_on_ranks(failing_on_some, math.prod(mesh), mesh, timeout=100)
     assert not any(told), told
 
@@ -652,11 +652,11 @@ def many_messages():
     assert torch.equal(to_full_tensor(eagerly(step)(x)), to_full_tensor(x))
 
 
-def test_messages_while_tracing_do_not_wait_for_pythons_lock():
+def test_messages_during_a_trace_do_not_hold_the_gil():
     run_on_ranks(many_messages, 4, timeout=60)
 
 
-# ---------------------------------------------------------------------- the table, and Inductor
+# ---------------------------------------------------------------------- case tables, Inductor
 
 
 # Every row with SHARDFIELD_LAYOUTS, as `make sweep` sets it.
@@ -665,7 +665,7 @@ TOGETHER = 20
 
 
 def rows_of(mesh):
-    """Families and places in them; other rows on each kind of mesh. In parts that one test runs."""
+    """Return (table, row) pairs in batches of one test each; the rows differ between 1-d and 2-d meshes."""
     found = [(name, len(case_tables.table(name))) for name in case_tables.TABLES]
     rows = [(name, at) for name, n in found for at in range(min(EVERY, n) * (len(mesh) - 1) // 2 % EVERY, n, EVERY)]
     return [rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)]
@@ -683,14 +683,14 @@ def rows_compiled(rows, mesh):
 
 
 @pytest.mark.parametrize(("mesh", "rows"), [(mesh, rows) for mesh in [(2,), (2, 2)] for rows in rows_of(mesh)])
-def test_a_sample_of_the_table(mesh, rows):
+def test_sample_of_the_tables(mesh, rows):
     told = run_on_ranks(rows_compiled, math.prod(mesh), rows, mesh, timeout=8 * len(rows))
     assert not any(told), told
 
 
-# What a run of the whole table has found: results that shared memory with what a move was given, tensors of a trace
-# that were kept for later calls, an argument that is read off a frame, kernels that torch takes apart otherwise, and a
-# message that landed in forward and again in backward.
+# Rows that failed once in a run of all tables: results that share memory with the input of a collective, tensors of a
+# trace that were kept for later calls, an argument read from a frame, kernels that torch decomposes otherwise, and a
+# message that was waited for in forward and again in backward.
 FOUND = [
     ("normalization", "group_norm twice 2x6x3,6,6"),
     ("truncation", "forward 2x5x6 (1,),((-2, -1, 0, 1),),ortho"),
@@ -704,13 +704,13 @@ FOUND = [
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_rows_that_once_failed(mesh):
+def test_rows_that_failed_before(mesh):
     places = [(family, [c.name for c in case_tables.table(family)].index(name)) for family, name in FOUND]
     told = run_on_ranks(rows_compiled, math.prod(mesh), places, mesh, timeout=100)
     assert not any(told), told
 
 
-def lies_otherwise():
+def other_strides():
     @torch.library.custom_op("shardfield_tests::columns", mutates_args=())
     def columns(x: torch.Tensor) -> torch.Tensor:
         return x.t().contiguous().t()
@@ -729,8 +729,8 @@ def lies_otherwise():
     torch.testing.assert_close(x.grad, to_full_tensor(scale).sum().expand(3, 4))
 
 
-def test_what_lies_otherwise_than_its_trace_says_is_no_error():
-    run_on_ranks(lies_otherwise, 2)
+def test_strides_that_differ_from_the_trace():
+    run_on_ranks(other_strides, 2)
 
 
 def with_inductor():
@@ -745,7 +745,7 @@ def test_inductor():
 
 
 def work_behind_sums(chosen):
-    """On a rank: how many heavy calls of backward stand between the start of each sum and its landing."""
+    """Return the number of convolutions of backward between the start of each all_reduce and its wait."""
     counts: list[list[int]] = []
 
     def look(graph, inputs):
@@ -762,8 +762,8 @@ def work_behind_sums(chosen):
     return counts[-1]
 
 
-def test_gradients_that_nothing_waits_for_hide_sums():
-    """Those of the second and third convolution's kernels: the sums of the norms before them travel meanwhile."""
+def test_weight_gradients_overlap_all_reduces():
+    """The kernel gradients of later convolutions are computed while the all_reduces of the norms are in flight."""
     for counts in run_on_ranks(work_behind_sums, 2, ["buckets", "overlap"]):
         assert [bool(n) for n in counts] == [False, True, True, True], counts
     for counts in run_on_ranks(work_behind_sums, 2, ["buckets"]):

@@ -1,4 +1,4 @@
-"""Compiled steps where programs may be out of date, or where what a callable does cannot be part of one."""
+"""Guards of compiled steps: stale programs are retraced, effects that a program would miss are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same(one, two):
     torch.testing.assert_close(to_full_tensor(two), to_full_tensor(one), rtol=1e-10, atol=1e-10)
 
 
-# ---------------------------------------------------------------------- programs that no longer hold
+# ---------------------------------------------------------------------- stale programs
 
 
 class Scaled(nn.Module):
@@ -77,7 +77,7 @@ CHANGES: list[Any] = [
 
 class Trainer:
     @functools.cached_property
-    def twice(self):  # puts away what it finds
+    def twice(self):  # caches its result
         return 2.0
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Trainer:
 
 
 def by_global(x):
-    return (lambda y: y * SCALE)(x)  # read in a function inside
+    return (lambda y: y * SCALE)(x)  # read in a nested function
 
 
 def out_of_date():
@@ -106,7 +106,7 @@ def out_of_date():
                 missed.append((type(model).__name__, number))
         assert fast.forward.traces == len(changes) + 1 - len(missed)
     assert not missed, missed
-    model.unread, model.new = 5, 6.0  # nothing of the program depends on these
+    model.unread, model.new = 5, 6.0  # the program reads neither
     before = fast.forward.traces
     same(model(x), fast(x))
     assert fast.forward.traces == before
@@ -141,7 +141,7 @@ def out_of_date():
     for turn in range(6):
         for step, program in zip(steps, programs, strict=True):
             same(step(x), program(x))
-        trainer.calls += 1  # which no step reads
+        trainer.calls += 1  # not read by the step
         if turn == 0:
             scale, SCALE, holder.a, trainer.scale, numbers[2] = 2.0, 3.0, 4.0, 5.0, 6.0
         elif turn == 1:
@@ -158,12 +158,12 @@ def out_of_date():
 
     model = Weighted()
     fast = eagerly(model)
-    for cut in ([2, 2], [1, 3], None):  # a ShardTensor of another layout, and none
+    for cut in ([2, 2], [1, 3], None):  # a ShardTensor of another layout, and a plain tensor
         model.w = field(mesh, 4, 6, dim=0, cut=cut, grad=False) if cut else torch.ones(6).double()
         same(model(x), fast(x))
 
 
-def test_programs_that_no_longer_hold_are_traced_anew():
+def test_stale_programs_are_retraced():
     run_on_ranks(out_of_date, 2, timeout=120)
 
 
@@ -182,11 +182,11 @@ def twins():
     assert list(fast.state_dict()) == list(model.state_dict())
 
 
-def test_a_compiled_module_and_its_original_are_one():
+def test_compiled_module_shares_state_with_its_original():
     run_on_ranks(twins, 2, timeout=120)
 
 
-# ---------------------------------------------------------------------- what goes in and comes out
+# ---------------------------------------------------------------------- arguments and results
 
 
 @dataclasses.dataclass
@@ -212,11 +212,11 @@ def arguments():
     assert fast.traces == 2
 
     fast = eagerly(lambda x, part, names, by: x[:, part] * len(names) * torch.tensor(by))
-    for by in ([1.0, 2.0], [1.0, 2.0], [3.0, 2.0]):  # equal, if not the same, objects
+    for by in ([1.0, 2.0], [1.0, 2.0], [3.0, 2.0]):  # equal but distinct objects
         same(to_full_tensor(x)[:, :2] * torch.tensor(by), fast(x, slice(0, 2), {"one"}, np.array(by)))
     assert fast.traces == 2
 
-    # written arguments that share memory, or not: both ways round
+    # written arguments that share memory, or not, in both orders
     def doubled(x, y):
         x.mul_(2)
         return y + 1
@@ -231,7 +231,7 @@ def arguments():
                 found.append(run(mine, ShardTensor(local.view_as(local) if together else local.clone(), mine._layout)))
             same(*found)
 
-    # elements that share memory, and tensors that count no writes
+    # elements that share memory, and inference tensors, which have no version counter
     fast = eagerly(lambda x, y: x * y)
     for plain in (torch.ones(1).double().expand(6), torch.arange(6).double()):
         same(x * plain, fast(x, plain))
@@ -249,7 +249,7 @@ def arguments():
     )
 
 
-def test_odd_arguments_and_results():
+def test_unusual_arguments_and_results():
     run_on_ranks(arguments, 2, timeout=120)
 
 
@@ -267,7 +267,7 @@ def test_inductor_draws_the_same_numbers():
     run_on_ranks(dropped, 2, timeout=200)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused steps
 
 
 class Counts(nn.Module):
@@ -330,7 +330,7 @@ def refused():
         with pytest.raises(Untraceable, match=why):
             eagerly(step)(*given)
     fast = eagerly(counts)
-    fast(x, "caches")  # made in the program; nothing is left of the trace
+    fast(x, "caches")  # created in the program; no tensor of the trace is kept
     assert (counts.calls, counts.kept, counts.cache, outside, number, trainer.calls) == (0, [], {}, {}, 0, 0)
     assert model.weight.grad is None
 
@@ -346,33 +346,33 @@ def refused():
     assert "at item (line " in said and "of positive)" in said, said
 
 
-def test_what_a_program_would_miss_is_refused():
+def test_effects_outside_the_program_are_refused():
     run_on_ranks(refused, 2, timeout=120)
 
 
-# ---------------------------------------------------------------------- ranks that do not trace together
+# ---------------------------------------------------------------------- ranks that trace alone
 
 
 def apart():
-    """Arguments that are of another kind on one rank, which then traces alone."""
+    """Pass another kind of argument on one rank, which then traces alone."""
     mesh = world_mesh((2, 2))
     model = nn.Conv2d(1, 1, 3, padding=1).double()
     x = field(mesh, 1, 1, 8, 8)
     other = x.detach().requires_grad_(dist.get_rank() != 1)
-    with pytest.raises(Untraceable, match="ranks trace different programs.* require"):  # all of them trace: at once
+    with pytest.raises(Untraceable, match="ranks trace different programs.* require"):  # raised at once
         eagerly(model)(other)
     fast = eagerly(model)
     fast(x).sum().backward()
     with pytest.raises(Untraceable, match="different programs|on all ranks"):
         (eagerly(torch.sin) if dist.get_rank() == 1 else eagerly(model))(x)
-    fast(x).sum().backward()  # nothing is lost so far
+    fast(x).sum().backward()  # still works
     rendezvous.TIMEOUT, began = timedelta(seconds=2), time.monotonic()
     with pytest.raises(ShardingError, match="rank .* did not trace it within 2 s.*New on this rank: argument 0 is"):
         fast(other)
     took = time.monotonic() - began
-    dist.destroy_process_group()  # its connections are gone
+    dist.destroy_process_group()  # its connections are closed
     return took
 
 
-def test_a_rank_that_traces_alone_fails_and_so_do_the_others():
+def test_rank_that_traces_alone_fails_on_all():
     assert all(1.5 < took < 60 for took in run_on_ranks(apart, 4, timeout=120))

@@ -1,4 +1,4 @@
-"""Data: each rank makes and reads only what it owns, and together they hold exactly what one process would."""
+"""Data: each rank generates and reads only its shard, and together the shards equal one process's samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused(call, *said):
 
 
 def sparse_solution(a: np.ndarray) -> np.ndarray:
-    """The same equations, put together entry by entry and solved by elimination."""
+    """Solve the same equations with a sparse direct solver."""
     sparse = importlib.import_module("scipy.sparse")
     linalg = importlib.import_module("scipy.sparse.linalg")
     n = a.shape[0] - 1
@@ -55,7 +55,7 @@ def sparse_solution(a: np.ndarray) -> np.ndarray:
     return linalg.spsolve(matrix, np.ones((n - 1) ** 2)).reshape(n - 1, n - 1)
 
 
-def test_the_solver_against_elimination():
+def test_solver_against_sparse_solution():
     for points in (3, 13, 18):
         a, u = darcy_solver.solve_sample(3, 1, points)
         assert set(a.flatten().tolist()) <= {3.0, 12.0}
@@ -64,17 +64,17 @@ def test_the_solver_against_elimination():
         assert not u[0].any() and not u[-1].any() and not u[:, 0].any() and not u[:, -1].any()
 
 
-def test_darcy_has_the_statistics_of_the_problem():
+def test_darcy_statistics():
     drawn = [darcy_solver.solve_sample(0, i, 33) for i in range(60)]
     a, u = (torch.stack(field) for field in zip(*drawn, strict=True))
     assert 0.014 < u.max() < 0.018 and abs(u.mean() - 0.0055) < 3e-4
     assert abs((a == 12).double().mean() - 0.5) < 0.05
-    # a finer grid shows the same medium
+    # a finer grid samples the same medium
     again = torch.stack([darcy_solver.solve_sample(0, i, 65)[0] for i in range(10)])[:, ::2, ::2]
     assert (again == a[:10]).double().mean() > 0.98
 
 
-def test_a_sample_depends_on_its_number_alone(tmp_path):
+def test_sample_depends_on_its_index_alone(tmp_path):
     one = Darcy(20, seed=4, **SMALL, cache=tmp_path / "a")
     backwards = [one[i] for i in reversed(range(20))][::-1]
     other = Darcy(7, seed=4, start=13, **SMALL, cache=tmp_path / "b")
@@ -94,14 +94,14 @@ def iter_samples(dataset):
     return (dataset[i] for i in range(len(dataset)))
 
 
-def test_a_block_of_a_sample(tmp_path):
+def test_block_of_a_sample(tmp_path):
     darcy = Darcy(2, **SMALL, cache=tmp_path)
     whole = darcy[1]
     block = darcy.read(1, (slice(0, 1), slice(1, 4), slice(2, 2)))
     assert block["x"].shape == (1, 3, 0)
     block = darcy.read(1, {"x": (slice(0, 1), slice(1, 4), slice(2, 5)), "y": (slice(0, 1), slice(0, 5), slice(0, 1))})
     assert torch.equal(block["x"], whole["x"][:, 1:4, 2:5]) and torch.equal(block["y"], whole["y"][:, :, :1])
-    block["x"].zero_()  # a copy: the file is not written to
+    block["x"].zero_()  # a copy: the file does not change
     assert whole["x"].min() == 3 and darcy[1]["x"].min() == 3
 
 
@@ -115,19 +115,19 @@ def test_a_block_of_a_sample(tmp_path):
         (dict(n=1, fine=2), "of 2 points"),
     ],
 )
-def test_darcy_refuses(bad, said):
+def test_darcy_refuses_bad_arguments(bad, said):
     with pytest.raises(ValueError, match=said):
         Darcy(**bad)
 
 
 def made_by(monkeypatch):
-    """Counts the samples that are solved from here on."""
+    """Count the samples that are solved from now on."""
     calls, solve = [], darcy_solver.solve_sample
     monkeypatch.setattr(darcy_solver, "solve_sample", lambda *key: calls.append(key) or solve(*key))
     return calls
 
 
-def test_the_cache(tmp_path, monkeypatch):
+def test_cache(tmp_path, monkeypatch):
     calls = made_by(monkeypatch)
     monkeypatch.setenv("SHARDFIELD_CACHE", str(tmp_path))
     first = Darcy(4, **SMALL).prepare()[2]
@@ -147,10 +147,10 @@ def test_the_cache(tmp_path, monkeypatch):
                 )
         assert torch.equal(Darcy(4, **SMALL)[2]["y"], first["y"]), what
         assert path.read_bytes() == whole, what
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "parts of files are left behind"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "temporary files remain"
 
 
-def test_a_finer_grid_is_solved_once(tmp_path, monkeypatch):
+def test_finer_grid_is_solved_once(tmp_path, monkeypatch):
     fine = Darcy(2, resolution=9, fine=17, cache=tmp_path)[1]
     calls = made_by(monkeypatch)
     coarse = Darcy(2, resolution=5, fine=17, cache=tmp_path)[1]
@@ -161,7 +161,7 @@ def test_a_finer_grid_is_solved_once(tmp_path, monkeypatch):
     )
 
 
-def test_writers_at_the_same_time(tmp_path):
+def test_concurrent_writers(tmp_path):
     sets = [Darcy(8, **SMALL, cache=tmp_path) for _ in range(4)]
     threads = [threading.Thread(target=s.prepare) for s in sets]
     for thread in threads:
@@ -172,7 +172,7 @@ def test_writers_at_the_same_time(tmp_path):
     assert len(list(tmp_path.rglob("*"))) == 3, "two folders and one file"
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=f"cannot write {tmp_path}/file/.*npy: Not a directory; choose another folder"):
         Darcy(1, **SMALL, cache=tmp_path / "file")[0]
@@ -196,14 +196,14 @@ def prepared(folder):
     darcy = Darcy(40, **SMALL, cache=folder).prepare(mesh, lambda done, total: told.append((done, total)))
     made = len(calls)
     samples = [darcy[i]["y"] for i in range(40)]
-    assert len(calls) == made, "what other ranks made is read from the cache"
+    assert len(calls) == made, "samples of other ranks are read from the cache"
     patch.undo()
     bad = Darcy(24, **SMALL, cache=Path(folder) / ("file" if dist.get_rank() == 2 else "good"))
     refused(lambda: bad.prepare(mesh), "Darcy.prepare: cannot be done\n  rank 2: cannot write", "Not a directory")
     return made, told, torch.stack(samples)
 
 
-def test_ranks_share_the_making(tmp_path):
+def test_ranks_share_the_generation(tmp_path):
     (tmp_path / "file").write_text("")
     made, told, samples = zip(*run_on_ranks(prepared, 4, str(tmp_path)), strict=True)
     assert made == (16, 8, 8, 8) and told[0] == [(8, 16), (16, 16)] and told[3] == [(8, 8)]
@@ -214,7 +214,7 @@ def test_ranks_share_the_making(tmp_path):
 
 
 class Rows:
-    """A dataset that counts what is read of it; sample i of `n` is filled with numbers that only it has."""
+    """Dataset that counts the elements read; the values of its samples are unique."""
 
     shape = (2, 7, 6)
 
@@ -250,7 +250,7 @@ def gathered(batch):
 
 
 def loaded(axes, n, batch_size, kind, options):
-    """One epoch: what each rank got, whole; and that it read its block only."""
+    """Load one epoch; return each rank's global batches, and check that it read its block only."""
     mesh = mesh_of(**axes)
     dataset = {"whole": Whole, "blocks": Blocks}[kind](n)
     loader = ShardedLoader(dataset, batch_size, mesh, **options)
@@ -297,19 +297,17 @@ LOADERS = [
 
 
 @pytest.mark.parametrize("axes, n, batch_size, kind, options", LOADERS)
-def test_an_epoch(axes, n, batch_size, kind, options):
+def test_epoch(axes, n, batch_size, kind, options):
     ranks = run_on_ranks(loaded, np.prod(list(axes.values())), axes, n, batch_size, kind, options)
     grid = np.arange(len(ranks)).reshape(list(axes.values()))
     names = list(axes)
     data_ranks = np.moveaxis(grid, names.index("data"), 0) if "data" in names else grid[None]
     by_data = []
     for row in data_ranks.reshape(len(data_ranks), -1):
-        assert all(ranks[r][:2] == ranks[row[0]][:2] for r in row), "ranks of one data coord have the same samples"
+        assert all(ranks[r][:2] == ranks[row[0]][:2] for r in row), "ranks of one data coordinate have the same samples"
         by_data.append(ranks[row[0]])
         read = sum(ranks[r][3] for r in row)
-        if (
-            kind == "blocks"
-        ):  # sweep and epoch: every element once, none twice; a few more for the dtype of an empty one
+        if kind == "blocks":  # every element once; a few more for the dtype of an empty shard
             assert read == pytest.approx(sum(map(len, ranks[row[0]][0])) + len(ranks[row[0]][2]), abs=1.01)
     parts = len(data_ranks)
     seen = []
@@ -343,19 +341,19 @@ def places():
     later = ShardedLoader(dataset, 2, mesh, seed=5)
     later.load_state_dict(state)
     assert later.state_dict() == state
-    later.set_epoch(0)  # what a training loop says of the epoch it resumes
+    later.set_epoch(0)  # as a training loop does when it resumes
     assert [loader_step(later) for _ in later] == epochs[0][1:] and later.epoch == 1
-    assert [loader_step(again) for _ in again] == epochs[0], "an iteration that was left starts anew"
+    assert [loader_step(again) for _ in again] == epochs[0], "an abandoned iteration starts from the beginning"
     assert threading.active_count() < 20 and not [t for t in threading.enumerate() if t.name == "shardfield-ahead"]
 
-    # another data axis goes on with the samples that were left
+    # another data axis resumes with the remaining samples
     wide = ShardedLoader(dataset, 1, mesh_of(spatial=4), data=None, seed=5)
     wide.load_state_dict(state)
     mine = [i for _ in wide for i in wide.indices]
     ends = ShardedLoader(dataset, 2, mesh, seed=5)
     for _ in ends:
         pass_state = ends.state_dict()
-    assert pass_state["epoch"] == 1 and pass_state["seen"] == 0, "behind the last batch is the next epoch"
+    assert pass_state["epoch"] == 1 and pass_state["seen"] == 0, "after the last batch comes the next epoch"
     with pytest.raises(ValueError, match=r"seed 5 \(here 6\)"):
         ShardedLoader(dataset, 2, mesh, seed=6).load_state_dict(state)
     return epochs[0], mine
@@ -365,14 +363,14 @@ def loader_step(loader):
     return list(loader.indices)
 
 
-def test_where_a_loader_stands():
+def test_loader_state():
     ranks = run_on_ranks(places, 4)
     left = [i for step in zip(ranks[0][0][1:], ranks[2][0][1:], strict=True) for share in step for i in share]
     assert all(mine == left for _, mine in ranks)
 
 
 def exact_mean():
-    """With weights, the mean over data ranks is the mean over samples, though a rank's last batch is empty."""
+    """Check that the weighted mean over data ranks is the mean over samples, though a last batch is empty."""
     mesh = mesh_of(data=3)
     loader = ShardedLoader(Whole(7), 2, mesh)
     batches, total = 0, torch.zeros(())
@@ -464,7 +462,7 @@ def test_structures_and_errors():
     run_on_ranks(structures_and_errors, 2)
 
 
-def test_reading_goes_on_while_the_batch_is_used():
+def test_prefetch():
     run_on_ranks(reads_ahead, 1)
 
 
@@ -478,7 +476,7 @@ def reads_ahead():
             break
         threading.Event().wait(0.01)
     threading.Event().wait(0.05)
-    assert dataset.elements == 4 * 84, "the one given and three ahead"
+    assert dataset.elements == 4 * 84, "the current batch and three prefetched"
     waited = loader.waited
     next(batches)
     assert 0 < waited < loader.waited
@@ -514,7 +512,7 @@ def stores(tmp_path_factory):
 
 
 def bytes_read(call):
-    """What read calls of this process brought while `call` ran."""
+    """Return the bytes that this process read while `call` ran."""
 
     def so_far():
         return int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1])
@@ -546,7 +544,7 @@ def opened(folder):
         assert tiled[2:4, 0].placements == (Shard(1), Shard(2)) and torch.equal(tiled[...].full_tensor(), values)
         assert torch.equal(tiled[-1, ..., :].full_tensor(), values[-1])
         assert torch.equal(tiled[::3, 1:1].full_tensor(), values[::3, 1:1])
-        if name != "group/u":  # a quarter: the chunks of the tile, and no other
+        if name != "group/u":  # a quarter: only the chunks of the tile
             h, w = tiles.get_coordinate()
             block = (slice(0, 2), slice(24 * h, 24 * h + 24), slice(256 * w, 256 * w + 256))
             local, read = bytes_read(lambda: tiled.read(3, block))  # noqa: B023
@@ -560,7 +558,7 @@ def opened(folder):
     assert samples.dtype is torch.int32 and samples[1].full_tensor().tolist() == [3, 4, 5]
     assert "Shard(2) as 12+12+12+12" in repr(field)
 
-    # a field is a dataset
+    # a field can be used as a dataset
     mesh = mesh_of(data=2, spatial=2)
     plain = open_field(f"{folder}/v2.zarr")
     assert torch.equal(plain[0, 1], values[0, 1]) and plain.shapes == SHAPE[1:]
@@ -616,7 +614,7 @@ def field_errors(folder):
     with pytest.raises(ValueError, match="pass the mesh too"):
         open_field(good, None, [Shard(0)])
 
-    # a file that breaks after it was opened, on one rank
+    # a file that fails after opening, on one rank
     field = open_field(good, mesh, [Shard(2)])
     if dist.get_rank() == 1:
         field._array = Broken()
@@ -636,11 +634,11 @@ def test_field_errors(stores):
     run_on_ranks(field_errors, 2, stores)
 
 
-# ---------------------------------------------------------------------- normalisers
+# ---------------------------------------------------------------------- normalizers
 
 
 class Offset:
-    """Samples with a mean that is large beside their spread, as temperatures in kelvin are."""
+    """Dataset with a mean that is large against its standard deviation, as temperatures in kelvin."""
 
     def __len__(self):
         return 7
@@ -681,7 +679,7 @@ def fitted(axes, options):
         (dict(data=1, spatial=2), dict(placements=[Replicate()])),
     ],
 )
-def test_statistics_are_those_of_the_whole(axes, options):
+def test_statistics_are_global(axes, options):
     x = torch.stack([Offset()[i]["x"] for i in range(7)]).double()
     expected = {
         "channel": (x.mean((0, 2, 3))[:, None, None], x.std((0, 2, 3))[:, None, None]),
@@ -694,14 +692,14 @@ def test_statistics_are_those_of_the_whole(axes, options):
                 torch.testing.assert_close(got, want, rtol=1e-11, atol=0)
 
 
-def test_a_normaliser_is_a_module():
+def test_normalizer_is_a_module():
     x = torch.randn(3, 2, 4) + 5
     norm = UnitGaussian.fit([x[:1], x[1:1], x[1:]])
     torch.testing.assert_close(norm.mean, x.double().mean((0, 2))[:, None])
     other = UnitGaussian(torch.zeros(2, 1), torch.ones(2, 1))
     other.load_state_dict(norm.state_dict())
     torch.testing.assert_close(other(x), norm.transform(x))
-    assert UnitGaussian.fit([torch.ones(2, 1)]).transform(torch.ones(1, 1)).item() == 0  # a constant has no spread
+    assert UnitGaussian.fit([torch.ones(2, 1)]).transform(torch.ones(1, 1)).item() == 0  # a constant has zero deviation
     for batches, said in [
         ([], "there are no batches"),
         ([torch.ones(0, 2)], "empty"),

@@ -66,11 +66,9 @@ def test_ranks_of_groups():
             split_groups(world, size)
 
 
-@pytest.mark.parametrize(
-    "shape, complete", [((-1,), (8,)), ((2, -1), (2, 4)), ((8, -1), (8, 1)), ([2, 2, 2], (2, 2, 2))]
-)
-def test_mesh_shapes(shape, complete):
-    assert complete_shape(shape, "abc"[: len(shape)], 8) == complete
+@pytest.mark.parametrize("shape, full", [((-1,), (8,)), ((2, -1), (2, 4)), ((8, -1), (8, 1)), ([2, 2, 2], (2, 2, 2))])
+def test_mesh_shapes(shape, full):
+    assert complete_shape(shape, "abc"[: len(shape)], 8) == full
 
 
 @pytest.mark.parametrize(

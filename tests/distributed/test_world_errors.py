@@ -1,7 +1,7 @@
 """Worlds that cannot form or lose a rank: every rank raises a clear error and none hangs.
 
-The ranks here are processes that start as any launcher would start them, from a server that has imported torch
 The ranks are processes with a launcher's variables, forked from a server that has imported torch, so that a world
+costs no import.
 """
 
 import atexit

@@ -1,6 +1,6 @@
-"""Real launchers for the tests of this folder: installed when absent, started for the tests, gone after them.
+"""Fixtures of real launchers: installed when absent, started for the tests, stopped afterwards.
 
-They need root on a Debian system. Everything lives in a temporary folder and in network namespaces of its own.
+They need root on a Debian system, and use a temporary folder and separate network namespaces.
 """
 
 import os
@@ -15,7 +15,7 @@ from tests.launchers.slurm import Slurm
 
 
 def end_in_order(*_) -> None:
-    """A run that is terminated ends what it started, as an interrupted one does."""
+    """End child processes on SIGTERM, as on an interrupt."""
     pytest.exit("terminated", returncode=143)
 
 
@@ -23,7 +23,7 @@ signal.signal(signal.SIGTERM, end_in_order)
 
 
 def need(program: str, *packages: str) -> None:
-    """Install what is missing, the way the README of the packages says."""
+    """Install missing packages."""
     if shutil.which(program):
         return
     assert os.geteuid() == 0, f"{program} is not installed, and only root can install it"
@@ -35,14 +35,14 @@ def need(program: str, *packages: str) -> None:
 
 @pytest.fixture(scope="session")
 def mpirun():
-    """The start of an mpirun command line."""
+    """Return the start of an mpirun command line."""
     need("mpirun", "openmpi-bin")
     return ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 
 
 @pytest.fixture(scope="session")
 def hosts():
-    """Two hosts with a network between them."""
+    """Start two hosts with a network between them."""
     need("ip", "iproute2")
     with Hosts(2) as pair:
         yield pair
@@ -50,7 +50,7 @@ def hosts():
 
 @pytest.fixture(scope="session")
 def slurm():
-    """A SLURM cluster of this machine alone."""
+    """Start a SLURM cluster of this machine alone."""
     need("slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
     with Slurm() as cluster:
         yield cluster
@@ -58,7 +58,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def slurm_on_two_hosts(hosts):
-    """A SLURM cluster of two hosts, its controller on the first."""
+    """Start a SLURM cluster of two hosts, with its controller on the first."""
     need("slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
     with Slurm(hosts) as cluster:
         yield cluster

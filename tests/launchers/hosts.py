@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, each with its own name and address, on a bridge of their own."""
+"""Emulate hosts on one machine: network namespaces, each with its own name and address, on one bridge."""
 
 import os
 import re
@@ -13,10 +13,10 @@ def ip(*args: str) -> None:
 
 
 class Hosts:
-    """`count` hosts that reach each other by name and address, and nothing else."""
+    """Run `count` hosts that reach each other by name and address, and nothing else."""
 
     def __init__(self, count: int):
-        # Names that no other run on this machine has.
+        # Names that are unique on this machine.
         self.names = [f"sf{os.getpid()}n{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
         self.switch = f"sf{os.getpid()}sw"
@@ -26,7 +26,7 @@ class Hosts:
         self.etc = Path(tempfile.mkdtemp(prefix="shardfield-hosts-"))
         lines = [f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True)]
         (self.etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        # Names come from the file alone: a search for a name server would end in time-outs.
+        # Names come from the file alone: a DNS lookup would run into timeouts.
         (self.etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
         try:
             ip("netns", "add", self.switch)
@@ -49,7 +49,7 @@ class Hosts:
         shutil.rmtree(self.etc, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """Take away the hosts of runs that were killed."""
+        """Remove the hosts of runs that were killed."""
         names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
         ours = [(name, re.fullmatch(r"sf(\d+)(n\d+|sw)", name)) for name in names]
         self._remove([name for name, match in ours if match and not Path("/proc", match[1]).exists()])
@@ -59,8 +59,8 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
 
     def on(self, i: int, *command: str, hostname: str | None = None) -> list[str]:
-        """The command line that runs a command on host i, which calls itself by its name."""
-        # Not `ip netns exec`, which takes /sys/fs/cgroup away, and slurmd does not start without it.
+        """Return the command line that runs a command on host i under its host name."""
+        # Not `ip netns exec`, which hides /sys/fs/cgroup, without which slurmd does not start.
         files = [f"mount --bind {self.etc}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf")]
         setup = "; ".join(["set -e", *files, 'hostname "$0"', 'exec "$@"'])
         enter = ["nsenter", f"--net=/run/netns/{self.names[i]}", "unshare", "--mount", "--uts", "sh", "-c", setup]

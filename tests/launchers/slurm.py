@@ -1,4 +1,4 @@
-"""A SLURM cluster for a test: munged, slurmctld and a slurmd per host, in a temporary folder, ended with it."""
+"""Run a SLURM cluster for a test: munged, slurmctld and a slurmd per host, in a temporary folder."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 class Slurm:
-    """On this machine alone, or on hosts given: then the controller is on the first, and `on(0, ...)` runs there."""
+    """Run a cluster on this machine, or on `hosts` with the controller on the first, where `on(0, ...)` runs."""
 
     def __init__(self, hosts: Hosts | None = None):
         self.hosts = hosts
@@ -90,11 +90,11 @@ class Slurm:
         )
 
     def _daemon(self, *command: str) -> None:
-        # They end with the test run, also where that is killed.
+        # The daemons end with the test run, also if that is killed.
         bound = ["setpriv", "--pdeathsig", "TERM", *command]
         with open(self.folder / "daemons.log", "a") as out:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            # In sessions of their own: a signal to the test run must find them alive to end their jobs.
+            # In separate sessions: after a signal to the test run they must still end their jobs.
             self.daemons.append(subprocess.Popen(bound, env=os.environ | self.env, start_new_session=True, **streams))
 
     def _idle(self) -> bool:
@@ -108,7 +108,7 @@ class Slurm:
 
     def __exit__(self, *_):
         if len(self.daemons) > 1 and self._jobs():
-            # Jobs that a failed test left: their processes would outlive the daemons.
+            # Cancel jobs of a failed test: their processes would outlive the daemons.
             subprocess.run(self.on(0, "scancel", "--user=root", "--full"), env=os.environ | self.env)
             _wait(lambda: not self._jobs(), "jobs do not end")
         for daemon in reversed(self.daemons):

@@ -1,4 +1,4 @@
-"""One script, and every way to start it: python, torchrun on one and two hosts, mpirun, srun and sbatch."""
+"""One script under every launcher: python, torchrun on one and two hosts, mpirun, srun and sbatch."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def run(*command, env=None, code=0, limit=240, more=()):
-    """Run commands to their end, all at once, and return what the first wrote to stdout and all to stderr."""
+    """Run commands concurrently; return the stdout of the first and the stderr of all."""
     jobs = [
         subprocess.Popen(
             [str(word) for word in words],
@@ -41,7 +41,7 @@ def run(*command, env=None, code=0, limit=240, more=()):
             for job in jobs:
                 if job.poll() is None:
                     os.killpg(job.pid, number)
-                    time.sleep(2)  # for launchers to end what they started
+                    time.sleep(2)  # for launchers to end their processes
     err = "".join(e for _, e in outputs)
     for job, (out, _) in zip(jobs, outputs, strict=True):
         assert (job.returncode == 0) == (code == 0), f"{job.args}: exit {job.returncode}\n{out}\n{err}"
@@ -49,7 +49,7 @@ def run(*command, env=None, code=0, limit=240, more=()):
 
 
 def check(printed, method, size, local_ranks=None):
-    """The ranks of one world each said who they are; their sums and their trained weight are those of the world."""
+    """Check the ranks that printed, and that their sums and trained weight are those of the world."""
     said = sorted((json.loads(line) for line in printed.splitlines() if line.startswith("{")), key=lambda s: s["rank"])
     assert [s["rank"] for s in said] == list(range(size)), printed
     for s in said:
@@ -61,7 +61,7 @@ def check(printed, method, size, local_ranks=None):
 
 
 def quiet(err):
-    """Nothing on stderr but what launchers say of themselves.
+    """Check that stderr has only messages of the launchers.
 
     torchrun's agents end one by one, and the last may find the first one's store gone: a warning with C++ frames.
     """
@@ -99,7 +99,7 @@ def test_srun(slurm):
 
 
 def batch(slurm, tmp_path, text, *options):
-    """Run a batch script to its end; what it wrote, by its steps."""
+    """Run a batch script and return its output."""
     script, out = tmp_path / "job.sh", tmp_path / "out"
     script.write_text(f"#!/bin/bash\n{text}\n")
     run("sbatch", "--wait", "-n", 2, f"--output={out}", *options, script, env=slurm.env)
@@ -110,8 +110,8 @@ def test_sbatch(slurm, tmp_path):
     check(batch(slurm, tmp_path, f"srun {sys.executable} {SCRIPT}"), "slurm", 2)
 
 
-def test_the_batch_script_itself_is_one_process(slurm, tmp_path):
-    # srun did not start it, so it has no SLURM_LAUNCH_NODE_IPADDR; and it must not wait for a second task.
+def test_batch_script_itself_is_one_process(slurm, tmp_path):
+    # Not started by srun, it has no SLURM_LAUNCH_NODE_IPADDR and must not wait for a second task.
     printed = batch(slurm, tmp_path, f"env | grep -c LAUNCH_NODE; {sys.executable} {SCRIPT}")
     assert printed.startswith("0\n") and "sbatch reserved 2 tasks and started one process" in printed
     check(printed, "slurm", 1)
@@ -131,13 +131,13 @@ def test_two_steps_at_once(slurm, tmp_path):
     assert printed.count('"world_size": 1') == 1 and printed.count('"world_size": 2') == 2, printed
 
 
-def test_a_forced_method(mpirun):
+def test_forced_method(mpirun):
     forced = {"SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD": "ENV"}
     _, err = run(*mpirun, "-np", 2, *PYTHON, env=forced, code=1)
     assert "env launch: none of its variables set" in err
 
 
-# A rank that dies ends the others, and is named.
+# A rank that dies is named, and the others end.
 
 DEATH = """
 import os, signal, sys, time, torch, torch.distributed as dist
@@ -151,15 +151,15 @@ dist.barrier()
 """
 
 
-def test_a_rank_that_dies_under_srun(slurm):
-    # srun leaves the other tasks alone.
+def test_rank_dies_under_srun(slurm):
+    # srun does not end the other tasks.
     _, err = run("srun", "-n", 3, sys.executable, "-c", DEATH, env=slurm.env, code=1)
     for rank in (0, 2):
         assert re.search(rf"shardfield, rank {rank}: rank 1 \(pid \d+ on .*\) died", err), err
 
 
-def test_a_rank_that_dies_under_mpirun(mpirun):
-    # mpirun ends the others itself, at once: it may or may not leave them the time to say so, and names the rank.
+def test_rank_dies_under_mpirun(mpirun):
+    # mpirun ends the others at once, perhaps before they can report, and names the rank.
     _, err = run(*mpirun, "-np", 3, sys.executable, "-c", DEATH, code=1)
     assert re.search(r"process rank 1 .* exited on signal 9", err), err
 
@@ -198,8 +198,8 @@ def test_two_hosts_by_hand(hosts):
     assert err == ""
 
 
-def test_a_host_whose_name_stands_for_itself_alone(hosts):
-    # As on many systems, where /etc/hosts has the own name at 127.0.1.1: gloo alone would fail to connect.
+def test_host_name_that_resolves_to_loopback(hosts):
+    # As on many systems, where /etc/hosts maps the host name to 127.0.1.1: gloo alone would fail to connect.
     _, err = run(*by_hand(hosts, 0), more=[by_hand(hosts, 1, hostname="localhost")], code=1)
     says = r"gloo would offer rank 1 \(pid \d+ on localhost\) to the others at \S+, .* that has 10\.77\.0\.2"
     assert len(re.findall(says, err)) == 2, err
@@ -209,7 +209,7 @@ def test_a_host_whose_name_stands_for_itself_alone(hosts):
 
 
 def test_mpirun_on_two_hosts(hosts, mpirun, tmp_path):
-    # Open MPI starts its daemons by a remote shell; here it is one that goes to the other namespace.
+    # Open MPI starts its daemons by a remote shell; here it enters the other namespace.
     shell = tmp_path / "shell"
     there = shlex.join(hosts.on(1, "sh", "-c"))
     shell.write_text(f'#!/bin/sh\nshift\nexec {there} "$*"\n')
@@ -226,6 +226,6 @@ def test_srun_on_two_hosts(hosts, slurm_on_two_hosts, tmp_path):
     printed, err = run(*cluster.on(0, *srun), env=cluster.env)
     check(printed, "slurm", 4, local_ranks=[0, 1, 0, 1])
     quiet(err)
-    # Typed on the second host, which is then the launch node; rank 0 is on the first.
+    # Started on the second host, which is then the launch node; rank 0 is on the first.
     printed, _ = run(*cluster.on(1, *srun), env=cluster.env)
     check(printed, "slurm", 4, local_ranks=[0, 1, 0, 1])

@@ -1,4 +1,4 @@
-"""The one script that every launcher starts: it says who it is, sums over the ranks, and trains one step with DDP."""
+"""Script that every launcher starts: print the rank, sum over the ranks, train one step with DDP."""
 
 import json
 import os

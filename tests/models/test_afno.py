@@ -1,4 +1,4 @@
-"""A Fourier neural operator on tokens, as FourCastNet has it, written plainly: on a cut field it equals one device."""
+"""AFNO as in FourCastNet, in plain torch: on a sharded field it equals one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ops.stencil.test_conv import field
 
 
 class Mixer(nn.Module):
-    """Two layers with block-diagonal weights on some of the modes of the tokens, then soft shrinkage."""
+    """Apply two block-diagonal layers to the low modes of the tokens, then soft shrinkage."""
 
     def __init__(self, channels: int, blocks: int, kept: float):
         super().__init__()
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
 
 
 class Block(nn.Module):
-    """Modes are mixed, then channels."""
+    """Mix modes, then channels."""
 
     def __init__(self, channels: int, kept: float):
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class AFNO(nn.Module):
-    """Patches become tokens, tokens go through blocks, and become patches."""
+    """Embed patches as tokens, apply the blocks, and map tokens back to patches."""
 
     def __init__(self, size: tuple[int, int], patch: int, channels: int, kept: float):
         super().__init__()
@@ -90,7 +90,7 @@ class AFNO(nn.Module):
 
 
 def compared(mesh, placements, lengths, kept) -> float:
-    """How far the output and all gradients are from those of one device, at most."""
+    """Return the largest difference of the output and all gradients from one device."""
     full, x = field(mesh, placements, (2, 3, 16, 24), lengths)
     torch.manual_seed(0)
     model = AFNO((16, 24), 2, 8, kept).double()

@@ -1,4 +1,4 @@
-"""The models: a fully connected network, and an AFNO whose channels ranks share."""
+"""Models: a fully connected network, and an AFNO with channels sharded over ranks."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ from tests.distributed.test_utils import groups
 # ---------------------------------------------------------------------- fully connected
 
 
-def test_fully_connected_is_what_it_says():
+def test_fully_connected_equals_its_definition():
     torch.manual_seed(0)
     model = FullyConnected(3, 5, 2, num_layers=4, activation_fn=["tanh", "relu"], skip_connections=True)
     x = torch.randn(7, 3)
@@ -53,7 +53,7 @@ def test_fully_connected_options():
     adaptive = FullyConnected(3, 5, 2, 2, "tanh", adaptive_activations=True)
     adaptive.load_state_dict(plain.state_dict(), strict=False)
     torch.testing.assert_close(adaptive(x), plain(x))
-    adaptive.layers[0].activation_par.data.fill_(2.0)  # one number for all layers
+    adaptive.layers[0].activation_par.data.fill_(2.0)  # one parameter for all layers
     assert adaptive.layers[1].activation_par is adaptive.layers[0].activation_par
     assert not torch.allclose(adaptive(x), plain(x))
 
@@ -91,8 +91,8 @@ def test_fully_connected_activations():
 SHAPE = dict(inp_shape=(8, 12), in_channels=5, out_channels=3, patch_size=4, embed_dim=16, depth=2, num_blocks=4)
 
 
-def test_afno_on_one_process_is_what_it_says():
-    """Against a second writing of the definition, with complex numbers and one block after the other."""
+def test_afno_on_one_process_equals_its_definition():
+    """Compare with a second implementation that uses complex numbers and one block after the other."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
@@ -100,12 +100,12 @@ def test_afno_on_one_process_is_what_it_says():
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
         x = torch.randn(2, 5, 8, 12)
-        torch.testing.assert_close(model(x), written_again(model.state_dict(), x))
+        torch.testing.assert_close(model(x), reference_afno(model.state_dict(), x))
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def written_again(state, x):
+def reference_afno(state, x):
     F = torch.nn.functional
 
     def norm(x, name):
@@ -143,7 +143,7 @@ def test_afno_equals_one_process(world):
 def afno_equals_one_process():
     torch.set_default_dtype(torch.float64)
     reference = DistributedAFNO(**SHAPE)
-    for parameter in reference.parameters():  # away from the zeros and ones it starts with
+    for parameter in reference.parameters():  # not the initial zeros and ones
         parameter.data += 0.3 * torch.randn_like(parameter)
     x = torch.randn(2, 5, 8, 12)
     weight = torch.randn(2, 3, 8, 12)
@@ -178,7 +178,7 @@ def compare(reference, x, weight, own_inputs, own_outputs):
         close(parameter.grad, cuts[name].of(whole[name].grad, rank))
     for name, value in model.full_state_dict().items():
         assert torch.equal(value, whole[name])
-    # Nothing is held twice.
+    # No parameter is stored twice.
     held = sum(p.numel() for p in model.parameters())
     assert sum(p.numel() for p in whole.values()) == int(collectives.all_reduce(torch.tensor(held), dist.group.WORLD))
 
@@ -220,7 +220,7 @@ def test_afno_messages():
 
 
 def afno_messages():
-    """A block: two norms of two numbers a token, one gather and one reduce-scatter of the tokens."""
+    """Check the messages of a block: two norms of two numbers per token, an all_gather and a reduce_scatter."""
     sent = []
     with groups(model_parallel=2), torch.no_grad():
         model = DistributedAFNO(**SHAPE)
@@ -239,7 +239,7 @@ def test_afno_with_data_parallel():
 
 
 def with_data_parallel():
-    """Two ranks share the channels, two the samples: the gradients are those of the mean over all samples."""
+    """Shard channels over two ranks and samples over two: gradients are those of the mean over all samples."""
     torch.set_default_dtype(torch.float64)
     whole = DistributedAFNO(**SHAPE)
     x = torch.randn(2, 5, 8, 12)
@@ -255,10 +255,10 @@ def with_data_parallel():
         for name, cut in param_shardings_of(model).items():
             own = cut.of(gradients[name].grad, manager.group_rank("model_parallel"))
             close(model.get_parameter(name).grad, own)
-        del ddp  # before its group
+        del ddp  # before its process group
 
 
-def test_afno_refuses():
+def test_afno_refuses_bad_arguments():
     for change, match in (
         (dict(inp_shape=(8, 10)), "8 x 10 is not divisible into patches of 4"),
         (dict(embed_dim=18), "18 channels are not divisible into 4 equal blocks"),

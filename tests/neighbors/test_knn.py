@@ -1,4 +1,4 @@
-"""Neighbour search against brute force on one device: every cut, ties, duplicates, gradients, and what is sent."""
+"""Neighbor search against brute force on one device: every sharding, ties, duplicates, gradients, bytes sent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardfield.testing import run_on_ranks
 from tests import triton_interpreter as texts
 from tests.harness import MESHES, Case, T, check_case, local_shard, world_mesh
 
-# ---------------------------------------------------------------------- the reference, written another way
+# ---------------------------------------------------------------------- brute-force reference
 
 
 def distances(points, queries):
-    """All pairs; a distance of zero has gradient zero."""
+    """Return the distances of all pairs; a distance of zero has gradient zero."""
     total = squared_distance(queries[:, None], points)
     return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), 0)
 
@@ -49,7 +49,7 @@ def all_pairs_radius(points, queries, radius, most=None):
 
 
 def either(ours, reference):
-    """`ours` on ShardTensors and `reference` on plain tensors: the two sides of a case."""
+    """Return a function that calls `ours` on ShardTensors and `reference` on plain tensors."""
 
     def call(points, queries, *args):
         sharded = isinstance(points, ShardTensor) or isinstance(queries, ShardTensor)
@@ -59,12 +59,12 @@ def either(ours, reference):
 
 
 def lattice(shape, generator):
-    """Many duplicates and many equal distances; exact in float64 and float32."""
+    """Draw points with many duplicates and equal distances, exact in float64 and float32."""
     return torch.randint(3, shape, generator=generator).double()
 
 
 def clusters(shape, generator):
-    """Three clusters far apart, rows of one cluster together."""
+    """Draw three clusters far apart, the rows of each contiguous."""
     centres = torch.tensor([-50.0, 0.0, 80.0], dtype=torch.float64).repeat_interleave(-(-shape[0] // 3))[: shape[0]]
     return centres[:, None] + torch.randn(shape, dtype=torch.float64, generator=generator)
 
@@ -86,7 +86,7 @@ LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", 4))
 
 
 def run_case(number, mesh_shape):
-    """On a rank: pair by pair with all visits at once, then by tree with one visit after the other."""
+    """Check a case by all pairs with all visits in flight, then by tree with one visit at a time."""
     case, told = CASES[number], []
     case.layouts = LAYOUTS
     for seed, settings in enumerate([(distributed_search.MAX_INCOMING_BYTES, local.TREE_PAIRS), (0, 0)]):
@@ -99,14 +99,14 @@ def run_case(number, mesh_shape):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
-def test_any_cut(number, mesh):
+def test_any_sharding(number, mesh):
     told = run_on_ranks(run_case, torch.Size(mesh).numel(), number, mesh, timeout=240)
     assert not [line for lines in told for line in lines]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
-def test_the_cases_are_ones_that_work(number):
-    """A case whose reference raises would ask for nothing but an error."""
+def test_references_run(number):
+    """A case whose reference raises would check nothing."""
     case = CASES[number]
     values = [a.make(torch.Generator().manual_seed(0)) if isinstance(a, T) else a for a in case.args]
     for got, ref in zip((knn if case.fn is NEAR else radius_search)(*values), case.fn(*values), strict=True):
@@ -153,7 +153,7 @@ def test_plain(how, kind, dtype, monkeypatch):
 
 
 def test_memory_of_brute_force_is_bounded(monkeypatch):
-    """No block of distances is larger than it may be, however many points there are."""
+    """No block of distances exceeds the limit, for any number of points."""
     seen = []
     monkeypatch.setattr(brute, "squared_distance", lambda a, b: seen.append(len(a) * len(b)) or squared_distance(a, b))
     monkeypatch.setattr(local, "TREE_PAIRS", 1 << 62)
@@ -171,14 +171,14 @@ def test_without_scipy(monkeypatch):
         assert torch.equal(got, want)
 
 
-def test_the_kernel_is_for_cuda():
+def test_kernel_is_for_cuda():
     x = torch.zeros(4, 3)
     assert not kernel.supports(x, x, 2)
 
 
 @pytest.fixture
 def text(monkeypatch):
-    """The kernel's own lines on a CPU, with other sizes if they are set."""
+    """Provide the kernel interpreted on the CPU, with other tile sizes if set."""
 
     def of(**sizes):
         for name, size in sizes.items():
@@ -192,20 +192,20 @@ def text(monkeypatch):
 @pytest.mark.parametrize("kind", ["normal", "lattice", "clusters", "one"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
-def test_the_text_of_the_kernel(n, m, features, k, ordered, kind, text):
-    """Which points it keeps, and in what order."""
+def test_interpreted_kernel(n, m, features, k, ordered, kind, text):
+    """Check which points the kernel returns, and in which order."""
     text(TILE=16, BOXES=4, QUERIES=4)
     points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
     squares, index = kernel.PointTiles(points, ordered).nearest(queries, k)
     assert (
         texts.last_launch_options["enable_fp_fusion"] is False
-    )  # else distances differ in the last bit from all other ways
+    )  # else distances differ in the last bit from the other algorithms
     want, distance = all_pairs_knn(points, queries, k)
     assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
 
 
-def test_the_kernel_visits_few_tiles(text):
-    """In order, near points stand together: hardly any tile is visited, whatever order they came in."""
+def test_kernel_visits_few_tiles(text):
+    """With points in spatial order hardly any tile is visited, whatever the input order."""
     text(TILE=16, BOXES=64, PROGRAMS=1)
     points, queries = cloud("normal", 4000, 3, torch.float32), cloud("normal", 8, 3, torch.float32)
     want, distance = all_pairs_knn(points, queries, 5)
@@ -218,8 +218,8 @@ def test_the_kernel_visits_few_tiles(text):
     assert visited[True] < 40 and visited[False] > 200, visited  # of 250
 
 
-def test_an_order_is_kept(monkeypatch):
-    """Few queries do not wait for points to be put in order; later ones find the order that others paid for."""
+def test_spatial_order_is_cached(monkeypatch):
+    """Few queries do not trigger a sort; later ones use the cached order."""
     monkeypatch.setattr(kernel, "MIN_PAIRS_TO_SORT", 1000)
     held = local.LocalPoints(torch.randn(100, 3))
     few = held._get_tiles(5)
@@ -227,20 +227,20 @@ def test_an_order_is_kept(monkeypatch):
     assert not few.ordered and many.ordered and held._get_tiles(1) is many is held._get_tiles(50)
 
 
-def test_gradients_of_gradients():
+def test_second_derivatives():
     generator = torch.Generator().manual_seed(5)
     points, queries = (torch.randn(n, 2, dtype=torch.float64, generator=generator).requires_grad_() for n in (8, 4))
     assert torch.autograd.gradcheck(lambda p, q: knn(p, q, 3)[1], (points, queries))
     assert torch.autograd.gradgradcheck(lambda p, q: knn(p, q, 3)[1], (points, queries))
 
 
-def test_a_distance_of_zero_has_gradient_zero():
+def test_zero_distance_has_zero_gradient():
     points = torch.zeros(3, 2, requires_grad=True)
     knn(points, points.detach()[:1], 3)[1].sum().backward()
     assert torch.equal(points.grad, torch.zeros(3, 2))
 
 
-# ---------------------------------------------------------------------- what is refused, on all ranks
+# ---------------------------------------------------------------------- errors on all ranks
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_a_distance_of_zero_has_gradient_zero():
         (torch.zeros(4, 3), torch.full((2, 3), 1e30), 1, "not beyond"),
     ],
 )
-def test_refused(points, queries, k, why):
+def test_bad_arguments(points, queries, k, why):
     with pytest.raises(ValueError, match=why):
         knn(points, queries, k)
 
 
 def refusals():
-    """On a rank of four: every error that only one rank could know of, and one that all do."""
+    """Return, on each of four ranks, the errors that only one rank can detect, and one that all do."""
     mesh, told = world_mesh((2, 2)), []
     for bad in ("points", "queries", "k"):
         points, queries = torch.randn(9, 2), torch.randn(7, 2)
@@ -283,21 +283,21 @@ def test_all_ranks_refuse():
     assert told == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbours"]] * 4
 
 
-# ---------------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------------- messages
 
 N, K = 4096, 8
 
 
 def sent(kind, gradient):
-    """On a rank of four: what it sends for a search, how that is explained, and whether the result is right."""
+    """Return, on each of four ranks, the bytes of a search, the explained strategy, and whether the result is right."""
     mesh = world_mesh((4,))
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(N, 3, generator=generator)
     queries = torch.rand(256, 3, generator=generator)
-    if kind == "clusters":  # a cluster on each rank, its queries too
+    if kind == "clusters":  # a cluster on each rank, with its queries
         points[:, 0] += torch.arange(N) // (N // 4) * 100
         queries[:, 0] += torch.arange(256) // 64 * 100
-    elif kind == "sorted":  # slabs that touch
+    elif kind == "sorted":  # adjacent slabs
         points, queries = points[points[:, 0].argsort()], queries[queries[:, 0].argsort()]
     elif kind == "few points":
         points = points[:40]
@@ -319,8 +319,8 @@ def sent(kind, gradient):
 
 
 SMALL = 3 * (16 * 7 * 4 + 4 * 8) + 2  # boxes and a row of counts to three ranks, and whether all is finite
-QUERY = (3 + 2 * K) * 4  # a query there and its neighbours back
-ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient for each neighbour of a rank's queries
+QUERY = (3 + 2 * K) * 4  # a query sent, its neighbors returned
+ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient per neighbor
 
 
 @pytest.mark.parametrize(
@@ -332,11 +332,26 @@ ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient
             True,
             "rule: bounding boxes alone",
             SMALL + 3 * 4 * 8 + 2 + 3,
-        ),  # no row is asked for, ranks agree on it
-        ("sorted", False, "rule: queries to points", SMALL + 48 * QUERY),  # those near a face: less than a visit each
+        ),  # no rows are requested, which takes a consensus
+        (
+            "sorted",
+            False,
+            "rule: queries to points",
+            SMALL + 48 * QUERY,
+        ),  # only queries near a face
         ("sorted", True, "rule: queries to points", SMALL + 48 * QUERY + ROWS / 2 + 3),
-        ("random", False, "rule: queries to points", SMALL + 3 * 64 * QUERY + 300),  # to all others, never the points
-        ("few points", False, "rule: points to queries", SMALL + 3 * 10 * 12 + 3 * 4 * 8),  # they are fewer bytes
+        (
+            "random",
+            False,
+            "rule: queries to points",
+            SMALL + 3 * 64 * QUERY + 300,
+        ),  # queries alone are sent
+        (
+            "few points",
+            False,
+            "rule: points to queries",
+            SMALL + 3 * 10 * 12 + 3 * 4 * 8,
+        ),  # fewer bytes
     ],
 )
 def test_bytes(kind, gradient, ending, bound):
@@ -346,7 +361,7 @@ def test_bytes(kind, gradient, ending, bound):
 
 
 def registered():
-    """On a rank: a user's own handler takes the place of the search."""
+    """Check that a user's handler replaces the search."""
     layout = Layout.of(world_mesh((1,)), [Shard(0)], (4, 2))
     x = ShardTensor(torch.zeros(4, 2), layout)
     before = registry.HANDLERS[knn]
@@ -357,12 +372,12 @@ def registered():
         ShardTensor.register_function_handler(knn, before)
 
 
-def test_a_handler_of_ones_own():
+def test_user_handler():
     assert run_on_ranks(registered, 1) == ["mine"]
 
 
 def with_dtensors():
-    """On a rank: DTensors are taken over."""
+    """Check a search over DTensors."""
     mesh = world_mesh((2,))
     x = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     held = distribute_tensor(x, mesh, [Shard(0)])
@@ -372,7 +387,7 @@ def with_dtensors():
 
 
 def on_a_field():
-    """On a rank: the cells of a field that is cut along its second dim, as points and as queries."""
+    """Check a search over the cells of a field sharded along its second dim, as points and as queries."""
     layout = Layout.of(world_mesh((2,)), [Shard(1)], (3, 4, 2), {1: (3, 1)})
     x = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     held = ShardTensor(local_shard(x.detach(), layout).requires_grad_(), layout)
@@ -392,11 +407,11 @@ def test_dtensors():
     assert run_on_ranks(with_dtensors, 2, timeout=60) == [True, True]
 
 
-# ---------------------------------------------------------------------- an order that keeps neighbours together
+# ---------------------------------------------------------------------- spatial order
 
 
 def spread_of(points, parts):
-    """The mean volume of the boxes around equal parts."""
+    """Return the mean volume of the boxes around equal parts."""
     return torch.stack([(p.amax(0) - p.amin(0)).prod() for p in points.tensor_split(parts)]).mean()
 
 
@@ -413,7 +428,7 @@ def test_partition_of_plain_points():
 
 
 def partitions(mesh_shape):
-    """On a rank: orders of points cut in several ways, against the order of the whole."""
+    """Compare, on each rank, orders of sharded points with that of the global points."""
     mesh, told = world_mesh(mesh_shape), []
     points = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     want, moved = partition_points(points)
@@ -431,6 +446,6 @@ def partitions(mesh_shape):
 
 
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
-def test_partition_of_cut_points(mesh):
+def test_partition_of_sharded_points(mesh):
     told = run_on_ranks(partitions, torch.Size(mesh).numel(), mesh, timeout=60)
     assert all(all(t) for t in told), told

@@ -1,4 +1,4 @@
-"""A sweep over PyTorch's own operator database: every sample is right or refused, on all ranks alike.
+"""Sweep over PyTorch's operator database: every sample is right or refused, with the same verdict on all ranks.
 
 For each operator that takes float64, each sample input, each tensor argument and each of its dims: that argument is
 sharded unevenly along that dim over the ranks, and outputs and gradients are compared with the plain call. Run
@@ -68,7 +68,7 @@ def operators() -> list[Any]:
 
 
 def leaves(value: Any, found: list) -> Any:
-    """The tensors in nested lists, tuples and dicts, in order."""
+    """Collect the tensors in nested lists, tuples and dicts, in order."""
     dispatch.map_tensors(value, lambda t: found.append(t) or t)
     return found
 
@@ -82,15 +82,15 @@ def copies(tensors: list, grad: bool) -> list:
     return [t.detach().clone().requires_grad_(grad and (t.is_floating_point() or t.is_complex())) for t in tensors]
 
 
-def cut_of(size: int, parts: int, turn: int) -> list[int]:
-    """Uneven lengths that differ from turn to turn; a piece is empty when there is little to share."""
+def uneven_sizes(size: int, parts: int, turn: int) -> list[int]:
+    """Return uneven shard sizes that differ from turn to turn; a shard is empty when the dim is small."""
     lengths = [size // (parts + 1)] * parts
     lengths[turn % parts] += size - sum(lengths)
     return lengths
 
 
 def run_operator(name: str, variant: str, limit: int, per_sample: int) -> list[tuple[str, str, str]]:
-    """On a rank: (verdict, where, why) of every try of one operator."""
+    """Return, on a rank, (verdict, where, why) of every try of one operator."""
     warnings.simplefilter("ignore")
     op = next(o for o in operators() if o.name == name and o.variant_test_name == variant)
     mesh = world_mesh((torch.distributed.get_world_size(),))
@@ -98,7 +98,7 @@ def run_operator(name: str, variant: str, limit: int, per_sample: int) -> list[t
     torch.manual_seed(0)
     try:
         samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
-    except Exception as error:  # samples that need what is not installed
+    except Exception as error:  # samples that need packages that are not installed
         return [("no samples", name, repr(error))]
     turn = 0
     for number, sample in enumerate(samples[:limit]):
@@ -127,7 +127,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
         return "one device refuses", where, repr(error)[:200]
     mine: list[Any] = copies(tensors, grad)
     size = tensors[which].shape[dim]
-    lengths = cut_of(size, mesh.size(), turn)
+    lengths = uneven_sizes(size, mesh.size(), turn)
     from torch.distributed.tensor import Shard
 
     layout = Layout.of(mesh, [Shard(dim)], tensors[which].shape, {dim: lengths})
@@ -146,7 +146,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
 
 
 def is_random(op, ref, again) -> bool:
-    """Results that are not a function of the arguments: by name, or because another seed gives others."""
+    """Return whether results are not a function of the arguments: by name, or because they depend on the seed."""
     pairs = zip(leaves(ref, []), leaves(again, []), strict=True)
     dense = [(a, b) for a, b in pairs if a.layout == b.layout == torch.strided and a.dtype != torch.complex32]
     return any(word in op.name for word in RANDOM) or any(
@@ -168,7 +168,7 @@ def judge(op, where, ref, got, plain, mine, loose) -> tuple[str, str, str]:
         if loose or any(word in op.name for word in AMBIGUOUS):
             why = None if value.shape == r.shape and value.dtype == r.dtype else f"{value.shape} {value.dtype}"
         else:
-            wide = torch.complex64 if r.dtype == torch.complex32 else r.dtype  # torch compares no complex halves
+            wide = torch.complex64 if r.dtype == torch.complex32 else r.dtype  # torch has no comparison of complex32
             why = describe_mismatch(value.to(wide), r.to(wide), 1e-7)
         if why:
             return "WRONG", where, why
@@ -201,7 +201,7 @@ def run_operators(names: list[tuple[str, str]], limit: int, per_sample: int) -> 
 
 
 def merged(answers: list[list]) -> list[tuple[str, str, str]]:
-    """One verdict per try: where ranks disagree, that is the finding."""
+    """Return one verdict per try; ranks that disagree are a verdict of their own."""
     out = []
     for verdicts in zip(*answers, strict=True):
         kinds = {v[0] for v in verdicts}
@@ -217,7 +217,7 @@ def merged(answers: list[list]) -> list[tuple[str, str, str]]:
 def sweep(
     names: list[tuple[str, str]], world: int, limit: int, per_sample: int, timeout: float = 120.0
 ) -> dict[str, list]:
-    """Verdicts by operator; one call of the ranks each, so that a hang is pinned to its operator."""
+    """Return verdicts by operator; each operator is one call of the ranks, so that a hang names its operator."""
     table = {}
     for name, variant in names:
         label = f"{name}.{variant}" if variant else name
@@ -233,12 +233,12 @@ def counted(table: dict[str, list]) -> collections.Counter:
 
 
 def judged(counts: collections.Counter) -> int:
-    """Tries that one device accepts."""
+    """Return the number of tries that one device accepts."""
     return sum(n for verdict, n in counts.items() if verdict not in ("one device refuses", "no samples"))
 
 
 def page(table: dict[str, list], about: str) -> str:
-    """docs/op-coverage.md."""
+    """Return the text of docs/op-coverage.md."""
     counts = counted(table)
     total = max(judged(counts), 1)
     names = {kind: [] for kind in ("gather", "refused", "error", "WRONG", "hang", "ranks disagree")}
@@ -274,13 +274,13 @@ def page(table: dict[str, list], about: str) -> str:
 
 
 def shares(text: str) -> tuple[float, float]:
-    """(right, by a rule) of a page, in percent."""
+    """Return (right, by a rule) of a page, in percent."""
     found = [float(x) for x in re.findall(r"^\| right, .*\| ([0-9.]+)% \|$", text, re.MULTILINE)]
     return (sum(found), found[0]) if len(found) == 2 else (0.0, 0.0)
 
 
 def write_page(table: dict[str, list], path: Path, about: str) -> None:
-    """Write the page, unless a number fell."""
+    """Write the page, unless a number decreased."""
     new = page(table, about)
     if path.exists():
         before, after = shares(path.read_text()), shares(new)

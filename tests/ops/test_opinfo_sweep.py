@@ -1,4 +1,4 @@
-"""A fixed sample of the sweep over PyTorch's operator database. All of it is `make sweep`."""
+"""A fixed sample of the sweep over PyTorch's operator database; `make sweep` runs all of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.ops import opinfo_sweep as sweep
 FINE = {"rule", "gather", "refused", "one device refuses", "no samples"}
 
 
-def test_a_sample_of_the_operator_database():
+def test_sample_of_the_operator_database():
     names = [(o.name, o.variant_test_name) for o in sweep.operators()][3::20]
     assert len(names) > 25
     table = sweep.sweep(names, world=2, limit=3, per_sample=3)
@@ -19,7 +19,7 @@ def test_a_sample_of_the_operator_database():
     assert counts["rule"] + counts["gather"] >= 0.98 * sweep.judged(counts)
 
 
-def test_a_page_whose_numbers_fall_is_not_written(tmp_path):
+def test_page_with_lower_numbers_is_not_written(tmp_path):
     better = {"a": [("rule", "a", "")] * 9 + [("gather", "a", "")]}
     worse = {"a": [("rule", "a", "")] * 8 + [("gather", "a", "")] * 2}
     sweep.write_page(worse, tmp_path / "page.md", "first")

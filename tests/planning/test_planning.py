@@ -1,4 +1,4 @@
-"""A step that is simulated sends what it sends on real ranks; what follows from it is told by `shardfield plan`."""
+"""A simulated step sends what real ranks send; `shardfield plan` reports its cost and memory."""
 
 import json
 import sys
@@ -57,24 +57,24 @@ CASES = {
 
 
 def really(cases):
-    warnings.simplefilter("ignore")  # torch's own, of meshes that are flattened twice
+    warnings.simplefilter("ignore")  # torch warns about meshes that are flattened twice
     told = []
     for name, mesh, strategy in cases:
-        clear_caches()  # a mesh like one of an earlier test has groups of its own
+        clear_caches()  # a mesh equal to one of an earlier test has its own groups
         torch.manual_seed(0)
         seen = record_step(subject(name, SMALL[name], strategy), mesh)
         told.append((seen.kinds, seen.modules, seen.flops, seen.peak))
     return told
 
 
-# On torch 2.11 a ViT under FSDP2 is said to take more memory than it does; all else is exact there too.
+# On torch 2.11 the simulated memory of a ViT under FSDP2 is too high; everything else is exact there too.
 GENEROUS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
 @pytest.mark.parametrize("ranks", CASES)
-def test_a_simulated_step_sends_what_real_ranks_send(ranks):
+def test_simulated_step_sends_what_real_ranks_send(ranks):
     real = run_on_ranks(really, ranks, CASES[ranks])
     for i, (name, mesh, strategy) in enumerate(CASES[ranks]):
         for rank in (0, ranks - 1) if name == "unet" else (1,):
@@ -100,8 +100,8 @@ def test_a_thousand_ranks(name):
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
-def test_parameters_travel_as_they_are_on_a_thousand_ranks(strategy):
-    """Of a transformer's parameters none is filled up much: the position (1, tokens, channels) is cut by its tokens."""
+def test_parameters_are_hardly_padded_on_a_thousand_ranks(strategy):
+    """No parameter of a transformer is padded much: the position (1, tokens, channels) is sharded by its tokens."""
     sizes = dict(resolution=1024, test_resolutions=(1024,), patch=16, width=768, layers=1, batch_size=8)
     vit = subject("vit", sizes, strategy)
     with hollow():
@@ -115,7 +115,7 @@ def test_parameters_travel_as_they_are_on_a_thousand_ranks(strategy):
 # ---------------------------------------------------------------------- the world
 
 
-def test_a_world_leaves_nothing_behind():
+def test_fake_world_leaves_no_state():
     hook = sys.excepthook
     for rank in (0, 3):
         with simulated(4, rank):
@@ -145,7 +145,7 @@ def test_a_world_leaves_nothing_behind():
     assert not tables, f"shardfield.planning.fake_world.forget does not empty {tables}"
 
 
-def test_worlds_are_refused():
+def test_invalid_worlds_are_refused():
     with simulated(2):
         with pytest.raises(ShardfieldError, match="already a rank of a world"):
             with simulated(2):
@@ -155,7 +155,7 @@ def test_worlds_are_refused():
             pass
 
 
-def test_what_hangs_on_numbers_is_refused():
+def test_data_dependent_control_flow_is_refused():
     class Picky(nn.Conv2d):
         def forward(self, x):
             y = super().forward(x)
@@ -202,7 +202,7 @@ def seen_of(*tape):
     return seen
 
 
-def test_what_is_sent_ahead_hides_behind_work():
+def test_prefetched_messages_overlap_compute():
     second = Work(10**9, 0, torch.float32)
     send = Send(0, "exchange", 10**9, ((1, 10**9),), False)
     network = Network(Link(0.5, 1e9))
@@ -217,7 +217,7 @@ def test_what_is_sent_ahead_hides_behind_work():
     assert predict(seen_of(Work(10**9, 0, torch.bfloat16)), SLOW, network).seconds == 0.5
 
 
-def test_parameters_hide_but_for_the_first_and_the_last():
+def test_all_gathers_overlap_but_for_the_first_and_the_last():
     def gather(i, seconds):
         return Send(i, "all_gather", int(seconds * 1e9), ((0, 0), (1, 0)), True)
 
@@ -241,7 +241,7 @@ def test_messages_within_a_node_are_cheaper():
     told = {"exchange": {1: Link(9.0, 50.0), 2: Link(2.0, 50.0), 8: Link(7.0, 50.0)}}
     assert Network(Link(1.0, 10.0), calls=told).seconds(both, 0) == 5.0
     assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=both.to[:1]), 0) == 12.0
-    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=3 * both.to), 0) == 10.0  # the nearest
+    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=3 * both.to), 0) == 10.0  # the nearest size
 
 
 def test_meshes():
@@ -256,7 +256,7 @@ def test_meshes():
 # ---------------------------------------------------------------------- the command
 
 
-def test_the_command(capsys):
+def test_command(capsys):
     words = ["plan", "cnn", "--gpus", "2", "--memory", "1GB", "--batch", "1", "--height", "64"]
     assert cli.main(words) == 0
     told = capsys.readouterr().out
@@ -283,7 +283,7 @@ def test_the_command(capsys):
         (["vit", "--patch", "7"], "--patch 7 must divide"),
     ],
 )
-def test_what_cannot_be_planned_is_told_in_a_line(words, why, capsys):
+def test_errors_are_one_line(words, why, capsys):
     assert cli.main(["plan", *words]) == 2
     told = capsys.readouterr().err
     assert why in told and told.count("\n") == 1, told
@@ -293,7 +293,7 @@ def make():
     return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 1, 3, padding=1))
 
 
-def test_ones_own_model(capsys):
+def test_user_model(capsys):
     words = [
         "plan",
         "tests.planning.test_planning:make",
@@ -310,5 +310,5 @@ def test_ones_own_model(capsys):
     assert {tuple(o["mesh"]) for o in options} == {(2, 4), (2, 2, 2), (1, 8), (1, 4, 2)}
 
 
-def test_devices_are_in_order():
+def test_devices_are_sorted():
     assert DEVICES["a100"].bandwidth < DEVICES["h100"].bandwidth < DEVICES["h200"].bandwidth

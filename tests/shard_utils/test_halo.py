@@ -1,4 +1,4 @@
-"""`halo_padding`: a rank's widened block is a slice of the field continued beyond its ends; the adjoint adds back."""
+"""`halo_padding`: a rank's padded shard is a slice of the padded global field; the adjoint adds halos back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import world_mesh
 
 
 def continued(full: torch.Tensor, dim: int, edge: int, boundary: str | None) -> torch.Tensor:
-    """The whole field with `edge` cells more at both ends of a dim."""
+    """Return the global field padded by `edge` cells at both ends of a dim."""
     if boundary == "pole":
         half = full.shape[3] // 2
         first = full.narrow(dim, 0, edge).flip(dim).roll(half, 3)
@@ -75,7 +75,7 @@ def on_rank(mesh_shape, rows, columns, halo, edge, boundaries) -> list[str]:
     ],
 )
 @pytest.mark.parametrize(("halo", "edge"), [(1, 0), (2, 2), (3, 1), (0, 1)])
-def test_blocks_are_slices_of_the_continued_field(mesh, rows, columns, halo, edge, boundaries):
+def test_shards_are_slices_of_the_padded_field(mesh, rows, columns, halo, edge, boundaries):
     world = mesh[0] * mesh[1]
     assert run_on_ranks(on_rank, world, mesh, rows, columns, halo, edge, boundaries) == [[]] * world
 
@@ -91,16 +91,16 @@ def sent() -> tuple[int, int]:
     return tuple(count)
 
 
-def test_one_message_to_each_neighbour():
+def test_one_message_per_neighbor():
     assert run_on_ranks(sent, 4) == [(2, 2 * 2 * 2 * 6 * 4)] * 4
 
 
 @pytest.mark.parametrize(
-    "how", [{"halo_size": -1}, {"boundary": "moebius"}, {"boundary": "pole"}, {"communication_method": "pigeon"}]
+    "config", [{"halo_size": -1}, {"boundary": "moebius"}, {"boundary": "pole"}, {"communication_method": "pigeon"}]
 )
-def test_refused(how):
+def test_bad_configs_are_refused(config):
     with pytest.raises(ShardingError):
-        HaloConfig(**({"mesh_dim": 0, "tensor_dim": 2, "halo_size": 1} | how))
+        HaloConfig(**({"mesh_dim": 0, "tensor_dim": 2, "halo_size": 1} | config))
 
 
 def too_wide() -> str:
@@ -112,5 +112,5 @@ def too_wide() -> str:
     return ""
 
 
-def test_more_cells_than_there_are():
+def test_halo_wider_than_the_field():
     assert all("beyond the end of 4 rows" in said for said in run_on_ranks(too_wide, 2))

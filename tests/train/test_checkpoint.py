@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved loads on another mesh and under another strategy, and nothing else loads at all."""
+"""Checkpoints load on another mesh and under another strategy; other files are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin(shape, strategy):
 
 
 def step(number, mesh, model, optimizer):
-    """One step on samples 0 to 3, divided over the data axis."""
+    """Train one step on samples 0 to 3, sharded over the data axis."""
     each = 4 // mesh["data"].size()
     first = each * mesh.get_local_rank("data")
     x, y = batch(number, range(first, first + each))
@@ -37,7 +37,7 @@ def step(number, mesh, model, optimizer):
 
 
 def whole_state(model, optimizer):
-    """Parameters and Adam's state, whole on every rank, by the plain model's names."""
+    """Return full parameters and Adam's full state on every rank, by the plain model's names."""
     options = StateDictOptions(full_state_dict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
@@ -46,7 +46,7 @@ def whole_state(model, optimizer):
 
 
 def saves(folder, shape, strategy):
-    """Two steps, a checkpoint, two more steps while it is written: the state that must come out in the end."""
+    """Train two steps, save, train two more while it is written; return the final state."""
     mesh, model, optimizer = begin(shape, strategy)
     kept = Checkpoints(folder, keep=2)
     for number in range(2):
@@ -64,7 +64,7 @@ def saves(folder, shape, strategy):
 def goes_on(folder, shape, strategy):
     mesh, model, optimizer = begin(shape, strategy)
     for group in optimizer.param_groups:
-        group["lr"] = 7.0  # the checkpoint's counts
+        group["lr"] = 7.0  # overwritten by the checkpoint
     kept, mean = Checkpoints(folder), torch.zeros(3)
     latest = kept.latest()
     assert kept.load(latest, model, optimizer, {"mean": mean}) == {"seen": 8, "names": ["a"]}
@@ -78,7 +78,7 @@ def goes_on(folder, shape, strategy):
 
 
 @pytest.mark.slow
-def test_another_mesh_and_another_strategy(tmp_path):
+def test_load_on_another_mesh_and_strategy(tmp_path):
     first, *others = run_on_ranks(saves, 4, tmp_path, (2, 2), "fsdp", timeout=90)
     assert first["blocks.0.modes"].dtype == torch.complex128
     for world, shape, strategy in [(1, (1, 1), "fsdp"), (2, (1, 2), "fsdp"), (4, (2, 2), "ddp"), (4, (2, 2), "hsdp")]:
@@ -92,7 +92,7 @@ def test_another_mesh_and_another_strategy(tmp_path):
 
 
 def plain_state(folder):
-    """A plain model's weights go into a parallelized one and come back as they were."""
+    """Load a plain model's weights into a parallelized one and read them back unchanged."""
     plain = {n: v + 1 for n, v in seeded().state_dict().items()}
     for strategy in ("fsdp", "ddp"):
         _, model, _ = begin((1, 2), strategy)
@@ -101,12 +101,12 @@ def plain_state(folder):
     seeded().load_state_dict(full_state_dict(model))
 
 
-def test_the_state_of_a_plain_model(tmp_path):
+def test_state_of_a_plain_model(tmp_path):
     run_on_ranks(plain_state, 2, tmp_path)
 
 
 def background(folder):
-    """A save takes the state as it is at the call, keeps the newest, and a slow disk does not stop the run."""
+    """Check that a save snapshots the state, keeps the newest, and does not block on a slow disk."""
     write = storage.CheckpointWriter.write_data
 
     def slowly(self, plan, planner):
@@ -137,12 +137,12 @@ def background(folder):
         assert (model.weight == number).all()
 
 
-def test_saving_goes_on_in_the_background(tmp_path):
+def test_background_saving(tmp_path):
     run_on_ranks(background, 2, tmp_path)
 
 
 def interrupted(folder):
-    """A disk that fails on one rank is an error on all, and what was there stays."""
+    """Check that a disk failure on one rank raises on all and keeps earlier checkpoints."""
     model, kept = nn.Linear(4, 4), Checkpoints(folder)
     kept.save(1, model)
     kept.wait()
@@ -162,12 +162,12 @@ def interrupted(folder):
     finally:
         storage.tensor_bytes = write
     assert list(kept.steps()) == [1]
-    kept.save(3, model)  # the run may go on
+    kept.save(3, model)  # later saves work
     kept.wait()
     assert list(kept.steps()) == [1, 3] and not list(folder.glob("*.part"))
 
 
-def test_a_full_disk(tmp_path):
+def test_full_disk(tmp_path):
     run_on_ranks(interrupted, 2, tmp_path)
 
 
@@ -202,7 +202,7 @@ def refused(folder):
     return str(path), told
 
 
-def test_what_is_refused(tmp_path):
+def test_refused_checkpoints(tmp_path):
     ((path, told),) = run_on_ranks(refused, 1, tmp_path)
     assert all(t.startswith(path) for t in told), told
     expected = [

@@ -63,7 +63,7 @@ def sharded(full: torch.Tensor, mesh) -> ShardTensor:
 
 
 def wrapped(strategy: str, model: Net, mesh):
-    """The model under a data-parallel wrapper over mesh["data"], with the domain over mesh["spatial"]."""
+    """Wrap the model for data parallelism over mesh["data"], with the domain over mesh["spatial"]."""
     data_mesh, cpu = mesh["data"], torch.device("cpu")
     if strategy == "none":
         return model

@@ -1,4 +1,4 @@
-"""The training loop: the same losses on any mesh, after any interruption; and an orderly end to everything else."""
+"""The training loop: equal losses on any mesh and after any interruption; clean exits on errors."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ VIT = ViTConfig(
 
 
 def run(name: str, config, stop_after: int | None = None):
-    """One run of a recipe: its losses by step, its test metrics, and how often the ops gathered."""
+    """Run a recipe; return its losses by step, its test metrics and the number of gathers."""
     torch.distributed.barrier()
     mesh = config.mesh("cpu")
     log = Log(config.out, dist.get_rank() == 0, 10**6)
     config.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(RECIPES[name][1](config, mesh, log), config, mesh, log)
-    if stop_after is not None:  # as if asked to end
+    if stop_after is not None:  # as after SIGTERM
         together = trainer._reduce_step_stats
         trainer._reduce_step_stats = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after, False)
         with pytest.raises(Preempted, match=f"step {stop_after}: asked to end"):
@@ -76,15 +76,15 @@ def run(name: str, config, stop_after: int | None = None):
 
 
 def same(found, expected, rtol=1e-8):
-    """Losses by step and test metrics are the same numbers."""
+    """Check that losses by step and test metrics are equal."""
     assert [s for s, _ in found[0]] == [s for s, _ in expected[0]]
     torch.testing.assert_close([v for _, v in found[0]], [v for _, v in expected[0]], rtol=rtol, atol=1e-10)
     assert found[1].keys() == expected[1].keys()
     torch.testing.assert_close(found[1], expected[1], rtol=rtol, atol=1e-10)
 
 
-def test_the_same_run_on_any_mesh(tmp_path):
-    """Also with accumulation, recomputation and a running mean; test sets that no number of ranks divides."""
+def test_equal_losses_on_any_mesh(tmp_path):
+    """Also with accumulation, recomputation and a running mean, and test sets that the ranks do not divide."""
     configs = {
         "plain": replace(CNN, out=tmp_path / "one"),
         "options": replace(CNN, out=tmp_path / "one-options", accumulate=2, recompute=True, ema=0.8, clip=0.1),
@@ -99,12 +99,12 @@ def test_the_same_run_on_any_mesh(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_other_recipes(tmp_path):
+def test_other_recipes(tmp_path):
     for name, given in (("darcy_tfno", TFNO), ("vit", VIT)):
         config = replace(given, out=tmp_path / name, cache=tmp_path / "cache")
         (alone,) = run_on_ranks(run, 1, name, config, timeout=90)
         assert all((config.out / picture).stat().st_size > 10_000 for picture in ["prediction.png"])
-        # one test sample for two data ranks: one of them has none
+        # one test sample for two data ranks: one rank has none
         config = replace(config, out=tmp_path / f"{name}4", domain=(2,), picture=False)
         for found in run_on_ranks(run, 4, name, config, timeout=90):
             same(found, alone)
@@ -117,17 +117,17 @@ def interrupted(config):
     return run("cnn", config)
 
 
-def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_resume_gives_the_same_losses(tmp_path):
     config = replace(CNN, out=tmp_path / "whole", ema=0.8)
     (whole,) = run_on_ranks(run, 1, "cnn", config)
     (found,) = run_on_ranks(interrupted, 1, replace(config, out=tmp_path / "parts"))
     same(found, whole, rtol=1e-12)
-    # the last part on another mesh, under another strategy
+    # the last part runs on another mesh under another strategy
     elsewhere = replace(config, out=tmp_path / "elsewhere")
     run_on_ranks(run, 1, "cnn", elsewhere, 3)
     for found in run_on_ranks(run, 4, "cnn", replace(elsewhere, domain=(2,), strategy="hsdp"), timeout=90):
         same(found, whole)
-    # "never" begins anew, a path names the place
+    # "never" starts from scratch, a path names the checkpoint
     before = sorted(Checkpoints(config.out).steps().values())
     (again,) = run_on_ranks(run, 1, "cnn", replace(config, resume="never"))
     same(again, whole, rtol=1e-12)
@@ -163,8 +163,8 @@ def wait_for(path: Path, step: int, process) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_under_torchrun(tmp_path):
-    """kill -9 of one rank, twice, at no particular moment: the losses are those of a run that nobody touched."""
+def test_killed_rank_under_torchrun(tmp_path):
+    """Kill one rank twice at arbitrary times: the losses equal those of an undisturbed run."""
     out, words = tmp_path / "killed", [*SMALL, "--epochs", 3, "--save-every", 3, "--domain", 2]
     process = subprocess.Popen(
         command(*words, "--out", out, ranks=2, restarts=3),
@@ -190,8 +190,8 @@ def test_a_killed_rank_under_torchrun(tmp_path):
     same((losses, {n: v[-1][1] for n, v in tests.items()}), whole)
 
 
-def test_asked_to_end(tmp_path):
-    """SIGTERM saves and exits 0; the next start goes on from there."""
+def test_sigterm_saves_and_exits(tmp_path):
+    """SIGTERM saves and exits 0; the next start resumes."""
     words = [*SMALL, "--epochs", 500, "--save-every", 0, "--evaluate-every", 0, "--out", tmp_path]
     process = subprocess.Popen(command(*words), env=clean_env(), stdout=subprocess.PIPE, text=True)
     wait_for(tmp_path / "metrics.jsonl", 3, process)
@@ -204,7 +204,7 @@ def test_asked_to_end(tmp_path):
 
 
 def unwritable(folder):
-    """metrics.jsonl becomes a folder in the middle of a run: an error on all ranks, and the checkpoints stay."""
+    """Replace metrics.jsonl by a folder during a run: all ranks raise, and the checkpoints remain."""
     config = replace(CNN, out=folder, domain=(2,), save_every=1)
     mesh, log = config.mesh("cpu"), Log(folder, dist.get_rank() == 0, 10**6)
     trainer = Trainer(RECIPES["cnn"][1](config, mesh, log), config, mesh, log)
@@ -223,13 +223,13 @@ def unwritable(folder):
     return str(caught.value), list(trainer.checkpoints.steps())
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_unwritable_file(tmp_path):
     (first, steps), (other, _) = run_on_ranks(unwritable, 2, tmp_path)
     assert "metrics.jsonl: Is a directory" in first and "its files" in other and steps == [1, 2]
 
 
 class Poisoned:
-    """A field whose sample 5 has a NaN in its last row."""
+    """Dataset whose sample 5 has a NaN in its last row."""
 
     shapes = {"x": (1, 6, 4)}
 
@@ -255,9 +255,9 @@ def poisoned(folder):
     return str(caught.value)
 
 
-def test_a_loss_that_is_not_finite(tmp_path):
+def test_loss_that_is_not_finite(tmp_path):
     first, *others = run_on_ranks(poisoned, 3, tmp_path)
-    assert set(others) == {first}, "all ranks stop, with one message"
+    assert set(others) == {first}, "all ranks stop with the same message"
     assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its piece of 'batch.x'", first), first
     kept = tmp_path / "nonfinite-step-5"
     assert list(Checkpoints(kept).steps()) == [5]
@@ -286,7 +286,7 @@ print("exit", main(["info"]), flush=True)
 """
 
 
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, forks):
+def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
     program = tmp_path / "bad.py"
     program.write_text(BAD)
     (out,) = forks.run(program, tmp_path)
@@ -316,7 +316,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, forks):
 
 
 def uneven_world():
-    """The same refusal on every rank."""
+    """Return the refusal, which is the same on every rank."""
     with pytest.raises(UsageError, match="asks for groups of 2 ranks, and there are 3") as caught:
         replace(CNN, domain=(2,)).mesh("cpu")
     with pytest.raises(UsageError, match="--batch-size 8 is not a multiple of 3 data ranks"):
@@ -324,7 +324,7 @@ def uneven_world():
     return str(caught.value)
 
 
-def test_a_mesh_that_does_not_fit():
+def test_mesh_that_does_not_fit():
     assert len(set(run_on_ranks(uneven_world, 3))) == 1
 
 
@@ -336,7 +336,7 @@ def test_configuration_files(tmp_path):
     assert from_file(CNNConfig, tmp_path / "b.json") == found
 
 
-def test_the_learning_rate():
+def test_learning_rate():
     config = replace(CNN, learning_rate=1.0, warmup=4, final_learning_rate=0.1)
     rates = [config.rate(step, 14) for step in range(15)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and rates[14] == pytest.approx(0.1)
@@ -352,5 +352,5 @@ def drawn_cuts():
     return shard_boundaries(field), shard_boundaries(torch.zeros(2, 5, 5))
 
 
-def test_where_a_field_is_cut():
+def test_field_sharding():
     assert run_on_ranks(drawn_cuts, 4) == [(([3], [1]), ([], []))] * 4

@@ -1,4 +1,4 @@
-"""`parallelize`: after five steps every parameter equals the one-process run, and the domain costs no extra message."""
+"""`parallelize`: five steps equal a one-process run, and the domain costs no extra message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {1: [9], 2: [6, 3], 4: [4, 0, 3, 2]}  # rows of a field of 9 x 8
 
 
 class Block(nn.Module):
-    """Convolution, norm and a spectral layer with complex weights; `gate` is made of a parameter by local calls."""
+    """Convolution, norm and a spectral layer with complex weights; `gate` is computed from a parameter locally."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -43,9 +43,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, a position embedding that is cut with the field, and a head on replicated values.
+    """Two blocks, a position embedding sharded like the field, and a head on replicated values.
 
-    FSDP cuts the position, the head and the phases along dims other than the first, where these divide by the ranks.
+    FSDP shards the position, the head and the phases along other dims than the first, where the ranks divide them.
     """
 
     def __init__(self, width: int = 4):
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def parallelize(*args, **options):
-    """`shardfield.parallelize`, with parameters cut along other dims than the first however small they are."""
+    """Call `shardfield.parallelize` with small parameters sharded along other dims than the first too."""
     before, fsdp_dims.MIN_SAVED_BYTES = fsdp_dims.MIN_SAVED_BYTES, 1
     try:
         return shardfield.parallelize(*args, **options)
@@ -134,7 +134,7 @@ def field(full: torch.Tensor, mesh) -> ShardTensor:
 
 def train(shape, strategy, accumulate=1, clip=None, **options):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
-    torch.manual_seed(dist.get_rank())  # rank 0's parameters are what counts
+    torch.manual_seed(dist.get_rank())  # rank 0's parameters are broadcast
     model = seeded() if dist.get_rank() == 0 else Net().double()
     model = parallelize(model, mesh, strategy=strategy, **options)
     optimizer, average = torch.optim.AdamW(model.parameters(), lr=0.01), ParameterEMA(model, 0.9)
@@ -187,7 +187,7 @@ def test_accumulation_clipping_and_checkpointing():
 
 
 def tiles():
-    """The domain on two mesh axes: a field cut into tiles."""
+    """Shard the domain over two mesh axes."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "h", "w"))
     expected, _, _ = reference(2, steps=2)
     for strategy in ("fsdp", "ddp", "hsdp"):
@@ -201,12 +201,12 @@ def tiles():
         same(whole(model.named_parameters()), expected)
 
 
-def test_a_domain_of_tiles():
+def test_domain_on_two_axes():
     run_on_ranks(tiles, 4, timeout=120)
 
 
 def dims_that_are_cut(shape):
-    """Each parameter lies along the first dim that the ranks divide, or else along dim 0, filled up."""
+    """Check that each parameter is sharded along the first dim that the ranks divide, else along dim 0 with padding."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
     for strategy, ranks, expected in (
         ("fsdp", 4, {"position": 1, "head.weight": 1, "head.bias": 0, "phases_real_pair": 0, "lift.weight": 0}),
@@ -223,19 +223,19 @@ def dims_that_are_cut(shape):
     assert [str(w.message)[13:].split(" (12.0")[0] for w in told] == ([] if dist.get_rank() else expected)
 
 
-def test_a_dim_that_the_ranks_divide_is_cut():
+def test_sharded_dim_is_divided_by_the_ranks():
     run_on_ranks(dims_that_are_cut, 4, (2, 2))
     assert (
         choose_shard_dim((800, 1600), 8) == 0
         and choose_shard_dim((9, 16000), 8) == 1
         and choose_shard_dim((900, 1500), 8) == 0
     )
-    assert choose_shard_dim((9, 16), 8) == choose_shard_dim((0, 16), 8) == 0  # not worth it
+    assert choose_shard_dim((9, 16), 8) == choose_shard_dim((0, 16), 8) == 0  # too small
     assert padding_bytes(torch.empty(900, 1500), 8) == 4 * 4 * 1500 and padding_bytes(torch.empty(9, 16000), 8) == 0
 
 
 def messages_of_a_step():
-    """What the ops send in backward for a net of convolutions, with and without `parallelize`."""
+    """Compare the messages of backward of a convolutional net with and without `parallelize`."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
     counts = []
     for strategy in (None, "fsdp", "ddp"):
@@ -252,15 +252,15 @@ def messages_of_a_step():
         counts.append((report._unattributed.kinds.get("all_reduce", 0), report.messages))
     assert counts[0][0] == 3, counts
     assert counts[1] == counts[2] and counts[1][0] == 0, counts
-    # the two halos' gradients, and nothing else
+    # the gradients of two halos only
     assert counts[1][1] == 2, counts
 
 
-def test_the_domain_costs_no_message_of_its_own():
+def test_domain_costs_no_extra_message():
     run_on_ranks(messages_of_a_step, 2)
 
 
-def test_units_are_whole_blocks_that_are_worth_it(monkeypatch):
+def test_fsdp_units_are_large_blocks(monkeypatch):
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
@@ -297,7 +297,7 @@ def test_bad_input():
 
 
 def half():
-    """bf16 compute leaves parameters and their sums in fp32, and is near the fp32 run."""
+    """Check that bf16 compute keeps parameters and reductions in fp32 and is close to the fp32 run."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "spatial"))
     losses = []
     for dtype in (None, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The text of the Triton kernels against torch's own calls; on a device the op table runs the kernels themselves."""
+"""Interpreted Triton kernels against torch; on a device the case tables run the compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import triton_interpreter as texts
 
 
 class Traced(torch.Tensor):
-    """What a trace on a device sees: no memory is behind it."""
+    """Emulate a traced tensor, which has no memory."""
 
     is_cuda = True
 
@@ -22,7 +22,7 @@ def by_text(monkeypatch):
     for module in (fold, merge):
         monkeypatch.setattr(module, "jit", texts.jit)
         monkeypatch.setattr(module, "on_cuda", lambda *tensors: True)
-        monkeypatch.setattr(module, "tl", None)  # which the text is given, and which is to be Triton's again
+        monkeypatch.setattr(module, "tl", None)  # replaced by the interpreter, restored afterwards
 
 
 def test_kernels_are_for_devices():
@@ -35,7 +35,7 @@ def test_kernels_are_for_devices():
 @pytest.mark.parametrize("features", [1, 8, 100, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fold(features, dtype, by_text):
-    """Rows in the middle of the result, of a part that lies as flash attention leaves it; rows that see nothing."""
+    """Fold rows into the middle of the result, with flash attention's strides and fully masked rows."""
     out, lse = torch.randn(2, 3, 50, features), torch.randn(2, 3, 50) * 3
     part = torch.randn(2, 20, 3, features).to(dtype).transpose(1, 2)
     part_lse = torch.randn(2, 3, 32)[..., :20] * 3
@@ -55,7 +55,7 @@ def test_fold(features, dtype, by_text):
     assert (out[0, 0, 13:19] == 0).all() and (lse[0, 0, 13:19] == -math.inf).all()
 
 
-def test_fold_passes_no_number_on(by_text):
+def test_fold_of_nan(by_text):
     out, lse, part = torch.zeros(1, 1, 2, 8), torch.full((1, 1, 2), -math.inf), torch.ones(1, 1, 2, 8)
     part[0, 0, 1] = math.nan
     fold.accumulate_block(out, lse, part, torch.tensor([[[0.5, math.nan]]]))
@@ -73,7 +73,7 @@ def test_fold_leaves_other_tensors_alone(by_text):
 
 @pytest.mark.parametrize(("shape", "weights"), [((1, 300, 1), (4, 1, 1, 1)), ((2, 5, 1), (4, 2, 5, 1)), ((0,), (4, 1))])
 def test_merge(shape, weights, by_text):
-    """Ranks with other numbers of elements, some with none, around a mean that is large."""
+    """Merge statistics of ranks with different and empty counts around a large mean."""
     parts = torch.rand(4, 2, *shape, dtype=torch.float64) + torch.tensor([1000.0, 0]).view(2, *[1] * len(shape))
     held = torch.randint(0, 9, weights).double()
     held[0] = 0

@@ -1,6 +1,6 @@
-"""Other people's models, unmodified, on fields in uneven pieces: forward, backward and three steps as on one device.
+"""Third-party models, unmodified, on unevenly sharded fields: forward, backward and three steps equal one device.
 
-`make test-models` installs them and writes docs/models.md from what is found.
+`make test-models` installs them and writes docs/models.md from the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = [
 def test_model(name, mesh, dims):
     entry = MODELS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other people's packages
+        warnings.simplefilter("ignore")  # of third-party packages
         found = check(f"tests.zoo.zoo:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
     assert found, str(found)
     assert not found.gathers, found.gathers

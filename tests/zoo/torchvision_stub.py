@@ -1,4 +1,4 @@
-"""timm imports torchvision, for which there is no CPU build: a module of that name that has what imports touch."""
+"""Stub of torchvision, which timm imports and which has no CPU build: the names that the import touches."""
 
 import importlib.machinery
 import importlib.util
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Kind(type):
-    """A class of which every attribute is its own name: stands for enums and for classes that are never made."""
+    """Class whose every attribute is its own name: replaces enums and classes that are never instantiated."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -26,7 +26,7 @@ class _Module(types.ModuleType):
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """Inside, the stub is there, unless there is a torchvision; other packages must not take it for one afterwards."""
+    """Install the stub inside the block unless torchvision exists; other packages must not find it afterwards."""
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, small, each made by a function without arguments; `MODELS` says how they are cut."""
+"""Small third-party models, each built by a function without arguments; `MODELS` has their shardings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.zoo import torchvision_stub
 FIELD = (1, 3, 32, 48)
 SQUARE = (1, 3, 32, 32)
 SWIN = {"patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2), "num_classes": 5}
-SWIN |= {"drop_path_rate": 0.0}  # what is drawn on ranks is not what one device draws
+SWIN |= {"drop_path_rate": 0.0}  # random numbers on ranks differ from one device
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model by its factory's name: its input, the dims that one axis may cut, and the two that tiles cut.
+    """A model by its factory's name: its input, the dims to shard over one axis, and the two to shard over two axes.
 
-    A factory that has no shape here gives the tensors too, of which the first is cut.
+    A factory without a shape here returns the tensors too, of which the first is sharded.
     """
 
     title: str
@@ -88,7 +88,7 @@ def transformers_swin():
 
 
 def transformers_zoedepth():
-    """BEiT with relative positions, a decoder at four scales, and a head of which a part is scripted."""
+    """BEiT with relative positions, a decoder at four scales, and a partly scripted head."""
     from transformers import BeitConfig, ZoeDepthConfig, ZoeDepthForDepthEstimation
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
@@ -161,7 +161,7 @@ class UNet3D(nn.Module):
 
 
 class Transolver(nn.Module):
-    """Slice attention over mesh points: points are pooled into a few physical states that attend to each other."""
+    """Slice attention over mesh points: pool points into a few physical states that attend to each other."""
 
     def __init__(self, width=8, slices=5):
         super().__init__()
@@ -178,7 +178,7 @@ class Transolver(nn.Module):
 
 
 def ring_of(nodes: int, features: int):
-    """Random features on a ring of nodes, each joined with the next two, both ways."""
+    """Return random features on a ring of nodes, each connected with the next two in both directions."""
     at = torch.arange(nodes)
     edges = torch.cat([torch.stack([at, (at + step) % nodes]) for step in (1, 2)], 1)
     generator = torch.Generator().manual_seed(0)
@@ -223,7 +223,7 @@ def pyg_attentive_fp():
 
 
 class MeshGraphNet(nn.Module):
-    """Edges learn from their ends and nodes from their edges, with residuals."""
+    """Update edges from their nodes and nodes from their edges, with residuals."""
 
     def __init__(self, width=6, blocks=2):
         super().__init__()
@@ -287,7 +287,7 @@ def neuralop_tfno():
     return fno(2, factorization="tucker", rank=0.42, norm="group_norm")
 
 
-# torch.cfloat is written out in neuraloperator: what passes through its zeros is rounded to fp32
+# neuraloperator hard-codes torch.cfloat: values written into its zeros are rounded to fp32
 ROUNDED = 2e-6
 MODELS: dict[str, Entry] = {
     "timm_resnet": Entry("timm ResNet", FIELD),

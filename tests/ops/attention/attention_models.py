@@ -1,4 +1,4 @@
-"""Models built on attention as users write them: nothing in here knows of ShardTensors."""
+"""Attention models as users write them, in plain torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class RotaryAttention(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Window attention with a relative position bias, shifted if `shift`: windows of a cyclically shifted field, masked
-    where they join what does not touch."""
+    """Window attention with a relative position bias; with `shift`, on a rolled field with a mask across its seam."""
 
     def __init__(self, size: tuple[int, int], width: int, heads: int, window: int, shift: int):
         super().__init__()
@@ -91,7 +90,7 @@ class SwinBlock(nn.Module):
 
 
 class NeighborhoodAttention1d(nn.Module):
-    """Every cell of a periodic row attends to its neighbours: keys and values by `Tensor.unfold`."""
+    """Every cell of a periodic row attends to its neighbors: keys and values by `Tensor.unfold`."""
 
     def __init__(self, width: int, reach: int):
         super().__init__()
@@ -150,7 +149,7 @@ class Vit(nn.Module):
 
 
 class SliceAttention(nn.Module):
-    """Points are pooled into a few slices, which attend to each other and hand back what they learn."""
+    """Pool points into a few slices, which attend to each other, and scatter the result back to the points."""
 
     def __init__(self, width: int, heads: int, slices: int):
         super().__init__()
@@ -170,7 +169,7 @@ class SliceAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """A few learned queries read many points (cross-attention whose queries are on every rank)."""
+    """Cross-attention of a few learned, replicated queries to many points."""
 
     def __init__(self, width: int, heads: int, latents: int):
         super().__init__()

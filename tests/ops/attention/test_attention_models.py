@@ -1,4 +1,4 @@
-"""Models built on attention run unmodified on a sequence in uneven pieces: outputs and every gradient of one device."""
+"""Attention models run unmodified on unevenly sharded sequences: outputs and all gradients equal one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ops.attention import attention_models as models
 
 
 class Mha(nn.Module):
-    """nn.MultiheadAttention with what it is asked for, masks included, fixed beforehand."""
+    """nn.MultiheadAttention with fixed options and masks."""
 
     def __init__(self, pad=False, bias=False, call=None, **kwargs):
         super().__init__()
@@ -40,7 +40,7 @@ class Mha(nn.Module):
 
 
 class Causal(nn.Module):
-    """An encoder layer told that its mask is causal."""
+    """Encoder layer with is_causal=True."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Causal(nn.Module):
 
 
 class Padded(nn.Module):
-    """An encoder, with a mask of the padding, that is not asked for gradients."""
+    """Encoder with a padding mask, called without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -61,14 +61,14 @@ class Padded(nn.Module):
     def forward(self, x):
         length = torch.tensor([[x.shape[1] - 2], [x.shape[1]]])
         kept = torch.arange(x.shape[1]) < length
-        # What it gives for padding is torch's own affair: zeros by the fast path, something else without it.
+        # Outputs at padding are undefined: zeros by torch's fast path, other values without it.
         return self.encoder(x, src_key_padding_mask=~kept) * kept.unsqueeze(-1)
 
 
 first = partial(Mha, batch_first=True)
 encoder = partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True)
 SEQUENCE, OTHER = (2, 7, 8), (2, 5, 8)
-# name -> (model, shapes of its inputs, the dim of them that is cut, or two that are on two axes)
+# name -> (model, shapes of its inputs, the sharded dim, or two dims for two axes)
 MODELS = {
     "mha": (first, [SEQUENCE], 1),
     "mha with weights": (partial(first, call={"need_weights": True}), [SEQUENCE], 1),
@@ -103,7 +103,7 @@ CUT = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1), 12
 
 
 def pieces(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
-    """The sequence in three uneven pieces, or the sequence in two and the batch (or another dim) in two."""
+    """Shard the sequence unevenly over three ranks, or the sequence and another dim over 2 x 2."""
     dim, *more = (dim,) if isinstance(dim, int) else dim
     lengths = CUT[x.shape[dim]]
     if mesh.ndim == 2 and more:
@@ -119,7 +119,7 @@ def pieces(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
 
 
 def results(model: nn.Module, inputs, grad: bool) -> list[torch.Tensor]:
-    """Outputs, then the gradients of inputs and parameters."""
+    """Return outputs, then the gradients of inputs and parameters."""
     model.zero_grad()
     inputs = [x.requires_grad_(grad) for x in inputs]
     with contextlib.nullcontext() if grad else torch.no_grad():
@@ -157,5 +157,5 @@ def test_model(name):
 
 @pytest.mark.parametrize("name", ["mha", "mha with weights", "encoder layer, evaluated", "encoder", "encoder, padded"])
 def test_without_gradients(name):
-    """torch has a fast path for these, of kernels that know no pieces: it is not taken."""
+    """torch's fast path for inference, whose kernels take no shards, is not used."""
     run_on_ranks(compare, 3, name, (3,), False)

@@ -1,4 +1,4 @@
-"""Attention beyond the case table: what it sends, who does how much, which way, dropout, second derivatives."""
+"""Attention beyond the case table: messages, load balance, choice of strategy, dropout, second derivatives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(*shapes: Sequence[int], dtype=torch.float64) -> list[torch.Tensor]:
 
 
 class Metered:
-    """Messages and bytes that this rank sends inside."""
+    """Count the messages and bytes that this rank sends inside the block."""
 
     def __enter__(self):
         self.messages = self.bytes = 0
@@ -53,9 +53,9 @@ class Metered:
         collectives.meter = None
 
 
-# ---------------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------------- messages
 
-LENGTHS = (5, 9, 0, 10)  # 3 heads: no other way than a ring for 4 ranks
+LENGTHS = (5, 9, 0, 10)  # 3 heads: only a ring works for 4 ranks
 
 
 def ring_traffic():
@@ -73,17 +73,17 @@ def test_ring_sends_keys_and_values_to_every_rank_once():
     per_row = 2 * 2 * 3 * 8 * 8  # keys and values, batch, heads, features, bytes
     total = sum(LENGTHS)
     for rank, (forward, backward) in enumerate(told):
-        # A rank sends its own block to the three others, straight.
+        # A rank sends its own block directly to the three others.
         own = LENGTHS[rank]
         assert forward == (3 * (own > 0), 3 * own * per_row)
-        # Backward does so again, and sends to every other rank the gradient of its block.
+        # Backward does so again, and sends each other rank the gradient of its block.
         others = [n for i, n in enumerate(LENGTHS) if i != rank]
         assert backward == (3 * (own > 0) + sum(n > 0 for n in others), (3 * own + sum(others)) * per_row)
-    assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values a rank
+    assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values per rank
 
 
 def sent_before_work():
-    """On a rank: how many messages had left when each block was begun, forward and backward."""
+    """Return, on each rank, the number of messages sent before each block was computed, forward and backward."""
     mesh = world_mesh((4,))
     q, k, v = (held(x, mesh, [Shard(2)]) for x in drawn(*[(2, 3, 24, 8)] * 3))
     found: list[list[int]] = []
@@ -104,8 +104,8 @@ def sent_before_work():
     return found
 
 
-def test_messages_fly_while_blocks_are_worked_on():
-    # Two blocks ahead, from the first on; and backward the gradients of the blocks before the last.
+def test_messages_overlap_computation():
+    # Two blocks are prefetched; in backward also the gradients of earlier blocks are in flight.
     assert run_on_ranks(sent_before_work, 4) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
 
 
@@ -133,15 +133,15 @@ def replicated_keys():
     return forward.messages, tuple(out.placements)
 
 
-def test_whole_keys_send_nothing():
+def test_replicated_keys_send_nothing():
     assert run_on_ranks(replicated_keys, 3) == [(0, (Shard(2),))] * 3
 
 
-# ---------------------------------------------------------------------- who does how much
+# ---------------------------------------------------------------------- load balance
 
 
 def shares(mesh_shape, placements, rows, columns, whole_keys, lengths):
-    """On a rank: the scores it computes, in all and against the block of each stop."""
+    """Return, on each rank, the number of scores that it computes, in total and per ring step."""
     mesh = world_mesh(mesh_shape)
     works = []
     before = ring_attention.attend
@@ -182,14 +182,14 @@ def test_causal_work_is_equal(name):
     told = run_on_ranks(shares, ranks, *CAUSAL[name])
     everything = sum(min(r + 1, columns) for r in range(rows))
     mean = everything / ranks
-    assert sum(total for total, _ in told) == everything  # every score once
+    assert sum(total for total, _ in told) == everything  # every score is computed once
     assert all(abs(total - mean) <= 0.05 * mean for total, _ in told)
-    if len(mesh) == 1:  # ranks go in step: each stop is as much work for all of them
+    if len(mesh) == 1:  # each ring step is the same work for all ranks
         for stop in zip(*(stops for _, stops in told), strict=True):
             assert max(stop) - min(stop) <= 0.06 * mean
 
 
-# ---------------------------------------------------------------------- which way
+# ---------------------------------------------------------------------- choice of strategy
 
 
 def way_of(shapes, placements, mesh_shape, kwargs):
@@ -205,7 +205,7 @@ S = [Shard(2)]
 WAYS = [
     # name, shapes of q, k, v, placements
     ("ring", [(1, 3, 64, 8)] * 3, [S, S, S]),
-    ("ring", [(1, 4, 4096, 8)] * 3, [S, S, S]),  # long: keys travel behind the arithmetic
+    ("ring", [(1, 4, 4096, 8)] * 3, [S, S, S]),  # long: keys are sent while blocks are computed
     ("heads", [(3, 64, 256, 64)] * 3, [S, S, S]),  # short, many heads: fewer bytes
     ("keys gathered", [(1, 2, 4096, 8), (1, 2, 16, 8), (1, 2, 16, 8)], [S, S, S]),
     ("merge", [(1, 2, 4, 8), (1, 2, 4096, 8), (1, 2, 4096, 8)], [None, S, S]),
@@ -216,12 +216,12 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "shapes", "placements"), WAYS)
-def test_the_cheapest_way_is_taken_and_told(way, shapes, placements):
+def test_cheapest_strategy_is_chosen_and_explained(way, shapes, placements):
     assert run_on_ranks(way_of, 4, shapes, placements, (4,), {}) == [f"rule: {way}"] * 4
 
 
 def forced(way, mesh_shape, tensors, kwargs, layouts):
-    """On a rank: complaints of a row whose calls all take one way where it is open to them, and how many did."""
+    """Return, on each rank, failures of a row whose calls are forced to one strategy, and how many used it."""
     price, taken = strategy.estimate_cost, [0]
 
     def preferring(found, *args):
@@ -257,7 +257,7 @@ FORCED = {
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("what", FORCED)
 @pytest.mark.parametrize("way", ["ring", "heads", "keys gathered", "merge"])
-def test_every_way_is_right(way, what, mesh):
+def test_every_strategy(way, what, mesh):
     told = run_on_ranks(forced, math.prod(mesh), way, mesh, *FORCED[what], 6, timeout=60)
     assert not [c for complaints, _ in told for c in complaints]
     assert way == "heads" or all(taken for _, taken in told)
@@ -280,9 +280,9 @@ def kept_for_backward():
     return sum(seen.values()), q._local_tensor.nbytes
 
 
-def test_no_blocks_of_others_are_kept():
+def test_blocks_of_other_ranks_are_not_saved():
     for kept, piece in run_on_ranks(kept_for_backward, 4):
-        assert kept <= 4.5 * piece  # q, k, v, out and a number for each row
+        assert kept <= 4.5 * piece  # q, k, v, out and the log-sum-exp
 
 
 # ---------------------------------------------------------------------- dropout
@@ -316,7 +316,7 @@ CUTS = [
 ]
 
 
-def test_dropout_is_the_same_for_every_cut():
+def test_dropout_is_independent_of_the_sharding():
     ((_, expected),) = run_on_ranks(dropped, 1, *CUTS[0], 3)
     for cut in CUTS:
         for got, composed in run_on_ranks(dropped, math.prod(cut[0]), *cut, 3):
@@ -343,12 +343,12 @@ def half_error(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_is_folded_in_fp32(dtype):
+def test_half_precision_accumulates_in_fp32(dtype):
     for one, ring in run_on_ranks(half_error, 4, dtype):
         assert ring <= 2 * one
 
 
-# ---------------------------------------------------------------------- derivatives of derivatives
+# ---------------------------------------------------------------------- second derivatives
 
 
 def second(fn, inputs):
@@ -403,7 +403,7 @@ def biases():
     with pytest.raises(ValueError):
         attend(*shards, causal_upper_left(5, 8), is_causal=True)
     total = shards[0]._layout.with_dims(Layout.replicate(mesh, q.shape).dims)
-    assert attend(held(q, mesh, [Partial()]), k, v)._layout is total  # summed, then local
+    assert attend(held(q, mesh, [Partial()]), k, v)._layout is total  # reduced, then local
     return dist.get_rank()
 
 

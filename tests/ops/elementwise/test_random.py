@@ -1,4 +1,4 @@
-"""Random ops: shards differ, replicas agree, and a seed gives the same global numbers for every cut."""
+"""Random ops: shards differ, replicas agree, and a seed gives the same global values for every sharding."""
 
 from __future__ import annotations
 
@@ -53,14 +53,12 @@ CUTS = [
 
 
 @pytest.mark.parametrize("what", DRAWS)
-def test_same_numbers_for_every_cut(what):
+def test_values_are_independent_of_the_sharding(what):
     (expected,) = run_on_ranks(drawn, 1, what, (1,), [Shard(0)], True)
     for mesh, placements in CUTS:
         for same_seed in (True, False):
             for got in run_on_ranks(drawn, torch.Size(mesh).numel(), what, mesh, placements, same_seed):
-                if (
-                    what == "gumbel_softmax"
-                ):  # the numbers are the same, the sums over a cut dim are taken in another order
+                if what == "gumbel_softmax":  # equal values, but a sharded sum is taken in another order
                     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
                 else:
                     assert torch.equal(got, expected), (mesh, placements)
@@ -73,7 +71,7 @@ def distributions():
     u, n = torch.rand_like(x).full_tensor(), torch.randn_like(x).full_tensor()
     assert 0 <= u.min() and u.max() < 1 and abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
     assert abs(n.mean()) < 0.01 and abs(n.var() - 1) < 0.02 and abs((n**4).mean() - 3) < 0.1
-    for lag in (1, 500):  # neighbours are not correlated
+    for lag in (1, 500):  # neighbors are not correlated
         flat = u.flatten() - 0.5
         assert abs((flat[lag:] * flat[:-lag]).mean()) < 0.001
     ones = torch.ones_like(x).requires_grad_()

@@ -1,4 +1,4 @@
-"""Indexing beyond values: what is sent, what a view is, what a plain tensor becomes, and second derivatives."""
+"""Indexing beyond the case tables: messages, views, writes into plain tensors, second derivatives."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def field(*shape: int) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, mesh, *placements, lengths=None) -> ShardTensor:
-    """A whole tensor laid out over the ranks."""
+    """Shard a global tensor over the ranks."""
     layout = Layout.of(world_mesh(mesh), placements, whole.shape, lengths)
     return ShardTensor(local_shard(whole, layout), layout)
 
 
 class Sent:
-    """Messages and bytes this rank sends inside."""
+    """Count the messages and bytes that this rank sends inside the block."""
 
     def __enter__(self):
         self.messages = self.nbytes = 0
@@ -59,9 +59,9 @@ def writes_through_views():
     wanted[::2, ::3] += 100
     assert torch.equal(x.full_tensor(), wanted)
     x.mul_(0)
-    assert not y.full_tensor().any()  # and the other way round
+    assert not y.full_tensor().any()  # and a write to the view changes the tensor
     row = x[1:2]
-    row[:, 5] = 7.0  # a view of a view, and one rank holds the place
+    row[:, 5] = 7.0  # a view of a view; one rank owns the element
     assert x.full_tensor()[1, 5] == 7 and x.full_tensor().sum() == 7
 
 
@@ -85,12 +85,12 @@ def rows_are_views():
     x.mul_(2)
     assert torch.equal(row.full_tensor(), 2 * wanted[1])
     with pytest.raises(ShardingError, match="would be lost"):
-        x[1, 2].mul_(2)  # one element has no dim that could lie on its owner alone
+        x[1, 2].mul_(2)  # a single element has no dim to shard onto its owner
     x[1, 2] = 5.0
     assert x[1, 2].item() == 5
 
 
-def test_rows_of_a_cut_dim_are_views():
+def test_rows_of_a_sharded_dim_are_views():
     run_on_ranks(rows_are_views, 2)
 
 
@@ -102,7 +102,7 @@ def sends_little():
     x = cut(full, (4,), Shard(0))
     row = full[0].nbytes
     plain = torch.tensor([5, 1700, 3999, -1])
-    index = cut(torch.arange(0, 4000, 100), (4,), Shard(0))  # ten entries a rank
+    index = cut(torch.arange(0, 4000, 100), (4,), Shard(0))  # ten entries per rank
     with strict(), Sent() as sent:
         rows = x[plain]
         assert sent.messages == 0
@@ -111,7 +111,7 @@ def sends_little():
     with strict(), Sent() as sent:
         rows = x[index]
         assert isinstance(rows.placements[0], Shard)
-        assert sent.nbytes <= 10 * (row + 8) + 200  # a row and a number for each entry, and counts
+        assert sent.nbytes <= 10 * (row + 8) + 200  # a row and an index per entry, and counts
     assert torch.equal(rows.full_tensor(), full[::100])
     with strict(), Sent() as sent:
         chosen = x[x > 2]
@@ -120,7 +120,7 @@ def sends_little():
     across = cut(full.T.contiguous(), (4,), Shard(1))
     with strict(), Sent() as sent:
         chosen = across[across > 2]
-        assert sent.nbytes <= int((full > 2).sum()) * 16 + 400  # selected elements with their places, and counts
+        assert sent.nbytes <= int((full > 2).sum()) * 16 + 400  # selected elements with their positions, and counts
     assert torch.equal(chosen.full_tensor(), full.T[full.T > 2])
     with strict(), Sent() as sent:
         across[:, ::7][across[:, ::7] > 2] = 0.0
@@ -138,11 +138,11 @@ def test_messages_follow_the_entries():
     run_on_ranks(sends_little, 4)
 
 
-# ---------------------------------------------------------------------- into plain tensors
+# ---------------------------------------------------------------------- writes into plain tensors
 
 
 def plain_becomes_sharded():
-    """As a spectral layer does: modes that lie in pieces are written into zeros."""
+    """Write sharded modes into plain zeros, as a spectral layer does."""
     modes = cut(field(2, 3, 8, 5), (2,), Shard(2), lengths={2: [3, 5]})
     modes.requires_grad_()
     out = torch.zeros(2, 3, 20, 9, dtype=torch.float64)
@@ -158,12 +158,12 @@ def plain_becomes_sharded():
     assert torch.equal(modes.grad.full_tensor(), field(2, 3, 8, 5) * 8)
 
 
-def test_a_plain_tensor_that_takes_in_a_sharded_one_becomes_sharded():
+def test_plain_tensor_becomes_sharded():
     run_on_ranks(plain_becomes_sharded, 2)
 
 
 def plain_stays(kind):
-    """Where others look at the memory of the plain tensor they see the write."""
+    """Check that other references to the memory of the plain tensor see the write."""
     value = cut(field(3, 4), (2,), Shard(0)).requires_grad_()
     plain = torch.zeros(5, 4, dtype=torch.float64)
     held = {
@@ -177,7 +177,7 @@ def plain_stays(kind):
         plain = base[0:5]
         held = base
     before = plain
-    with warnings.catch_warnings():  # what is written is gathered, and says so once
+    with warnings.catch_warnings():  # the written value is gathered, with one warning
         warnings.simplefilter("ignore")
         plain[1:4] = value
     assert plain is before and type(plain) is torch.Tensor
@@ -191,12 +191,12 @@ def plain_stays(kind):
 
 
 @pytest.mark.parametrize("kind", ["view", "detached", "array", "view itself"])
-def test_a_plain_tensor_that_others_see_stays_plain(kind):
+def test_aliased_plain_tensor_stays_plain(kind):
     run_on_ranks(plain_stays, 2, kind)
 
 
 def plain_saved():
-    """A plain tensor that autograd holds: torch's own error in backward, not a wrong gradient."""
+    """Check that a write to a plain tensor saved by autograd raises torch's error in backward."""
     with warnings.catch_warnings():
         _plain_saved()
 
@@ -206,7 +206,7 @@ def _plain_saved():
     plain = torch.ones(3, dtype=torch.float64)
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
     out = (weight * plain).sum()
-    warnings.simplefilter("ignore")  # what is written is gathered, and says so once
+    warnings.simplefilter("ignore")  # the written value is gathered, with one warning
     plain[:] = value
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
@@ -219,12 +219,12 @@ def _plain_saved():
     assert type(leaf) is torch.Tensor and torch.equal(leaf.detach(), field(3))
 
 
-def test_a_plain_tensor_that_autograd_holds():
+def test_plain_tensor_saved_by_autograd():
     run_on_ranks(plain_saved, 2)
 
 
 def graph_goes_on():
-    """A plain tensor with a history keeps it."""
+    """Check that a plain tensor keeps its autograd graph."""
     weight = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
     value = cut(field(2, 4), (2,), Shard(1)).requires_grad_()
     made = weight * 3
@@ -236,7 +236,7 @@ def graph_goes_on():
     assert torch.equal(value.grad.full_tensor(), 2 * field(2, 4))
 
 
-def test_the_history_of_a_plain_tensor_goes_on():
+def test_plain_tensor_keeps_its_graph():
     run_on_ranks(graph_goes_on, 2)
 
 
@@ -286,11 +286,11 @@ def test_second_derivatives(row, mesh):
     run_on_ranks(compare_second, math.prod(mesh), mesh, row, 6)
 
 
-# ---------------------------------------------------------------------- a table cut over its rows
+# ---------------------------------------------------------------------- an embedding table sharded by rows
 
 
 def vocabulary():
-    """A model with a table over ranks: lookups are Partial, as large as the result."""
+    """Train a model with a sharded embedding table: lookups are Partial, of the size of the result."""
     table = torch.nn.Embedding(11, 4, dtype=torch.float64)
     with torch.no_grad():
         table.weight.copy_(field(11, 4))
@@ -307,5 +307,5 @@ def vocabulary():
     assert torch.equal(F.embedding(mixed, weight).full_tensor(), table(tokens))
 
 
-def test_vocabulary():
+def test_sharded_embedding_table():
     run_on_ranks(vocabulary, 3)

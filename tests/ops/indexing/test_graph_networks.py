@@ -1,4 +1,4 @@
-"""Graph networks on nodes and edges in uneven pieces: what one device gives; only rows along the borders are sent."""
+"""Graph networks on unevenly sharded nodes and edges equal one device and send only rows of remote nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mlp(inputs: int, outputs: int) -> nn.Module:
 
 
 class MeshGraphNet(nn.Module):
-    """One processor block: edges learn from their ends, nodes from the sum of their edges, both with residuals."""
+    """One processor block: edges are updated from their nodes, nodes from the sum of their edges, with residuals."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class MeshGraphNet(nn.Module):
 
 
 class Gathered(nn.Module):
-    """The same aggregation by the functions of elements: gather, scatter_reduce of any kind, take_along_dim."""
+    """The same aggregation by elementwise indexing: gather, scatter_reduce of any kind, take_along_dim."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Gathered(nn.Module):
 
 @functools.cache
 def pyg() -> Any:
-    """torch_geometric, which imports parts of torch that warn of their end."""
+    """Import torch_geometric, which imports deprecated parts of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch_geometric.nn
@@ -66,7 +66,7 @@ def pyg() -> Any:
 
 
 class Two(nn.Module):
-    """Two layers with an activation that makes ties between them."""
+    """Two layers with an activation in between that makes ties."""
 
     def __init__(self, name: str, edge: int = 0, **how):
         super().__init__()
@@ -93,7 +93,7 @@ CUTS = {2: ((8, 3), (13, 27)), 3: ((6, 0, 5), (20, 3, 17)), 4: ((6, 1, 0, 4), (2
 
 
 def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
-    """Cuts of nodes, and of edges (None: every rank has all of them)."""
+    """Return layouts of nodes, and of edges (None: plain on every rank)."""
 
     def of(placements, size, lengths):
         return Layout.of(mesh, placements, size, {0: lengths})
@@ -114,7 +114,7 @@ def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
 
 
 def placed(value: torch.Tensor, along: Layout | None, dim: int) -> torch.Tensor:
-    """A tensor cut along `dim` as a layout of one dim is."""
+    """Shard a tensor along `dim` like a 1-d layout."""
     if along is None:
         return value.clone()
     layout = Layout.replicate(along.mesh, value.shape).with_dim(dim, *along.dims[0])
@@ -122,7 +122,7 @@ def placed(value: torch.Tensor, along: Layout | None, dim: int) -> torch.Tensor:
 
 
 def results(model: nn.Module, nodes, edge_index, edges) -> tuple[list[torch.Tensor], Any]:
-    """Outputs, then the gradients of nodes, edge features and parameters; and where the first output lies."""
+    """Return outputs, the gradients of nodes, edge features and parameters, and the layout of the first output."""
     model.zero_grad()
     given = [nodes.requires_grad_(), edges.requires_grad_()]
     out = model(nodes, edge_index, edges)
@@ -141,14 +141,14 @@ def graph() -> list[torch.Tensor]:
 
 @functools.cache
 def part_of_four(mesh_shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh among four ranks, which have torch_geometric imported by then: two pairs, three ranks, or all."""
+    """Return a mesh among four ranks, which have torch_geometric imported: two pairs, three ranks, or all."""
     if mesh_shape == (2,):
         return world_mesh((2, 2))["w"]
     return DeviceMesh("cpu", torch.arange(3)) if mesh_shape == (3,) else world_mesh(mesh_shape)
 
 
 def compare(mesh_shape: tuple[int, ...]) -> list[str]:
-    """On a rank: what differs from one device."""
+    """Return, on each rank, what differs from one device."""
     wrong: list[str] = []
     mesh = part_of_four(mesh_shape)
     if mesh.get_coordinate() is None:
@@ -179,15 +179,15 @@ def test_models(mesh):
         assert not wrong, "\n".join(wrong)
 
 
-# ---------------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------------- messages
 
 KEPT, NEW = "rule: rows by kept lists", "rule: rows by new lists"
 ROW = WIDTH * 8
-SAID = 5  # bytes of four flags that three ranks agree on
+SAID = 5  # bytes of a consensus of three ranks on four flags
 
 
 def sent(call, *values) -> tuple[str, int, int]:
-    """How an index call was done, and the bytes this rank sent for it, forward and backward."""
+    """Return the explained strategy of an index call, and the bytes this rank sent, forward and backward."""
     with explain() as report:
         local = call(*values)._local_tensor
         torch.autograd.backward(local, torch.ones_like(local))
@@ -196,7 +196,7 @@ def sent(call, *values) -> tuple[str, int, int]:
 
 
 def halo() -> None:
-    """On a rank of three: what travels are distinct rows that lie elsewhere, each once; kept lists send no index."""
+    """Check that each remote row is sent once, and that cached exchange lists send no index."""
     mesh, me = world_mesh((3,)), torch.distributed.get_rank()
     nodes, edge_index, edges = graph()
     along, cut = layouts(mesh)[0]
@@ -208,11 +208,11 @@ def halo() -> None:
 
 
 def halo_of(index, named, owned, me, nodes, messages) -> None:
-    """The same for one end of the edges: `named` and `owned` are each rank's nodes."""
+    """Check one end of the edges: `named` and `owned` are each rank's nodes."""
     others = [r for r in range(3) if r != me]
     asked = sum(len(named[me] & owned[r]) for r in others)
     given = sum(len(named[r] & owned[me]) for r in others)
-    lists = 2 * 3 * 8 + asked * 8  # three counts to two ranks, and the numbers asked for
+    lists = 2 * 3 * 8 + asked * 8  # three counts to two ranks, and the requested indices
     wide = index.view(-1, 1).expand(-1, WIDTH)
     ways = [
         lambda x: x.index_select(0, index),
@@ -224,7 +224,7 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
     told = [sent(way, nodes.detach().requires_grad_()) for way in ways]
     kept = (KEPT, given * ROW + SAID, asked * ROW)
     assert told == [(NEW, given * ROW + SAID + lists, asked * ROW), *[kept] * 4]
-    # sums go the other way, into nodes or into zeros that are sharded as the nodes that the messages came from
+    # sums go back, into nodes or into zeros that are sharded like the nodes of the messages
     messages = (messages + 0 * nodes[index]).detach()
     ways = [
         lambda m: nodes.index_add(0, index, m),
@@ -233,18 +233,18 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
         lambda m: m.new_zeros(NODES, WIDTH).scatter_reduce_(0, wide, m, "amax", include_self=False),
     ]
     told = [sent(way, messages.detach().requires_grad_()) for way in ways]
-    # of a plain tensor the ranks must tell each other whether anyone else looks at it
+    # for a plain tensor the ranks need a consensus on whether it is aliased
     wanted = [(KEPT, asked * ROW + SAID + plain, given * ROW) for plain in (0, 1, 0)]
     assert told[:3] == wanted, (told, wanted)
     assert told[3][:2] == (KEPT, asked * ROW + SAID)
 
 
-def test_rows_along_borders_travel_once():
+def test_remote_rows_are_sent_once():
     run_on_ranks(halo, 3, timeout=60)
 
 
 def stale() -> None:
-    """On a rank of three: lists go with the values of an index, whoever writes it, on however many ranks."""
+    """Check that a write to the index on any rank invalidates the cached exchange lists."""
     mesh = world_mesh((3,))
     nodes, edge_index, _ = graph()
     along, cut = layouts(mesh)[0]
@@ -256,47 +256,47 @@ def stale() -> None:
         assert torch.equal(to_full_tensor(taken), nodes[to_full_tensor(index)[0]])
 
     same()
-    index[0] = (index[0] + 1) % NODES  # through the wrapper, by all
+    index[0] = (index[0] + 1) % NODES  # through the ShardTensor, on all ranks
     same()
-    index.to_local().fill_(2)  # behind it, by all
+    index.to_local().fill_(2)  # through the local tensor, on all ranks
     same()
-    if torch.distributed.get_rank() == 0:  # and by one rank alone
+    if torch.distributed.get_rank() == 0:  # on one rank alone
         index.to_local()[:, :1] = 7
     same()
     assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
     os.environ["SHARDFIELD_CHECK_SIZES"] = "0"
-    try:  # kept lists are used without a word, rows alone are sent
+    try:  # cached lists are used without a consensus, only rows are sent
         ending, forward, backward = sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())
         assert ending == KEPT and forward % ROW == backward % ROW == 0
     finally:
         del os.environ["SHARDFIELD_CHECK_SIZES"]
     index[0] = 5
     with torch.inference_mode():
-        same()  # makes lists that a training step can use
+        same()  # builds lists that a training step can use
     assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
-    with torch.inference_mode():  # nobody counts writes here
+    with torch.inference_mode():  # tensors have no version counter here
         index = placed(edge_index, cut, 1)
         same()
         index.to_local().fill_(3)
         same()
-    with pytest.raises(IndexError):  # what is wrong on one rank is raised on all
+    with pytest.raises(IndexError):  # an error on one rank is raised on all
         bad = edge_index.clone()
         bad[0, 0] = NODES
         x[placed(bad, cut, 1)[0]]
 
 
-def test_lists_are_not_stale():
+def test_exchange_lists_are_not_stale():
     run_on_ranks(stale, 3, timeout=60)
 
 
 def compact() -> None:
-    """On a rank of three: points in the order of `partition_points` have few neighbours elsewhere."""
+    """Check that points in the order of `partition_points` have few remote neighbors."""
     mesh, side = world_mesh((3,)), 24
     at = torch.stack(torch.meshgrid(*[torch.arange(float(side))] * 2, indexing="ij"), -1).view(-1, 2)
     shuffled = at[torch.randperm(len(at), generator=torch.Generator().manual_seed(0))]
     order, points = partition_points(shuffled, mesh)
     everyone = to_full_tensor(points)
-    near = (torch.cdist(everyone, everyone) < 1.1).nonzero().T  # each cell and its neighbours, in the new numbers
+    near = (torch.cdist(everyone, everyone) < 1.1).nonzero().T  # each cell and its neighbors, in the new order
     count = torch.bincount(near[0], minlength=len(at))
     cut = [int(c.sum()) for c in count.split(list(points._layout.shard_sizes(0)))]
     edges = Layout.of(mesh, [Shard(0)], (near.shape[1],), {0: cut})
@@ -305,16 +305,16 @@ def compact() -> None:
     rows[index[1]]
     with explain() as report:
         out = rows[index[1]]
-    # borders of a third of the cells: a few rows of them, not the two thirds that lie elsewhere
+    # boundary rows only, not the two thirds that are remote
     assert 0 < report.bytes < 5 * side * 2 * 8 and torch.equal(to_full_tensor(out), everyone.double()[near[1]])
 
 
-def test_compact_pieces_have_short_borders():
+def test_compact_shards_have_few_remote_rows():
     run_on_ranks(compact, 3, timeout=60)
 
 
 def small_or_large() -> None:
-    """On a rank of three: sums into few rows stay addends, sums into many are cut, and reports say so."""
+    """Check that sums into few rows are Partial, sums into many are sharded, and explain() reports it."""
     mesh = world_mesh((3,))
     for count, width, ending in ((7, 2, "rule: addends of the whole"), (7, 20_000, NEW)):
         cut = Layout.of(mesh, [Shard(0)], (12,), {0: (5, 0, 7)})
@@ -326,12 +326,12 @@ def small_or_large() -> None:
         torch.testing.assert_close(to_full_tensor(out), torch.zeros(count, width).index_add_(0, index, src))
 
 
-def test_few_rows_stay_addends():
+def test_sums_into_few_rows_are_partial():
     run_on_ranks(small_or_large, 3, timeout=60)
 
 
 def written_again() -> None:
-    """On a rank of three: what is written in place reaches all who look, once, twice, and after it was read."""
+    """Check that an in-place write is seen through every alias, once, twice, and after a read."""
     mesh = world_mesh((3,))
     nodes, edge_index, edges = graph()
     along, cut = layouts(mesh)[0]

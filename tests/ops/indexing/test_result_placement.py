@@ -71,7 +71,7 @@ CALLS: dict[str, Callable] = {
 
 
 def layouts_in_any_order() -> list[str]:
-    """On a rank: calls whose layout or value depends on the calls before them."""
+    """Return, on each rank, calls whose layout or value depends on the calls before them."""
     wrong = []
     first = {name: call()[0]._layout for name, call in CALLS.items()}
     for before, name in itertools.product(CALLS, CALLS):
@@ -94,7 +94,7 @@ def test_the_same_call_gives_the_same_layout_whatever_came_before():
 
 
 def ambiguous() -> list[str]:
-    """On a rank: rows that came from two dims of one length with different shardings give no hint."""
+    """Check that rows from two dims of one length with different shardings give no hint."""
     full = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     index = sharded(torch.arange(ENTRIES), (6, 4))
     one, other = (sharded(full, sizes)[index] for sizes in SHARD_SIZES.values())
@@ -126,7 +126,7 @@ def test_layouts_that_differ_in_origins_place_data_equally():
 
 
 def bare() -> list[str]:
-    """On a rank: a layout and the same with an origin are two objects that redistribute without a message."""
+    """Check that a layout and the same with an origin are two objects and redistribute without a message."""
     x = sharded(torch.randn(ROWS, WIDTH), SHARD_SIZES["first"])
     plain = x._layout
     hinted = plain.with_dim(0, plain.dims[0][0].with_origins([Origin("rows", 99, (0,), (50, 49))]))

@@ -1,4 +1,4 @@
-"""Products: what moves, where the result lies, and what must hold beside the values."""
+"""Products beyond the case table: messages, placement of results, precision, errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.harness import local_shard, world_mesh
 
 
 def laid(shape, placement, mesh_shape=(2,), dtype=torch.float64, lengths=None):
-    """A ShardTensor of random numbers, the same whole on every rank, and that whole."""
+    """Return a random ShardTensor and its global tensor."""
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     layout = Layout.of(world_mesh(mesh_shape), placement, shape, lengths)
     return ShardTensor(local_shard(full, layout), layout), full
 
 
 def sent(call):
-    """What a call returns and the bytes this rank sends for it."""
+    """Return the result of a call and the bytes that this rank sends."""
     count = [0]
     collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
@@ -32,23 +32,23 @@ def sent(call):
         collectives.meter = None
 
 
-# (left shape, its cut), (right shape, its cut), bytes sent by a rank of two, placement of the result
+# (left shape, placement), (right shape, placement), bytes sent per rank of two, placement of the result
 MATMULS = [
     (((64, 4), Shard(0)), ((4, 8), Replicate()), 0, Shard(0)),
     (((64, 4), Replicate()), ((4, 8), Shard(1)), 0, Shard(1)),
-    (((64, 4), Shard(0)), ((4, 8), Shard(1)), 4 * 4 * 8, Shard(0)),  # half of the right one
-    (((8, 4), Shard(0)), ((4, 64), Shard(1)), 4 * 4 * 8, Shard(1)),  # half of the left one
+    (((64, 4), Shard(0)), ((4, 8), Shard(1)), 4 * 4 * 8, Shard(0)),  # half of the right operand
+    (((8, 4), Shard(0)), ((4, 64), Shard(1)), 4 * 4 * 8, Shard(1)),  # half of the left operand
     (((64, 4), Shard(0)), ((4, 8), Shard(0)), 2 * 8 * 8, Shard(0)),
     (((8, 64), Shard(1)), ((64, 8), Shard(0)), 0, Partial()),
     (((8, 64), Shard(1)), ((64, 8), Replicate()), 0, Partial()),
-    # left stays, and the right one is cut along its rows as the left one is along its columns: a quarter of it
+    # the right operand is resharded along its rows to match the columns of the left: a quarter of it
     (((4, 64), Shard(1)), ((64, 4), Shard(1)), 32 * 2 * 8, Partial()),
-    # neither is worth gathering: the left one is cut along its columns instead
+    # gathering either is too expensive: the left operand is resharded along its columns
     (((8, 64), Shard(0)), ((64, 8), Shard(0)), 4 * 32 * 8, Partial()),
-    # a Partial is passed on where it does not grow much, else summed first: into pieces
+    # a Partial is kept where the result is not much larger, else reduce_scattered first
     (((8, 8), Partial()), ((8, 8), Replicate()), 0, Partial()),
     (((64, 2), Partial()), ((2, 64), Replicate()), 32 * 2 * 8, Shard(0)),
-    # two columns, cut, would give Partial sums of 64: their rows are cut instead
+    # sharding two columns would give partial sums of 64: rows are sharded instead
     (((64, 2), Shard(1)), ((2, 64), Replicate()), 32 * 8, Shard(0)),
 ]
 
@@ -78,11 +78,11 @@ def cdists():
     cut, whole_cut = laid((3, 400), [Shard(1)])
     other, whole_other = laid((4, 400), [Shard(1)])
     out, count = sent(lambda: torch.cdist(cut, other))
-    assert count == 3 * 4 * 8  # the sum of two ranks' parts
+    assert count == 3 * 4 * 8  # the sum over two ranks
     torch.testing.assert_close(out.full_tensor(), torch.cdist(whole_cut, whole_other))
 
 
-def test_distances_send_the_fewer_points():
+def test_cdist_sends_the_smaller_point_set():
     run_on_ranks(cdists, 2)
 
 
@@ -95,7 +95,7 @@ def bias_once(ranks):
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_a_bias_is_added_once(ranks):
+def test_bias_is_added_once(ranks):
     run_on_ranks(bias_once, ranks, ranks)
 
 
@@ -127,7 +127,7 @@ def halves():
     out = F.linear(x, w)
     assert out.placements == (Partial(),) and out.dtype == torch.bfloat16
     exact = whole.double() @ whole_w.double().t()
-    # each rank rounds its addend once, and the sum is rounded once
+    # each rank rounds its partial sum once, and the total is rounded once
     worst = exact.abs().max().item() * 2**-8 + sum(
         (a.double() @ b.double().t()).abs().max().item() * 2**-9
         for a, b in zip(whole.chunk(4, 1), whole_w.chunk(4, 1), strict=True)
@@ -135,7 +135,7 @@ def halves():
     assert (out.full_tensor().double() - exact).abs().max().item() <= worst
 
 
-def test_half_precision_addends_are_summed_in_single():
+def test_half_precision_partial_sums_are_reduced_in_fp32():
     run_on_ranks(halves, 4)
 
 
@@ -151,7 +151,7 @@ def singular(placement):
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_a_singular_matrix_fails_on_every_rank(placement):
+def test_singular_matrix_raises_on_every_rank(placement):
     run_on_ranks(singular, 2, placement)
 
 
@@ -175,7 +175,7 @@ def test_opt_einsum_finds_its_backend():
 
 
 def same_plan_everywhere():
-    """Ties between plans are broken alike on all ranks, whatever the order of sets is there."""
+    """Check that ties between plans are broken identically on all ranks, whatever the iteration order of sets."""
     from shardfield.ops.matmul.contraction_strategy import Term, plan_contraction
 
     mesh = world_mesh((2, 2))
@@ -188,6 +188,6 @@ def same_plan_everywhere():
     return [repr(x) for x in (*work.targets, work.result)]
 
 
-def test_ranks_plan_alike():
+def test_ranks_choose_the_same_plan():
     first, *others = run_on_ranks(same_plan_everywhere, 4)
     assert all(plan == first for plan in others)

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives through products: PDE losses take them with respect to coordinates."""
+"""Second derivatives through products, as PDE losses take with respect to coordinates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(value):
 
 
 def second_order(fn, inputs, generator):
-    """The gradients of a function of the gradients, which meets every second derivative."""
+    """Return the gradients of a function of the gradients, which involves every second derivative."""
     out = fn(*inputs)
     seed = torch.randn(out.shape, dtype=out.dtype, generator=generator)
     first = torch.autograd.grad(torch.sin(out), inputs, seed, create_graph=True)
@@ -75,7 +75,7 @@ COORDINATES = [
 
 
 def residual(net, xy):
-    """The loss of u_xx + u_yy + u = x in a point cloud, and of the gradient on all of it."""
+    """Return the loss of u_xx + u_yy + u = x on a point cloud, plus one on its gradient."""
     u = net(xy)
     (du,) = torch.autograd.grad(u.sum(), xy, create_graph=True)
     second = [torch.autograd.grad(du[:, d].sum(), xy, create_graph=True)[0][:, d] for d in range(2)]
@@ -105,7 +105,7 @@ def test_pde_loss(mesh, placements, lengths):
 
 
 def in_one_thread():
-    """What is recorded in a backward is counted with what was recorded before it: where one thread records both."""
+    """Check that a backward with create_graph runs in the calling thread, whose tape it extends."""
     layout = Layout.of(world_mesh((1,)), (Shard(0),), (4,), None)
     seen = []
 
@@ -132,5 +132,5 @@ def in_one_thread():
     assert seen == [False, True] * 4
 
 
-def test_a_backward_that_records_stays_in_its_thread():
+def test_backward_with_create_graph_runs_in_the_calling_thread():
     run_on_ranks(in_one_thread, 1)

@@ -1,4 +1,4 @@
-"""Normalisation layers as modules, over several steps; how exact they are, and what they send."""
+"""Normalization modules over several steps: values, accuracy, messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
 
-# name -> (module, shape of its input, lengths of two dims that are cut, those that the module looks along among them)
+# name -> (module, shape of its input, shard sizes of two dims, including those it normalizes over)
 MODULES = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (5, 4), {0: (4, 1), 1: (3, 1)}),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 4), {0: (1, 3), 2: (5, 0)}),
@@ -51,7 +51,7 @@ def same(got, ref, tolerance=1e-10) -> bool:
 
 
 def train(name: str) -> tuple[list[str], list[torch.Tensor]]:
-    """On a rank of 2 x 2: what differs from one device in three steps of training and a call in eval; the buffers."""
+    """Return, on each of 2 x 2 ranks, differences from one device in three training steps and eval; the buffers."""
     make, shape, cut = MODULES[name]
     torch.manual_seed(0)
     ours = make().double()
@@ -88,11 +88,11 @@ def train(name: str) -> tuple[list[str], list[torch.Tensor]]:
 def test_modules(name):
     told = run_on_ranks(train, 4, name, timeout=60)
     assert [wrong for wrong, _ in told] == [[]] * 4
-    for _, buffers in told:  # the same on every rank to the last bit
+    for _, buffers in told:  # bitwise equal on every rank
         assert all(torch.equal(a, b) for a, b in zip(buffers, told[0][1], strict=True))
 
 
-# ---------------------------------------------------------------------- how exact
+# ---------------------------------------------------------------------- accuracy
 
 # name -> (call, shape): fields of mean 1000 and standard deviation 1 in fp32
 FAR = {
@@ -105,7 +105,7 @@ FAR = {
 
 
 def errors(name: str, dtype: torch.dtype) -> list[float]:
-    """On a rank: the largest error of the value and the gradient here, and on one device."""
+    """Return, on each rank, the largest error of the value and the gradient here, and on one device."""
     call, shape = FAR[name]
     torch.manual_seed(0)
     exact = (torch.randn(shape) + 1000).to(dtype).double().requires_grad_()
@@ -124,22 +124,22 @@ def errors(name: str, dtype: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_far_from_zero(name):
-    """As exact as one device where the mean is a thousand times the deviation."""
+def test_accuracy_with_a_large_mean(name):
+    """As accurate as one device where the mean is a thousand times the deviation."""
     for value, gradient, one_value, one_gradient in run_on_ranks(errors, 2, name, torch.float32, timeout=60):
         assert value <= 2 * one_value < 1e-3
         assert gradient <= 2 * one_gradient < 1e-2
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_halves(name):
-    """Statistics of half precision are taken in fp32."""
+def test_half_precision(name):
+    """Statistics of half precision are computed in fp32."""
     for value, gradient, one_value, one_gradient in run_on_ranks(errors, 2, name, torch.bfloat16, timeout=60):
         assert value <= 2 * one_value and gradient <= 2 * one_gradient
 
 
 def in_memory() -> tuple[bool, float]:
-    """On a rank: whether channels stay last, and how much autocast around it all changes a layer_norm in fp32."""
+    """Return, on each rank, whether channels_last is kept, and the effect of autocast on an fp32 layer_norm."""
     mesh = world_mesh((2,))
     layout = Layout.of(mesh, [Shard(2)], (2, 4, 6, 5))
     local = torch.randn(layout.local_shape).to(memory_format=torch.channels_last).requires_grad_()
@@ -162,9 +162,9 @@ def test_memory_format_and_autocast():
     assert run_on_ranks(in_memory, 2, timeout=60) == [(True, 0.0)] * 2
 
 
-# ---------------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------------- messages
 
-# name -> (call with weight and bias of 6, messages forward and backward for x (4, 6, 8, 6) cut along dims 2, 1, 0)
+# name -> (call with weight and bias of 6, messages forward and backward for x (4, 6, 8, 6) sharded along dims 2, 1, 0)
 SENT = {
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(1, 1), (0, 1), (1, 1)]),
     "batch_norm in eval": (
@@ -184,7 +184,7 @@ SENT = {
 
 
 def count(name: str, dim: int) -> tuple[int, int]:
-    """On a rank: the messages that it sends forward and backward."""
+    """Return, on each rank, the messages that it sends forward and backward."""
     shape = (4, 6, 8, 6)
     lengths = (shape[dim] // 2 - 1 + shape[dim] % 2, shape[dim] // 2 + 1) if dim != 1 else (3, 3)
     layout = Layout.of(world_mesh((2,)), [Shard(dim)], shape, {dim: lengths})
@@ -209,7 +209,7 @@ def test_messages(name, at):
     assert run_on_ranks(count, 2, name, (2, 1, 0)[at], timeout=60) == [SENT[name][1][at]] * 2
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 def refusals() -> list[str]:
@@ -240,5 +240,5 @@ def test_refusals():
     assert "Expected more than 1 value per channel" in first[0]
     assert first[1].startswith("ShardingError") and "make them Replicate or Shard" in first[1]
     assert "normalized_shape" in first[2]
-    assert "expected input tensor to be on GPU" in first[3]  # torch's own word, on CPU
+    assert "expected input tensor to be on GPU" in first[3]  # torch's own error on the CPU
     assert "without convert_sync_batchnorm" in first[4]

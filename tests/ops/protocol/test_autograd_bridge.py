@@ -1,4 +1,4 @@
-"""Autograd on ShardTensors: every entry point gives what one device gives."""
+"""Autograd on ShardTensors: every entry point equals one device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(got, ref) -> None:
 
 
 class Cube(torch.autograd.Function):
-    """A user's own Function: x**3 times a plain weight."""
+    """User-defined Function: x**3 times a plain weight."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -53,7 +53,7 @@ class Cube(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """A Function that returns its inputs, as FSDP2's hooks do."""
+    """Function that returns its inputs, as FSDP2's hooks do."""
 
     @staticmethod
     def forward(ctx, x, y):
@@ -106,7 +106,7 @@ def mixed_grad(mesh, placements, lengths):
 
 
 def batched(mesh, placements, lengths):
-    """Several gradients in one call: a Jacobian's rows."""
+    """Check several gradients in one call: a Jacobian's rows."""
     x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
     seeds = torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     found = []
@@ -190,7 +190,7 @@ HOOKED = [
 
 
 class Mix(nn.Module):
-    """Several inputs, a number and a tensor without gradients among them, and several outputs."""
+    """Module with several inputs, among them a number and a tensor without gradient, and several outputs."""
 
     def forward(self, x, factor, mask, w):
         return torch.where(mask, x, x * w) * factor, "told", x.sum(0)
@@ -214,7 +214,7 @@ def hooked() -> Hooked:
 
 
 def record(log: list, change=None):
-    """A full hook, or a full pre-hook, that writes down what it is given and returns what `change` makes of it."""
+    """Return a full hook or pre-hook that logs its gradients and returns them changed by `change`."""
 
     def hook(module, *grads):
         for each in grads:
@@ -235,10 +235,10 @@ def same_logs(found: list, expected: list) -> None:
 
 
 def nested_hooks(a, log):
-    """Hooks within hooks, each changing what it is given; a whole plain tensor may stand for a ShardTensor."""
+    """Register nested hooks that change gradients; a global plain tensor may replace a ShardTensor."""
     model = hooked()
     model.mix.register_full_backward_hook(record(log, lambda g: g * 2))
-    model.mix.register_full_backward_hook(record(log))  # it sees what the first made
+    model.mix.register_full_backward_hook(record(log))  # receives the first hook's result
     model.mix.register_full_backward_pre_hook(record(log, lambda g: g + 1))
     model.up.register_full_backward_hook(
         record(log, lambda g: (g.full_tensor() if isinstance(g, ShardTensor) else g) - 1)
@@ -263,7 +263,7 @@ def global_hooks(a, log):
 
 
 def twice(a, log):
-    """A second derivative through hooks."""
+    """Take a second derivative through hooks."""
     model = hooked()
     model.mix.register_full_backward_hook(record([], lambda g: g * g))
     (g,) = torch.autograd.grad(model(a).square().sum(), a, create_graph=True)
@@ -272,7 +272,7 @@ def twice(a, log):
 
 
 def without_inputs(a, log):
-    """No input needs a gradient: torch calls the hook when those of the outputs are there, and says so."""
+    """Call a module whose inputs need no gradient: torch calls the hook with output gradients and warns."""
     up = hooked().up
     up.register_full_backward_hook(record(log))
     with pytest.warns(UserWarning, match="no inputs require gradients"):
@@ -289,12 +289,12 @@ def module_hooks(mesh, placements, lengths):
             logs.append([*log, ("input", a.grad)])
         same_logs(*logs)
         assert what is twice or any(isinstance(g, ShardTensor) for _, g in logs[0][:-1])
-    lie_as_the_values_do(on(mesh, placements, lengths))
+    gradients_have_the_layout_of_values(on(mesh, placements, lengths))
     refused_hooks(on(mesh, placements, lengths))
     counted(on(mesh, placements, lengths))
 
 
-def lie_as_the_values_do(x):
+def gradients_have_the_layout_of_values(x):
     model, log = hooked(), []
     model.up.register_full_backward_hook(record(log))
     out = model.up(x)
@@ -321,9 +321,9 @@ def refused_hooks(x):
 
 
 def counted(x):
-    """torch's own counter, which hooks every module, counts the collectives that we count."""
+    """Check that torch's CommDebugMode, which hooks every module, counts the same collectives."""
     model = hooked()
-    model(x).square().sum().backward()  # plans are made
+    model(x).square().sum().backward()  # fill the plan cache
     kinds = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "broadcast_": "broadcast"}
     with CommDebugMode() as theirs, explain() as ours:
         model(x).square().sum().backward()
@@ -332,7 +332,7 @@ def counted(x):
     for row in [*ours.rows, ours._unattributed]:
         for kind, n in row.kinds.items():
             own[kind] = own.get(kind, 0) + n
-    own.pop("exchange", None)  # messages between two ranks, which it does not count
+    own.pop("exchange", None)  # point-to-point messages, which it does not count
     assert own == told and told
     modules = theirs.comm_module_counts
     for way in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""Functions of TorchScript on fields in pieces: what they were written as runs by the rules, gradients and all."""
+"""TorchScript functions on sharded fields: their Python source runs by the rules, with gradients."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def wave(x: Tensor) -> Tensor:
 
 
 def compared() -> list[str]:
-    """On a rank of two: functions whose values or gradients differ, or that gather though their Python is there."""
+    """Return, on each of two ranks, functions that differ from one device, or that gather despite their source."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are to go some day
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
         scripted, of_lists, without = map(torch.jit.script, (attract, smooth, wave))
         traced = torch.jit.trace(attract, torch.ones(SHAPE))
-    del without._torchdynamo_inline  # as of a function that came from a file
+    del without._torchdynamo_inline  # as for a function loaded from a file
     calls = {
         "scripted": lambda x: scripted(x, alpha=2.0),
         "of lists": lambda x: of_lists([x, 2 * x]),

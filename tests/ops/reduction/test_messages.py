@@ -1,4 +1,4 @@
-"""What reductions, softmax and losses send when the dim they work along is cut: the fewest small messages."""
+"""Messages of reductions, softmax and losses along a sharded dim: the fewest and smallest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
 
-# name -> (call on x of shape (8, 5) cut along dim 0, messages forward, messages backward)
+# name -> (call on x of shape (8, 5) sharded along dim 0, messages forward, messages backward)
 TABLE = {
     "sum": (lambda x, t: x.sum(0), 0, 0),
     "mean": (lambda x, t: x.mean(), 0, 0),
@@ -23,7 +23,7 @@ TABLE = {
     "prod": (lambda x, t: x.prod(0), 1, 0),
     "any": (lambda x, t: (x > 0).any(0), 1, 0),
     "nanmean": (lambda x, t: x.nanmean(0), 1, 0),
-    "amax": (lambda x, t: x.amax(0), 1, 1),  # backward asks how many share the gradient
+    "amax": (lambda x, t: x.amax(0), 1, 1),  # backward counts the ties that share the gradient
     "aminmax": (lambda x, t: sum(x.aminmax(dim=0)), 1, 2),
     "max": (lambda x, t: x.max(0)[0], 2, 0),
     "argmax": (lambda x, t: x.argmax(0), 2, 0),
@@ -43,7 +43,7 @@ ROWS = 8
 
 
 def count(name: str, seed: int) -> tuple[int, int]:
-    """On a rank: the messages it sends forward and backward."""
+    """Return, on each rank, the messages it sends forward and backward."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, 5, generator=generator)
     target = torch.randint(5, (ROWS,), generator=generator)

@@ -1,4 +1,4 @@
-"""How much travels: views, joins and rearrangements send the rows that change hands and nothing else."""
+"""Bytes of views, joins and rearrangements: only rows that change their owner are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = 3 * 8  # bytes of a row of three float64
 
 
 def rows(size: int, *cut: int) -> ShardTensor:
-    """`size` rows of three, cut by the lengths given; without any, whole on every rank."""
+    """Return `size` rows of three with these shard sizes; without any, replicated."""
     mesh = world_mesh((2,))
     full = torch.arange(size * 3, dtype=torch.float64).view(size, 3)
     layout = Layout.of(mesh, [Shard(0) if cut else Replicate()], full.shape, {0: cut} if cut else None)
@@ -25,7 +25,7 @@ def rows(size: int, *cut: int) -> ShardTensor:
 
 
 def sent(calls) -> list[int]:
-    """The bytes this rank sends in each call."""
+    """Return the bytes that this rank sends in each call."""
     found = []
     for call in calls:
         total = []
@@ -45,17 +45,17 @@ def on_rank() -> list[int]:
     return sent(
         [
             lambda: big.roll(1, 0),
-            lambda: big.diff(dim=0),  # the row at the cut goes to the other side: either way it is one
-            lambda: torch.cat([big, small]),  # the one row is where it must be
-            lambda: torch.cat([small, big]),  # it goes to the other end, the eight rows stay
+            lambda: big.diff(dim=0),  # one row at the shard boundary
+            lambda: torch.cat([big, small]),  # the last row is already on its rank
+            lambda: torch.cat([small, big]),  # one row is sent, the eight rows stay
             lambda: torch.cat([big, rows(2)]),
-            lambda: torch.stack([big, other]),  # the smaller cut follows the first: three rows
+            lambda: torch.stack([big, other]),  # the second takes the sharding of the first: three rows
             lambda: F.pad(big, (0, 0, 3, 3)),
-            lambda: F.pad(big.t(), (3, 2), "replicate").to_local(),  # which is made when someone wants it
-            lambda: F.pad(big.t(), (4, 4), "reflect").to_local(),  # rank 1 has three rows of the five it mirrors
+            lambda: F.pad(big.t(), (3, 2), "replicate").to_local(),  # materializes the lazy pad
+            lambda: F.pad(big.t(), (4, 4), "reflect").to_local(),  # rank 1 has three of the five reflected rows
             lambda: F.pad(big.t(), (1, 0), "circular").to_local(),
-            lambda: tokens.view(3, 4, 3),  # a cut at 5 moves to 4
-            lambda: tokens.view(2, 2, 3, 3).flip(1),  # here to 6, and halves are whole on a rank
+            lambda: tokens.view(3, 4, 3),  # the shard boundary moves from 5 to 4
+            lambda: tokens.view(2, 2, 3, 3).flip(1),  # here to 6, so that each half is on one rank
             lambda: big.t().flatten().view(3, 8).t(),
             lambda: [part.unsqueeze(0) for part in big.chunk(3)],
             lambda: big.repeat(2, 2).repeat_interleave(2, 1),

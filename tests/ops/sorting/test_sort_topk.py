@@ -1,4 +1,4 @@
-"""What scans, sorts and order statistics send: something small for each block, never the tensor."""
+"""Bytes of scans, sorts and order statistics: small summaries per block, never the tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROW = LONG // RANKS * 8  # bytes of it that a rank holds
 
 
 def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[int, bool]:
-    """On a rank: bytes sent by a call on a tensor cut along its last dim, and whether its values are right."""
+    """Return, on each rank, the bytes of a call on a tensor sharded along its last dim, and whether it is right."""
     mesh = init_device_mesh("cpu", (RANKS,))
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     layout = Layout.of(mesh, [Shard(len(shape) - 1)], shape)
@@ -48,11 +48,11 @@ def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[
         ("median", (2, LONG), (1,), {}, ROW * 4),
         ("kthvalue", (16 * LONG,), (5000,), {}, ROW * 2),  # the same bytes for a longer row
         ("quantile", (16 * LONG,), (0.3,), {}, ROW * 4),
-        # values and indices out and back; a quarter stays
+        # values and indices sent and returned; a quarter stays
         ("sort", (LONG,), (), {"stable": True}, ROW / 8 * 24 * 1.1),
         ("sort", (8, LONG), (), {"stable": True}, 8 * ROW / 8 * 20),
         ("argsort", (8, LONG), (), {"stable": True}, 8 * ROW / 8 * 12),
-        # distinct values and their counts out, places back
+        # distinct values and their counts sent, positions returned
         ("unique", (LONG,), (), {"return_inverse": True, "return_counts": True}, ROW / 8 * 24),
         ("histc", (LONG,), (10,), {}, 3 * 16),
         ("bucketize", (LONG,), (torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64),), {}, 0),

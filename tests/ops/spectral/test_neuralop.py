@@ -1,7 +1,7 @@
-"""neuraloperator's models, losses and normalisers, unmodified, on fields in uneven pieces: what one device gives.
+"""neuraloperator's models, losses and normalizers, unmodified, on unevenly sharded fields equal one device.
 
-It makes its spectra and spectral weights in torch.cfloat whatever the field is, so to be compared to ten digits it is
-run with that name standing for complex128; one row runs it as it is, in float32.
+It creates spectra and spectral weights in torch.cfloat for every field, so for a comparison to ten digits it is
+run with that name bound to complex128; one row runs it unchanged, in float32.
 """
 
 from __future__ import annotations
@@ -88,18 +88,22 @@ MODELS |= {
 MODELS |= {norm: ("TFNO", TFNO | {"norm": norm}, PLANE, "lp") for norm in ("instance_norm", "group_norm", "batch_norm")}
 
 MESHES = [(2,), (3,), (2, 2)]
-EVERYWHERE = ["tfno", "tfno on an odd grid", "fno 3-d"]  # on all meshes, cut in all ways; others in one way on one each
+EVERYWHERE = [
+    "tfno",
+    "tfno on an odd grid",
+    "fno 3-d",
+]  # on all meshes in all shardings; others in one sharding on one mesh
 
 
 @contextlib.contextmanager
 def in_double() -> Iterator[None]:
-    """New tensors have 64 bits, or 128 if made as torch.cfloat, and none is made single (as by 3-D resampling)."""
+    """Create tensors in float64, or complex128 for torch.cfloat, and none in float32 (as 3-D resampling does)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with contextlib.ExitStack() as wide:
             wide.enter_context(mock.patch.object(torch, "cfloat", torch.complex128))
-            mixes = neuralop().layers.complex.apply_complex  # its default was read when it was imported
+            mixes = neuralop().layers.complex.apply_complex  # its default was evaluated at import
             wide.enter_context(mock.patch.object(mixes, "__defaults__", (torch.complex128,)))
             for kind in (Tensor, ShardTensor):
                 wide.enter_context(mock.patch.object(kind, "float", kind.double))
@@ -110,7 +114,7 @@ def in_double() -> Iterator[None]:
 
 @cache
 def neuralop() -> Any:
-    """neuraloperator, without torch-harmonics, which takes longer to import than all else and is not needed here."""
+    """Import neuraloperator without torch-harmonics, whose import is slow and not needed here."""
     absent = "torch_harmonics" not in sys.modules
     if absent:
         sys.modules["torch_harmonics"] = None  # type: ignore[assignment]
@@ -136,7 +140,7 @@ def loss_of(kind: str, order: int) -> Any:
 
 
 def made(name: str, dtype: torch.dtype) -> tuple[Any, Tensor, Any]:
-    """A model, its input and its loss, the same on every rank."""
+    """Return a model, its input and its loss, the same on every rank."""
     kind, arguments, shape, loss = MODELS[name]
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):  # UNO prints its arguments
@@ -147,7 +151,7 @@ def made(name: str, dtype: torch.dtype) -> tuple[Any, Tensor, Any]:
 
 
 def cuts(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]:
-    """Uneven pieces along the first dim of the grid, the last, and the first two."""
+    """Yield uneven shardings along the first dim of the grid, the last, and the first two."""
 
     def uneven(n: int, parts: int) -> list[int]:
         rest = n - n // 2 - (parts > 2)
@@ -167,7 +171,7 @@ def cuts(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> list[str]:
-    """On a rank: output, loss, gradients of the input and of every parameter, against one device."""
+    """Return, on each rank, the differences of output, loss and all gradients from one device."""
     model, field, loss = made(name, dtype)
     more = {"output_shape": (9, 14)} if "told" in name else {}
     alone = copy.deepcopy(model)
@@ -187,7 +191,7 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
                 got = twin(piece, **more)
                 value = loss(got, target)
                 value.backward()
-                # without gradients large blocks of modes are mixed in shares, and these count as large
+                # without gradients large blocks of modes are sharded, and these count as large
                 with torch.no_grad(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", 0):
                     shared = copy.deepcopy(twin)(piece.detach(), **more)
         except Exception as problem:
@@ -211,7 +215,7 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
 
 
 def conditioned(mesh: tuple[int, ...]) -> list[str]:
-    """On a rank: a block whose norm is told its weights, and fields normalised before and after it."""
+    """Compare, on each rank, a block with a conditional norm, and fields normalized before and after it."""
     from neuralop.layers.fno_block import FNOBlocks
 
     torch.manual_seed(0)
@@ -247,14 +251,14 @@ def run(mesh: tuple[int, ...], names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_models_give_what_one_device_gives(mesh):
+def test_models_equal_one_device(mesh):
     names = EVERYWHERE + sorted(MODELS.keys() - set(EVERYWHERE))[MESHES.index(mesh) :: len(MESHES)]
     for complaints in run_on_ranks(run, torch.Size(mesh).numel(), mesh, names, timeout=120):
         assert not complaints, "\n".join(complaints)
 
 
 def traffic(grid: tuple[int, int], mesh: tuple[int, ...]) -> tuple[dict[str, int], int]:
-    """On a rank: bytes that a TFNO sends forward, by the module that sends them, and backward."""
+    """Return, on each rank, the bytes that a TFNO sends forward, by module, and backward."""
     torch.manual_seed(0)
     model = neuralop().models.TFNO(**TFNO | {"n_layers": 2})
     layout = Layout.of(world_mesh(mesh), [Shard(2), Shard(3)][: len(mesh)], (1, 1, *grid))
@@ -269,9 +273,9 @@ def traffic(grid: tuple[int, int], mesh: tuple[int, ...]) -> tuple[dict[str, int
 
 
 def test_bytes_follow_the_modes():
-    """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, summed over each axis that cuts the grid.
+    """Only spectral convolutions send: the 4 x 3 kept modes of 4 channels, all_reduced over each sharded axis.
 
-    And a few integers for a slice of modes, for the write into zeros and for an inverse: ranks compare their calls.
+    And a few integers for the consensus on a slice of modes, on the write into zeros and on an inverse.
     """
     for mesh in ((2,), (2, 2)):
         ranks = torch.Size(mesh).numel()
@@ -282,7 +286,7 @@ def test_bytes_follow_the_modes():
             assert forward == {f"TFNO/fno_blocks/convs.{i}": sent for i in range(2)}
 
 
-# ---------------------------------------------------------------------- wrappers that divide data and parameters
+# ---------------------------------------------------------------------- data parallelism
 
 STEPS, ROWS = 3, [5, 3]
 
@@ -330,7 +334,7 @@ def full_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
-    """On a rank: a TFNO after a few steps under each wrapper, against one process that sees the whole batch."""
+    """Compare, on each rank, a TFNO after three steps under each wrapper with one process on the global batch."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
     domain = mesh["spatial"]
     mine = mesh.get_local_rank("data")
@@ -347,7 +351,7 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
         assert any(p.is_complex() for p in wanted.values()) and not all(p.is_complex() for p in wanted.values())
         for strategy in strategies:
             model = wrapped(strategy.removesuffix(" in shares"), seeded(), mesh)
-            # blocks of modes that count as large are mixed in shares where gradients are averaged later anyway
+            # large blocks of modes are sharded where gradients are averaged later anyway
             large, kinds = (0 if strategy.endswith(" in shares") else mode_placement.MIN_SHARDED_BYTES), set()
             collectives.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
             with strict(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", large):

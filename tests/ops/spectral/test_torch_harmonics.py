@@ -1,4 +1,4 @@
-"""Spherical harmonics of torch-harmonics, as they are, on fields cut along latitudes, longitudes or both."""
+"""torch-harmonics, unmodified, on fields sharded along latitudes, longitudes or both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUTS = [
 
 
 def harmonics():
-    """The package, whose import warns of what torch deprecates."""
+    """Import the package, which imports deprecated parts of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch_harmonics
@@ -36,13 +36,13 @@ def harmonics():
 
 
 def on_sphere(mesh, placements, lengths, shape, dtype=torch.float64):
-    """The whole field and its pieces; `placements` count from the last dim."""
+    """Return a global field and its ShardTensor; `placements` count from the last dim."""
     placed = [Shard(p.dim % len(shape)) for p in placements]
     return field(mesh, placed, shape, lengths and {placed[0].dim: lengths}, dtype)
 
 
 def off(pairs) -> float:
-    """The largest difference, relative to the largest value of each pair."""
+    """Return the largest difference, relative to the largest value of each pair."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
@@ -50,7 +50,7 @@ def off(pairs) -> float:
 
 
 def transformed(vector: bool, mesh, placements, lengths) -> tuple[float, float]:
-    """How far coefficients, the field made of them and its gradient are from one device's."""
+    """Return the differences of coefficients, of the inverse and of its gradient from one device."""
     th = harmonics()
     analysis, synthesis = (th.RealVectorSHT, th.InverseRealVectorSHT) if vector else (th.RealSHT, th.InverseRealSHT)
     how = {"lmax": 7, "mmax": 6, "grid": "legendre-gauss"}
@@ -73,7 +73,7 @@ def test_transforms(vector, mesh, placements, lengths):
 
 
 def sent(size) -> tuple[int, list[int], list]:
-    """Bytes of a transform and its inverse, forward and backward, and where modes and field lie."""
+    """Return the bytes of a transform and its inverse, forward and backward, and the placements of the results."""
     th = harmonics()
     there, back = th.RealSHT(*size, lmax=6, mmax=6).double(), th.InverseRealSHT(*size, lmax=6, mmax=6).double()
     _, x = on_sphere((4,), LATITUDES, None, (1, 2, *size))
@@ -90,7 +90,7 @@ def sent(size) -> tuple[int, list[int], list]:
 
 
 def test_sums_over_latitudes_send_modes():
-    """An all-reduce of the coefficients, real and imaginary parts, each way: whatever the grid."""
+    """An all_reduce of the coefficients, real and imaginary parts, forward and backward, for any grid."""
     modes = 2 * 6 * 6 * 16
     for size in ((12, 24), (48, 96)):
         for forward, backward, where in run_on_ranks(sent, 4, size):
@@ -101,12 +101,12 @@ def test_sums_over_latitudes_send_modes():
 # ---------------------------------------------------------------------- torch-harmonics' own distributed modules
 
 
-def beside_its_own(vector: bool) -> float:
-    """How far this rank's part of coefficients, field and gradient are from what the package's own ranks make."""
+def against_distributed_modules(vector: bool) -> float:
+    """Return the difference of this rank's shards from those of the package's own distributed modules."""
     th = harmonics()
     own = th.distributed
     mesh = world_mesh((2, 2))
-    if not own.is_initialized():  # for good: its `finalize` would destroy the groups of our mesh
+    if not own.is_initialized():  # never finalized: `finalize` would destroy the groups of our mesh
         own.init(mesh.get_group(0), mesh.get_group(1))
     kind = "Vector" if vector else ""
     how = (12, 24, 6, 6)
@@ -128,15 +128,15 @@ def beside_its_own(vector: bool) -> float:
 
 
 @pytest.mark.parametrize("vector", [False, True])
-def test_its_own_distributed_modules_agree(vector):
-    assert max(run_on_ranks(beside_its_own, 4, vector)) < 1e-12
+def test_agrees_with_distributed_modules(vector):
+    assert max(run_on_ranks(against_distributed_modules, 4, vector)) < 1e-12
 
 
 # ---------------------------------------------------------------------- models
 
 
 class Layers(nn.Module):
-    """Two spectral layers between grids, in float64: what a model of spherical harmonics is made of."""
+    """Two spectral layers between grids, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Layers(nn.Module):
 
 
 def trained(make, dtype, mesh, placements, lengths, channels) -> float:
-    """How far a model's output and all gradients are from one device's."""
+    """Return the largest difference of a model's output and gradients from one device."""
     full, x = on_sphere(mesh, placements, lengths, (2, channels, 12, 24), dtype)
     torch.manual_seed(0)
     model = make()
@@ -180,7 +180,7 @@ def test_spectral_layers(mesh, placements, lengths):
 
 
 def sfno() -> nn.Module:
-    """The package's example, which works in float32."""
+    """Return the package's example model, which works in float32."""
     make = harmonics().examples.models.SphericalFourierNeuralOperator
     return make((12, 24), scale_factor=2, in_chans=2, out_chans=2, embed_dim=6, num_layers=3, pos_embed="spectral")
 

@@ -1,4 +1,4 @@
-"""What spectral convolutions send: kept modes, whatever the size of the grid; and what they refuse."""
+"""Spectral convolutions send the kept modes for any grid size; errors, lazy spectra, precision."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from shardfield.ops.spectral import (
 from shardfield.testing import run_on_ranks
 from tests.harness import any_rank, local_shard, world_mesh
 
-BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # of a real field: 4 x 4 are kept
+BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # for a real field 4 x 4 modes are kept
 
 
 def kept_bytes(batch: int, channels: int, modes: tuple[int, int], itemsize: int) -> int:
-    """The block of kept modes."""
+    """Return the bytes of the block of kept modes."""
     return batch * channels * modes[0] * (modes[1] // 2 + 1) * itemsize
 
 
 def compared(mesh: tuple[int, ...]) -> int:
-    """What a rank sends to compare itself with the others: a few integers for each mesh axis."""
+    """Return the bytes of a consensus: a few integers for each mesh axis."""
     return sum(2 * (size - 1) * 8 * consensus.CONSENSUS_INTS // size for size in mesh)
 
 
 def made(shape, placements, mesh_shape, **kind) -> ShardTensor:
-    """A random tensor in pieces."""
+    """Return a random ShardTensor."""
     layout = Layout.of(world_mesh(mesh_shape), placements, shape)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0), **kind)
     return ShardTensor(local_shard(whole, layout).requires_grad_(), layout)
 
 
 def written_out(x, weight, modes):
-    """The layer as models write it, in torch.fft."""
+    """Compute the layer as models write it, with torch.fft."""
     height, width = x.shape[2:]
     spectrum = torch.fft.fftshift(torch.fft.rfftn(x, dim=(-2, -1), norm="forward"), dim=(-2,))
     first = height // 2 - modes[0] // 2
@@ -59,7 +59,7 @@ def written_out(x, weight, modes):
 
 
 def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
-    """On a rank: bytes sent forward and backward by a layer on a field of this grid."""
+    """Return, on each rank, bytes sent forward and backward by a layer on a field of this grid."""
     x = made((BATCH, CHANNELS, *grid), cut, mesh_shape, dtype=torch.float64)
     weight = made((CHANNELS, CHANNELS, 4, 4), weight_cut, mesh_shape, dtype=torch.complex128)
     count = [0]
@@ -77,12 +77,12 @@ def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("mesh", "cut", "weight_cut", "rounds"),
     [
-        # whole weights: all-reduces of the block, one each way; over several axes one for each
+        # replicated weights: one all_reduce of the block forward and backward, for each axis
         ((2,), [Shard(2)], [Replicate()], 1.0),
         ((2,), [Shard(3)], [Replicate()], 1.0),
         ((4,), [Shard(2)], [Replicate()], 1.5),
         ((2, 2), [Shard(2), Shard(3)], [Replicate(), Replicate()], 2.0),
-        # weights in shards of their modes: a reduce-scatter before the product and an all-gather after it
+        # weights sharded by modes: a reduce_scatter before the product and an all_gather after it
         ((2,), [Shard(2)], [Shard(2)], 1.0),
         ((4,), [Shard(2)], [Shard(2)], 1.5),
     ],
@@ -95,13 +95,13 @@ def test_bytes_follow_the_modes(mesh, cut, weight_cut, rounds):
     for layer in layers:
         for grid in [(16, 24), (32, 48)]:
             got = run_on_ranks(sent_by_layer, ranks, layer, mesh, grid, cut, weight_cut, timeout=60)
-            # ranks compare what they are about to do: once for the layer, or for a slice, a write and an inverse
+            # one consensus for the layer, or one each for a slice, a write and an inverse
             forward = rounds * block + (1 if layer is spectral_conv else 3) * compared(mesh)
             assert got == [(forward, rounds * block)] * ranks, f"{layer.__name__} on a grid of {grid}"
 
 
 def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
-    """On a rank: bytes sent by a truncated transform into shards of the modes."""
+    """Return, on each rank, bytes sent by a truncated transform into shards of the modes."""
     x = made((BATCH, CHANNELS, *grid), [Shard(2)], (ranks,), dtype=torch.float32)
     count = [0]
     collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
@@ -114,7 +114,7 @@ def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_large_field_sends_little(ranks):
+def test_bytes_do_not_grow_with_the_field(ranks):
     def part(ranks: int, block: int) -> int:
         return block * (ranks - 1) // ranks
 
@@ -123,8 +123,10 @@ def test_a_large_field_sends_little(ranks):
 
 
 def globe(trained: bool) -> tuple[float, list[int]]:
-    """On a rank: 64 channels of 720 x 1440 that 64 x 33 modes suffice for, through a layer that keeps those and leaves
-    them as they are. How far it is from what it was, and bytes sent up to the modes, to the field, and to gradients."""
+    """Run a layer that keeps 64 x 33 modes unchanged on 64 channels of a 720 x 1440 field made of these modes.
+
+    Return the difference from the field, and the bytes sent up to the modes, the field and the gradients.
+    """
     height, width, low = 720, 1440, slice(360 - 32, 360 + 32)
     layout = Layout.of(world_mesh((8,)), [Shard(2)], (1, 64, height, width))
     rows, columns = torch.arange(*layout.span(2)) / height, torch.arange(width) / width
@@ -146,24 +148,22 @@ def globe(trained: bool) -> tuple[float, list[int]]:
                 torch.autograd.backward(y._local_tensor, x._local_tensor.detach())
     finally:
         collectives.meter = None
-    far = (
-        [y] if not trained else [y, x.grad]
-    )  # the layer is a projection: of what it leaves as it is, so is its adjoint
+    far = [y] if not trained else [y, x.grad]  # the layer is a projection, and so is its adjoint
     return max(float((t._local_tensor - x._local_tensor).abs().max()) for t in far), sent
 
 
-def test_the_globe_on_eight_ranks():
-    """At most 1.5 MB for a rank and transform, of a piece of 33 MB, of which a transpose would send 29."""
+def test_global_field_on_eight_ranks():
+    """At most 1.5 MB per rank and transform for a 33 MB shard, of which a transpose would send 29 MB."""
     share = kept_bytes(1, 64, (64, 64), 8) * 7 // 8
     assert share == 946_176 < 1.5e6
     for far, sent in run_on_ranks(globe, 8, False, timeout=60):
         assert far < 1e-4 and sent == [share + compared((8,)), share + compared((8,)), 0]
-    # weights that are learned: one sum of whole modes for both transforms, and one of their gradients
+    # trainable weights: one all_reduce of the modes for both transforms, and one of their gradients
     for far, sent in run_on_ranks(globe, 8, True, timeout=60):
         assert far < 1e-4 and sent == [2 * share + compared((8,)), compared((8,)), 2 * share]
 
 
-COMPLEX = (RuntimeError, TypeError)  # the one in older versions of torch, the other in newer ones
+COMPLEX = (RuntimeError, TypeError)  # older and newer versions of torch
 BAD = {
     "more modes than the weight has": (lambda x, w: spectral_conv(x, w, (6, 6)), ValueError),
     "a real weight": (lambda x, w: spectral_conv(x, w.real, (4, 6)), ValueError),
@@ -185,7 +185,7 @@ BAD = {
 
 
 def filled(x, change=lambda block: block):
-    """Zeros with some modes of a field."""
+    """Write some modes of a field into zeros."""
     spectrum = torch.fft.rfft2(x)
     out = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
     out[..., :2, :2] = change(spectrum[..., :2, :2])
@@ -193,7 +193,7 @@ def filled(x, change=lambda block: block):
 
 
 def refusals() -> list[str]:
-    """On a rank: the bad calls that do not raise what they should, here or elsewhere."""
+    """Return, on each rank, the bad calls that do not raise what they should."""
     x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64)
     w = torch.randn(2, 2, 4, 4, dtype=torch.complex128)
     wrong = []
@@ -214,7 +214,7 @@ def test_bad_calls_raise_on_all_ranks():
 
 
 def put(x, *index):
-    """Modes written at an index, and the field of them."""
+    """Write modes at an index and invert the spectrum."""
     spectrum = torch.fft.rfft2(x)
     out = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
     out[index] = spectrum[..., :2, :2]
@@ -222,11 +222,11 @@ def put(x, *index):
 
 
 def without_origin(block):
-    """The same modes, as of a block that was not read off a spectrum."""
+    """Return the same modes without the origin that a slice of a spectrum has."""
     return ShardTensor(block._local_tensor, block._layout.bare)
 
 
-# calls that depend on the rank: `n` is 0, on the last rank 1
+# calls that differ between ranks: `n` is 0, and 1 on the last rank
 APART = {
     "s of an inverse": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8 + n)),
     "s of an inverse, on one rank": lambda x, w, n: torch.fft.irfft2(filled(x), s=(8, 8) if n else None),
@@ -268,7 +268,7 @@ APART = {
 
 
 def apart(mesh_shape: tuple[int, ...], cut: list) -> list[tuple[str, str]]:
-    """On a rank: what calls raise of which one rank makes another than all others."""
+    """Return, on each rank, the errors of calls that differ on one rank."""
     odd = int(dist.get_rank() == dist.get_world_size() - 1)
     found = []
     for name, call in APART.items():
@@ -285,7 +285,7 @@ def apart(mesh_shape: tuple[int, ...], cut: list) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
-def test_calls_that_differ_from_rank_to_rank_raise_on_all(mesh, cut):
+def test_calls_that_differ_between_ranks_raise_on_all(mesh, cut):
     first, *others = run_on_ranks(apart, torch.Size(mesh).numel(), mesh, cut, timeout=60)
     for name, error in first:
         assert error.startswith("ShardingError: the ranks of DeviceMesh") and "do not make the same call" in error, name
@@ -294,7 +294,7 @@ def test_calls_that_differ_from_rank_to_rank_raise_on_all(mesh, cut):
 
 
 def spread(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
-    """On a rank: a layer whose weight lies in shards of its modes, against one whose weight is whole."""
+    """Compare, on each rank, a layer with its weight sharded by modes with one whose weight is replicated."""
     x = made((1, 2, 8, 10), cut, mesh_shape, dtype=torch.float64)
     whole = torch.randn(2, 3, 4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)).requires_grad_()
     assert spread_weight(whole, x) is whole
@@ -308,22 +308,22 @@ def spread(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
 
 
 @pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
-def test_large_weights_lie_in_shards_of_their_modes(mesh, cut):
+def test_weights_sharded_by_modes(mesh, cut):
     for wrong in run_on_ranks(spread, torch.Size(mesh).numel(), mesh, cut, timeout=60):
         assert not wrong
 
 
-# mesh, how the field is cut, modes kept; whether they are shared out, and how often the block is sent each way
+# mesh, placements of the field, modes kept; whether modes are sharded, and how often the block is sent each way
 SHARES = [
     ((2,), [Shard(2)], (4, 6), True, 1.0),
     ((2,), [Shard(3)], (5, 4), True, 1.0),  # 5 x 3 modes: 3 + 2
     ((3,), [Shard(2)], (5, 6), True, 4 / 3),
     ((4,), [Shard(2)], (3, 4), False, 1.5),  # fewer modes than ranks along each dim
-    ((2, 2), [Shard(2), Shard(3)], (5, 4), True, 1.5),  # sums over one axis after the other would send 2
-    ((2, 2), [Shard(2), Shard(2)], (1, 6), True, 1.5),  # one dim has modes to share: the other axis sums halves
-    ((2, 2), [Shard(2), Shard(0)], (4, 6), True, 0.5),  # each has one of two samples
+    ((2, 2), [Shard(2), Shard(3)], (5, 4), True, 1.5),  # an all_reduce per axis would send 2
+    ((2, 2), [Shard(2), Shard(2)], (1, 6), True, 1.5),  # only one dim has enough modes: the other axis reduces halves
+    ((2, 2), [Shard(2), Shard(0)], (4, 6), True, 0.5),  # one sample each
 ]
-# what the layer is, and of its weight: None: no gradients at all; False: it has none; True: it is averaged later
+# the layer, and the gradient of its weight: None: no gradients at all; False: none for it; True: averaged later
 MIXED = {
     "written out, no gradient": (written_out, None),
     "the layer, no gradient": (spectral_conv, None),
@@ -334,7 +334,7 @@ MIXED = {
 
 
 def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, int, bool]]]:
-    """On a rank: what differs from one device where blocks are mixed in shares of their modes; what it sends."""
+    """Return, on each rank, differences from one device with blocks sharded by modes, and the bytes sent."""
     whole = torch.randn(2, 2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(
         2, 2, modes[0], modes[1] // 2 + 1, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)
@@ -376,7 +376,7 @@ def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, i
 
 
 @pytest.mark.parametrize(("mesh", "cut", "modes", "shared", "rounds"), SHARES, ids=str)
-def test_large_blocks_are_mixed_in_shares(mesh, cut, modes, shared, rounds):
+def test_large_blocks_are_sharded_by_modes(mesh, cut, modes, shared, rounds):
     ranks = torch.Size(mesh).numel()
     found = run_on_ranks(in_shares, ranks, mesh, cut, modes, timeout=60)
     for wrong, _ in found:
@@ -385,7 +385,7 @@ def test_large_blocks_are_mixed_in_shares(mesh, cut, modes, shared, rounds):
     for name, (layer, learned) in MIXED.items():
         told = [sent[name] for _, sent in found]
         assert all(scattered == shared for *_, scattered in told), name
-        # ranks with more modes send more: together they send as if all had equally many
+        # ranks with more modes send more: the total is that of an even sharding
         checks = (1 if layer is spectral_conv else 3) * compared(mesh)
         assert sum(forward for forward, *_ in told) == pytest.approx(ranks * (rounds * block + checks), abs=ranks), name
         back = 0 if learned is None else rounds * block
@@ -393,7 +393,7 @@ def test_large_blocks_are_mixed_in_shares(mesh, cut, modes, shared, rounds):
 
 
 def kept_whole() -> list[bool]:
-    """On a rank: whether blocks are sent in shares that are small, or whose weight's gradient is owed at once."""
+    """Return, on each rank, whether blocks are sharded that are small, or whose weight's gradient is not deferred."""
     found = []
     for large, learned in ((0, True), (1 << 20, False)):
         for layer in (written_out, spectral_conv):
@@ -408,12 +408,12 @@ def kept_whole() -> list[bool]:
     return found
 
 
-def test_small_blocks_and_owed_gradients_stay_whole():
+def test_small_blocks_stay_replicated():
     assert run_on_ranks(kept_whole, 2, timeout=60) == [[False] * 4] * 2
 
 
 def waits() -> tuple[list[int], list[str]]:
-    """On a rank: bytes sent up to each use of a spectrum, and the uses that should have raised and did not."""
+    """Return, on each rank, the bytes sent up to each use of a lazy spectrum, and uses that failed to raise."""
     x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64)
     sent = [0]
     seen = []
@@ -432,7 +432,7 @@ def waits() -> tuple[list[int], list[str]]:
         seen.append(sent[0])
         assert spectrum.abs().shape == (1, 2, 8, 5)
         seen.append(sent[0])
-        assert spectrum[..., 3:5, :2].shape == (1, 2, 2, 2)  # taken now: a slice of it
+        assert spectrum[..., 3:5, :2].shape == (1, 2, 2, 2)  # computes a slice of it
         assert spectrum.grad_fn is not None
         for name, call in {
             "parts were taken, and its gradient lacks theirs": lambda: spectrum.retain_grad(),
@@ -468,7 +468,7 @@ WRITES = {
 
 
 def written_behind() -> list[str]:
-    """On a rank: what comes of spectra whose field was written through its local tensor while they waited."""
+    """Return, on each rank, failures with lazy spectra whose field was written through its local tensor."""
     wrong = []
     whole = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     wanted = torch.fft.rfft2(whole)
@@ -479,7 +479,7 @@ def written_behind() -> list[str]:
                     layout = Layout.of(world_mesh((2,)), [Shard(2)], whole.shape)
                     known = local_shard(whole, layout).clone()
                     x = ShardTensor.from_local(known, layout.mesh, [Shard(2)], "chunk", whole.shape)
-                    # what is known of a field in inference mode is known for good: its spectrum does not wait on it
+                    # inference tensors have no version counter: their spectrum is not lazy
                     refused = mode is torch.enable_grad and "before" in name
                     spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=3)
                     write(x, known)
@@ -493,12 +493,12 @@ def written_behind() -> list[str]:
     return wrong
 
 
-def test_fields_written_behind_a_waiting_spectrum():
+def test_write_to_the_field_of_a_lazy_spectrum():
     assert run_on_ranks(written_behind, 2, timeout=60) == [[], []]
 
 
 def part_written_behind() -> list[bool]:
-    """On a rank: a part of a spectrum that one rank, or each, writes through its local tensor shows in the spectrum."""
+    """Check that a write to a slice of a lazy spectrum through its local tensor changes the spectrum."""
     found = []
     for ranks in ((1,), (0, 1), ()):
         x = made((1, 2, 8, 8), [Shard(2)], (2,), dtype=torch.float64).detach()
@@ -513,12 +513,12 @@ def part_written_behind() -> list[bool]:
     return found
 
 
-def test_parts_written_behind_a_waiting_spectrum():
+def test_write_to_a_slice_of_a_lazy_spectrum():
     assert all(map(all, run_on_ranks(part_written_behind, 2, timeout=60)))
 
 
 def left_behind() -> list[str]:
-    """On a rank: uses of a spectrum after which the field is still held by something, without garbage collection."""
+    """Return, on each rank, uses of a lazy spectrum that leave a reference to the field."""
     held = []
     gc.disable()
     try:
@@ -539,18 +539,18 @@ def left_behind() -> list[str]:
     return held
 
 
-def test_nothing_is_left_behind():
+def test_lazy_spectrum_leaves_no_reference():
     assert run_on_ranks(left_behind, 2, timeout=60) == [[], []]
 
 
-def test_a_spectrum_waits():
+def test_spectrum_is_lazy():
     for seen, wrong in run_on_ranks(waits, 2, timeout=60):
         assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 + compared((2,)) and seen[2] > 2 * seen[1]
         assert not wrong
 
 
 def in_single(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
-    """On a rank: float32, autograd off and inference mode, against one device."""
+    """Compare, on each rank, float32, no_grad and inference mode with one device."""
     x = made((2, 3, 10, 12), cut, mesh_shape, dtype=torch.float32)
     weight = torch.randn(3, 4, *MODES, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))[..., :4]
     whole = x.full_tensor().detach()
@@ -567,7 +567,7 @@ def in_single(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
 
 
 def under_autocast() -> list[float]:
-    """On a rank: how far a layer is from one device under autocast, which does not touch torch.fft; bytes it sends."""
+    """Return, on each rank, the difference of a layer from one device under autocast, and its bytes."""
     x = made((2, 3, 10, 12), [Shard(2)], (2,), dtype=torch.float32)
     weight = torch.randn(3, 4, *MODES, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))[..., :4]
     count = [0]
@@ -583,7 +583,7 @@ def under_autocast() -> list[float]:
     return [*found, count[0]]
 
 
-def test_autocast_leaves_transforms_alone():
+def test_autocast_does_not_change_transforms():
     for *far, sent in run_on_ranks(under_autocast, 2, timeout=60):
         assert max(far) < 1e-5 and sent == 2 * (kept_bytes(2, 3, MODES, 8) + 3 * compared((2,)))
 
@@ -596,8 +596,8 @@ def test_single_precision_and_inference(mesh, cut):
 
 @pytest.mark.parametrize("rows", [None, (2, 5), (3, 3)])
 @pytest.mark.parametrize("size", [7, 8])
-def test_products_and_transforms_agree(size, rows):
-    """Modes by a product, as a GPU makes few of them, and by torch.fft: in any order, of any sign, more than once."""
+def test_matrix_products_equal_transforms(size, rows):
+    """Compare modes by a matrix product and by torch.fft, in any order, of any sign, repeated."""
     choices: list[tuple[int, ...]] = [(0, 1, 2), (-2, -1, 0, 1), (4, 0, -4, 4), (3,), ()]
     for first, last, dims in itertools.product(choices, [*choices, tuple(range(size // 2 + 1))], [(1, 2), (0, 2)]):
         shape = [3, 3, size]

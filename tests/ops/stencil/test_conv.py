@@ -1,4 +1,4 @@
-"""What convolutions send and keep: halo rows and no more, memory formats, autocast, Partial where channels are cut."""
+"""Convolutions: bytes of the halo, memory formats, autocast, placements with sharded channels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.harness import world_mesh
 
 
 def field(mesh_shape, placements, shape, lengths=None, dtype=torch.float64) -> tuple[torch.Tensor, ShardTensor]:
-    """The whole field and its pieces."""
+    """Return a global field and its ShardTensor."""
     mesh = world_mesh(mesh_shape)
     full = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     layout = Layout.of(mesh, placements, shape, lengths)
     return full, ShardTensor(redistribute(full, Layout.replicate(mesh, shape), layout).clone(), layout)
 
 
-def sent(mesh_shape, placements, shape, lengths, weight_shape, how, transposed=False) -> list[int]:
-    """(messages, bytes) forward, then backward, of one call on this rank; the parameters need no gradient."""
+def sent(mesh_shape, placements, shape, lengths, weight_shape, kwargs, transposed=False) -> list[int]:
+    """Return this rank's messages and bytes forward and backward; the parameters need no gradient."""
     _, x = field(mesh_shape, placements, shape, lengths)
     call = F.conv_transpose2d if transposed else F.conv2d
     with explain() as report, strict():
-        out = call(x.requires_grad_(), torch.randn(weight_shape, dtype=torch.float64), **how)
+        out = call(x.requires_grad_(), torch.randn(weight_shape, dtype=torch.float64), **kwargs)
         out.backward(torch.ones(out.shape, dtype=torch.float64))
     (row,) = [r for r in report.rows if "conv" in r.op]
     return [row.messages, row.bytes, row.back_messages, row.back_bytes]
@@ -38,9 +38,9 @@ COLUMN = 3 * 8
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements", "lengths", "weight", "how", "expected"),
+    ("mesh", "placements", "lengths", "weight", "kwargs", "expected"),
     [
-        # one row to each neighbour, and back
+        # one row to each neighbor, and its gradient back
         (
             (4,),
             [Shard(2)],
@@ -49,14 +49,14 @@ COLUMN = 3 * 8
             {"padding": 1},
             [[1, ROW], [2, 2 * ROW], [2, 2 * ROW], [1, ROW]],
         ),
-        # a kernel of 5 wants two rows; the thin piece has one, the other comes from beyond it
+        # a kernel of 5 needs two rows; the thin shard has one, the other comes from the next rank
         ((3,), [Shard(2)], [6, 1, 5], (4, 3, 5, 5), {"padding": 2}, [[2, 3 * ROW], [2, 2 * ROW], [2, 3 * ROW]]),
-        # a stride of 2 reads on one side only
+        # a stride of 2 needs a halo on one side only
         ((2,), [Shard(2)], [6, 6], (4, 3, 3, 3), {"padding": 1, "stride": 2}, [[1, ROW], [0, 0]]),
-        # windows that do not straddle send nothing
+        # windows within shards send nothing
         ((2,), [Shard(2)], [4, 8], (4, 3, 4, 4), {"stride": 4}, [[0, 0], [0, 0]]),
         ((2,), [Shard(0)], None, (4, 3, 3, 3), {"padding": 1}, [[0, 0], [0, 0]]),
-        # rows first, then columns with their corners: one message to each neighbour
+        # rows first, then columns with their corners: one message per neighbor
         (
             (2, 2),
             [Shard(2), Shard(3)],
@@ -67,24 +67,24 @@ COLUMN = 3 * 8
         ),
     ],
 )
-def test_bytes_are_the_halo(mesh, placements, lengths, weight, how, expected):
+def test_bytes_are_the_halo(mesh, placements, lengths, weight, kwargs, expected):
     cut = None if lengths is None else {2: lengths}
     found = run_on_ranks(
-        sent, len(expected), mesh, placements, (2 if placements == [Shard(0)] else 1, 3, 12, 10), cut, weight, how
+        sent, len(expected), mesh, placements, (2 if placements == [Shard(0)] else 1, 3, 12, 10), cut, weight, kwargs
     )
     assert [counts[:2] for counts in found] == expected
-    # what came in goes back: over all ranks as many messages and bytes
+    # backward sends the same total of messages and bytes
     for i in (0, 1):
         assert sum(counts[i + 2] for counts in found) == sum(counts[i] for counts in found)
 
 
-def test_upsampling_by_its_stride_sends_nothing():
+def test_upsampling_by_the_stride_sends_nothing():
     args = ((2,), [Shard(2)], (1, 3, 12, 10), {2: [5, 7]}, (3, 4, 2, 2), {"stride": 2}, True)
     assert run_on_ranks(sent, 2, *args) == [[0, 0, 0, 0]] * 2
 
 
 def layouts_of_channels() -> list:
-    """Placements of results where input or weight is cut by channels, and whether anything was sent forward."""
+    """Return placements of results with input or weight sharded by channels, and whether the forward sent anything."""
     _, x = field((2,), [Shard(1)], (2, 4, 6, 5), {1: [1, 3]})
     _, whole = field((2,), [Replicate()], (2, 4, 6, 5))
     _, by_output = field((2,), [Shard(0)], (6, 4, 3, 3), {0: [4, 2]})
@@ -98,13 +98,13 @@ def layouts_of_channels() -> list:
     return [*found, report.messages]
 
 
-def test_cut_channels_stay_cut():
+def test_sharded_channels_stay_sharded():
     expected = [(Partial(),), (Shard(1),), (Shard(1),), (Partial(),), 0]
     assert run_on_ranks(layouts_of_channels, 2) == [expected] * 2
 
 
 def formats() -> list[bool]:
-    """Channels last stays so, forward and in the gradient, and the values are right."""
+    """Return whether channels_last is kept in the result and the gradient, and the values are right."""
     full, x = field((2,), [Shard(2)], (2, 4, 9, 6), {2: [5, 4]}, torch.float32)
     weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(2))
     local = x.to_local().to(memory_format=torch.channels_last)
@@ -121,7 +121,7 @@ def test_channels_last_is_kept():
 
 
 def cast() -> tuple[torch.dtype, float, int]:
-    """Under autocast: the result's dtype, how far it is from one device's in bf16, and the bytes of the halo."""
+    """Return, under autocast, the dtype of the result, its difference from one device in bf16, and the halo's bytes."""
     full, x = field((2,), [Shard(2)], (1, 3, 12, 10), None, torch.float32)
     weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(2)))
     with torch.autocast("cpu", torch.bfloat16), explain() as report:
@@ -131,7 +131,7 @@ def cast() -> tuple[torch.dtype, float, int]:
     return out.dtype, ((out.full_tensor() - expected).abs().max() / expected.abs().max()).item(), report.bytes
 
 
-def test_autocast_sends_half():
+def test_autocast_sends_half_precision():
     for dtype, off, nbytes in run_on_ranks(cast, 2):
         assert dtype == torch.bfloat16 and off < 0.02
         assert nbytes == 3 * 10 * 2

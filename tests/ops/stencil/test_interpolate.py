@@ -1,4 +1,4 @@
-"""Resampling: tables against torch's kernels for many sizes, and what cut fields send."""
+"""Resampling: weights against torch's kernels for many sizes, and the bytes of sharded fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
 def matrix(taps: Taps) -> torch.Tensor:
-    """Taps as the matrix that takes inputs to outputs."""
+    """Return the matrix that maps inputs to outputs."""
     weights = taps.weights.nan_to_num(0)
     return weights.new_zeros(taps.out, taps.size).scatter_add(1, taps.cells, weights)
 
@@ -39,7 +39,7 @@ def result_of(size: int, how: dict) -> tuple[int, float | None]:
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize(("mode", "antialias", "corners"), KINDS)
-def test_taps_are_torchs(mode, antialias, corners, dtype):
+def test_weights_equal_torch(mode, antialias, corners, dtype):
     if mode == "lanczos" and not torch_has_lanczos():
         return
     nd = DIMS.get(mode, 2)
@@ -57,7 +57,7 @@ def test_taps_are_torchs(mode, antialias, corners, dtype):
             found = F.interpolate(
                 each, **sizes, mode=mode, align_corners=None if mode == "area" else corners, antialias=antialias
             )
-            # area takes its factor as a size; others forget it, on the CPU, where the size stays
+            # area uses the resulting size; other modes ignore the factor on the CPU where the size is unchanged
             forgotten = mode == "area" or (size == out and ("linear" in mode or antialias))
             made = matrix(table(size, out, None if forgotten else factor, corners, dtype))
             torch.testing.assert_close(
@@ -77,8 +77,8 @@ def torch_has_lanczos() -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_nearest_is_torchs(mode, dtype):
-    """In a field of several rows and columns, whatever dtype holds it: cells of 200 rows are told by their digits."""
+def test_nearest_equals_torch(mode, dtype):
+    """In a field of several rows and columns of any dtype: cells of 200 rows are identified by their digits."""
     for size, out, columns in [(2, 82, 4), (2, 82, 90), (3, 123, 7), (200, 160, 9), (97, 200, 3), (16, 37, 100)]:
         rows = torch.arange(size)
         field = torch.stack([rows % 16, rows // 16]).to(dtype).view(1, 2, size, 1).expand(1, 2, size, 5).contiguous()
@@ -117,7 +117,7 @@ TABLE = {
 
 
 def count(name: str) -> tuple[int, int, int, int]:
-    """On a rank: messages and bytes it sends forward and backward."""
+    """Return, on each rank, its messages and bytes forward and backward."""
     call, lengths, _ = TABLE[name]
     x = torch.randn(1, 1, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layout = Layout.of(world_mesh((3,)), [Shard(2)], x.shape, {2: lengths})
@@ -143,13 +143,13 @@ def test_messages(name):
     told = run_on_ranks(count, 3, name, timeout=60)
     planned = TABLE[name][2]
     assert [t[:2] for t in told] == [(messages, rows * BYTES) for messages, rows in planned]
-    # what came is what goes back
+    # backward sends what the forward received
     assert sum(t[2] for t in told) == sum(messages for messages, _ in planned)
     assert sum(t[3] for t in told) == sum(t[1] for t in told)
 
 
 def reach(shift: float) -> int:
-    """On a rank: the bytes of the field that travel for points so many rows away."""
+    """Return, on each rank, the bytes of the field sent for points that are `shift` rows away."""
     rows, columns = 12, WIDTH
     x = torch.randn(1, 1, rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     theta = torch.tensor([[[1, 0, 0], [0, 1, 2 * shift / rows]]], dtype=torch.float64)
@@ -174,5 +174,5 @@ def reach(shift: float) -> int:
 @pytest.mark.parametrize(
     ("shift", "rows"), [(0.5, [0, 1, 1]), (1.5, [0, 2, 2]), (-2.5, [3, 3, 0]), (5.25, [0, 3, 5]), (20.0, [0, 0, 0])]
 )
-def test_points_near_their_places_fetch_little(shift, rows):
+def test_nearby_points_fetch_few_rows(shift, rows):
     assert run_on_ranks(reach, 3, shift, timeout=60) == [n * BYTES for n in rows]

@@ -1,4 +1,4 @@
-"""A padded field and the convolution that reads it: one exchange, the halo's bytes; and all other uses of the field."""
+"""Lazy pads: padding and convolution take one halo exchange; other uses materialize the padded field."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ ROW, COLUMN = 3 * 10 * 8, 3 * 8  # bytes: three channels of ten columns, and of 
 
 
 def sphere(x):
-    """Circular longitudes and mirrored latitudes, as a user writes it."""
+    """Pad longitudes circularly and latitudes by reflection."""
     x = F.pad(x, (1, 1, 0, 0), mode="circular")
     return F.pad(x, (0, 0, 1, 1), mode="reflect")
 
 
 def latitudes(x):
-    """Circular longitudes, zeros beyond the poles."""
+    """Pad longitudes circularly and latitudes with zeros."""
     return F.pad(F.pad(x, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1))
 
 
 def around(x):
-    """As `padding_mode="circular"` does."""
+    """Pad as `padding_mode="circular"` does."""
     return F.pad(x, (1, 1, 1, 1), mode="circular")
 
 
 def sent(mesh_shape, placements, lengths, pad) -> list[int]:
-    """(messages, bytes) forward, then backward, of padding and convolving, whose results are those of one device."""
+    """Return messages and bytes, forward and backward, of a pad and a convolution that equal one device."""
     full, x = field(mesh_shape, placements, SIZE, lengths)
     weight = torch.randn(4, 3, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     full.requires_grad_()
@@ -55,17 +55,17 @@ def sent(mesh_shape, placements, lengths, pad) -> list[int]:
 @pytest.mark.parametrize(
     ("mesh", "placements", "lengths", "pad", "expected"),
     [
-        # a ring of rows: one row to each of two neighbours
+        # a ring: one row to each of two neighbors
         ((4,), [Shard(2)], None, around, [[2, 2 * ROW]] * 4),
-        # on two ranks both neighbours are one rank, and one message has both rows
+        # on two ranks both neighbors are one rank, and one message has both rows
         ((2,), [Shard(2)], {2: [7, 5]}, around, [[1, 2 * ROW]] * 2),
-        # mirrored rows are the ranks' own, and so are columns around an uncut circle
+        # reflected rows are local, and so are circular columns of an unsharded dim
         ((3,), [Shard(2)], None, sphere, [[1, ROW], [2, 2 * ROW], [1, ROW]]),
         ((3,), [Shard(2)], None, latitudes, [[1, ROW], [2, 2 * ROW], [1, ROW]]),
         ((2,), [Shard(3)], None, sphere, [[1, 2 * 12 * COLUMN]] * 2),
-        # the thin first piece has one row, and gets the second one for both of its sides
+        # the thin first shard has one row, and receives the second one for both sides
         ((2,), [Shard(2)], {2: [1, 11]}, sphere, [[1, ROW], [1, 2 * ROW]]),
-        # tiles: rows, then both columns with their corners
+        # 2-d mesh: rows, then both columns with their corners
         ((2, 2), [Shard(2), Shard(3)], None, sphere, [[2, ROW // 2 + 2 * 8 * COLUMN]] * 4),
         ((2, 2), [Shard(2), Shard(3)], None, latitudes, [[2, ROW // 2 + 2 * 7 * COLUMN]] * 4),
         ((2, 2), [Shard(2), Shard(3)], None, around, [[2, 2 * (ROW // 2) + 2 * 8 * COLUMN]] * 4),
@@ -74,12 +74,12 @@ def sent(mesh_shape, placements, lengths, pad) -> list[int]:
 def test_one_exchange(mesh, placements, lengths, pad, expected):
     found = run_on_ranks(sent, len(expected), mesh, placements, lengths, pad)
     assert [counts[:2] for counts in found] == expected
-    for i in (0, 1):  # what came in goes back
+    for i in (0, 1):  # backward sends the same total
         assert sum(counts[i + 2] for counts in found) == sum(counts[i] for counts in found)
 
 
 def uses() -> list[str]:
-    """What a padded field is to everything but a convolution: a tensor. Names of what went wrong."""
+    """Return the names of uses of a lazy pad, other than by a convolution, that differ from a plain tensor."""
     full, x = field((2,), [Shard(2)], SIZE)
     wide, wrong = around(full), []
 
@@ -121,7 +121,7 @@ def uses() -> list[str]:
             wrong.append(f"{name} of a padded field that was passed by")
         except ShardingError as error:
             check(name, "before it is used" in str(error))
-    # whatever is written into the local tensor itself is seen, and refused
+    # a write into the local tensor is detected and refused
     y = x.detach().clone()
     padded = around(y)
     y.to_local().add_(1)
@@ -147,7 +147,7 @@ def test_other_uses():
 
 
 class Block(nn.Module):
-    """Two convolutions with a boundary along each dim, the second added in place."""
+    """Two convolutions with a boundary condition along each dim, the second added in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 def trained(recompute: bool) -> float:
-    """How far a block's output and gradients are from one device's."""
+    """Return the largest difference of a block's output and gradients from one device."""
     full, x = field((2, 2), [Shard(2), Shard(3)], SIZE, {2: [1, 11], 3: [6, 4]})
     torch.manual_seed(0)
     block = Block().double()
@@ -178,5 +178,5 @@ def trained(recompute: bool) -> float:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_block_with_an_in_place_sum(recompute):
+def test_block_with_an_in_place_sum(recompute):
     assert max(run_on_ranks(trained, 4, recompute)) < 1e-10

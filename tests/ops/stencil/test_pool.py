@@ -1,4 +1,4 @@
-"""What pools and patches send: the rows that windows read over a cut, once, and nothing where none does."""
+"""Bytes of pools and unfolds: rows of windows across a shard boundary, once, and nothing without such windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import local_shard, world_mesh
 
 ROW = 3 * 4 * 8  # bytes of a row of the field below: three channels, four columns, float64
 
-# name -> (call on x of shape (1, 3, 8, 4), cut of its rows over two ranks, bytes each rank sends forward, backward)
+# name -> (call on x of shape (1, 3, 8, 4), shard sizes of its rows, bytes each rank sends forward, backward)
 TABLE = {
     "max, windows inside": (lambda x: F.max_pool2d(x, 2), (4, 4), (0, 0), (0, 0)),
     "average, windows inside": (lambda x: F.avg_pool2d(x, 2), (6, 2), (0, 0), (0, 0)),
@@ -54,7 +54,7 @@ TABLE = {
 
 
 def count(name: str) -> tuple[int, int]:
-    """On a rank: the bytes it sends forward and backward."""
+    """Return, on each rank, its bytes forward and backward."""
     call, cut, _, _ = TABLE[name]
     x = torch.randn(1, 3, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layout = Layout.of(world_mesh((2,)), [Shard(2)], x.shape, {2: cut})
@@ -79,7 +79,7 @@ def test_bytes_sent(name):
 
 
 def formats() -> list[bool]:
-    """On a rank: whether results of pools on channels-last fields are stored channels last."""
+    """Return, on each rank, whether results of pools on channels-last fields are stored channels last."""
     x = torch.randn(2, 3, 8, 6).contiguous(memory_format=torch.channels_last)
     layout = Layout.of(world_mesh((2,)), [Shard(2)], x.shape, {2: (3, 5)})
     held = ShardTensor(local_shard(x, layout).contiguous(memory_format=torch.channels_last), layout)

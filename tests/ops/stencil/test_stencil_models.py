@@ -1,4 +1,4 @@
-"""Models that look at neighbours, on fields cut into uneven tiles: every output and gradient as on one device."""
+"""Models of stencil ops on unevenly sharded fields: outputs and gradients equal one device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
 
-def conv(inputs: int, outputs: int, dims: int = 2, **how) -> nn.Module:
-    return (nn.Conv2d if dims == 2 else nn.Conv3d)(inputs, outputs, 3, padding=1, **how)
+def conv(inputs: int, outputs: int, dims: int = 2, **kwargs) -> nn.Module:
+    return (nn.Conv2d if dims == 2 else nn.Conv3d)(inputs, outputs, 3, padding=1, **kwargs)
 
 
 class CNN(nn.Sequential):
@@ -68,7 +68,7 @@ class UNet3d(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Patches, then a block: a wide depthwise kernel, a norm over channels last, two linear layers, a scale."""
+    """Patches, then a block: a wide depthwise kernel, a channels-last norm, two linear layers, a scale."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ MODELS = {
     "convnext": (ConvNeXt, (2, 3, 18, 14)),
     "resnet": (ResNet, (2, 3, 37, 29)),
 }
-# the cut of each spatial dim that is cut, as shares of its size; halos reach over more than one rank in the last
+# shard sizes of each sharded spatial dim, as fractions of its size; in the last, halos span more than one rank
 CUTS = {
     "rows": ((2,), {-2: (0.3, 0.7)}),
     "tiles": ((2, 2), {-2: (0.61, 0.39), -1: (0.27, 0.73)}),
@@ -133,7 +133,7 @@ def sharded(full: torch.Tensor, name: str) -> ShardTensor:
 
 
 def step(model: nn.Module, x) -> tuple:
-    """The loss, the outputs and the input's gradient of one step."""
+    """Return the loss, the outputs and the input's gradient of one step."""
     x.requires_grad_()
     out = model(x)
     loss = (out * torch.sin(out)).mean() + out.square().sum() / 7
@@ -160,7 +160,7 @@ class Chain(nn.Sequential):
 
 
 def chained(how: str, redundancy: float) -> tuple[dict[str, float], int, int]:
-    """On a rank: a chain on shared halos against one device, and how many exchanges either way needs."""
+    """Compare, on each rank, a chain with one shared halo with one device, and count the exchanges of both."""
     torch.manual_seed(5)
     alone = Chain().double()
     model = halo_blocks(copy.deepcopy(alone), redundancy)
@@ -171,7 +171,7 @@ def chained(how: str, redundancy: float) -> tuple[dict[str, float], int, int]:
             got = step(each, sharded(full, how))
         counts.append(sum(row.kinds.get("exchange", 0) for row in report._all_rows()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that an even kernel wants a padded copy
+        warnings.simplefilter("ignore")  # torch warns that an even kernel needs a padded copy
         expected = step(alone, full.clone())
     pairs = enumerate(zip(got, expected, strict=True))
     found = {f"result {i}": (g.full_tensor() - e).abs().max().item() for i, (g, e) in pairs}
@@ -181,20 +181,20 @@ def chained(how: str, redundancy: float) -> tuple[dict[str, float], int, int]:
 
 
 @pytest.mark.parametrize("how", CUTS)
-def test_one_halo_for_a_run_of_convolutions(how):
+def test_one_halo_for_a_chain_of_convolutions(how):
     for found, apart, together in run_on_ranks(chained, torch.Size(CUTS[how][0]).numel(), how, 100.0, timeout=120):
         assert not {k: v for k, v in found.items() if not v < 1e-10}
         assert together < apart / 2
 
 
-def test_thin_blocks_are_not_worked_on_twice():
+def test_thin_shards_do_not_compute_redundantly():
     for found, apart, together in run_on_ranks(chained, 4, "thin", 0.01, timeout=120):
         assert not {k: v for k, v in found.items() if not v < 1e-10}
         assert together == apart
 
 
 def differences(name: str, how: str) -> dict[str, float]:
-    """On a rank: how far two steps of the model are from one device's."""
+    """Return, on each rank, the differences of two steps of the model from one device."""
     build, shape = MODELS[name]
     torch.manual_seed(5)
     alone = build().double()
