@@ -15,7 +15,9 @@ SRC = Path(__file__).parents[1] / "src"
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
     {"_compat", "_moved"},
-    {"errors", "trace_state", "triton_kernels"},
+    {"errors", "triton_kernels"},
+    {"runtime"},
+    {"trace_state"},
     {"testing"},
     {"layout", "distributed", "dispatch.torch_aliases", "dispatch.__init__", "debug.__init__"},
     {"comm", "debug.explain"},

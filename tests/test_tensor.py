@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardfield
-from shardfield import ShardingError, ShardTensor, scatter_tensor, sync_module_over_mesh
-from shardfield.comm import collectives
+from shardfield import ShardingError, ShardTensor, runtime, scatter_tensor, sync_module_over_mesh
 from shardfield.tensor import DEFERRED_ATTRIBUTES
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
@@ -54,10 +53,10 @@ def scatter_memory():
     mesh = world_mesh((4,))
     whole = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
     sent = []
-    collectives.meter = lambda kind, messages, nbytes: sent.append(nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.append(nbytes)
     before = _rss()
     x = scatter_tensor(whole, 0, mesh, [Shard(0)])
-    collectives.meter = None
+    runtime.active.meter = None
     assert x._local_tensor.untyped_storage().nbytes() == 4_000_000
     if dist.get_rank():
         assert sum(sent) < 1000
@@ -136,12 +135,12 @@ def as_object():
     full = field(5, 3)
     x = scatter_tensor(full, 0, mesh, [Shard(0)], requires_grad=True)
     sent = []
-    collectives.meter = lambda *a: sent.append(a)
+    runtime.active.meter = lambda *a: sent.append(a)
     assert "Shard(0) as 3+2 over 'h'" in repr(x) and len(x) == 5 and x.dim() == 2 and x.size(1) == 3 and x.numel() == 15
     assert x.stride() == full.stride() and x.size() == full.shape and x.ndim == 2 and x.dtype == full.dtype
     assert x.device.type == "cpu" and x.is_floating_point() and not x.is_complex() and x.element_size() == 8
     assert not sent
-    collectives.meter = None
+    runtime.active.meter = None
     loss = (x * x).sum()
     ref = (full * full).sum()
     assert loss.item() == ref.item() == float(loss) and f"{loss:.2f}" == f"{ref:.2f}" and str(ref.item()) in str(loss)

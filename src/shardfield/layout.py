@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from . import runtime
 from ._compat.patches import patches
 from .errors import ShardingError
 
@@ -103,10 +104,6 @@ def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(shard_sizes, initial=0))[:-1]
 
 
-_INTERNED: dict[tuple, Layout] = {}
-_REPLICATED: dict[tuple, tuple[DeviceMesh, Layout]] = {}
-
-
 class Layout:
     """Mesh, global shape, and the cut of every dim. Build with `Layout.of`, `Layout.replicate` or a transform."""
 
@@ -122,29 +119,35 @@ class Layout:
     def make(
         mesh: DeviceMesh, dims: Iterable[Iterable[DimSharding]], partial: Iterable[tuple[int, str]] = ()
     ) -> Layout:
-        """The one layout with these cuts (equal arguments give the same object)."""
+        """Return the layout with these dims; equal arguments give the same object.
+
+        Layouts are interned weakly, per mesh and world: a layout that nothing uses is freed.
+        """
         if not patches.installed:  # the first layout: no ShardTensor can exist without one
             patches.install()
+        state = runtime.mesh_state(mesh)
         canonical = tuple(canonicalize(d) for d in dims)
         origins = tuple(f.origins for d in canonical for f in d)  # equal shardings may have different ones
-        key = (mesh, canonical, tuple(sorted(partial)), origins if any(origins) else ())
-        found = _INTERNED.get(key)
+        key = (canonical, tuple(sorted(partial)), origins if any(origins) else ())
+        found = state.layouts.get(key)
         if found is None:
             found = object.__new__(Layout)
-            found.mesh, found.dims, found.partial, found.has_origins = *key[:3], bool(key[3])
+            found.mesh = state.mesh
+            found.dims, found.partial, found.has_origins = canonical, key[1], bool(key[2])
             found.shape = torch.Size(math.prod(f.size for f in d) for d in found.dims)
             found._check()
-            _INTERNED[key] = found
+            state.layouts[key] = found
         return found
 
     @staticmethod
     def replicate(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
-        """The whole tensor on every rank."""
-        key = (id(mesh), tuple(shape))  # the layout found keeps its mesh alive; a mesh that equals it has its own entry
-        found = _REPLICATED.get(key)
-        if found is None or found[0] is not mesh:
-            found = _REPLICATED[key] = (mesh, Layout.make(mesh, [(DimSharding(int(n)),) for n in shape]))
-        return found[1]
+        """Return the layout of a tensor that every rank holds in full."""
+        table = runtime.mesh_state(mesh).replicated
+        shape = tuple(shape)
+        found = table[shape]
+        if found is None:
+            found = table[shape] = Layout.make(mesh, [(DimSharding(int(n)),) for n in shape])
+        return found
 
     @staticmethod
     def of(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from . import trace_state
+from . import runtime, trace_state
 from .comm import autograd_collectives
 from .comm.route import reshard_route, swap_route, tile_route
 from .errors import ShardingError
@@ -44,7 +44,7 @@ def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
     return local
 
 
-@lru_cache(maxsize=4096)
+@runtime.memo
 def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The moves from `source` to `target`: pure."""
     if source.shape != target.shape:

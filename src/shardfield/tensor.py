@@ -2,7 +2,7 @@
 
 A ShardTensor has a layout and either a local tensor or a `Deferred` value, which computes the local tensor when it is
 first read. The wrapper takes no part in autograd: the local tensor carries the graph and answers every question about
-gradients. Calls on ShardTensors are dispatched by `dispatch/registry.py`, which is reached through `entry`.
+gradients. Calls on ShardTensors are dispatched to the handlers of `runtime.Registry`; `dispatch/registry.py` fills it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from . import runtime
 from ._compat import dynamo_disable, make_wrapper
 from .comm import autograd_collectives
 from .dispatch.plan import process_groups
-from .dispatch.write_tracking import (
-    INCOMPLETE_GRAD,
-    WRITE_OBSERVERS,
-    ViewConsensus,
-    WriteObserver,
-    expose_local,
-    write_is_lost,
-)
+from .dispatch.write_tracking import INCOMPLETE_GRAD, ViewConsensus, WriteObserver, expose_local, write_is_lost
 from .errors import ShardingError
 from .layout import Layout
 from .redistribute import redistribute, unmerge_dims
 from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 
 
-class Entry:
-    """The functions of the dispatcher that ShardTensor calls.
-
-    The dispatcher is built on this module and cannot be imported here. `dispatch/registry.py` fills these fields once,
-    when it is imported; this is the only reference from a lower layer of the package to a higher one.
-    """
-
-    torch_function: Callable[..., Any]
-    torch_dispatch: Callable[..., Any]
-    run_backward: Callable[..., None]
-    register: Callable[[Any, Callable], None]
-    register_named: Callable[[str, Callable], None]
-    register_dispatch: Callable[[Any, Callable], None]
-    __slots__ = tuple(__annotations__)
-
-
-entry = Entry()
+@dynamo_disable
+def torch_function(cls, func, types, args=(), kwargs=None):
+    """Dispatch a torch call on ShardTensors to the registered handler of the function: `__torch_function__`."""
+    rt = runtime.active
+    found: Any = rt.handlers.get(func)
+    if found is None:
+        found = rt.resolved[func]
+        if found is None:
+            found = rt.resolved[func] = rt.registry.resolve(func)
+    if rt.observer is not None:
+        return rt.observer.run_call(func, found, types, args, kwargs or {})
+    if kwargs is None:
+        kwargs = {}
+    if found is rt.registry.elementwise and len(args) == 1 and not kwargs:
+        x = args[0]
+        if x.__class__ is cls and not x._layout.partial:
+            return wrap(func(x._local_tensor), x._layout)  # what the handler does, one call less
+    return found(func, types, args, kwargs)
 
 
 # ---------------------------------------------------------------------- deferred values
@@ -158,14 +153,11 @@ class ShardTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    @classmethod
-    @dynamo_disable
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return entry.torch_function(cls, func, types, args, kwargs)
+    __torch_function__ = classmethod(torch_function)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return entry.torch_dispatch(cls, func, types, args, kwargs or {})
+        return runtime.active.registry.torch_dispatch(cls, func, types, args, kwargs or {})
 
     # ------------------------------------------------------------------ metadata, read without dispatch
 
@@ -290,7 +282,7 @@ class ShardTensor(torch.Tensor):
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
         """Compute gradients, as on a tensor; `gradient` may be a ShardTensor in any layout or a plain global tensor."""
-        entry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
+        runtime.active.registry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
     # ------------------------------------------------------------------ construction and redistribution
 
@@ -423,7 +415,8 @@ class ShardTensor(torch.Tensor):
 
     def _check_writable(self) -> None:
         """Announce a write into the local tensor; refuse it where it would be lost."""
-        for observer in list(WRITE_OBSERVERS) if WRITE_OBSERVERS else ():
+        observers = runtime.active.write_observers
+        for observer in list(observers) if observers else ():
             observer.before_write(self._local_tensor)
         if self._copied_view and write_is_lost(self._copied_view):
             raise ShardingError(
@@ -437,17 +430,17 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def register_function_handler(cls, func: Any, function_handler: Callable) -> None:
         """Dispatch calls of `func` on ShardTensors to `function_handler(func, types, args, kwargs)`."""
-        entry.register(func, function_handler)
+        runtime.active.registry.register(func, function_handler)
 
     @classmethod
     def register_named_function_handler(cls, name: str, function_handler: Callable) -> None:
         """Dispatch by name: `"mylib.op.default"` of a custom op, or a function's qualified name."""
-        entry.register_named(name, function_handler)
+        runtime.active.registry.register_named(name, function_handler)
 
     @classmethod
     def register_dispatch_handler(cls, op: Any, function_handler: Callable) -> None:
         """Dispatch calls that reach the aten operator `op` to `function_handler(*args, **kwargs)`."""
-        entry.register_dispatch(op, function_handler)
+        runtime.active.registry.register_dispatch(op, function_handler)
 
     # ------------------------------------------------------------------ Python protocols
 

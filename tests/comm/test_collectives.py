@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
-from shardfield import ShardTensor
+from shardfield import ShardTensor, runtime
 from shardfield.comm import autograd_collectives, collectives
 from shardfield.comm.route import RowRequest, fetch_route, reshard_route, swap_route
 from shardfield.layout import Layout, starts
@@ -23,11 +23,11 @@ EQUAL = {1: (5,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 1, 1)}
 def metered():
     """Collect what this rank sends: a list of (kind, messages, bytes)."""
     sent = []
-    collectives.meter = lambda *what: sent.append(what)
+    runtime.active.meter = lambda *what: sent.append(what)
     try:
         yield sent
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 def everything(shape, dtype, seed=0):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardfield
-from shardfield import scatter_tensor
+from shardfield import runtime, scatter_tensor
 from shardfield.comm import collectives, transport
 from shardfield.errors import ShardingError
 from shardfield.testing import run_on_ranks
@@ -45,12 +45,12 @@ def program(mesh):
 def staged():
     mesh = init_device_mesh("cpu", (2,))
     plain = program(mesh)
-    transport.override = counting = Counting()
+    runtime.active.transport_override = counting = Counting()
     try:
         by_host = program(mesh)
         dist.all_reduce(torch.zeros(1))
     finally:
-        transport.override = None
+        runtime.active.transport_override = None
     for a, b in zip(plain, by_host, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     return counting.kinds
@@ -99,7 +99,7 @@ def test_backend_without_transport_is_refused():
 def silent():
     mesh = init_device_mesh("cpu", (2,))
     group = mesh.get_group()
-    transport.override = transport.NullTransport()
+    runtime.active.transport_override = transport.NullTransport()
     try:
         if dist.get_rank(group) == 0:  # one rank alone: nothing blocks
             x = torch.arange(3.0)
@@ -111,7 +111,7 @@ def silent():
                 assert collectives.exchange([x, x], [(3,), (2,)], group)[1].tolist() == [0, 0]
             assert report.bytes == 12
     finally:
-        transport.override = None
+        runtime.active.transport_override = None
 
 
 def test_silent_transport_sends_nothing():

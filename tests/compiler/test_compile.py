@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import shardfield
-from shardfield import ShardTensor, explain, parallelize, scatter_tensor, trace_state
-from shardfield.comm import collectives
+from shardfield import ShardTensor, explain, parallelize, runtime, scatter_tensor
 from shardfield.compiler import passes
 from shardfield.compiler.lowering import PASS_NAMES
 from shardfield.errors import ShardingError, Untraceable
@@ -492,16 +491,16 @@ def explained():
     def seen(run, steps=1):
         with explain() as told:
             sent = [0, 0]
-            tell = collectives.meter
+            tell = runtime.active.meter
 
             def meter(kind, messages, nbytes):
                 sent[:] = sent[0] + messages, sent[1] + nbytes
                 tell(kind, messages, nbytes)
 
-            collectives.meter = meter
+            runtime.active.meter = meter
             losses = [(run(x) ** 2).sum() for _ in range(steps)]
             sum(losses).backward()
-            collectives.meter = tell
+            runtime.active.meter = tell
         assert (told.messages, told.bytes) == tuple(sent) and not told._unattributed.kinds
         return told
 
@@ -563,7 +562,7 @@ def failing_on_some(mesh_shape):
 
     def step(x, at, who):
         def here(place):
-            if place == at and me == who and trace_state.tracer is not None:
+            if place == at and me == who and runtime.active.tracer is not None:
                 raise ValueError(f"it fails {place}")
 
         def again(x):
@@ -578,10 +577,10 @@ def failing_on_some(mesh_shape):
         except ValueError:
             pass
         x = again(x)
-        if at == "values" and me == who and trace_state.tracer is not None:
+        if at == "values" and me == who and runtime.active.tracer is not None:
             float(x.sum())
         here("after")
-        now = at == "backward" and me == who and trace_state.tracer is not None
+        now = at == "backward" and me == who and runtime.active.tracer is not None
         return (ShardTensor(Fails.apply(x._local_tensor, now), x._layout) ** 2).sum()
 
     expected = to_full_tensor(step(x, "", 0).detach())

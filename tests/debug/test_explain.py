@@ -7,9 +7,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardingError, explain, scatter_tensor, strict
-from shardfield.comm import collectives
-from shardfield.debug import explain as report
+from shardfield import ShardingError, explain, runtime, scatter_tensor, strict
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -43,7 +41,7 @@ def explained():
     assert seen.messages == 2 and seen.bytes == 15 * 8 + 8  # and item(), which is no call on tensors
     text = str(seen)
     assert "linear" in text and "total" in text and "Shard(0) as 3+3" in text and "0 gathered" in text
-    assert collectives.meter is None and report.active is None and not sent
+    assert runtime.active.meter is None and runtime.active.observer is None and not sent
     return text
 
 

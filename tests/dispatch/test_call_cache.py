@@ -1,4 +1,4 @@
-"""Calls on one rank that are known by their arguments: who remembers them, and what ends that."""
+"""Repeated calls of layers on one rank: planned once, right when arguments, parameters or handlers change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardTensor, explain
-from shardfield.dispatch import call_cache, registry
-from shardfield.dispatch.call_cache import CALL_CACHE
+from shardfield import ShardTensor, explain, runtime
 from shardfield.testing import run_on_ranks
 from tests.ops.stencil.test_conv import field
 
 
-def known(func) -> int:
-    return sum(key[0] is func for key in CALL_CACHE)
+def planned(func) -> int:
+    """How many plans the active runtime has for calls of `func` that need no preparation."""
+    return sum(getattr(key[0], "func", None) is func for key in runtime.active.plans)
 
 
 def alone(size=(2, 3, 8, 6), dim=2):
@@ -29,6 +28,11 @@ def same(found, expected):
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
+def in_fresh_runtime(check, *args):
+    with runtime.fresh():
+        return check(*args)
+
+
 LAYERS = {
     "conv": (F.conv2d, lambda: nn.Conv2d(3, 4, 3, padding=1)),
     "linear": (F.linear, lambda: nn.Linear(6, 5)),
@@ -39,9 +43,8 @@ LAYERS = {
 }
 
 
-def again(name):
+def repeated(name):
     func, make = LAYERS[name]
-    CALL_CACHE.clear()  # of what ran here before
     torch.manual_seed(0)
     layer, twin = make().double(), make().double()
     twin.load_state_dict(layer.state_dict())
@@ -56,12 +59,12 @@ def again(name):
         torch.testing.assert_close(ours.grad, theirs.grad)
     for ours, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)  # written once a call
-    assert known(func) == 1
+    assert planned(func) == 1
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_known(name):
-    run_on_ranks(again, 1, name)
+def test_a_layer_is_planned_once(name):
+    run_on_ranks(in_fresh_runtime, 1, repeated, name)
 
 
 def swapped():
@@ -168,46 +171,25 @@ def other_ways():
     assert [r.op for r in report.rows] == ["conv2d"]
     with torch.no_grad():
         assert not conv(x).requires_grad
-    before = registry.HANDLERS[F.conv2d]
+    before = runtime.active.registry.handlers[F.conv2d]
     try:
         ShardTensor.register_function_handler(F.conv2d, lambda func, types, args, kwargs: "mine")
         assert conv(x) == "mine"
     finally:
-        registry.HANDLERS[F.conv2d] = before
+        ShardTensor.register_function_handler(F.conv2d, before)
+    same(conv(x), conv(full))
     with pytest.raises(RuntimeError):
         conv(alone((2, 2, 8, 6))[1])
-    before = len(CALL_CACHE)
-    for _ in range(2):  # a weight that is computed, a parameter beside it; then a bias that is added
+    for _ in range(2):  # a computed weight and a parameter; then a bias that is added
         same(F.conv2d(x, conv.weight * 2, conv.bias), F.conv2d(full, conv.weight * 2, conv.bias))
-    assert len(CALL_CACHE) == before
     shift = nn.Parameter(torch.randn(6, dtype=torch.float64))
     for _ in range(3):
         same(x + shift, full + shift)
         same(x - shift, full - shift)
-    assert len(CALL_CACHE) == before + 2
     norm = nn.BatchNorm2d(3, momentum=None).double()  # a new number every time
     for _ in range(20):
         norm(x)
-    assert known(F.batch_norm) == 1
 
 
 def test_other_ways_of_calling_a_layer():
     run_on_ranks(other_ways, 1)
-
-
-def bounded():
-    full, x = alone()
-    CALL_CACHE.clear()
-    before, call_cache.CACHE_SIZE = call_cache.CACHE_SIZE, 8
-    try:
-        kept = [nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(20)]
-        for weight in kept:
-            same(x + weight, full + weight)
-            assert len(CALL_CACHE) <= 8
-        assert CALL_CACHE
-    finally:
-        call_cache.CACHE_SIZE = before
-
-
-def test_few_calls_are_known_at_a_time():
-    run_on_ranks(bounded, 1)

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from shardfield import ShardingError, ShardTensor, explain
+from shardfield import ShardingError, ShardTensor, explain, runtime
 from shardfield._compat import no_torch_function
-from shardfield.dispatch import executor, registry
+from shardfield.dispatch import executor
 from shardfield.layout import Layout
 from shardfield.ops.elementwise import pointwise
 from shardfield.testing import run_on_ranks
@@ -137,22 +137,13 @@ def test_cached_broadcast_plans():
 
 
 def bounded():
-    tables = executor.PLAN_CACHE, pointwise.BROADCAST_PLANS, pointwise.INPLACE_PLANS
-    kept = [table.copy() for table in tables], executor.PLAN_CACHE_SIZE, pointwise.MAX_CACHED_PLANS
-    for table in tables:  # entries of earlier tests would be hits and not counted
-        table.clear()
-    executor.PLAN_CACHE_SIZE = pointwise.MAX_CACHED_PLANS = 16
     ones = torch.ones(2, dtype=torch.float64)
-    try:
+    with runtime.fresh(plans=runtime.Cache(16)) as rt:
         for n in range(1, 40):
             x = field(shape=(n, 2))
             assert torch.equal((x + ones).sum(0).full_tensor(), x.full_tensor().sum(0) + n)
             x += ones
-        return [len(table) for table in tables]
-    finally:
-        for table, before in zip(tables, kept[0], strict=True):
-            table.update(before)
-        _, executor.PLAN_CACHE_SIZE, pointwise.MAX_CACHED_PLANS = kept
+        return [len(rt.plans), len(rt.plans.old)]
 
 
 def test_caches_are_bounded():
@@ -166,12 +157,12 @@ def twins():
     second = DeviceMesh("cpu", [0, 1], mesh_dim_names=first.mesh_dim_names)
     assert first == second
     plain = torch.ones(19, dtype=torch.float64)
-    for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is cached for the first mesh
-        layout = Layout.of(mesh, [Shard(0)], (rows, 19))
-        x = ShardTensor(torch.ones(layout.local_shape, dtype=torch.float64), layout)
-        pointwise.BROADCAST_PLANS.clear()
-        assert torch.equal((x + plain).full_tensor(), torch.full(layout.shape, 2.0, dtype=torch.float64))
-        assert len(pointwise.BROADCAST_PLANS) == 1
+    with runtime.fresh() as rt:
+        for rows, mesh in ((5, first), (6, second)):  # the plain tensor's layout is cached for the first mesh
+            layout = Layout.of(mesh, [Shard(0)], (rows, 19))
+            x = ShardTensor(torch.ones(layout.local_shape, dtype=torch.float64), layout)
+            assert torch.equal((x + plain).full_tensor(), torch.full(layout.shape, 2.0, dtype=torch.float64))
+        assert sum(key[0] == pointwise.BROADCAST for key in rt.plans) == 2 and len(rt.mesh_states) == 1
 
 
 def test_cache_hits_on_an_equal_mesh():
@@ -182,7 +173,7 @@ def hit():
     """Return the microseconds from a call with a cached plan to its local function."""
     x = field()
     func = torch.Tensor.transpose
-    handler, run, times = registry.HANDLERS[func], executor.BoundPlan.run, []
+    handler, run, times = runtime.active.registry.handlers[func], executor.BoundPlan.run, []
     x.transpose(0, 1)
     executor.BoundPlan.run = lambda self, locals_, source: None
     try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfield.comm import collectives
+from shardfield import runtime
 from shardfield.distributed import DistributedManager, utils
 from shardfield.distributed.fft import DistributedIRFFT2, DistributedRFFT2
 from shardfield.distributed.utils import compute_split_shapes
@@ -113,9 +113,9 @@ def bytes_sent():
     sent = []
     with groups(spatial_parallel=2):
         for s in ((4, 8), (4, 4)):
-            collectives.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
+            runtime.active.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
             DistributedRFFT2.apply(torch.zeros(4, 4, dtype=torch.float64), s, (0, 1))
-            collectives.meter = None
+            runtime.active.meter = None
     rank = dist.get_rank()
     exchanges = [nbytes for kind, nbytes in sent if kind == "exchange"]
     assert exchanges == [2 * 4 * 16, 2 * 4 * 16 if rank == 0 else 0]

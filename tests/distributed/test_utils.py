@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardfield.comm import collectives
+from shardfield import runtime
 from shardfield.distributed import DistributedManager, mappings, utils
 from shardfield.distributed.autograd import all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
 from shardfield.errors import ShardingError, WorldError
@@ -348,9 +348,9 @@ def test_argument_check_costs_one_message_and_can_be_disabled():
 
 def count_messages():
     sent = []
-    collectives.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
+    runtime.active.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
     all_gather_v(torch.zeros(4), [4, 4])
-    collectives.meter = None
+    runtime.active.meter = None
     return sent
 
 
@@ -453,9 +453,9 @@ def fused():
     }
     mine = {k: values[k] for k in (keys if rank else keys[::-1])}  # in another order on rank 0
     sent = []
-    collectives.meter = lambda kind, messages, nbytes: sent.append((kind, messages))
+    runtime.active.meter = lambda kind, messages, nbytes: sent.append((kind, messages))
     got = utils.fused_all_reduce(mine)
-    collectives.meter = None
+    runtime.active.meter = None
     assert sent == [("all_reduce", 1)]
     assert list(got) == list(mine) and float(got["loss"]) == 3.0 and not got["loss"].requires_grad
     assert got["count"].dtype == torch.float64 and got["count"].tolist() == [[6.0] * 2] * 2

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from shardfield import ShardingError, strict
-from shardfield.comm import collectives
+from shardfield import ShardingError, runtime, strict
 
 from .cases import Case, fold
 from .compare import Outcome, compare, every_rank
@@ -69,7 +68,7 @@ def run_sharded(case: Case, inputs: list[Any], transform: Callable | None = None
     def meter(kind: str, messages: int, nbytes: int) -> None:
         sent[0] += messages
 
-    collectives.meter = meter
+    runtime.active.meter = meter
     try:
         with ignore_gather_warnings() if case.may_gather else strict(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Triggered internally")  # torch's own kernels warn on one device too
@@ -78,7 +77,7 @@ def run_sharded(case: Case, inputs: list[Any], transform: Callable | None = None
     except Exception as error:
         return Outcome(inputs, error=error, traceback=traceback.format_exc(limit=-6))
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @contextlib.contextmanager

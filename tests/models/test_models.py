@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shardfield import runtime
 from shardfield.comm import collectives
 from shardfield.distributed.utils import compute_split_shapes
 from shardfield.layout import starts
@@ -225,9 +226,9 @@ def afno_messages():
     with groups(model_parallel=2), torch.no_grad():
         model = DistributedAFNO(**SHAPE)
         x = torch.randn(1, 5, 8, 12)
-        collectives.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
+        runtime.active.meter = lambda kind, messages, nbytes: sent.append((kind, nbytes))
         model(x)
-        collectives.meter = None
+        runtime.active.meter = None
     tokens, width, image = 2 * 3, 16, 3 * 8 * 12
     norm, half = ("all_gather", 2 * tokens * 4), tokens * width * 4 // 2
     block = [norm, norm, ("all_gather", half), ("exchange", half)]

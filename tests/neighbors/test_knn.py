@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardfield import ShardTensor, explain, knn, partition_points, radius_search
-from shardfield.dispatch import registry
+from shardfield import ShardTensor, explain, knn, partition_points, radius_search, runtime
 from shardfield.dispatch.registry import run_backward
 from shardfield.layout import Layout
 from shardfield.neighbors import brute, distributed_search, kernel, local, tree
@@ -364,7 +363,7 @@ def registered():
     """Check that a user's handler replaces the search."""
     layout = Layout.of(world_mesh((1,)), [Shard(0)], (4, 2))
     x = ShardTensor(torch.zeros(4, 2), layout)
-    before = registry.HANDLERS[knn]
+    before = runtime.active.registry.handlers[knn]
     ShardTensor.register_function_handler(knn, lambda func, types, args, kwargs: "mine")
     try:
         return knn(x, x, k=2)

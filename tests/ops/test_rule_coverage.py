@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardfield.dispatch import registry
+from shardfield import runtime
 from shardfield.testing import run_on_ranks
 from tests.harness import check_case
 from tests.ops import case_tables
@@ -23,6 +23,7 @@ ONLY_REFUSE = {"normalization.batch_norm.refuse_sync_batch_norm"}
 
 def rules_run() -> tuple[dict[str, list[str]], list[str], int]:
     """Return, on one rank, the rules that no row runs with their functions, failures, and the number of rules run."""
+    registry = runtime.active.registry
     returned: set[int] = set()
     refused: set[int] = set()
     current = returned
@@ -34,16 +35,16 @@ def rules_run() -> tuple[dict[str, list[str]], list[str], int]:
                 out = handler(*args)
             except Exception:
                 if current is refused:
-                    refused.add(id(registry.RULES.get(func)))
+                    refused.add(id(registry.rules.get(func)))
                 raise
             if current is returned:
-                returned.add(id(registry.RULES.get(func)))
+                returned.add(id(registry.rules.get(func)))
             return out
 
         return run
 
-    before = dict(registry.HANDLERS)
-    registry.HANDLERS.update({func: watch(func, handler) for func, handler in before.items() if func in registry.RULES})
+    before = dict(registry.handlers)
+    registry.handlers.update({func: watch(func, handler) for func, handler in before.items() if func in registry.rules})
     nothing: set[int] = set()
     try:
         for name in case_tables.TABLES:
@@ -52,9 +53,9 @@ def rules_run() -> tuple[dict[str, list[str]], list[str], int]:
                 row.layouts = min(row.layouts, 2)
                 failures += check_case(row, (1,))
     finally:
-        registry.HANDLERS.update(before)
+        registry.handlers.update(before)
     missing: dict[str, list[str]] = {}
-    for func, planner in registry.RULES.items():
+    for func, planner in registry.rules.items():
         module = planner.__module__.removeprefix("shardfield.ops.")
         rule = f"{module}.{planner.__qualname__}"
         covered = returned | refused if rule in ONLY_REFUSE else returned

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor, cli, scatter_tensor
+from shardfield import ShardTensor, cli, runtime, scatter_tensor
+from shardfield._compat.world import clear_dtensor_caches
 from shardfield.errors import ShardfieldError
 from shardfield.layout import Layout
 from shardfield.planning import DEVICES, Device, Link, Network, Seen, Subject, count, predict, simulated, watch
 from shardfield.planning import without_data as hollow
 from shardfield.planning.cli import PLANNABLE
 from shardfield.planning.cost import Send, Wait, Work
-from shardfield.planning.fake_world import clear_caches
 from shardfield.planning.mesh_search import candidate_meshes
 from shardfield.planning.simulate import record_step, representative_ranks
 from shardfield.testing import run_on_ranks
@@ -60,9 +60,10 @@ def really(cases):
     warnings.simplefilter("ignore")  # torch warns about meshes that are flattened twice
     told = []
     for name, mesh, strategy in cases:
-        clear_caches()  # a mesh equal to one of an earlier test has its own groups
         torch.manual_seed(0)
-        seen = record_step(subject(name, SMALL[name], strategy), mesh)
+        with runtime.fresh():  # a mesh like one of an earlier test has groups of its own
+            clear_dtensor_caches()
+            seen = record_step(subject(name, SMALL[name], strategy), mesh)
         told.append((seen.kinds, seen.modules, seen.flops, seen.peak))
     return told
 

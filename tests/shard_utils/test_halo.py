@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardfield import ShardingError
+from shardfield import ShardingError, runtime
 from shardfield.comm import collectives
 from shardfield.layout import starts
 from shardfield.shard_utils import HaloConfig, halo_padding, unhalo_padding
@@ -83,11 +83,11 @@ def test_shards_are_slices_of_the_padded_field(mesh, rows, columns, halo, edge, 
 def sent() -> tuple[int, int]:
     mesh, count = world_mesh((4,)), [0, 0]
     block = torch.zeros(1, 2, 5, 6)
-    collectives.meter = lambda kind, messages, nbytes: count.__setitem__(
+    runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(
         slice(None), [count[0] + messages, count[1] + nbytes]
     )
     halo_padding(block, mesh, HaloConfig(0, 2, 2, boundary="circular", lengths=(5,) * 4))
-    collectives.meter = None
+    runtime.active.meter = None
     return tuple(count)
 
 

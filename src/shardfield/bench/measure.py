@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import runtime
 from ..comm import collectives
 
 Times = dict[str, list[float]]
@@ -176,12 +177,9 @@ class Traffic:
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
     """Count the messages that shardfield sends from this rank. `traffic.CommCounter` counts those of torch."""
-    sent, before = Traffic(), collectives.meter
-    collectives.meter = sent.add
-    try:
+    sent = Traffic()
+    with runtime.observing(meter=sent.add):
         yield sent
-    finally:
-        collectives.meter = before
 
 
 @contextmanager

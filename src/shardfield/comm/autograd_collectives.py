@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import trace_state
+from .. import runtime, trace_state
 from .._compat import function_apply
 from ..errors import ShardingError
 from . import collectives, grad_deferral
@@ -216,16 +216,17 @@ class Collective(torch.autograd.Function):
         forward, backward = cls.forward, cls.backward
 
         def tagged_forward(ctx, *args):
-            ctx.tag = collectives.tag
+            ctx.tag = runtime.active.tag
             out = forward(ctx, *args)
-            return out if trace_state.tracer is None else _clone_if_aliased(out, args)
+            return out if runtime.active.tracer is None else _clone_if_aliased(out, args)
 
         def tagged_backward(ctx, *grads):
-            before, collectives.tag = collectives.tag, ctx.tag
+            rt = runtime.active
+            before, rt.tag = rt.tag, ctx.tag
             try:
                 return backward(ctx, *grads)
             finally:
-                collectives.tag = before
+                rt.tag = before
 
         cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
 

@@ -16,17 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import trace_state
+from .. import runtime, trace_state
 from .._compat import materialize_zeros
 from .transport import cached_transport, transport_for
 
 T = TypeVar("T")
 Shape = Sequence[int]
-
-# Called as meter(kind, messages, bytes) for everything this rank sends; None when nobody listens.
-meter: Callable[[str, int, int], None] | None = None
-# The call on whose behalf messages are sent, while someone listens; moves remember it for their backward.
-tag: Any = None
 
 
 class Pending(Generic[T]):
@@ -50,6 +45,7 @@ class Pending(Generic[T]):
 
 
 def _record_sent(kind: str, messages: int, nbytes: float) -> None:
+    meter = runtime.active.meter
     if meter is not None:
         meter(kind, messages, int(nbytes))
 
@@ -124,8 +120,8 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
             parts = all_gather(tensor, [tensor.shape] * size, group)
             return Pending((), (), lambda: torch.stack(parts).prod(0))
         raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
-    if trace_state.tracer is not None:
-        return Pending((), (), trace_state.tracer.all_reduce(tensor, group, op))
+    if runtime.active.tracer is not None:
+        return Pending((), (), runtime.active.tracer.all_reduce(tensor, group, op))
     dtype = tensor.dtype
     reduce_op = _OPS[op]
     ordered = dtype.is_floating_point and op in ("max", "min")
@@ -208,8 +204,8 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
 
 def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's tensor, all of one shape, stacked by coord."""
-    if trace_state.tracer is not None:
-        return trace_state.tracer.all_gather(tensor, group)()
+    if runtime.active.tracer is not None:
+        return runtime.active.tracer.all_gather(tensor, group)()
     size = dist.get_world_size(group)
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
@@ -223,8 +219,8 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     if size == 1 or tensor.numel() == 0:
         return tensor
-    if trace_state.tracer is not None:
-        return trace_state.tracer.broadcast(tensor, source, group)()
+    if runtime.active.tracer is not None:
+        return runtime.active.tracer.broadcast(tensor, source, group)()
     work = _contiguous(tensor)
     work = work.clone() if work is tensor else work
     transport_for(work, group).broadcast(_flat_view(work), source, group)
@@ -244,8 +240,8 @@ def start_exchange(
         return Pending((), (), lambda: list(sends), recv_buffers=list(sends))
     coord = dist.get_rank(group)
     like = sends[coord]
-    if trace_state.tracer is not None:
-        return Pending((), (), trace_state.tracer.exchange(sends, shapes, coord, group))
+    if runtime.active.tracer is not None:
+        return Pending((), (), runtime.active.tracer.exchange(sends, shapes, coord, group))
     receives, sent, kept, pieces = [], [], [], []
     nbytes = 0
     nothing: dict[tuple[int, ...], Tensor] = {}  # one for all that send nothing: in large groups most of them

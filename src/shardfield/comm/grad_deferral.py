@@ -20,29 +20,28 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import ProcessGroup
 
+from .. import runtime
 from .._compat import function_apply
 
 NO_GROUPS: frozenset[ProcessGroup] = frozenset()
 MAX_GRAPH_NODES = 64  # nodes of a graph that are looked at; what is made of more of them is summed at once
 
-_deferring_groups: set[ProcessGroup] = set()
-
 
 def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) -> None:
     """Promise that the gradient of a parameter will be averaged over the ranks of all these groups."""
     parameter._averaged_later = frozenset(groups)
-    _deferring_groups.update(groups)
+    runtime.active.deferring_groups.update(groups)
 
 
 def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
     """Whether there are parameters whose gradients are averaged over all these groups later: a guess at what those
     are whose use is still to come."""
-    return _deferring_groups.issuperset(groups)
+    return runtime.active.deferring_groups.issuperset(groups)
 
 
 def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
     """The groups over which the gradients of all that a local tensor is made of are averaged later."""
-    if not _deferring_groups or not tensor.requires_grad:
+    if not runtime.active.deferring_groups or not tensor.requires_grad:
         return NO_GROUPS
     if tensor.is_leaf:
         return getattr(tensor, "_averaged_later", NO_GROUPS)
@@ -69,7 +68,7 @@ def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
 
 def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tuple[list[Tensor], tuple]:
     """Tensors whose sums over `groups` may wait together, and the groups over which they must be summed at once."""
-    if not _deferring_groups or not groups or not torch.is_grad_enabled():
+    if not runtime.active.deferring_groups or not groups or not torch.is_grad_enabled():
         return list(tensors), tuple(groups)
     later = frozenset(groups)
     for tensor in tensors:

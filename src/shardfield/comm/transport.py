@@ -7,7 +7,7 @@ it can do is not read off its name: one that serves the CPU as well is staged, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from .. import runtime
 from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
 
@@ -165,39 +166,33 @@ class NullTransport:
 
 DIRECT = DirectTransport()
 STAGED = HostStagedTransport(DIRECT)
-# Carries everything while it is set, whatever the tensors are on.
-override: Transport | None = None
-# Called with the group before each message, while ranks trace a program: one that has failed sends no more of them.
-before_collective: Callable[[ProcessGroup], None] | None = None
-
-_by_group: dict[tuple[ProcessGroup, str], Transport] = {}
-_by_backend: dict[tuple[type, str], Transport] = {}
 
 
 def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
     """The carrier of a message, asked for right before it is sent; all ranks of the group ask together."""
-    if before_collective is not None:
-        before_collective(group)
-    if override is not None:
-        return override
+    rt = runtime.active
+    if rt.before_collective is not None:
+        rt.before_collective(group)
+    if rt.transport_override is not None:
+        return rt.transport_override
     kind = tensor.device.type
     if kind == "cpu":
         return DIRECT
-    found = _by_group.get((group, kind))
+    found = rt.transports.get((group, kind))
     if found is None:
-        found = _by_group[group, kind] = _by_backend[backend_class(group, tensor.device), kind] = _probe_transport(
-            tensor, group
-        )
+        found = rt.transports[group, kind] = _probe_transport(tensor, group)
+        rt.transports_by_backend[backend_class(group, tensor.device), kind] = found
     return found
 
 
 def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
     """The carrier where not all ranks of the group can be asked: that of another group with such a backend."""
-    if before_collective is not None:
+    rt = runtime.active
+    if rt.before_collective is not None:
         raise ShardingError("pieces that one rank hands to the others cannot be part of a program: do this before")
-    if override is not None or tensor.device.type == "cpu":
-        return override or DIRECT
-    return _by_backend.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
+    if rt.transport_override is not None or tensor.device.type == "cpu":
+        return rt.transport_override or DIRECT
+    return rt.transports_by_backend.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
 
 
 def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import trace_state
+from .. import runtime
 from .._compat import autocast_state
 from ..errors import Untraceable
 from ..tensor import ShardTensor
@@ -99,7 +99,7 @@ class Compiled:
         self.__wrapped__ = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if trace_state.tracer is not None:  # inside the trace of another program
+        if runtime.active.tracer is not None:  # inside the trace of another program
             return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         key = self._cache_key(leaves, spec)

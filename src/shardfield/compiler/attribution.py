@@ -16,14 +16,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..comm import collectives
+from .. import runtime
 from ..debug import explain
 from ..debug.explain import Report, Row
 from ..errors import ShardingError
 from . import rendezvous
-
-# Called with the call numbers of a collective before it starts; None if no report is active.
-on_send: Callable[[Sequence[int]], None] | None = None
 
 
 class TracedCalls:
@@ -47,26 +44,21 @@ class TracedCalls:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record calls in the own report, with all other observers switched off."""
-        before = explain.active, collectives.meter, collectives.tag
-        explain.active, collectives.meter, collectives.tag = (
-            self._report,
-            None,
-            None,
-        )  # messages are counted when the program runs, not while it is traced
         hooks = [
             register_module_forward_pre_hook(self._report.enter_module),
             register_module_forward_hook(self._report.leave_module, always_call=True),
         ]
         try:
-            yield
+            # messages are counted when the program runs, not while it is traced
+            with runtime.observing(observer=self._report, meter=None, tag=None):
+                yield
         finally:
-            explain.active, collectives.meter, collectives.tag = before
             for hook in hooks:
                 hook.remove()
 
     def current_ids(self) -> list[int]:
         """Return the number of the call that issues the current collective, as a list; empty outside any call."""
-        row = collectives.tag
+        row = runtime.active.tag
         if row is None:
             return []
         for number, sending in enumerate(self._sending):
@@ -99,7 +91,6 @@ class TracedCalls:
 
     @contextmanager
     def _attributing(self, listener: Report, backward: bool, keep: bool) -> Iterator[None]:
-        global on_send
         rows = listener.backward_rows(self) if backward else self._replay_rows(listener)
         if keep:
             listener.keep_for_backward(self, rows)
@@ -107,19 +98,19 @@ class TracedCalls:
 
         def set_tag(calls: Sequence[int]) -> None:
             if len(calls) < 2 or not rows:
-                collectives.tag = rows[calls[0]] if calls and rows else None
+                runtime.active.tag = rows[calls[0]] if calls and rows else None
             elif (row := shared.get(tuple(calls))) is not None:
-                collectives.tag = row
+                runtime.active.tag = row
             else:
-                collectives.tag = shared[tuple(calls)] = listener.add_shared_row([rows[i] for i in calls])
+                runtime.active.tag = shared[tuple(calls)] = listener.add_shared_row([rows[i] for i in calls])
             if not backward:
-                listener._row = collectives.tag
+                listener._row = runtime.active.tag
 
-        before, on_send = on_send, set_tag
         try:
-            yield
+            with runtime.observing(on_send=set_tag):
+                yield
         finally:
-            on_send, collectives.tag, listener._row = before, None, None
+            runtime.active.tag, listener._row = None, None
 
     def _replay_rows(self, listener: Report) -> list[Row]:
         """Add the traced calls to a report. Return the rows of the calls that communicate, by call number."""

@@ -9,7 +9,6 @@ program runs, the ops communicate through `comm.collectives`, like eager code.
 from __future__ import annotations
 
 import builtins
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import runtime
 from .._compat.aot import has_side_effect
 from .._compat.world import process_group
 from ..comm import collectives
@@ -27,19 +27,16 @@ from .trace_facts import is_zeros
 LIBRARY = torch.library.Library("shardfield", "FRAGMENT")
 OPS = torch.ops.shardfield
 
-_in_flight: dict[int, collectives.Pending[Tensor]] = {}
-_tokens = itertools.count(1)
-
 
 def _notify(numbers: list[int]) -> None:
-    if calling.on_send is not None:
-        calling.on_send(numbers)
+    if runtime.active.on_send is not None:
+        runtime.active.on_send(numbers)
 
 
 def _register(pending: collectives.Pending[Tensor], keep: bool) -> Tensor:
-    token = next(_tokens)
+    token = next(runtime.active.tokens)
     if keep:
-        _in_flight[token] = pending
+        runtime.active.in_flight[token] = pending
     else:  # the graph has no wait op for it, and it must complete before the program ends
         pending.wait()
     return torch.tensor(token)
@@ -80,7 +77,7 @@ def _exchange(
 
 
 def _wait(token: Tensor, sent: Tensor, shape: list[int]) -> Tensor:
-    return _in_flight.pop(int(token)).wait().view(shape)
+    return runtime.active.in_flight.pop(int(token)).wait().view(shape)
 
 
 def _depend(x: Tensor, token: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import trace_state
+from .. import runtime, trace_state
 from .._compat import autocast_state, storage_id
 from .._compat.aot import aot_compile, is_data_dependent_error, is_written
 from ..dispatch.torch_aliases import function_name
-from ..dispatch.write_tracking import WRITE_OBSERVERS
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
 from ..shard_utils.halo_blocks import halo_block_forward, install_halo_blocks
@@ -146,7 +145,7 @@ class Program:
 
     def _trace_graphs(self, target: Callable, locals_: list[Tensor], backend: Backend, passes: Passes) -> Callable:
         def end_trace() -> None:
-            trace_state.tracer = None
+            runtime.active.tracer = None
 
         def body(*flat: Tensor) -> tuple[Tensor, ...]:
             return tuple(self._body(target, flat))
@@ -155,8 +154,8 @@ class Program:
         self._calls.groups = consensus.groups
         mismatch = rendezvous.sync_trace(_qualname(target), self.signature, self._last_signature, consensus.groups)
         partition, compilers = passes.make_compilers(backend, self._tracer, self._calls, consensus, end_trace)
-        before = set(WRITE_OBSERVERS)
-        trace_state.tracer = self._tracer
+        before = set(runtime.active.write_observers)
+        runtime.active.tracer = self._tracer
         try:
             if mismatch:
                 raise Untraceable(mismatch)
@@ -173,8 +172,9 @@ class Program:
             raise trace_error from error
         finally:
             end_trace()
-            for observer in set(WRITE_OBSERVERS) - before:  # lazy values of the trace alias no tensor outside it
-                WRITE_OBSERVERS.discard(observer)
+            observers = runtime.active.write_observers
+            for observer in set(observers) - before:  # lazy values of the trace alias no tensor outside it
+                observers.discard(observer)
 
     def _body(self, target: Callable, flat: Sequence[Tensor]) -> list[Tensor]:
         self._tracer.reset()

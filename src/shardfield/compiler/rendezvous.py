@@ -16,14 +16,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .. import runtime
 from .._compat.world import world_store
 from ..comm import transport
 from ..comm.consensus import group_device
 from ..errors import ShardingError
 
 TIMEOUT = timedelta(minutes=10)  # NCCL's default timeout of a collective
-
-_trace_counts: dict[str, int] = {}  # number of joint traces by group
 
 
 def sync_trace(
@@ -35,13 +34,13 @@ def sync_trace(
     `last_signature` is that of the previous trace of this callable.
     """
     store = world_store()
-    if store is None or not groups or transport.override is not None:
+    if store is None or not groups or runtime.active.transport_override is not None:
         return ""
     mine = "\n".join([name, *signature])
     me = dist.get_rank()
     for group in groups:
         store.set(f"{_trace_key(group)}/{me}", mine)
-        if _trace_counts.get(_group_key(group)):
+        if runtime.active.trace_counts.get(_group_key(group)):
             store.delete_key(f"{_trace_key(group, -1)}/{me}")  # of the previous trace, which all ranks have read
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
@@ -55,7 +54,8 @@ def sync_trace(
             if theirs != mine and not mismatch:
                 mismatch = _describe_mismatch(rank, theirs.split("\n"), mine.split("\n"))
     for group in groups:
-        _trace_counts[_group_key(group)] = _trace_counts.get(_group_key(group), 0) + 1
+        counts = runtime.active.trace_counts
+        counts[_group_key(group)] = counts.get(_group_key(group), 0) + 1
     return mismatch and f"compile: ranks trace different programs. {mismatch}"
 
 
@@ -120,7 +120,7 @@ def _group_key(group: ProcessGroup) -> str:
 
 
 def _trace_key(group: ProcessGroup, offset: int = 0) -> str:
-    return f"shardfield/trace/{_group_key(group)}/{_trace_counts.get(_group_key(group), 0) + offset}"
+    return f"shardfield/trace/{_group_key(group)}/{runtime.active.trace_counts.get(_group_key(group), 0) + offset}"
 
 
 def _failure_key(group: ProcessGroup) -> str:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import trace_state
+from .. import runtime, trace_state
 from .._compat import without_modes
-from ..comm import transport
 from ..comm.consensus import any_rank, gather_texts, start_max
 from ..errors import Untraceable
 
@@ -42,11 +41,8 @@ class TraceConsensus:
     @contextmanager
     def checking_collectives(self) -> Iterator[None]:
         """Run a check before each collective inside the context."""
-        before, transport.before_collective = transport.before_collective, self._check_collective
-        try:
+        with runtime.observing(before_collective=self._check_collective):
             yield
-        finally:
-            transport.before_collective = before
 
     def check_graphs(self, fingerprint: int) -> bool:
         """Return whether the fingerprint of this rank's graph is equal on all ranks. Raise if a rank has no graph."""
@@ -106,9 +102,5 @@ class TraceConsensus:
 @contextmanager
 def _outside_trace() -> Iterator[None]:
     """Use real tensors, and collectives without checks before them."""
-    before, transport.before_collective = transport.before_collective, None
-    try:
-        with trace_state.concrete(), without_modes():
-            yield
-    finally:
-        transport.before_collective = before
+    with runtime.observing(before_collective=None), trace_state.concrete(), without_modes():
+        yield

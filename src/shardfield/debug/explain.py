@@ -9,27 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..comm import collectives
+from .. import runtime
 from ..dispatch.torch_aliases import function_name
-
-active: Report | None = None
-strict_depth = 0
 
 
 @contextmanager
 def strict() -> Iterator[None]:
     """Inside, a call that would gather its operands raises a ShardingError on every rank instead."""
-    global strict_depth
-    strict_depth += 1
-    try:
+    with runtime.observing(strict_depth=runtime.active.strict_depth + 1):
         yield
-    finally:
-        strict_depth -= 1
 
 
 def active_report() -> Report | None:
     """The report that is being made, if any."""
-    found: Any = active
+    found: Any = runtime.active.observer
     while found is not None and not isinstance(found, Report):
         found = found._outer
     return found
@@ -37,7 +30,8 @@ def active_report() -> Report | None:
 
 def record_outcome(kind: str, nested: bool = False) -> None:
     """Note how the current call ends; `nested` says that this may be a part of it only, which has less to say."""
-    row = None if active is None else active._row
+    observer = runtime.active.observer
+    row = None if observer is None else observer._row
     if row is not None and row.ending != "gather" and not (nested and row.ending != "rule"):
         row.ending = kind
 
@@ -96,18 +90,18 @@ class Report:
         if self._row is not None:
             return found(func, types, args, kwargs)
         row = Row(self.path(), function_name(func), layouts([args, kwargs]))
-        self._row = collectives.tag = row
+        self._row = runtime.active.tag = row
         try:
             out = found(func, types, args, kwargs)
         finally:
-            self._row = collectives.tag = None
+            self._row = runtime.active.tag = None
         row.output = next(iter(layouts(out)), None)
         if row.output is not None or row.kinds:
             self.rows.append(row)
         return out
 
     def record_message(self, kind: str, messages: int, nbytes: int) -> None:
-        row: Row = collectives.tag or self._unattributed
+        row: Row = runtime.active.tag or self._unattributed
         row.kinds[kind] = row.kinds.get(kind, 0) + 1
         if self._row is row:
             row.messages += messages
@@ -198,17 +192,14 @@ def explain() -> Iterator[Report]:
     `print(report)` shows, for each call, the module it was made in, whether a rule or a gather did it, the layouts in
     and out, and the messages and bytes this rank sent for it, forward and backward.
     """
-    global active
     report = Report()
-    before, old_meter = active, collectives.meter
     hooks = [
         register_module_forward_pre_hook(report.enter_module),
         register_module_forward_hook(report.leave_module, always_call=True),
     ]
-    active, collectives.meter = report, report.record_message
     try:
-        yield report
+        with runtime.observing(observer=report, meter=report.record_message):
+            yield report
     finally:
-        active, collectives.meter = before, old_meter
         for hook in hooks:
             hook.remove()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import runtime
 from ..comm.consensus import Consensus
 from ..dispatch.arguments import mesh_of
 from ..dispatch.torch_aliases import function_name
-from . import explain
 
 # what says the same on all ranks when it is the same; of others only the type counts
 _COMPARABLE_TYPES = (
@@ -41,12 +41,8 @@ def lockstep() -> Iterator[None]:
     Where they differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows
     what each was about to do. All ranks must enter it, or none. Backward is not watched.
     """
-    before = explain.active
-    explain.active = _Lockstep(before)  # type: ignore[assignment]
-    try:
+    with runtime.observing(observer=_Lockstep(runtime.active.observer)):
         yield
-    finally:
-        explain.active = before
 
 
 class _Lockstep:

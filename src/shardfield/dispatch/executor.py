@@ -1,13 +1,12 @@
-"""A call that has a rule: its plan is looked up, or made, and run.
+"""Run a call that has a rule: look its plan up, or build it, and execute it.
 
-A plan is found by the function, the layouts and dtypes of the tensors, autocast, and the other arguments. The common
-call, ShardTensors and plain tensors that need no preparation, takes one look at each argument.
+The key of a plan is the function, the layouts and dtypes of the tensors, the autocast state, and the other arguments.
+The common call, ShardTensors and plain tensors that need no preparation, reads each argument once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import trace_state
+from .. import runtime, trace_state
 from .._compat import autocast_on, autocast_state
 from ..comm import autograd_collectives
 from ..errors import ShardingError
@@ -24,16 +23,13 @@ from ..redistribute import redistribute
 from ..tensor import ShardTensor, wrap
 from ..trace_state import same_memory
 from .arguments import as_operand, map_tensors, mesh_of, write_out
-from .call_cache import READERS, ArgumentReader, cache_call, make_reader
+from .call_cache import ArgumentReader, make_reader
 from .fallback import gather_fallback
 from .plan import Operand, Plan, Returns, process_groups
 from .torch_aliases import function_name
 from .write_tracking import ViewConsensus, dims_are_nested, set_copied_view
 
 Handler = Callable[[Any, Sequence[type], tuple, dict], Any]
-
-PLAN_CACHE: OrderedDict[tuple, BoundPlan] = OrderedDict()
-PLAN_CACHE_SIZE = 8192
 
 
 class BoundPlan:
@@ -140,8 +136,6 @@ class BoundPlan:
             out = func(locals_, *args[1:], **kwargs)
         if self.layout.__class__ is not Layout:
             return self._wrap_results(out, locals_[0], None)
-        if reader.cache_by_identity:
-            cache_call(func, args, kwargs, self.layout)
         return wrap(out, self.layout)
 
     def _wrap_results(self, out: Any, base: Tensor, source: Any) -> Any:
@@ -195,20 +189,21 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
     wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
 
     def run(func, types, args, kwargs):
+        rt = runtime.active
         if kwargs:
             kinds = (func, *map(type, args), *kwargs, *map(type, kwargs.values()))
-            reader = READERS.get(kinds) or make_reader(kinds, args, kwargs)
+            reader = rt.readers[kinds] or make_reader(kinds, args, kwargs)
             known = reader.read(*args, *kwargs.values())
         else:
             kinds = (func, *map(type, args))
-            reader = READERS.get(kinds) or make_reader(kinds, args, kwargs)
+            reader = rt.readers[kinds] or make_reader(kinds, args, kwargs)
             known = reader.read(*args)
         quick: tuple = ()
         if known is not None:
             quick, given = known
             if autocast_on():
                 quick += autocast_state()
-            ready = reader.plans.get(quick)
+            ready = rt.plans[quick]
             if ready is not None:
                 return ready.run_unprepared(reader, func, given, args, kwargs)
         if "out" in kwargs:
@@ -223,7 +218,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
             _collect_operands((value,), partial, merged, mesh, key, locals_, layouts)
         found = tuple(key)
         try:
-            ready = PLAN_CACHE.get(found)
+            ready = rt.plans[found]
         except TypeError:  # an argument that cannot be a key: plan anew
             ready, found = None, ()
         if ready is None:
@@ -243,9 +238,9 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
             if ready is None:
                 return gather_fallback(func, types, args, kwargs)
             if found:
-                _cache_plan(found, ready)
+                rt.plans[found] = ready
         if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
-            reader.cache_plan(quick, ready)  # the operands came as they are: next time they need no admission
+            rt.plans[quick] = ready  # the operands came as they are: next time they need no admission
             return ready.run_unprepared(reader, func, locals_, args, kwargs)
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
@@ -269,12 +264,6 @@ def _collect_operands(
         else:
             key.append(value.__class__)
             key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
-
-
-def _cache_plan(key: tuple, ready: BoundPlan) -> None:
-    PLAN_CACHE[key] = ready
-    if len(PLAN_CACHE) > PLAN_CACHE_SIZE:
-        PLAN_CACHE.popitem(last=False)
 
 
 # torch takes numpy's names for these arguments too

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from .. import runtime
 from ..debug import explain
 from ..errors import ShardingError
 from ..layout import Layout
@@ -16,7 +17,6 @@ from .arguments import map_tensors, mesh_of, to_full_tensor
 from .torch_aliases import function_name
 
 USER_LEVEL_MODULES = ("shardfield.models.", "shardfield.train.")  # of ours, those who call as users do
-warned: set[str] = set()  # the functions that were warned about
 
 
 def gather_fallback(func, types, args, kwargs):
@@ -34,13 +34,13 @@ def gather_fallback(func, types, args, kwargs):
     cut = [t for t in inside if not t._layout.is_replicated]
     nbytes = sum(t._layout.numel * t._local_tensor.element_size() for t in cut)
     if cut:
-        if explain.strict_depth:
+        if runtime.active.strict_depth:
             raise ShardingError(
                 f"{name}: strict() allows no gather, and there is no rule for {[t._layout for t in cut]}"
             )
         explain.record_outcome("gather")
-        if name not in warned:
-            warned.add(name)
+        if name not in runtime.active.warned:
+            runtime.active.warned.add(name)
             warnings.warn(
                 f"shardfield: no rule for {name} on {cut[0]._layout}: {nbytes} bytes are gathered on every rank. "
                 f"Add one with @shardfield.rule or ShardTensor.register_function_handler.",

@@ -1,9 +1,9 @@
-"""From a torch call on ShardTensors to one of the three endings: a rule, a gather, a refusal.
+"""Dispatch a torch call on ShardTensors: run a rule, fall back to a gather, or refuse.
 
-`HANDLERS` maps a function object to its handler. `@rule` registers a pure planner (see `dispatch/plan.py`), whose plans
-`dispatch/executor.py` looks up and runs. `@handler` registers a function that is written in terms of other ShardTensor
-calls. A Python function of torch without either is opened, so that the calls inside it dispatch; anything else is
-gathered.
+The registry (`runtime.Registry`) maps a function object to its handler. `@rule` registers a pure planner (see
+`dispatch/plan.py`); `dispatch/executor.py` looks its plans up and runs them. `@handler` registers a function that is
+written in terms of other ShardTensor calls. A Python function of torch without either is opened, so that the calls
+inside it dispatch. The operands of any other function are gathered.
 """
 
 from __future__ import annotations
@@ -14,29 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import dynamo_disable, without_override_check
-from ..debug import explain
+from .. import runtime
+from .._compat import without_override_check
 from ..errors import ShardingError
 from ..redistribute import redistribute
-from ..tensor import Deferred, ShardTensor, entry, wrap
+from ..tensor import Deferred, ShardTensor, torch_function, wrap
 from .arguments import as_operand, map_tensors, to_full_tensor
 from .arguments import mesh_of as mesh_of
 from .arguments import write_out as write_out
-from .call_cache import CALL_CACHE, PLAIN_TENSOR_TYPES, evict_calls
 from .executor import Handler, make_handler
 from .fallback import gather_fallback as gather_fallback
 from .torch_aliases import aliases, function_name
 
-HANDLERS: dict[Any, Handler] = {}
-NAMED_HANDLERS: dict[str, Handler] = {}  # users' handlers for functions known by name
-DISPATCH_HANDLERS: dict[Any, Callable] = {}  # users' handlers for aten operators
-_RESOLVED_HANDLERS: dict[Any, Handler] = {}  # what a function without an entry was found to be
-RULES: dict[Any, Callable] = {}  # function -> the planner or handler written for it; the contents of ops/
-
-elementwise: Handler | None = (
-    None  # handles functions that give one element for one; ops/elementwise/pointwise.py sets it
-)
-bridge_depth = 0  # inside a user's autograd.Function that was given ShardTensors
 ALIAS_OPS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
 
@@ -93,8 +82,8 @@ def rule(
         for function in functions:
             for alias in _function_aliases(function, exact):
                 run = make_handler(planner, partial, merged, is_torch_function=True)
-                HANDLERS[alias] = _compose(run, accepts_deferred, around)
-                RULES[alias] = planner
+                run = _compose(run, accepts_deferred, around)
+                runtime.active.registry.register(alias, run, planner)
         return planner
 
     return register
@@ -108,8 +97,8 @@ def handler(
     def register(function_handler: Callable) -> Callable:
         for function in functions:
             for alias in _function_aliases(function, exact):
-                HANDLERS[alias] = _compose(function_handler, accepts_deferred, None)
-                RULES[alias] = function_handler
+                run = _compose(function_handler, accepts_deferred, None)
+                runtime.active.registry.register(alias, run, function_handler)
         return function_handler
 
     return register
@@ -122,70 +111,34 @@ def composed(*functions: Any, exact: bool = False) -> Callable[[Callable], Calla
         def call_body(func, types, args, kwargs):
             return body(*args, **kwargs)
 
-        handler(*functions, exact=exact)(call_body)
         for function in functions:
             for alias in _function_aliases(function, exact):
-                RULES[alias] = body
+                runtime.active.registry.register(alias, call_body, body)
         return body
 
     return register
 
 
-# ---------------------------------------------------------------------- the way in
-
-
 def register(func: Any, function_handler: Handler) -> None:
-    """A user's own handler for a function; it replaces any rule."""
-    evict_calls(func)
-    HANDLERS[func] = function_handler
+    """Set the handler of exactly this function object. It replaces any rule and drops the plans made with it."""
+    runtime.active.registry.register(func, function_handler)
 
 
-def register_named(name: str, function_handler: Handler) -> None:
-    """A user's own handler for the function of that name."""
-    NAMED_HANDLERS[name] = function_handler
-    _RESOLVED_HANDLERS.clear()
+def handler_of(func: Any) -> Handler:
+    """Return the handler that is registered for a function object."""
+    return runtime.active.registry.handlers[func]
 
 
-def register_dispatch(op: Any, function_handler: Callable) -> None:
-    """A user's own handler for an aten operator."""
-    DISPATCH_HANDLERS[op] = function_handler
+# ---------------------------------------------------------------------- dispatch
 
 
-@dynamo_disable
-def torch_function(cls, func, types, args=(), kwargs=None):
-    """`__torch_function__` of ShardTensor."""
-    if args and explain.active is None and args[0].__class__ is cls:
-        # weight_of(args, kwargs), here so that it costs no call
-        weight = (
-            args[1]
-            if len(args) > 1 and args[1].__class__ in PLAIN_TENSOR_TYPES
-            else kwargs.get("weight")
-            if kwargs
-            else None
-        )
-        if weight is not None:
-            ask = CALL_CACHE.get((func, args[0]._layout, id(weight)))
-            if ask is not None:
-                out = ask(args, kwargs)
-                if out is not None:
-                    return out
-        elif len(args) == 1 and not kwargs and HANDLERS.get(func) is elementwise and not args[0]._layout.partial:
-            return wrap(func(args[0]._local_tensor), args[0]._layout)  # as the handler would, a call less
-    found = HANDLERS.get(func)
-    if found is None:
-        found = _RESOLVED_HANDLERS.get(func)
-        if found is None:
-            found = _RESOLVED_HANDLERS[func] = _resolve(func)
-    if explain.active is not None:
-        return explain.active.run_call(func, found, types, args, kwargs or {})
-    return found(func, types, args, kwargs or {})
-
-
-def _resolve(func) -> Handler:
+def resolve(func: Any) -> Handler:
+    """Return the handler of a function that is not registered: a user's by name, its opened body, or a gather."""
+    named = runtime.active.registry.named
     spelled = (function_name(func), str(func), f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}")
     for name in spelled:
-        if name in NAMED_HANDLERS:
-            return NAMED_HANDLERS[name]
+        if name in named:
+            return named[name]
     opened = without_override_check(func)
     if opened is not None:
         return lambda func, types, args, kwargs: opened(*args, **kwargs)
@@ -197,9 +150,10 @@ def torch_dispatch(cls, func, types, args, kwargs):
 
     The graph is on the local tensors and cannot be recorded from here, so a local tensor that needs it is an error.
     """
-    if func in DISPATCH_HANDLERS:
-        return DISPATCH_HANDLERS[func](*args, **kwargs)
-    if bridge_depth and func in ALIAS_OPS and args[0].__class__ is ShardTensor:
+    rt = runtime.active
+    if func in rt.registry.dispatch_handlers:
+        return rt.registry.dispatch_handlers[func](*args, **kwargs)
+    if rt.bridge_depth and func in ALIAS_OPS and args[0].__class__ is ShardTensor:
         # C++ makes a view of an input that a Function returns as it is; it keeps the graph, we keep the value
         return wrap(args[0]._local_tensor.detach(), args[0]._layout)
     tensors: list[Any] = []
@@ -209,7 +163,7 @@ def torch_dispatch(cls, func, types, args, kwargs):
             f"{func}: reached torch's dispatcher with a ShardTensor that requires grad; call it in Python"
         )
     known = getattr(torch.Tensor, func._schema.name.split("::")[1], None)
-    return torch_function(cls, known if known in HANDLERS else func, types, args, kwargs)
+    return torch_function(cls, known if known in rt.handlers else func, types, args, kwargs)
 
 
 def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None:
@@ -239,5 +193,9 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     return output._local_tensor, redistribute(local, layout, output._grad_layout)
 
 
-entry.torch_function, entry.torch_dispatch, entry.run_backward = torch_function, torch_dispatch, run_backward
-entry.register, entry.register_named, entry.register_dispatch = register, register_named, register_dispatch
+def _connect(registry: runtime.Registry) -> None:
+    """Give ShardTensor the functions of the dispatcher that it calls: `tensor.py` cannot import this module."""
+    registry.resolve, registry.torch_dispatch, registry.run_backward = resolve, torch_dispatch, run_backward
+
+
+_connect(runtime.active.registry)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 
+from .. import runtime
 from ..comm.consensus import any_rank
 from ..layout import Layout
 
@@ -34,10 +34,6 @@ class WriteObserver:
         """
 
 
-WRITE_OBSERVERS: WeakSet[WriteObserver] = WeakSet()
-# Storages of exported tensors that were made in inference mode: torch does not count writes into these.
-EXPOSED_STORAGES: WeakSet[Any] = WeakSet()
-
 INCOMPLETE_GRAD = (
     "the gradient of this tensor is incomplete: its consumers were fused with its source, so gradients do not flow "
     "through it. Call retain_grad() on it before it is used"
@@ -46,11 +42,11 @@ INCOMPLETE_GRAD = (
 
 def expose_local(local: Tensor) -> Tensor:
     """Return `local` to the caller; deferred values that alias it take a snapshot first."""
-    if WRITE_OBSERVERS:
-        for observer in list(WRITE_OBSERVERS):
-            observer.before_export(local)
+    rt = runtime.active
+    for observer in list(rt.write_observers) if rt.write_observers else ():
+        observer.before_export(local)
     if local.is_inference():
-        EXPOSED_STORAGES.add(local.untyped_storage())
+        rt.exposed_storages.add(local.untyped_storage())
     return local
 
 

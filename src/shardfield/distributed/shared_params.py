@@ -6,15 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import runtime
 from ..comm import collectives
 from .manager import DistributedManager
 from .vcollective_args import resolve_group
-
-# Parameter -> the name of each group it is shared over -> the hook that sums over it. Beside the parameter and not on
-# it, so that a marked model can still be pickled.
-_reduce_hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mark_module_as_shared(
@@ -29,11 +25,12 @@ def mark_module_as_shared(
     """
     group, size, _ = resolve_group(DistributedManager().group(process_group))
     named = list(module.named_parameters(recurse=recurse))
+    hooks = runtime.active.reduce_hooks  # not on the parameter, so that a marked model can be pickled
     for name, parameter in named:
-        if process_group in _reduce_hooks.get(parameter, {}):
+        if process_group in hooks.get(parameter, {}):
             raise RuntimeError(f"parameter {name} is marked as shared over {process_group!r} already")
     for _, parameter in named:
-        marks = _reduce_hooks.setdefault(parameter, {})
+        marks = hooks.setdefault(parameter, {})
         marks[process_group] = _register_reduce_hook(parameter, group if size > 1 else None, use_fp32_reduction)
     return module
 
@@ -41,11 +38,12 @@ def mark_module_as_shared(
 def unmark_module_as_shared(module: nn.Module, recurse: bool = True) -> nn.Module:
     """Undo every `mark_module_as_shared` of the module's parameters."""
     named = list(module.named_parameters(recurse=recurse))
+    hooks = runtime.active.reduce_hooks
     for name, parameter in named:
-        if parameter not in _reduce_hooks:
+        if parameter not in hooks:
             raise RuntimeError(f"parameter {name} is not marked as shared")
     for _, parameter in named:
-        for handle in _reduce_hooks.pop(parameter).values():
+        for handle in hooks.pop(parameter).values():
             handle.remove()
     return module
 

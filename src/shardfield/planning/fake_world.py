@@ -8,14 +8,12 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from .. import layout, trace_state
+from .. import runtime
 from .._compat.fake import fake_tensor_mode as _without_data
 from .._compat.fake import fast_fsdp_chunks, start_fake_world
 from .._compat.world import clear_dtensor_caches
 from ..comm import transport
-from ..dispatch import executor
 from ..errors import ShardfieldError
-from ..ops.elementwise import pointwise
 
 
 @contextmanager
@@ -39,17 +37,16 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
         )
     if not 0 <= rank < world_size:
         raise ShardfieldError(f"simulated: there is no rank {rank} in a world of {world_size}")
-    clear_caches()
-    told = sys.excepthook  # torch puts one in front that names the rank, for good
+    clear_dtensor_caches()
+    hook = sys.excepthook  # torch replaces it for good by one that names the rank
     start_fake_world(rank, world_size)
-    before, transport.override = transport.override, transport.NullTransport()
     try:
-        yield
+        with runtime.fresh(transport_override=transport.NullTransport()):
+            yield
     finally:
-        transport.override = before
         dist.destroy_process_group()
-        sys.excepthook = told
-        clear_caches()
+        sys.excepthook = hook
+        clear_dtensor_caches()
 
 
 @contextmanager
@@ -59,33 +56,5 @@ def without_data() -> Iterator[None]:
     A model of any size runs on them in moments. What hangs on numbers (`item()`, `nonzero`, indexing by a mask) raises.
     Make meshes before, outside.
     """
-    before, trace_state.fake_tensors = trace_state.fake_tensors, True
-    try:
-        with fast_fsdp_chunks(), _without_data():
-            yield
-    finally:
-        trace_state.fake_tensors = before
-
-
-def clear_caches() -> None:
-    """Empty every table of plans and layouts.
-
-    Their keys are meshes, which compare by shape and names, and their entries know the groups and the coords of the
-    rank they were made on: an equal mesh of another world, or of another rank, must not find them.
-    """
-    for table in (
-        layout._INTERNED,
-        layout._REPLICATED,
-        executor.PLAN_CACHE,
-        pointwise.BROADCAST_PLANS,
-        pointwise.INPLACE_PLANS,
-        transport._by_group,
-        transport._by_backend,
-    ):
-        table.clear()  # type: ignore[attr-defined]
-    clear_dtensor_caches()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("shardfield."):
-            for value in list(vars(module).values()):
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
+    with runtime.observing(fake_tensors=True), fast_fsdp_chunks(), _without_data():
+        yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from .. import runtime
 from .._compat import DispatchMode
 from .._compat.fake import flops_of
 from .._compat.world import group_argument
-from ..comm import collectives, transport
+from ..comm import transport
 from ..debug import explain
 from .memory import Memory
 
@@ -239,24 +240,21 @@ def watch() -> Iterator[Seen]:
     """Record the computation, messages and memory of this rank inside the context, in a real or simulated world."""
     seen = Seen(dist.get_rank())
     mode = _RecorderMode(seen)
-    before = transport.override
     with explain.explain() as report:
-        meter = collectives.meter
+        meter = runtime.active.meter
 
         def count(kind: str, messages: int, nbytes: int) -> None:
-            seen._count_messages(kind, _module_path(collectives.tag), messages, nbytes)
+            seen._count_messages(kind, _module_path(runtime.active.tag), messages, nbytes)
             if meter is not None:
                 meter(kind, messages, nbytes)
 
-        collectives.meter = count
-        transport.override = cast(transport.Transport, _RecordingTransport(before or transport.DIRECT, seen, mode))
+        recording = _RecordingTransport(runtime.active.transport_override or transport.DIRECT, seen, mode)
         seen.memory.start()
         try:
-            with mode:
+            with runtime.observing(meter=count, transport_override=recording), mode:
                 yield seen
         finally:
             seen.memory.stop()
-            collectives.meter, transport.override = meter, before
     seen.gathers = [row.op for row in report.gathers]
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .. import runtime
 from ..comm import autograd_collectives
 from ..comm.halo import Halo
 from ..dispatch.plan import process_groups
@@ -143,7 +144,7 @@ def _dim_ranges(lengths: tuple[int, ...], shapes: tuple[ConvShape, ...], i: int)
     return DimRanges(tuple(windows), tuple(reversed(made)), cuts[-1], read)
 
 
-@lru_cache(maxsize=1024)
+@runtime.memo
 def _count_fused(layout: Layout, shapes: tuple[ConvShape | None, ...], redundancy: float, lean: bool) -> int:
     """How many of the layers run together: 0 if it does not pay, or if the cut is not along space alone."""
     convs = [shape for shape in shapes if shape]

@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from .. import trace_state
+from .. import runtime
 from .._compat.world import flatten_mesh
 from ..comm.grad_deferral import defer_to_average
 from ..distribute import sync_module_over_mesh
@@ -154,7 +154,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
         defer_to_average(parameter, groups)
     if not any(p.requires_grad for p in model.parameters()):
         return model
-    if trace_state.fake_tensors:
+    if runtime.active.fake_tensors:
         SimulatedDDP(model, mesh.get_group())
         return model
     # the ranks agree already, and a field's statistics are the same on all ranks of a domain
@@ -165,7 +165,7 @@ def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: li
     from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
 
     ranks = mesh.size(mesh.ndim - 1)
-    if not trace_state.fake_tensors:  # who only counts reads it in the bytes
+    if not runtime.active.fake_tensors:  # who only counts reads it in the bytes
         warn_about_padding(model, ranks)
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=make_placement_fn(ranks))

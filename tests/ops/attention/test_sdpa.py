@@ -13,9 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from shardfield import ShardTensor, explain, strict
-from shardfield.comm import collectives
-from shardfield.dispatch.executor import PLAN_CACHE
+from shardfield import ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.attention import ring as ring_attention
 from shardfield.ops.attention import strategy
@@ -42,7 +40,7 @@ class Metered:
 
     def __enter__(self):
         self.messages = self.bytes = 0
-        collectives.meter = self.add
+        runtime.active.meter = self.add
         return self
 
     def add(self, kind, messages, nbytes):
@@ -50,7 +48,7 @@ class Metered:
         self.bytes += nbytes
 
     def __exit__(self, *_):
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 # ---------------------------------------------------------------------- messages
@@ -234,13 +232,12 @@ def forced(way, mesh_shape, tensors, kwargs, layouts):
         return out
 
     strategy.estimate_cost = preferring
-    PLAN_CACHE.clear()
     try:
-        asked = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
-        return check_case(asked, mesh_shape), taken[0]
+        with runtime.fresh():  # plans of other calls follow the true costs
+            asked = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
+            return check_case(asked, mesh_shape), taken[0]
     finally:
         strategy.estimate_cost = price
-        PLAN_CACHE.clear()
 
 
 FORCED = {

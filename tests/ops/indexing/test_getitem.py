@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardingError, ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardingError, ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import T, draw_layout, local_shard, world_mesh
@@ -38,11 +37,11 @@ class Sent:
             self.messages += messages
             self.nbytes += nbytes
 
-        collectives.meter = meter
+        runtime.active.meter = meter
         return self
 
     def __exit__(self, *error):
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 # ---------------------------------------------------------------------- views

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardfield import ShardTensor
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
@@ -25,11 +24,11 @@ def laid(shape, placement, mesh_shape=(2,), dtype=torch.float64, lengths=None):
 def sent(call):
     """Return the result of a call and the bytes that this rank sends."""
     count = [0]
-    collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
         return call(), count[0]
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 # (left shape, placement), (right shape, placement), bytes sent per rank of two, placement of the result

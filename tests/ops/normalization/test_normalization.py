@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.modules._functions import SyncBatchNorm
 
-from shardfield import ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
@@ -193,14 +192,14 @@ def count(name: str, dim: int) -> tuple[int, int]:
     )
     w, b = (torch.arange(1.0, 7.0).requires_grad_() for _ in range(2))
     sent: list[int] = []
-    collectives.meter = lambda kind, messages, nbytes: sent.append(messages)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.append(messages)
     try:
         out = SENT[name][0](x, w, b)
         forward = sum(sent)
         torch.autograd.backward(out._local_tensor, torch.ones_like(out._local_tensor))
         return forward, sum(sent) - forward
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize("at", range(3), ids=["place", "channel", "sample"])

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
@@ -51,7 +50,7 @@ def count(name: str, seed: int) -> tuple[int, int]:
     layout = Layout.of(mesh, [Shard(0)], x.shape, {0: (4, 1, 3)})
     held = ShardTensor(local_shard(x, layout).requires_grad_(), layout)
     sent = [0]
-    collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + messages)
     try:
         out = TABLE[name][0](held, target)
         forward, sent[0] = sent[0], 0
@@ -60,7 +59,7 @@ def count(name: str, seed: int) -> tuple[int, int]:
             torch.autograd.backward(local, torch.ones_like(local))
         return forward, sent[0]
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.redistribute import redistribute
 from shardfield.testing import run_on_ranks
@@ -29,12 +28,12 @@ def sent(calls) -> list[int]:
     found = []
     for call in calls:
         total = []
-        collectives.meter = lambda kind, messages, nbytes, total=total: total.append(nbytes)
+        runtime.active.meter = lambda kind, messages, nbytes, total=total: total.append(nbytes)
         try:
             with strict():
                 call()
         finally:
-            collectives.meter = None
+            runtime.active.meter = None
         found.append(sum(total))
     return found
 

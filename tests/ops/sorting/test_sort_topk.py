@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 
@@ -25,12 +24,12 @@ def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[
     start, stop = layout.span(len(shape) - 1)
     x = ShardTensor(whole[..., start:stop].clone(), layout)
     total = [0]
-    collectives.meter = lambda kind, messages, nbytes: total.__setitem__(0, total[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: total.__setitem__(0, total[0] + nbytes)
     try:
         with strict():
             got = getattr(torch, name)(x, *args, **kwargs)
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
     ref = getattr(torch, name)(whole, *args, **kwargs)
     pairs = zip(got, ref, strict=True) if isinstance(ref, tuple) else [(got, ref)]
     return total[0], all(torch.allclose(g.full_tensor(), r) for g, r in pairs)

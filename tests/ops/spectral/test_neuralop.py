@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardfield import ShardTensor, explain, strict
-from shardfield.comm import collectives, consensus
+from shardfield import ShardTensor, explain, runtime, strict
+from shardfield.comm import consensus
 from shardfield.layout import Layout
 from shardfield.ops.spectral import mode_placement
 from shardfield.testing import run_on_ranks
@@ -353,10 +353,10 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
             model = wrapped(strategy.removesuffix(" in shares"), seeded(), mesh)
             # large blocks of modes are sharded where gradients are averaged later anyway
             large, kinds = (0 if strategy.endswith(" in shares") else mode_placement.MIN_SHARDED_BYTES), set()
-            collectives.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
+            runtime.active.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
             with strict(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", large):
                 step_through(model, [tuple(map(cut, sample(step, 2 * shape[0]))) for step in range(STEPS)])
-            collectives.meter = None
+            runtime.active.meter = None
             wrong += [] if (large == 0) == ("exchange" in kinds) else [f"{strategy}: modes travel by {sorted(kinds)}"]
             got = full_parameters(model)
             wrong += [f"{strategy}: {n}" for n in wanted.keys() ^ got.keys()]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import ShardingError, ShardTensor, strict
+from shardfield import ShardingError, ShardTensor, runtime, strict
 from shardfield.comm import collectives, consensus, grad_deferral
 from shardfield.layout import Layout
 from shardfield.ops.spectral import (
@@ -63,7 +63,7 @@ def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
     x = made((BATCH, CHANNELS, *grid), cut, mesh_shape, dtype=torch.float64)
     weight = made((CHANNELS, CHANNELS, 4, 4), weight_cut, mesh_shape, dtype=torch.complex128)
     count = [0]
-    collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
         with strict():
             out = layer(x, weight, MODES)._local_tensor
@@ -71,7 +71,7 @@ def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
             torch.autograd.backward(out, torch.ones_like(out))
         return forward, count[0]
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def sent_by_transform(ranks: int, grid: tuple[int, int]) -> int:
     """Return, on each rank, bytes sent by a truncated transform into shards of the modes."""
     x = made((BATCH, CHANNELS, *grid), [Shard(2)], (ranks,), dtype=torch.float32)
     count = [0]
-    collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
         with strict():
             truncated_fft(x, (2, 3), (range(-2, 2), range(4))).redistribute(placements=[Shard(2)])
         return count[0]
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -134,7 +134,7 @@ def globe(trained: bool) -> tuple[float, list[int]]:
     x = ShardTensor(torch.stack(waves)[None].requires_grad_(trained), layout)
     weight = torch.ones(64, 64, 33, dtype=torch.cfloat, requires_grad=trained)
     sent = [0]
-    collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(-1, sent[-1] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.__setitem__(-1, sent[-1] + nbytes)
     try:
         with torch.set_grad_enabled(trained), strict():
             spectrum = torch.fft.fftshift(torch.fft.rfft2(x, norm="forward"), dim=-2)
@@ -147,7 +147,7 @@ def globe(trained: bool) -> tuple[float, list[int]]:
             if trained:
                 torch.autograd.backward(y._local_tensor, x._local_tensor.detach())
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
     far = [y] if not trained else [y, x.grad]  # the layer is a projection, and so is its adjoint
     return max(float((t._local_tensor - x._local_tensor).abs().max()) for t in far), sent
 
@@ -348,7 +348,7 @@ def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, i
         x = made(whole.shape, cut, mesh_shape, dtype=torch.float64)
         alone, theirs = whole.clone().requires_grad_(), weight.clone().requires_grad_(bool(learned))
         rows.clear()
-        collectives.meter = lambda kind, messages, nbytes: rows.append((kind, nbytes))
+        runtime.active.meter = lambda kind, messages, nbytes: rows.append((kind, nbytes))
         with (
             mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", 0),
             strict(),
@@ -359,7 +359,7 @@ def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, i
             if learned is not None:
                 torch.autograd.backward(got._local_tensor, torch.ones_like(got._local_tensor))
                 wanted.sum().backward()
-        collectives.meter = None
+        runtime.active.meter = None
         bytes_of = [sum(n for _, n in part) for part in (rows[:forward], rows[forward:])]
         sent[name] = (*bytes_of, any(kind == "exchange" for kind, _ in rows))
         pairs = {"output": (got.full_tensor(), wanted)}
@@ -400,10 +400,10 @@ def kept_whole() -> list[bool]:
             x = made((2, 2, 24, 16), [Shard(2)], (2,), dtype=torch.float64)
             weight = torch.randn(2, 2, 4, 4, dtype=torch.complex128, requires_grad=learned)
             kinds = set()
-            collectives.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
+            runtime.active.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
             with mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", large), torch.set_grad_enabled(learned):
                 layer(x, weight, (4, 6))
-            collectives.meter = None
+            runtime.active.meter = None
             found.append("exchange" in kinds)
     return found
 
@@ -418,7 +418,7 @@ def waits() -> tuple[list[int], list[str]]:
     sent = [0]
     seen = []
     wrong = []
-    collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
     try:
         spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=-2)
         assert spectrum.shape == (1, 2, 8, 5) and spectrum.dtype == torch.complex128 and "deferred" in repr(spectrum)
@@ -446,7 +446,7 @@ def waits() -> tuple[list[int], list[str]]:
                 continue
             wrong.append(name)
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
     return seen, wrong
 
 
@@ -573,10 +573,10 @@ def under_autocast() -> list[float]:
     count = [0]
     found = []
     for kind in (torch.float32, torch.bfloat16):
-        collectives.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
+        runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
         with torch.autocast("cpu", dtype=torch.bfloat16), strict():
             got = written_out(x.to(kind), weight, MODES)
-            collectives.meter = None
+            runtime.active.meter = None
             wanted = written_out(x.full_tensor().to(kind), weight, MODES)
         assert got.dtype == wanted.dtype == torch.float32
         found.append(float((got.full_tensor() - wanted).abs().max() / wanted.abs().max()))
@@ -611,7 +611,7 @@ def test_matrix_products_equal_transforms(size, rows):
         found = []
         for few in (False, True):
             inputs = [v.clone().requires_grad_() for v in (x, x + 1j * x.flip(0), y)]
-            partial_dft._forward_steps.cache_clear(), partial_dft._inverse_steps.cache_clear()
+            runtime.active.dft_matrices = runtime.Cache(256)
             with mock.patch.object(partial_dft, "_prefers_matmul", lambda a, x, few=few: few):
                 outs = [partial_dft.forward_dft(v, along, "ortho") for v in inputs[:2]]
                 outs += [partial_dft.inverse_dft(inputs[2], along, "forward", real) for real in (False, True)]
@@ -620,4 +620,4 @@ def test_matrix_products_equal_transforms(size, rows):
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
         assert not found[0][3].is_complex()
-    partial_dft._forward_steps.cache_clear(), partial_dft._inverse_steps.cache_clear()
+    runtime.active.dft_matrices = runtime.Cache(256)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.stencil.resample_weights import ANTIALIASED_TAPS, TAPS, Taps, nearest
 from shardfield.testing import run_on_ranks
@@ -127,7 +126,7 @@ def count(name: str) -> tuple[int, int, int, int]:
     def meter(kind, messages, nbytes):
         sent[0], sent[1] = sent[0] + messages, sent[1] + nbytes
 
-    collectives.meter = meter
+    runtime.active.meter = meter
     try:
         with strict():
             out = call(held)._local_tensor
@@ -135,7 +134,7 @@ def count(name: str) -> tuple[int, int, int, int]:
         torch.autograd.backward(out, torch.ones_like(out))
         return *forward, *sent
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -160,12 +159,12 @@ def reach(shift: float) -> int:
         sent[0] += nbytes if kind == "exchange" else 0
 
     grid = F.affine_grid(theta, [1, 1, rows, columns], align_corners=False)
-    collectives.meter = meter
+    runtime.active.meter = meter
     try:
         with strict():
             out = F.grid_sample(ShardTensor(local_shard(x, layout), layout), grid, align_corners=False)
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
     assert out._layout.shard_sizes(2) == (4, 4, 4)
     torch.testing.assert_close(out.full_tensor(), F.grid_sample(x, grid, align_corners=False))
     return sent[0]

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from shardfield import ShardTensor, strict
-from shardfield.comm import collectives
+from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
@@ -60,7 +59,7 @@ def count(name: str) -> tuple[int, int]:
     layout = Layout.of(world_mesh((2,)), [Shard(2)], x.shape, {2: cut})
     held = ShardTensor(local_shard(x, layout).requires_grad_(), layout)
     sent = [0]
-    collectives.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
+    runtime.active.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)
     try:
         with strict():
             out = call(held)._local_tensor
@@ -68,7 +67,7 @@ def count(name: str) -> tuple[int, int]:
             torch.autograd.backward(out, torch.ones_like(out))
         return forward, sent[0]
     finally:
-        collectives.meter = None
+        runtime.active.meter = None
 
 
 @pytest.mark.parametrize("name", TABLE)

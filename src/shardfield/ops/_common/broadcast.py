@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ... import runtime
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
 from ...layout import DimSharding, Layout
@@ -57,7 +57,7 @@ def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
     return tuple((over, tuple(which)) for over, which in found.items())
 
 
-@lru_cache(maxsize=8192)
+@runtime.memo
 def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
     """Choose a common layout: that of the largest sharded operand, with the shardings of the others on its free dims.
 
@@ -80,7 +80,7 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
     return _align(result, layouts, partial, keep_partial)
 
 
-@lru_cache(maxsize=8192)
+@runtime.memo
 def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
     """Align operands to a fixed result layout, as an in-place op needs."""
     return _align(result, layouts, result.partial, keep_partial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from ...comm import collectives
 from ...comm.autograd_collectives import Groups
 
@@ -23,7 +23,7 @@ def raise_if_any_rank(bad: Tensor, over: Groups, error: type[Exception], why: st
 
 def raise_if(flag: Tensor, error: type[Exception], why: str) -> None:
     """Raise if `flag`, which is equal on all ranks, is set; in a traced program, whenever the program runs."""
-    if trace_state.tracer is not None:
-        trace_state.tracer.raise_if(flag, error, why)
-    elif not trace_state.fake_tensors and flag:
+    if runtime.active.tracer is not None:
+        runtime.active.tracer.raise_if(flag, error, why)
+    elif not runtime.active.fake_tensors and flag:
         raise error(why)

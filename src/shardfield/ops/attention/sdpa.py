@@ -27,7 +27,7 @@ from ...comm.route import Route, tile_route
 from ...debug import explain
 from ...dispatch.arguments import to_full_tensor
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import HANDLERS, handler, rule
+from ...dispatch.registry import handler, handler_of, rule
 from ...layout import Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor
@@ -91,7 +91,7 @@ def sdpa(
     return Plan(local=local, layout=strategy.result, operands=operands, own=dropout_p > 0)
 
 
-_sdpa_rule = HANDLERS[F.scaled_dot_product_attention]
+_sdpa_rule = handler_of(F.scaled_dot_product_attention)
 
 
 @handler("scaled_dot_product_attention")

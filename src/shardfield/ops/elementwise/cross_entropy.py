@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from ..._compat import NAMESPACES
 from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import HANDLERS, composed, rule
+from ...dispatch.registry import composed, handler_of, rule
 from ...layout import DimSharding, Layout, nested_chunk
 from .._common.autocast import autocast_to_fp32
 from .._common.probe import probe
@@ -180,7 +180,7 @@ def cross_entropy(input, target, weight=None, reduction=NONE, ignore_index=-100,
     scores = torch.log_softmax(input, dim)
     if input.shape != target.shape:
         args = (scores, target, weight, reduction, ignore_index)
-        return HANDLERS[NN.nll_loss_nd](NN.nll_loss_nd, (), args, {"smoothing": label_smoothing})
+        return handler_of(NN.nll_loss_nd)(NN.nll_loss_nd, (), args, {"smoothing": label_smoothing})
     classes = input.shape[dim]
     if label_smoothing:
         target = target * (1 - label_smoothing) + label_smoothing / classes
@@ -238,7 +238,7 @@ def multilabel_margin_loss(input: Operand, target: Operand, reduction=NONE, *, f
         raise_if_any_rank(
             (target < -1) | (target >= classes), groups, RuntimeError, "argument #2 'target' is out of range"
         )
-        if trace_state.tracer is not None:
+        if runtime.active.tracer is not None:
             raise NotImplementedError(
                 "multilabel_margin_loss: torch's traced version counts classes behind the last label"
             )

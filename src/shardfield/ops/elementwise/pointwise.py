@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...dispatch import registry
-from ...dispatch.call_cache import cache_call
+from ... import runtime
 from ...dispatch.registry import as_operand, composed, handler, map_tensors, mesh_of, to_full_tensor, write_out
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap
@@ -103,13 +102,9 @@ def pointwise(func, types, args, kwargs):
             return wrap_results(out, layout)
     elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
         return pointwise_inplace(func, types, args, kwargs)
-    key, values = call_key(args, kwargs)
-    plan = BROADCAST_PLANS.get(key)
-    if plan is None:
-        plan = plan_broadcast(key, BROADCAST_PLANS, align)
+    key, values = call_key(BROADCAST, args, kwargs)
+    plan = runtime.active.plans[key] or plan_broadcast(key, align)
     if plan is not None:
-        if plan.single_rank and first.__class__ is ShardTensor and len(args) == 2 and args[1].__class__ is Parameter:
-            cache_call(func, args, kwargs, plan.result)
         return wrap_results(func(*plan.redistribute(values), **kwargs), plan.result)
     if "out" in kwargs:
         out = kwargs["out"]
@@ -130,10 +125,8 @@ def pointwise_inplace(func, types, args, kwargs):
         full = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
         return func(target, *full[0], **full[1])
     target._check_writable()
-    key, values = call_key(args, kwargs)
-    plan = INPLACE_PLANS.get(key)
-    if plan is None:
-        plan = plan_broadcast(key, INPLACE_PLANS, lambda layouts: align_to(layouts[0], layouts))
+    key, values = call_key(INPLACE, args, kwargs)
+    plan = runtime.active.plans[key] or plan_broadcast(key, lambda layouts: align_to(layouts[0], layouts))
     if plan is not None:
         func(*plan.redistribute(values), **kwargs)
         return target
@@ -168,7 +161,6 @@ class BroadcastPlan(NamedTuple):
     alignment: Alignment
     result: Layout
     no_redistribute: bool
-    single_rank: bool
 
     def redistribute(self, values: list[Any]) -> list[Any]:
         """Return the arguments of a call with its tensors redistributed."""
@@ -181,20 +173,19 @@ class BroadcastPlan(NamedTuple):
         return values
 
 
-# Key: the layout of each ShardTensor and the shape of each plain tensor, in order. Other arguments do not affect the
-# alignment as long as no operand is Partial.
-BROADCAST_PLANS: dict[Any, BroadcastPlan] = {}
-INPLACE_PLANS: dict[Any, BroadcastPlan] = {}  # for in-place calls, whose operands align to the first
-MAX_CACHED_PLANS = 8192
-STATIC_TYPES = {int, float, bool, str, complex, type(None), torch.dtype, torch.memory_format}
+# The key of a BroadcastPlan: one of these, then the layout of each ShardTensor and the shape of each plain tensor, in
+# order. Other arguments do not affect the alignment as long as no operand is Partial. The operands of an in-place call
+# align to the first.
+BROADCAST, INPLACE = "broadcast", "broadcast in place"
+STATIC_TYPES: frozenset[Any] = frozenset([int, float, bool, str, complex, type(None), torch.dtype, torch.memory_format])
 
 
-def call_key(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
-    """Return the key of a call in `BROADCAST_PLANS`, and its arguments with ShardTensors replaced by local tensors.
+def call_key(prefix: str, args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
+    """Return the key of a call's BroadcastPlan, and its arguments with ShardTensors replaced by local tensors.
 
     The key is None if an argument is not a ShardTensor, a plain tensor, a parameter or of one of `STATIC_TYPES`.
     """
-    key: list[Any] = []
+    key: list[Any] = [prefix]
     values: list[Any] = []
     for value in args:
         kind = value.__class__
@@ -214,24 +205,17 @@ def call_key(args: Any, kwargs: Any) -> tuple[tuple | None, list[Any]]:
     return tuple(key), values
 
 
-def plan_broadcast(key: tuple | None, table: dict[Any, BroadcastPlan], find: Callable) -> BroadcastPlan | None:
+def plan_broadcast(key: tuple | None, find: Callable) -> BroadcastPlan | None:
     """Return the plan for `key` and cache it, or None if the plan depends on more than the key (Partial operands)."""
     mesh = next((x.mesh for x in key if x.__class__ is Layout), None) if key else None
     if key is None or mesh is None:
         return None
-    layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key)
+    layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key[1:])
     if any(x.partial or (x.mesh is not mesh and x.mesh != mesh) for x in layouts):
         return None
     alignment = find(layouts)
-    if len(table) >= MAX_CACHED_PLANS:
-        table.clear()
-    plan = table[key] = BroadcastPlan(
-        layouts,
-        alignment,
-        alignment.result,
-        alignment.targets == layouts and not alignment.grad_reductions,
-        alignment.result.mesh.size() == 1,
-    )
+    no_redistribute = alignment.targets == layouts and not alignment.grad_reductions
+    plan = runtime.active.plans[key] = BroadcastPlan(layouts, alignment, alignment.result, no_redistribute)
     return plan
 
 
@@ -281,7 +265,7 @@ for _name in [*UNARY, *BINARY, *TERNARY, *LINEAR_UNARY]:
 handler("copy_", "fill_", "zero_")(pointwise_inplace)
 handler("fill")(pointwise)
 handler(torch.where)(pointwise)
-registry.elementwise = pointwise
+runtime.active.registry.elementwise = pointwise
 
 
 @handler("frexp", "type")

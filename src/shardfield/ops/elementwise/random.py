@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from ...comm import collectives
 from ...dispatch.registry import gather_fallback, handler, mesh_of
 from ...errors import ShardingError
@@ -31,8 +31,8 @@ def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
     device = collectives.device_of(mesh)
     where = device if generator is None else generator.device
     where = torch.device("cpu") if generator is None else where
-    if generator is None and trace_state.tracer is not None:
-        key = trace_state.tracer.random_key().to(device)
+    if generator is None and runtime.active.tracer is not None:
+        key = runtime.active.tracer.random_key().to(device)
     else:
         key = torch.randint(1 << 62, (1,), generator=generator, device=where).to(device)
     return collectives.broadcast_over(key, mesh, 0)

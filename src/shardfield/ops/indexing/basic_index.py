@@ -8,12 +8,12 @@ other ranks add zero.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...dispatch.registry import as_operand, composed
 from ...dispatch.write_tracking import set_copied_view
 from ...layout import DimSharding, Layout, starts
@@ -75,7 +75,7 @@ def _slice_in_shard(lo: int, length: int, start: int, stop: int, step: int) -> r
     return range(first - lo, max(first - lo, min(stop, lo + length) - lo), step)
 
 
-@lru_cache(maxsize=8192)
+@runtime.memo
 def plan_basic_index(layout: Layout, items: tuple[IndexItem, ...], keepdim: bool = False) -> BasicIndexPlan:
     """Plan a basic index with one item for every dim, and None between them. Pure.
 

@@ -12,13 +12,13 @@ SHARDFIELD_CHECK_SIZES=0, on all ranks, lists that are kept are trusted without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ... import runtime
 from ..._compat import base_and_version
 from ...comm import autograd_collectives, consensus
 from ...comm.route import Route
@@ -123,8 +123,6 @@ def deliver_rows(
 
 # ---------------------------------------------------------------------- keeping them
 
-# index tensor (a base, if it is a view) -> (how often it was written, {what was asked of it: lists})
-_LISTS_CACHE: Any = WeakIdKeyDictionary()
 _MAX_LISTS_PER_INDEX = 32  # of lists for one index tensor
 
 
@@ -194,9 +192,10 @@ class IndexRequest(NamedTuple):
         if found is None:
             return None, ()
         root, version = found
-        known = _LISTS_CACHE.get(root)
+        table = runtime.active.exchange_lists
+        known = table.get(root)
         if known is None or known[0] != version:
-            known = _LISTS_CACHE[root] = (version, {})
+            known = table[root] = (version, {})
         owners = self.owners
         layout, cuts = owners.layout, tuple(owners.layout.dims[d] for d in owners.dims)  # other dims may differ
         part = (index.dtype, index.storage_offset(), tuple(index.shape), index.stride())

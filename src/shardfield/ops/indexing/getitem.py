@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime, trace_state
 from ...comm.consensus import Consensus
 from ...dispatch.registry import composed, gather_fallback, handler, mesh_of, to_full_tensor
 from ...layout import DimSharding, Layout, starts
@@ -50,7 +49,7 @@ def getitem(func, types, args, kwargs):
     return index_with_tensors(y, *masks_to_indices(parsed.tensors))
 
 
-@lru_cache(maxsize=8192)
+@runtime.memo
 def cached_basic_plan(layout: Layout, key: tuple) -> BasicIndexPlan:
     """The plan of an index of slices, ints, None and Ellipsis: found by the index as it is written."""
     index = tuple(slice(*k) if k.__class__ is tuple else k for k in key)
@@ -90,7 +89,7 @@ def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
 
 
 def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool = False) -> None:
-    plan = plan_basic_index(x._layout, parsed.items, keepdim=True)
+    plan = plan_basic_index(x._layout, parsed.items, True)
     if plan.source is not x._layout:  # a slice across the tiles of a merged dim is no view of them
         moved = wrap(redistribute(x._local_tensor, x._layout, plan.source).clone(), plan.source)
         _assign(moved, parsed, value, accumulate)

@@ -7,14 +7,13 @@ the matrix would have to be gathered, which is left to the fallback.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ... import trace_state
+from ... import runtime
 from ...comm import collectives
 from ...dispatch.plan import process_groups
 from ...dispatch.registry import as_operand, composed, gather_fallback, handler, map_tensors, mesh_of, write_out
@@ -88,7 +87,7 @@ def matrix_dims(name: str, rows: str, shapes: Sequence[torch.Size], left: bool) 
     return labels + [""] * (len(shapes) - len(labels))
 
 
-@lru_cache(maxsize=4096)
+@runtime.memo
 def plan_batch(
     func: Any,
     layouts: tuple[Layout, ...],
@@ -225,7 +224,7 @@ def run_or_fail_on_all(name: str, work: Callable[[], Any], groups: Sequence[Proc
     """Run `work`. If it fails on one rank (a singular matrix), raise on all, since the others would hang."""
     if not groups:
         return work()
-    if trace_state.tracer is not None:
+    if runtime.active.tracer is not None:
         raise NotImplementedError(
             f"{name}: a compiled graph cannot tell other ranks that it failed for a matrix on this rank"
         )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import function_apply, module_hook_function, replace_function_apply, serialize_double_backward
 from ...comm import autograd_collectives
-from ...dispatch import registry
 from ...dispatch.plan import process_groups
 from ...dispatch.registry import as_operand, handler, map_tensors, run_backward, seed_gradient, to_full_tensor
 from ...redistribute import redistribute
@@ -176,11 +176,11 @@ def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
             return _ToPlain.apply(value)
         return value
 
-    registry.bridge_depth += 1
+    runtime.active.bridge_depth += 1
     try:
         out = plain(*[across(a) for a in args], **kwargs)
     finally:
-        registry.bridge_depth -= 1
+        runtime.active.bridge_depth -= 1
     return map_tensors(out, lambda t: wrap(_ToLocal.apply(t), t._layout) if isinstance(t, ShardTensor) else t)
 
 

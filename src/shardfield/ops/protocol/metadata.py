@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..._compat import tensor_getter
-from ...dispatch.registry import HANDLERS, handler
+from ...dispatch.registry import handler, register
 from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
 
@@ -29,7 +29,7 @@ for _name in METHODS:
     handler(_name)(answer_from_local)
 for _name in ATTRIBUTES:
     if (_getter := tensor_getter(_name)) is not None:
-        HANDLERS[_getter] = answer_from_local
+        register(_getter, answer_from_local)
 
 
 @handler("numel")
@@ -67,9 +67,9 @@ def set_data(func, types, args, kwargs):
     target._dtype, target._device = local.dtype, local.device
 
 
-HANDLERS[tensor_getter("nbytes")] = nbytes
-HANDLERS[tensor_getter("data")] = data
-HANDLERS[tensor_getter("data", "__set__")] = set_data
+register(tensor_getter("nbytes"), nbytes)
+register(tensor_getter("data"), data)
+register(tensor_getter("data", "__set__"), set_data)
 
 
 @handler("data_ptr", "storage", "untyped_storage", "storage_offset", "set_", "__dlpack__", "__dlpack_device__")

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ... import runtime
 from ..._compat import dynamo_disable, override_modes, overrides_on
-from ...dispatch.registry import HANDLERS, torch_function
+from ...dispatch.registry import torch_function
 from ...tensor import ShardTensor
 
 # A reflected one, as __radd__, must not be among them: Python would prefer it to the plain operand's own __add__.
@@ -34,7 +35,8 @@ def direct_method(func: Any) -> Callable:
 
 def install_methods() -> None:
     """Give ShardTensor such a method for each of Tensor's that has a handler."""
+    handlers = runtime.active.handlers
     for name in dir(torch.Tensor):
         func = getattr(torch.Tensor, name)
-        if (name in OPERATORS or not name.startswith("_")) and name not in vars(ShardTensor) and func in HANDLERS:
+        if (name in OPERATORS or not name.startswith("_")) and name not in vars(ShardTensor) and func in handlers:
             setattr(ShardTensor, name, direct_method(func))

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import runtime
 from ...comm import autograd_collectives
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import HANDLERS, RULES, rule
+from ...dispatch.registry import rule
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
 from .common import all_reduce_minmax, gather_stacked, reduced_dims, reduced_layout, sharding_axes
@@ -81,4 +82,4 @@ def inf_to_zero(top: Tensor) -> Tensor:
 
 
 for _body in (F.softmax, F.log_softmax):  # their arguments differ; torch's body calls the methods above
-    del HANDLERS[_body], RULES[_body]
+    runtime.active.registry.unregister(_body)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...comm import autograd_collectives
 from ...comm.route import RowRequest, fetch_route
 from ...dispatch.plan import Operand, Plan
-from ...dispatch.registry import HANDLERS, composed, gather_fallback, handler, rule, to_full_tensor
+from ...dispatch.registry import composed, gather_fallback, handler, handler_of, rule, to_full_tensor
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
@@ -141,7 +141,7 @@ def periodic_runs(start: int, length: int, size: int) -> list[RowRequest]:
     return [RowRequest(start, first)] + ([RowRequest(0, length - first, first)] if length > first else [])
 
 
-_roll_dims = HANDLERS[torch.roll]
+_roll_dims = handler_of(torch.roll)
 
 
 @handler("roll")
@@ -209,7 +209,7 @@ def repeat_interleave_int(input: Operand, repeats, dim, *, output_size=None):
     return Plan(local=lambda input: input.repeat_interleave(repeats, dim), layout=layout)
 
 
-_run_interleave_int = HANDLERS[torch.repeat_interleave]
+_run_interleave_int = handler_of(torch.repeat_interleave)
 
 
 @handler("repeat_interleave")

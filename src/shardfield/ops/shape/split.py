@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch.plan import NEW_TENSOR, Operand, Plan, ViewKind
-from ...dispatch.registry import HANDLERS, handler, rule
+from ...dispatch.registry import handler, handler_of, rule
 from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor
@@ -89,7 +89,7 @@ def split(input: Operand, *args, fn, **kwargs):
     )
 
 
-_run_tensor_split = HANDLERS[torch.tensor_split]
+_run_tensor_split = handler_of(torch.tensor_split)
 
 
 @handler("tensor_split")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..._compat import tensor_getter
 from ...dispatch.plan import Operand, Plan, Returns, ViewKind
-from ...dispatch.registry import HANDLERS, composed, rule
+from ...dispatch.registry import composed, register, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
 from ...redistribute import is_local, redistribute
 from .._common.probe import meta_tensor
@@ -272,4 +272,4 @@ def set_real_imag(func, types, args, kwargs):
 
 
 for _name in ("real", "imag"):
-    HANDLERS[tensor_getter(_name, "__set__")] = set_real_imag
+    register(tensor_getter(_name, "__set__"), set_real_imag)

@@ -14,7 +14,7 @@ import torch
 
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
-from ...dispatch.registry import HANDLERS, composed, rule
+from ...dispatch.registry import composed, handler_of, register, rule
 from ...layout import DimSharding
 from ...tensor import ShardTensor
 from .._common.blockwise import move_shard_off
@@ -75,7 +75,7 @@ def _empty_result(fn, input, shape):
     return (zero.real if input.is_complex() and not dtype.is_complex else zero).to(dtype).expand(shape)
 
 
-EAGER = {one: HANDLERS[one] for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)}
+EAGER = {one: handler_of(one) for one in (fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)}
 
 
 def _is_local(input, dims) -> bool:
@@ -133,7 +133,7 @@ def _fft_handler(fft_1d):
 
 
 for _one in EAGER:
-    HANDLERS[_one] = _fft_handler(_one)
+    register(_one, _fft_handler(_one))
 
 
 def _dims(input, s, dim) -> tuple[list[int], list[int | None]]:

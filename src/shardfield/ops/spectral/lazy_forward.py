@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import storage_id
 from ...comm.consensus import Consensus
 from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
-from ...dispatch.write_tracking import EXPOSED_STORAGES, WRITE_OBSERVERS
 from ...errors import ShardingError
 from ...layout import Layout, Origin
 from ...tensor import Deferred, ShardTensor, wrap
@@ -37,7 +37,9 @@ class LazySpectrum(Deferred):
         self, source: ShardTensor, dims, norm, real: bool, is_inverse: bool, layout: Layout, compute: Callable
     ):
         local = source._local_tensor
-        if local.is_inference() and local.untyped_storage() in EXPOSED_STORAGES:  # nobody counts its writes
+        if (
+            local.is_inference() and local.untyped_storage() in runtime.active.exposed_storages
+        ):  # nobody counts its writes
             local = local.clone()
         self.source: ShardTensor | None = wrap(local, source._layout)
         self.dims, self.norm, self.real, self.is_inverse = tuple(dims), norm, real, is_inverse
@@ -48,7 +50,7 @@ class LazySpectrum(Deferred):
         self.local: Tensor | None = None  # the spectrum, once it is taken
         self.version = None if local.is_inference() else local._version
         self.grad_enabled = torch.is_grad_enabled()
-        WRITE_OBSERVERS.add(self)
+        runtime.active.write_observers.add(self)
 
     @property
     def requires_grad(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from ...comm.consensus import Consensus
 from ...layout import Layout, Origin
 from ...tensor import ShardTensor, wrap_deferred
@@ -94,9 +94,9 @@ def _is_assembled(layout: Layout) -> bool:
 
 
 def _is_zeros(x: Tensor) -> bool:
-    if trace_state.tracer is not None:
-        return trace_state.tracer.is_zeros(x)
-    return trace_state.fake_tensors or not x.view(torch.int64).any()  # tensors without data count as zeros
+    if runtime.active.tracer is not None:
+        return runtime.active.tracer.is_zeros(x)
+    return runtime.active.fake_tensors or not x.view(torch.int64).any()  # tensors without data count as zeros
 
 
 def lazy_zeros_like(x: Any, dtype: torch.dtype) -> ShardTensor | None:

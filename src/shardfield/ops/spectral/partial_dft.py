@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import autocast_on
 from ...trace_state import concrete
 
@@ -98,10 +98,13 @@ def _cache_steps(build: Callable[..., list[Step]]) -> Callable[..., list[Step]]:
     are built on the device: a copy from the host on every call would block it.
     """
 
-    @lru_cache(maxsize=256)
     def steps(*key: Any) -> list[Step]:
-        with concrete(), torch.inference_mode(False), torch.no_grad():
-            return build(*key)
+        table = runtime.active.dft_matrices
+        found = table[build, *key]
+        if found is None:
+            with concrete(), torch.inference_mode(False), torch.no_grad():
+                found = table[build, *key] = build(*key)
+        return found
 
     return steps
 

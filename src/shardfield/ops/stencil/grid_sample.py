@@ -9,14 +9,13 @@ sends the gradients of the received cells back to their owners.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime, trace_state
 from ...comm import autograd_collectives, collectives
 from ...comm.route import RowRequest, fetch_route
 from ...dispatch.arguments import as_operand
@@ -79,7 +78,7 @@ def validate(
 # ---------------------------------------------------------------------- layouts
 
 
-@lru_cache(maxsize=1024)
+@runtime.memo
 def align_layouts(field: Layout, grid: Layout) -> Alignment:
     """Choose the layouts that field and grid are redistributed to, and the layout of the result."""
     last = grid.ndim - 1

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import DimSharding, shard_sizes_of
@@ -131,7 +131,7 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
         result = layout.with_dims([*layout.dims[:2], *((DimSharding(n),) for n in out)])
 
         def unsharded(input: Tensor) -> Tensor:
-            if trace_state.tracer is not None:
+            if runtime.active.tracer is not None:
                 raise NotImplementedError(
                     "interpolate of uint8 cannot be traced: a trace rounds unlike torch's kernels"
                 )
@@ -235,7 +235,7 @@ class LocalResample:
         nd = input.ndim - 2
         channels_last = nd > 1 and not input.is_contiguous() and input.is_contiguous(memory_format=CHANNELS_LAST[nd])
         block = self.halo_plan.with_halo(input.to(self.dtype))
-        if self.use_kernel and block.numel() and (trace_state.tracer is None or self._decomposition_matches()):
+        if self.use_kernel and block.numel() and (runtime.active.tracer is None or self._decomposition_matches()):
             return self._run_kernel(block)
         half = self.dtype in HALF_DTYPES and not self.call.mode.startswith("nearest")
         out = block.float() if half else block

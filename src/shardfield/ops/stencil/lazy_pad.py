@@ -10,19 +10,20 @@ read of the local tensor materializes the padded field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import has_saved_tensor_hooks
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand
 from ...dispatch.registry import DeferredHandler, handler
 from ...dispatch.torch_aliases import function_name
-from ...dispatch.write_tracking import WRITE_OBSERVERS, WriteObserver
+from ...dispatch.write_tracking import WriteObserver
 from ...errors import ShardingError
 from ...layout import Layout
 from ...tensor import Deferred, ShardTensor, wrap_deferred
@@ -38,7 +39,7 @@ class LazyPad(Deferred):
     def __init__(self, source: ShardTensor, steps: tuple[tuple, ...], pre_pad: PadSpec, layout: Layout, grad: bool):
         self.source, self.steps, self.pre_pad, self.layout = source, steps, pre_pad, layout
         self.version, self.grad_enabled = source._version, grad
-        WRITE_OBSERVERS.add(self)
+        runtime.active.write_observers.add(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -77,7 +78,7 @@ class SavedInput(WriteObserver):
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor, tensor._version
-        WRITE_OBSERVERS.add(self)
+        runtime.active.write_observers.add(self)
 
     def before_write(self, target: Tensor) -> None:
         if same_memory(target, self.tensor):
@@ -93,7 +94,7 @@ class SavedInput(WriteObserver):
         return self.tensor
 
 
-@lru_cache(4096)
+@runtime.memo
 def _padded_layout(
     layout: Layout, dtype: torch.dtype, device: torch.device, pad: tuple[int, ...], mode: str, value: Any
 ):

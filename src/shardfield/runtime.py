@@ -1,0 +1,305 @@
+"""The state of the process: the registry of rules, the caches of the current world, the active observers.
+
+`runtime.active` is the one mutable module attribute of the package. Read it once per call (`rt = runtime.active`);
+never import it by name, since it is replaced when a new world begins. Plans, layouts and memoized results know process
+groups and the coordinates of this rank, so they belong to one world. A new world gets a new `Runtime`:
+
+- on the first `Layout` on a mesh, when `torch.distributed`'s default group is not the one of the last mesh;
+- in `DistributedManager.cleanup()`;
+- inside `fresh()`, which simulated ranks and tests use.
+
+The `Registry` is shared by all runtimes: users register rules at import, before any world exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary, ref
+
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from ._compat.world import clear_dtensor_caches
+from .errors import ShardingError
+
+F = TypeVar("F", bound=Callable)
+
+PLANS = 4096  # entries of the plan cache that are sure to stay; up to twice as many are held
+
+
+class Cache(dict):
+    """A bounded dict with two generations: `cache[key]` returns the entry or None.
+
+    New and used entries are in the dict itself. When it is full it becomes the old generation, and the one before that
+    is dropped. A lookup in the old generation moves the entry up. So entries in use stay, a hit costs one dict lookup,
+    and memory is bounded when every key is new. Entries must be pure: a miss may not communicate.
+    """
+
+    __slots__ = ("size", "old")
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.old: dict = {}
+
+    def __missing__(self, key: Hashable) -> Any:
+        found = self.old.get(key)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if len(self) >= self.size:
+            self.old = self.copy()
+            self.clear()
+        super().__setitem__(key, value)
+
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Remove all entries whose key is `unwanted`."""
+        for table in (self, self.old):
+            for key in [key for key in table if unwanted(key)]:
+                del table[key]
+
+
+class Registry:
+    """Handlers of torch functions, by function object. Process-wide; `version` counts the changes."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[Any, Callable] = {}
+        self.rules: dict[Any, Callable] = {}  # function -> the planner or handler written for it
+        self.named: dict[str, Callable] = {}  # users' handlers of functions given by name
+        self.dispatch_handlers: dict[Any, Callable] = {}  # users' handlers of aten operators
+        self.elementwise: Callable | None = None  # the handler of functions that map single elements
+        # Functions of the dispatcher that ShardTensor calls; dispatch/registry.py, which is built on it, sets them.
+        self.resolve: Callable[[Any], Callable] | Any = None
+        self.torch_dispatch: Callable[..., Any] | Any = None
+        self.run_backward: Callable[..., None] | Any = None
+        self.version = 0
+        self._runtimes: WeakSet[Runtime] = WeakSet()
+
+    def register(self, func: Any, handler: Callable, rule: Callable | None = None) -> None:
+        """Set the handler of `func` and drop what was planned for it."""
+        self.handlers[func] = handler
+        if rule is not None:
+            self.rules[func] = rule
+        self.changed(func)
+
+    def register_named(self, name: str, handler: Callable) -> None:
+        """Set the handler of the function with this name."""
+        self.named[name] = handler
+        self.changed()
+
+    def register_dispatch(self, op: Any, handler: Callable) -> None:
+        """Set the handler of an aten operator."""
+        self.dispatch_handlers[op] = handler
+        self.changed(op)
+
+    def unregister(self, func: Any) -> None:
+        """Remove the handler and the rule of `func`."""
+        del self.handlers[func], self.rules[func]
+        self.changed(func)
+
+    def changed(self, func: Any = None) -> None:
+        """Have all runtimes drop the plans of `func`, and what functions without a handler resolved to."""
+        self.version += 1
+        for runtime in list(self._runtimes):
+            runtime.forget(func)
+
+    def copy(self) -> Registry:
+        """Return an independent registry with the same entries, for tests that register."""
+        made = Registry()
+        made.handlers, made.rules, made.named = dict(self.handlers), dict(self.rules), dict(self.named)
+        made.dispatch_handlers, made.elementwise = dict(self.dispatch_handlers), self.elementwise
+        made.resolve, made.torch_dispatch, made.run_backward = self.resolve, self.torch_dispatch, self.run_backward
+        return made
+
+
+class MeshState:
+    """The layouts of one mesh in one world. Equal meshes share it; `mesh` is the first of them."""
+
+    __slots__ = ("mesh", "layouts", "replicated")
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+        self.layouts: WeakValueDictionary[tuple, Any] = WeakValueDictionary()  # (dims, partial) -> Layout
+        self.replicated = Cache(1024)  # shape -> Layout
+
+
+# Set by context managers; a new world keeps them.
+_OBSERVERS = (
+    "observer", "strict_depth", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
+    "transport_override", "before_collective",
+)  # fmt: skip
+# Keyed weakly by tensors, which may outlive a world.
+_BY_TENSOR = ("write_observers", "exposed_storages", "reduce_hooks")
+
+
+class Runtime:
+    """All mutable state of one world.
+
+    Observers, off by default:
+        observer: the Report or lockstep check that runs every call. strict_depth: open `strict()` contexts.
+        meter: called as `meter(kind, messages, bytes)` for everything this rank sends. tag: the call for which
+        messages are sent; collectives keep it for their backward. on_send: called with the ids of a compiled
+        program's calls before it sends a message for them. tracer: records collectives while a program is traced.
+        fake_tensors: tensors have no data. bridge_depth: depth inside users' autograd.Functions on ShardTensors.
+        transport_override: carries all messages. before_collective: called with the group before each message.
+
+    Tables by tensor, kept over worlds:
+        write_observers: lazy values that alias a tensor and take a snapshot before it is written.
+        exposed_storages: storages of inference tensors that code outside the package can write.
+        reduce_hooks: parameter -> {name of a group: hook that sums its gradient}.
+
+    Of this world:
+        plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name.
+        readers: (function, argument types) -> ArgumentReader. resolved: handlers of functions without an entry.
+        dft_matrices: DFT matrices on their device.
+        exchange_lists: index tensor -> (version, {request: lists}). A miss communicates: never evicted.
+        transports: (group, device type) -> Transport; the choice is a collective: never evicted.
+        transports_by_backend: (backend class, device type) -> Transport.
+        deferring_groups: groups over which a wrapper averages gradients. trace_counts: group -> joint traces.
+        in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
+    """
+
+    __slots__ = (
+        *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "world", "meshes", "mesh_states", "ended_meshes",
+        "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
+        "deferring_groups", "trace_counts", "in_flight", "tokens", "warned", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, registry: Registry):
+        self.registry, self.handlers = registry, registry.handlers
+        registry._runtimes.add(self)
+        self.observer: Any = None
+        self.strict_depth = 0
+        self.meter: Callable[[str, int, int], None] | None = None
+        self.tag: Any = None
+        self.on_send: Callable | None = None
+        self.tracer: Any = None
+        self.fake_tensors = False
+        self.bridge_depth = 0
+        self.transport_override: Any = None
+        self.before_collective: Callable[[dist.ProcessGroup], None] | None = None
+        self.write_observers: WeakSet[Any] = WeakSet()
+        self.exposed_storages: WeakSet[Any] = WeakSet()
+        self.reduce_hooks: Any = WeakTensorKeyDictionary()
+        self.world: ref[Any] | None = None  # the default group; weak, to let the threads of a destroyed one end
+        self.meshes = Cache(256)  # id(mesh) -> (mesh, MeshState)
+        self.mesh_states: dict[Any, MeshState] = {}  # by value: equal meshes share groups
+        self.ended_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.plans = Cache(PLANS)
+        self.readers = Cache(1024)
+        self.resolved = Cache(1024)
+        self.dft_matrices = Cache(256)
+        self.exchange_lists: Any = WeakIdKeyDictionary()
+        self.transports: dict[tuple[dist.ProcessGroup, str], Any] = {}
+        self.transports_by_backend: dict[tuple[type, str], Any] = {}
+        self.deferring_groups: set[dist.ProcessGroup] = set()
+        self.trace_counts: dict[str, int] = {}
+        self.in_flight: dict[int, Any] = {}
+        self.tokens = itertools.count(1)
+        self.warned: set[str] = set()
+
+    def forget(self, func: Any) -> None:
+        """Drop what was planned for `func` and what functions without a handler resolved to."""
+        if not (self.resolved or self.readers or self.plans):
+            return  # as while the package registers its own rules
+        self.resolved = Cache(self.resolved.size)
+        self.readers.drop(lambda key: key[0] is func)
+        self.plans.drop(lambda key: any(part is func for part in key) or getattr(key[0], "func", self) is func)
+
+    def successor(self, registry: Registry | None = None) -> Runtime:
+        """Return an empty Runtime with the same registry, unless given, observers and tables by tensor."""
+        made = Runtime(registry or self.registry)
+        for name in (*_OBSERVERS, *_BY_TENSOR):
+            setattr(made, name, getattr(self, name))
+        return made
+
+
+active: Runtime = Runtime(Registry())
+
+
+def mesh_state(mesh: Any) -> MeshState:
+    """Return the state of a mesh; begin a new Runtime if the mesh is the first one of another world."""
+    seen = active.meshes[id(mesh)]
+    return seen[1] if seen is not None else _first_sight(mesh)
+
+
+def _first_sight(mesh: Any) -> MeshState:
+    world = dist.group.WORLD
+    if active.world is not None and active.world() is not world:
+        renew()
+    runtime = active
+    if runtime.world is None and world is not None:
+        runtime.world = ref(world)
+    if runtime.ended_meshes.get(id(mesh)) is mesh:
+        raise ShardingError(f"{mesh} belongs to a world that has ended: make a new mesh and new ShardTensors")
+    state = runtime.mesh_states.get(mesh)
+    if state is None:
+        state = runtime.mesh_states[mesh] = MeshState(mesh)
+    runtime.meshes[id(mesh)] = (mesh, state)  # holds the mesh, so that no other gets its id
+    return state
+
+
+def renew() -> None:
+    """Begin a new world: `active` becomes an empty Runtime, and the meshes of the former one are refused."""
+    global active
+    before = active
+    active = before.successor()
+    active.ended_meshes.update(before.ended_meshes)
+    for state in before.mesh_states.values():
+        active.ended_meshes[id(state.mesh)] = state.mesh
+    clear_dtensor_caches()  # DTensor finds the groups of an ended world by an equal mesh
+
+
+def world_ended() -> bool:
+    """Return True if the world that the active Runtime belongs to is no more."""
+    return active.world is not None and active.world() is not dist.group.WORLD
+
+
+@contextmanager
+def fresh(*, registry: Registry | None = None, **fields: Any) -> Iterator[Runtime]:
+    """Run the body with a Runtime of its own, with these `fields`; the former one is active again after it."""
+    global active
+    before = active
+    active = before.successor(registry)
+    for name, value in fields.items():
+        setattr(active, name, value)
+    try:
+        yield active
+    finally:
+        active = before
+
+
+@contextmanager
+def observing(**fields: Any) -> Iterator[None]:
+    """Set observers inside the body. They are restored on the Runtime they were set on, and on its successor."""
+    first = active
+    before = {name: getattr(first, name) for name in fields}
+    for name, value in fields.items():
+        setattr(first, name, value)
+    try:
+        yield
+    finally:
+        for runtime in {first, active}:
+            for name, value in before.items():
+                setattr(runtime, name, value)
+
+
+def memo(function: F) -> F:
+    """Keep results of a pure function of positional, hashable arguments in the plan cache."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        plans = active.plans
+        key = (function, *args)
+        found = plans[key]
+        if found is None:
+            found = plans[key] = function(*args)
+        return found
+
+    return call  # type: ignore[return-value]
