@@ -306,11 +306,13 @@ class Layout:
         (factor,) = self.dims[dim]
         return factor.shard_sizes or (factor.size,)
 
-    @cached_property
+    @property
     def bare(self) -> Layout:
         """The same layout without origins. Two layouts place data equally if they have the same `bare` one."""
-        if not self.has_origins:
-            return self
+        return self._without_origins if self.has_origins else self  # not cached: a layout must not refer to itself
+
+    @cached_property
+    def _without_origins(self) -> Layout:
         return self.with_dims([[f.with_origins() for f in d] for d in self.dims])
 
     def origins(self, dim: int) -> tuple[Origin, ...]:

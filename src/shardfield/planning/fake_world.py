@@ -14,8 +14,6 @@ from .._compat.fake import fast_fsdp_chunks, start_fake_world
 from .._compat.world import clear_dtensor_caches
 from ..comm import transport
 from ..errors import ShardfieldError
-from ..ops.indexing import result_placement
-from ..ops.spectral import lazy_forward
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
         )
     if not 0 <= rank < world_size:
         raise ShardfieldError(f"simulated: there is no rank {rank} in a world of {world_size}")
-    _clear_tables()
+    clear_dtensor_caches()
     hook = sys.excepthook  # torch replaces it for good by one that names the rank
     start_fake_world(rank, world_size)
     try:
@@ -48,7 +46,7 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
-        _clear_tables()
+        clear_dtensor_caches()
 
 
 @contextmanager
@@ -60,10 +58,3 @@ def without_data() -> Iterator[None]:
     """
     with runtime.observing(fake_tensors=True), fast_fsdp_chunks(), _without_data():
         yield
-
-
-def _clear_tables() -> None:
-    """Empty the tables that are keyed by meshes and not owned by a Runtime: an equal mesh would find their entries."""
-    clear_dtensor_caches()
-    lazy_forward.FIELD_LAYOUTS.clear()
-    result_placement._SHARDING_BY_SIZE.clear()
