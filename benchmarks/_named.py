@@ -1,4 +1,4 @@
-"""Run the benchmark that this file is named after: the others here are links to it.
+"""Run the benchmark that this file is named after. The other files in this folder are symbolic links to it.
 
 `python benchmarks/halo.py --quick` is `shardfield bench halo --quick`.
 """

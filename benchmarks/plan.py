@@ -1,13 +1,13 @@
-"""Does a plan's step time hold on real ranks? Predicted and measured, for gloo ranks on this machine.
+"""Compare the step times that `shardfield plan` predicts with measured ones, for gloo ranks on this machine.
 
-    OMP_NUM_THREADS=1 python benchmarks/dispatch/plan.py [--json FILE] [--rounds 7]
+    OMP_NUM_THREADS=1 python benchmarks/plan.py [--json FILE] [--rounds 7]
 
-Predicted: the computation of a rank, measured in processes that send nothing, as many at a time as there are ranks,
-which share cores and caches as ranks do; and what its messages cost, from the time that calls of each kind take among
-as many ranks, and among pairs of them at once, with few and with many bytes. gloo's messages are carried by the same
-cores, so nothing is taken to hide. The shortest of several rounds is compared, each as long as its slowest rank takes:
-what else runs on a machine only ever adds. On a busy machine ranks wait for each other's turns; then --cpu tells more:
-processor seconds of a rank, predicted from processor seconds.
+The predicted time has two parts. Computation is timed in processes that do not communicate; as many run at a time as
+there are ranks, so that they share cores and caches as ranks do. Messages are timed by collectives of each kind, among
+all ranks and among pairs of ranks at the same time, with few and with many bytes. gloo uses the same cores, so no
+overlap is assumed. A round takes as long as its slowest rank, and the shortest of several rounds is compared, since
+other load on the machine only adds time. On a busy machine, ranks wait for a core; then use --cpu, which compares
+CPU seconds of a rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "darcy_tfno": {"resolution": 128, "width": 32, "modes": 16, "layers": 4, "batch_size": 4},
 }
 MESHES = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (1, 2, 2)]}
-FEW, MANY = 64, 1 << 20  # numbers in a message
+FEW, MANY = 64, 1 << 20  # elements of a message
 
 
 def subject(name: str) -> Subject:
@@ -51,46 +51,46 @@ def subject(name: str) -> Subject:
 
 
 def shortest(call: Callable[[], Any], rounds: int, clock: Callable[[], float]) -> float:
-    """Seconds until the slowest rank is done, of the quickest round."""
+    """Return the seconds of the fastest round; a round takes as long as its slowest rank."""
     times = []
     for i in range(rounds + 2):
         dist.barrier()
-        begun = clock()
+        start = clock()
         call()
-        taken = torch.tensor(clock() - begun, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        seconds = torch.tensor(clock() - start, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
         if i > 1:
-            times.append(taken.item())
+            times.append(seconds.item())
     return min(times)
 
 
-Told = dict[str, dict[int, tuple[float, float]]]  # kind of call, how many take part: (latency, bandwidth)
+LinkTimes = dict[str, dict[int, tuple[float, float]]]  # kind -> number of ranks -> (latency, bandwidth)
 
 
-def links(rounds: int, clock: Callable[[], float]) -> Told:
-    """On a rank: what a call of each kind takes among all ranks and among pairs, as the bytes it sends are counted.
+def measure_links(rounds: int, clock: Callable[[], float]) -> LinkTimes:
+    """Measure latency and bandwidth of each kind of collective, among all ranks and among pairs. Runs on every rank.
 
-    An exchange goes by how many peers it has. Calls are made between two convolutions, and what these take by
-    themselves is taken off: a rank that has waited finds its caches cold.
+    An exchange is keyed by its number of peers. Each call stands between two convolutions, whose own time is
+    subtracted: after waiting for a message, a rank computes with cold caches, and that time belongs to the message.
     """
     warnings.simplefilter("ignore")
     ranks = dist.get_world_size()
     pairs = [dist.new_group([a, a + 1]) for a in range(0, ranks, 2)]
-    found = taken(pairs[dist.get_rank() // 2], rounds, clock)
+    links = measure_group(pairs[dist.get_rank() // 2], rounds, clock)
     if ranks > 2:
         assert dist.group.WORLD is not None
-        for kind, told in taken(dist.group.WORLD, rounds, clock).items():
-            found[kind] |= told
-    return found
+        for kind, of_world in measure_group(dist.group.WORLD, rounds, clock).items():
+            links[kind] |= of_world
+    return links
 
 
-def taken(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> Told:
+def measure_group(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> LinkTimes:
     size, rank = group.size(), group.rank()
-    near = {(rank + 1) % size, (rank - 1) % size}
+    neighbors = {(rank + 1) % size, (rank - 1) % size}
 
-    def neighbours(n: int) -> tuple[Callable[[], Any], float]:
-        sends = [torch.zeros(n if c in near else 0) for c in range(size)]
-        return lambda: collectives.exchange(sends, [t.shape for t in sends], group), 4 * n * len(near)
+    def exchange(n: int) -> tuple[Callable[[], Any], float]:
+        sends = [torch.zeros(n if c in neighbors else 0) for c in range(size)]
+        return lambda: collectives.exchange(sends, [t.shape for t in sends], group), 4 * n * len(neighbors)
 
     def all_reduce(n: int) -> tuple[Callable[[], Any], float]:
         x = torch.zeros(n)
@@ -115,29 +115,31 @@ def taken(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> 
 
         return run
 
-    found: Told = {}
-    kinds = {"exchange": neighbours, "all_reduce": all_reduce, "all_gather": all_gather}
+    links: LinkTimes = {}
+    kinds = {"exchange": exchange, "all_reduce": all_reduce, "all_gather": all_gather}
     kinds["reduce_scatter"] = reduce_scatter
     base = shortest(between(None), 4 * rounds, clock)
     for kind, make in kinds.items():
-        (few, low), (many, high) = make(FEW), make(MANY)
-        quick, slow = shortest(between(few), 4 * rounds, clock), shortest(between(many), rounds, clock)
-        told = max(quick - base, 1e-6), (high - low) / max(slow - quick, 1e-9)
-        found[kind] = {len(near) if kind == "exchange" else size: told}
-    return found
+        (small, small_bytes), (large, large_bytes) = make(FEW), make(MANY)
+        fast, slow = shortest(between(small), 4 * rounds, clock), shortest(between(large), rounds, clock)
+        link = max(fast - base, 1e-6), (large_bytes - small_bytes) / max(slow - fast, 1e-9)
+        links[kind] = {len(neighbors) if kind == "exchange" else size: link}
+    return links
 
 
-def real(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], float]) -> float:
-    """On a rank: seconds of a step."""
+def time_real_step(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of a step with communication. Runs on every rank."""
     warnings.simplefilter("ignore")
     clear_caches()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", *DOMAIN_AXES[: len(shape) - 1]))
-    return shortest(Step(subject(name), mesh).take, rounds, clock)
+    return shortest(Step(subject(name), mesh).run, rounds, clock)
 
 
-def silent(name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Callable[[], float]) -> list[float]:
-    """In a process of its own: seconds of a rank's step that sends nothing, round by round."""
+def time_local_step(
+    name: str, shape: tuple[int, ...], rank: int, rounds: int, clock: Callable[[], float]
+) -> list[float]:
+    """Return the seconds of a rank's step without communication, by round. Runs in its own process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     return time_step(subject(name), shape, rank, rounds, clock)
@@ -148,47 +150,50 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--cpu", action="store_true", help="processor seconds, not those of the clock")
+    parser.add_argument("--cpu", action="store_true", help="compare CPU seconds instead of wall-clock seconds")
     parser.add_argument("--models", nargs="*", default=list(SIZES))
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    clock = time.process_time if given.cpu else time.perf_counter
+    clock = time.process_time if options.cpu else time.perf_counter
     pool = ProcessPoolExecutor(max(MESHES), get_context("spawn"))
     cores = len(os.sched_getaffinity(0))
     rows = []
     print(f"{'model':<11} {'mesh':<10} {'computes':>10} {'messages':>9} {'predicted':>10} {'measured':>10}  ratio")
     for ranks, shapes in MESHES.items():
-        found = run_on_ranks(links, ranks, given.rounds, clock, timeout=600)[0]
-        calls = {kind: {n: Link(*link) for n, link in by_count.items()} for kind, by_count in found.items()}
+        links = run_on_ranks(measure_links, ranks, options.rounds, clock, timeout=600)[0]
+        calls = {kind: {n: Link(*link) for n, link in by_count.items()} for kind, by_count in links.items()}
         network = Network(calls["exchange"][1], calls=calls, beside=False)
-        for name in given.models:
+        for name in options.models:
             for shape in shapes:
                 rank = representative_ranks(shape)[0]
-                taken, alone = [], []
-                for _ in range(given.turns):  # in turns, so that a busy machine slows both
-                    taken.append(run_on_ranks(real, ranks, name, shape, given.rounds, clock, timeout=600)[0])
-                    told = [pool.submit(silent, name, shape, r, given.rounds, clock) for r in range(ranks)]
-                    alone += map(max, zip(*(t.result() for t in told), strict=True))  # the slowest rank ends a round
-                cost = predict(count(subject(name), shape, rank), DEVICES["h200"], network, min(alone))
+                measured, local = [], []
+                for _ in range(options.turns):  # interleaved, so that other load affects both
+                    times = run_on_ranks(time_real_step, ranks, name, shape, options.rounds, clock, timeout=600)
+                    measured.append(times[0])
+                    futures = [
+                        pool.submit(time_local_step, name, shape, r, options.rounds, clock) for r in range(ranks)
+                    ]
+                    local += map(max, zip(*(f.result() for f in futures), strict=True))  # the slowest rank of a round
+                cost = predict(count(subject(name), shape, rank), DEVICES["h200"], network, min(local))
                 row = {
                     "model": name,
                     "mesh": shape,
                     "predicted": cost.seconds,
-                    "measured": min(taken),
+                    "measured": min(measured),
                     "computes": cost.compute,
                 }
                 rows.append({**row, "load": os.getloadavg()[0]})
                 mesh = " x ".join(map(str, shape))
                 print(
                     f"{name:<11} {mesh:<10} {cost.compute * 1e3:8.1f}ms {(cost.seconds - cost.compute) * 1e3:7.1f}ms "
-                    f"{cost.seconds * 1e3:8.1f}ms {min(taken) * 1e3:8.1f}ms  {cost.seconds / min(taken):.2f}",
+                    f"{cost.seconds * 1e3:8.1f}ms {min(measured) * 1e3:8.1f}ms  {cost.seconds / min(measured):.2f}",
                     flush=True,
                 )
     within = sum(0.8 <= r["predicted"] / r["measured"] <= 1.2 for r in rows)
     print(f"{within} of {len(rows)} within 20%; load {os.getloadavg()[0]:.1f} on {cores} cores")
-    if given.json:
-        with open(given.json, "w") as file:
+    if options.json:
+        with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)
 
 

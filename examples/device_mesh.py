@@ -1,4 +1,4 @@
-"""The 2-D set-up of device_mesh_2d.py in two lines.
+"""Create the process groups of device_mesh_2d.py in two lines, with a DeviceMesh.
 
 torchrun --standalone --nproc-per-node 8 examples/device_mesh.py
 """

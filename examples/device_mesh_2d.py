@@ -1,4 +1,4 @@
-"""A 2-D set-up of process groups by hand, which is what a DeviceMesh saves (device_mesh.py does it in two lines).
+"""Create 2-D process groups by hand. device_mesh.py does the same in two lines, with a DeviceMesh.
 
 torchrun --standalone --nproc-per-node 8 examples/device_mesh_2d.py
 """

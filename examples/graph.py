@@ -1,4 +1,4 @@
-"""A graph network on a mesh in pieces: each rank has some nodes and the edges that end there.
+"""Train a graph network on a sharded graph: each rank has some nodes, and the edges whose target they are.
 
 torchrun --nproc-per-node 2 examples/graph.py
 """
@@ -11,7 +11,7 @@ from shardfield.distributed import DistributedManager
 
 
 class Block(nn.Module):
-    """Edges learn from the nodes at their ends, nodes from the sum of their edges: plain torch, nothing about ranks."""
+    """Update edges from their two nodes, and nodes from the sum of their edges: plain torch, no distributed code."""
 
     def __init__(self, width):
         super().__init__()
@@ -45,29 +45,29 @@ def main():
     mesh = dm.initialize_mesh((-1,), mesh_dim_names=["domain"])
     torch.manual_seed(0)
     cloud = torch.rand(1501, 3, device=dm.device)
-    _, points = partition_points(cloud, mesh)  # compact pieces: most neighbours are on the same rank
-    source, _ = knn(points, points, 6)  # cut as the points are
-    edges_here = torch.arange(points.shape[0] * 6, device=dm.device) // 6
-    edge_index = torch.stack([source.reshape(-1), edges_here])  # (2, edges): an edge lies where it ends
-    wanted = (points * 6).sin().sum(1, keepdim=True)
+    _, points = partition_points(cloud, mesh)  # compact shards: most neighbors are on the same rank
+    source, _ = knn(points, points, 6)  # sharded like the points
+    target = torch.arange(points.shape[0] * 6, device=dm.device) // 6
+    edge_index = torch.stack([source.reshape(-1), target])  # (2, edges): an edge is on the rank of its target
+    labels = (points * 6).sin().sum(1, keepdim=True)
 
     model, losses = Net().to(dm.device), []
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(10):
         with explain() as report:
-            loss = (model(points, edge_index) - wanted).square().mean()
+            loss = (model(points, edge_index) - labels).square().mean()
             loss.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        alone = model(points.full_tensor(), edge_index.full_tensor())
-        agrees = torch.allclose(model(points, edge_index).full_tensor(), alone, atol=1e-4)
-    taken = [r for r in report.rows if "kept lists" in r.ending]
-    share = max(r.bytes for r in taken) / (points.shape[0] * 16 * 4)
+        expected = model(points.full_tensor(), edge_index.full_tensor())
+        agrees = torch.allclose(model(points, edge_index).full_tensor(), expected, atol=1e-4)
+    cached = [r for r in report.rows if "kept lists" in r.ending]
+    fraction = max(r.bytes for r in cached) / (points.shape[0] * 16 * 4)
     if dm.rank == 0:
         print(f"{mesh.size()} ranks, {edge_index.shape[1]} edges: loss {losses[0]:.2f} to {losses[-1]:.2f}")
-        print(f"{len(taken)} calls by kept lists, each sends {share:.0%} of the nodes at most; agrees: {agrees}")
+        print(f"{len(cached)} calls use cached lists; each sends at most {fraction:.0%} of the nodes; agrees: {agrees}")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ mesh_2d = init_device_mesh(device_type, (2, 4))
 device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 model = FSDP(ToyModel(), device_mesh=mesh_2d, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=device)
 
-# One step, each rank on a batch of its own.
+# One training step; each rank has its own batch.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.randn(8, 10, device=device)).square().mean().backward()
 optimizer.step()
 
-held = sum(p.numel() for p in model.parameters())
+num_local = sum(p.numel() for p in model.parameters())
 norm = model.clip_grad_norm_(float("inf")).item()
-print(f"rank={dist.get_rank()} holds {held} of 165 parameters, gradient norm {norm:.6f}")
+print(f"rank={dist.get_rank()} holds {num_local} of 165 parameters, gradient norm {norm:.6f}")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Example 2 of "new layers": nearest neighbours by brute force: one device, plain broadcasting, and a ring.
+"""Example 2 of "new layers": nearest neighbors by brute force, on one device, by broadcasting, and with a ring.
 
 torchrun --nproc-per-node 2 examples/knn.py --ring
 """
@@ -15,8 +15,8 @@ from shardfield.distributed.shard_utils.ring import RingPassingConfig, perform_r
 
 
 def knn(x, y, k):
-    """The k nearest points of x (n, 3) for each of y (m, 3): distances and indices."""
-    # These lines tell torch about a function it does not know: on ShardTensors it goes to the registered handler.
+    """Return distances and indices of the k nearest points of x (n, 3) for each point of y (m, 3)."""
+    # Make this function overridable like a torch function: ShardTensors are dispatched to the registered handler.
     if has_torch_function((x, y)):
         return handle_torch_function(knn, (x, y), x, y, k)
     return brute_force(x, y, k)
@@ -28,7 +28,7 @@ def brute_force(x, y, k):
 
 
 def knn_ring(func, types, args, kwargs):
-    """Keep the queries, pass the points around: never more than one block of them at a time."""
+    """Pass the points around a ring, while the queries stay. A rank holds one block of points at a time."""
     (x, y, k), mesh = args, args[0]._spec.mesh
     ring = RingPassingConfig(mesh_dim=0, mesh_size=mesh.size(0), ring_direction="forward", communication_method="p2p")
     shapes = x._spec.sharding_shapes()[0]
@@ -69,8 +69,8 @@ def main():
     ms = (time.perf_counter() - start) * 1e3
     agree = torch.allclose(distance.full_tensor(), knn(a, b, args.k)[0])
     if dm.rank == 0:
-        how = "ring" if args.ring else "broadcasting"
-        print(how, tuple(index.shape), index.placements, f"agrees: {agree}, {ms:.1f} ms")
+        method = "ring" if args.ring else "broadcasting"
+        print(method, tuple(index.shape), index.placements, f"agrees: {agree}, {ms:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the layout does when two sharded point clouds are broadcast against each other.
+"""Broadcast two sharded point clouds against each other, and show the placements of the result.
 
 torchrun --nproc-per-node 2 examples/reshape_subtract.py
 """
@@ -25,13 +25,13 @@ def main(n_points=234_567, n_targets=12_345, subtract=(2_000, 300)):
     show("a_sharded", a_sharded)
     show("b_sharded", b_sharded)
 
-    # The new dim of size 1 moves a's cut to dim 1; b's stays on dim 0.
+    # With the new dim of size 1, a is sharded along dim 1, and b still along dim 0.
     a_sharded, b_sharded = a_sharded[None, :, :], b_sharded[:, None, :]
     show("a_sharded", a_sharded)
     show("b_sharded", b_sharded)
 
-    # One mesh axis can cut one dim of the result: the larger operand keeps its cut and the smaller travels. (On a
-    # part of the clouds: the whole displacement field would take 32 GB.)
+    # One mesh axis can shard only one dim of the result: the larger operand keeps its sharding, and the smaller one is
+    # redistributed. (Slices of the clouds are used: the full displacement field would take 32 GB.)
     distance_vec = a_sharded[:, : subtract[0]] - b_sharded[: subtract[1]]
     show("distance_vec", distance_vec)
 

@@ -1,4 +1,4 @@
-"""A TFNO of neuraloperator, unmodified, on a field that is cut into rows: what it gives and what it sends.
+"""Run an unmodified TFNO of neuraloperator on a field that is sharded along its rows; print results and bytes sent.
 
 torchrun --nproc-per-node 2 examples/tfno.py
 """
@@ -30,13 +30,13 @@ def main() -> None:
         out = model(x)
         loss = LpLoss(d=2)(out, y)
         loss.backward()
-    alone = LpLoss(d=2)(model(field), target)
+    single = LpLoss(d=2)(model(field), target)
     sent: Counter[str] = Counter()
     for row in report.rows:
         if row.bytes and row.module:
             sent[row.module.split("/")[-1]] += row.bytes
     print(f"rank {manager.rank}: {tuple(out.to_local().shape)} of {tuple(out.shape)}, {out.placements}")
-    print(f"rank {manager.rank}: loss {loss.item():.4f}, on one device {alone.item():.4f}; forward bytes {dict(sent)}")
+    print(f"rank {manager.rank}: loss {loss.item():.4f}, on one device {single.item():.4f}; forward bytes {dict(sent)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scaling TFNO training with Fully Sharded Data Parallel (FSDP): a rank has a share of the samples and of the model.
+"""Scaling TFNO training with Fully Sharded Data Parallel (FSDP): samples and parameters are sharded over the ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/tfno_fsdp.py
 """
@@ -18,11 +18,11 @@ from shardfield.train import real_pairs
 
 
 def load_darcy_flow_small(mesh, n_train, batch_size, test_resolutions, n_tests):
-    """Samples that are made on first use, dealt out to the ranks, and what puts them at mean 0 and deviation 1."""
+    """Return train and test loaders and normalizers. Samples are generated on first use and sharded over the ranks."""
 
-    def loader(n, resolution, start, **how):
+    def loader(n, resolution, start, **options):
         darcy = Darcy(n, resolution=resolution, fine=91, start=start, cache="cache").prepare(mesh)
-        return ShardedLoader(darcy, batch_size, mesh, **how)
+        return ShardedLoader(darcy, batch_size, mesh, **options)
 
     train_loader = loader(n_train, test_resolutions[0], 0, drop_last=True)
     test_loaders = {r: loader(n, r, n_train, shuffle=False) for r, n in zip(test_resolutions, n_tests, strict=True)}
@@ -37,7 +37,7 @@ def benchmark(rank, args, world_size):
     )
     torch.manual_seed(0)
     model = TFNO(n_modes=(12, 12), hidden_channels=16, in_channels=1, out_channels=1, factorization="tucker", rank=0.42)
-    model = real_pairs(model.to(device))  # FSDP wants parameters of one dtype, and spectral weights are complex
+    model = real_pairs(model.to(device))  # FSDP needs parameters of one dtype, and spectral weights are complex
     n_params = count_model_params(model)
     model = FullyShardedDataParallel(model, device_id=device)
 
@@ -59,12 +59,12 @@ def benchmark(rank, args, world_size):
         model.eval()
         for resolution, loader in test_loaders.items():
             with torch.no_grad():  # each loss is a sum over samples
-                found = [[loss(predict(s), s["y"]) for loss in eval_losses.values()] for s in loader.sweep()]
-            sums = torch.tensor(found, device=device).sum(0)
+                losses = [[loss(predict(s), s["y"]) for loss in eval_losses.values()] for s in loader.sweep()]
+            sums = torch.tensor(losses, device=device).sum(0)
             torch.distributed.all_reduce(sums)
             if rank == 0:
-                told = [f"{name} {v / len(loader.dataset):.4f}" for name, v in zip(eval_losses, sums, strict=True)]
-                print(f"epoch {epoch}, {resolution} x {resolution}:", *told)
+                means = [f"{name} {v / len(loader.dataset):.4f}" for name, v in zip(eval_losses, sums, strict=True)]
+                print(f"epoch {epoch}, {resolution} x {resolution}:", *means)
     print(f"rank {rank} holds {sum(p.numel() for p in model.parameters())} of {n_params} parameters")
 
 

@@ -37,9 +37,9 @@ class SimpleCNN(nn.Module):
 def create_sample_data(batch_size=32, height=32, width=64):
     data = torch.randn(batch_size, 3, height, width, device=dm.device)
     labels = torch.randint(0, 10, (batch_size,), device=dm.device)
-    # Each rank has made its own rows of the images: together they are 2 x height of them.
+    # Each rank creates its own rows of the images; the global images have 2 x height rows.
     data = ShardTensor.from_local(data, device_mesh=spatial_mesh, placements=(Shard(2),))
-    # For the labels, we can leverage DTensor to distribute them: all take those of the first rank.
+    # DTensor distributes the labels: all ranks receive those of the first rank.
     labels = ShardTensor.from_dtensor(distribute_tensor(labels, device_mesh=spatial_mesh, placements=(Replicate(),)))
     return data, labels
 

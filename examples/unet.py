@@ -1,4 +1,4 @@
-"""An unmodified UNet on a field cut into tiles: the same loss and gradients as on one process.
+"""Run an unmodified UNet on a field that is sharded along height and width; compare with one process.
 
 torchrun --standalone --nproc-per-node 4 examples/unet.py
 """
@@ -29,7 +29,7 @@ class UNet(nn.Module):
 
 DistributedManager.initialize()
 dm = DistributedManager()
-# Four ranks lie 2 x 2 over the field; with another number, they cut its rows alone.
+# Four ranks shard the field as 2 x 2; any other number shards its rows only.
 mesh = dm.initialize_mesh((2, 2) if dm.world_size == 4 else (-1, 1), mesh_dim_names=("h", "w"))
 
 torch.manual_seed(0)
@@ -38,16 +38,17 @@ sync_module_over_mesh(model, mesh)
 image = torch.randn(1, 3, 96, 128, device=dm.device)
 field = scatter_tensor(image, 0, mesh, (Shard(2), Shard(3)))
 
-with explain() as report, strict():  # strict: nothing may be gathered
+with explain() as report, strict():  # strict: a fallback to a gather raises
     loss = model(field).square().mean()
     loss.backward()
 
-one = UNet().to(dm.device)
-one.load_state_dict(model.state_dict())
-expected = one(image).square().mean()
+reference = UNet().to(dm.device)
+reference.load_state_dict(model.state_dict())
+expected = reference(image).square().mean()
 expected.backward()
-off = max((p.grad - q.grad).abs().max().item() for p, q in zip(model.parameters(), one.parameters(), strict=True))
-value = loss.item()  # the ranks' parts are summed here: all of them must ask
+pairs = zip(model.parameters(), reference.parameters(), strict=True)
+error = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+value = loss.item()  # reduces the partial sums of all ranks: every rank must call it
 if dm.rank == 0:
     print(report)
-    print(f"loss {value:.6f}, alone {expected.item():.6f}; gradients within 1e-5: {off < 1e-5}")
+    print(f"loss {value:.6f}, on one process {expected.item():.6f}; gradients within 1e-5: {error < 1e-5}")

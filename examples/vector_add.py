@@ -1,4 +1,4 @@
-"""Example 0 of "new layers": vector addition, on one device and in pieces.
+"""Example 0 of "new layers": vector addition, on one device and sharded.
 
 torchrun --nproc-per-node 2 examples/vector_add.py
 """
@@ -31,7 +31,7 @@ def main():
     dm = DistributedManager()
     mesh = dm.initialize_mesh((-1,), mesh_dim_names=["domain"])
 
-    # Rank 0 holds the vectors; every rank is sent its own piece of them.
+    # Rank 0 has the vectors, and sends every rank its shard.
     torch.manual_seed(0)
     a, b = torch.randn(N, device=dm.device), torch.randn(N, device=dm.device)
     a_sharded = scatter_tensor(a, 0, mesh, (Shard(0),), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Example 1 of "new layers": the dot product, and how to give ShardTensor your own path for a torch function.
+"""Example 1 of "new layers": the dot product, and how to register your own handler for a torch function.
 
 torchrun --nproc-per-node 2 examples/vector_dot.py
 """
