@@ -691,7 +691,7 @@ def test_sample_of_the_tables(mesh, rows):
 # trace that were kept for later calls, an argument read from a frame, kernels that torch decomposes otherwise, and a
 # message that was waited for in forward and again in backward.
 FOUND = [
-    ("normalization", "group_norm twice 2x6x3,6,6"),
+    ("normalization", "group_norm, double backward 2x6x3,6,6"),
     ("truncation", "forward 2x5x6 (1,),((-2, -1, 0, 1),),ortho"),
     ("loss", "l1_loss 5x6,5x6 weight=T"),
     ("interpolate", "interpolate 1x2x9x6 scale_factor=(1.1, 2.3),mode=nearest"),

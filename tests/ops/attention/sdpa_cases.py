@@ -1,4 +1,4 @@
-"""Attention: sequence, heads, batch and features cut, masks, causal, grouped heads."""
+"""Attention with sequence, heads, batch and features sharded; masks, causal, grouped heads."""
 
 import math
 
@@ -13,7 +13,7 @@ FEW = {"layouts": 4}
 
 
 def hidden(shape, generator):
-    """A mask as it comes: some rows see nothing at all."""
+    """Draw a mask in which some rows are fully masked."""
     seen = torch.rand(shape, generator=generator) > 0.4
     seen[..., 1, :] = False
     return seen
@@ -29,7 +29,7 @@ def padded(shape, generator):
 
 
 def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
-    """Queries, keys and values."""
+    """Return queries, keys and values."""
     columns = rows if columns is None else columns
     return [T(*lead, n, features, dtype=dtype) for n in (rows, columns, columns)]
 
@@ -53,7 +53,7 @@ CASES = [
     case(attend, T(2, 4, 6, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, options=SOME),
     case(attend, T(2, 4, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, is_causal=True, options=SOME),
     case(attend, T(6, 6, 4), T(3, 7, 4), T(3, 7, 4), enable_gqa=True, options=FEW),
-    # features that do not lie side by side
+    # features that are not contiguous
     case(
         lambda q, k, v: attend(q.mT, k.mT, v.mT),
         T(2, 3, 4, 7),

@@ -1,4 +1,4 @@
-"""New tensors like a given one."""
+"""Factories: zeros_like, new_zeros and their relatives."""
 
 import warnings
 
@@ -10,7 +10,7 @@ NO_MESSAGES = {"no_messages": True, "layouts": 4, "grad": False}
 
 
 def filled(fn, *args, **kwargs):
-    """An empty tensor has no values to compare: give it some."""
+    """Fill an uninitialized result, which has no values to compare."""
     return lambda x: torch.full_like(fn(x, *args, **kwargs), 3)
 
 
@@ -41,5 +41,9 @@ CASES = [
     named("new_empty of another shape", filled(torch.Tensor.new_empty, 2, 3), T(4, 5)),
     case(torch.Tensor.new_tensor, T(4, 5), [[1, 2], [3, 4]], options=NO_MESSAGES),
     named("new_tensor of a tensor", copy_constructed, T(4, 5, fill="ints", dtype=torch.int32)),
-    named("lies alike", lambda x: x.new_zeros(x.shape) + torch.ones_like(x) + x.long(), T(4, 5, fill="ints")),
+    named(
+        "new tensors take the layout",
+        lambda x: x.new_zeros(x.shape) + torch.ones_like(x) + x.long(),
+        T(4, 5, fill="ints"),
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Every loss of torch.nn.functional, with input and target cut alike, differently, or one of them whole."""
+"""Every loss of torch.nn.functional, with input and target sharded equally, differently, or one of them plain."""
 
 import warnings
 
@@ -12,7 +12,7 @@ ALONE = {"layouts": 3}
 
 
 def zeros(shape, generator):
-    """Some samples are all zero: their norm is below any eps."""
+    """Draw samples of which some are zero: their norm is below any eps."""
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
     value[::2] = 0
     return value
@@ -23,7 +23,7 @@ def signs(shape, generator):
 
 
 def classes(number, ignored=False):
-    """Class indices, some of them -100."""
+    """Return a fill of class indices, some of them -100."""
 
     def make(shape, generator):
         found = torch.randint(number, shape, generator=generator)
@@ -33,14 +33,14 @@ def classes(number, ignored=False):
 
 
 def labels(shape, generator):
-    """Lists of labels, ended by -1."""
+    """Draw lists of labels that end with -1."""
     found = torch.stack([torch.randperm(shape[-1], generator=generator) for _ in range(shape[0])])
     found[:, shape[-1] // 2 :] = -1
     return found.reshape(shape)
 
 
 def quiet(fn):
-    """`fn` without the warnings that old arguments and odd shapes bring on one device too."""
+    """Return `fn` without torch's warnings about deprecated arguments and broadcast shapes."""
 
     def call(*args, **kwargs):
         with warnings.catch_warnings():
@@ -51,8 +51,8 @@ def quiet(fn):
     return call
 
 
-def twice(fn):
-    """`fn` under autocast, which may take it to float32, and without: one must not pass for the other."""
+def with_and_without_autocast(fn):
+    """Return a call of `fn` under autocast, which may use float32, and without: their cached plans must differ."""
 
     def call(*args, **kwargs):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -78,7 +78,7 @@ def linear_cross_entropy_in_chunks(input, weight, target):
 
 
 def step(x, w, y):
-    """What a training step does with a loss: its gradient must not count a replicated parameter once a rank."""
+    """Compute a loss as a training step does: the gradient of a replicated parameter must be counted once."""
     return F.mse_loss(x * w, y)
 
 
@@ -207,7 +207,7 @@ CASES = [
         T(6, 5, fill="ints"),
         options=FEW | raises(RuntimeError, "Expected floating point type for target"),
     ),
-    # one long recurrence over time and labels for each sample; torch has no smaller piece of it
+    # a recurrence over time and labels per sample, which torch has as one op only
     case(
         F.ctc_loss,
         T(6, 2, 4),
@@ -217,7 +217,7 @@ CASES = [
         options=FEW | {"may_gather": True},
     ),
     *[
-        case(twice(fn), *args, options=ALONE | {"tolerance": 5e-2} | LACKING.get(fn, {}))
+        case(with_and_without_autocast(fn), *args, options=ALONE | {"tolerance": 5e-2} | LACKING.get(fn, {}))
         for fn, args in [
             (F.mse_loss, (HALF, HALF)),
             (F.cross_entropy, (HALF, INDEX)),

@@ -1,4 +1,4 @@
-"""Pointwise functions: the whole table by name, then the ways operands of different layouts meet."""
+"""Pointwise functions: all of them by name, then operands of different layouts."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from shardfield.ops.elementwise import pointwise as table
 from tests.harness import T, case, raises
 
-# Where a function is defined or smooth: most are tried in (0, 1).
+# Ranges in which functions are defined and smooth; the default is (0, 1).
 FILL = {"acosh": "over one", "arccosh": "over one", "special_multigammaln": "over one", "mvlgamma": "over one"}
 ARGUMENTS = {
     "mvlgamma": (1,),
@@ -93,7 +93,7 @@ def named(name, **more):
 
 
 def chain(x, y):
-    """Several in-place steps on a value that is in the graph."""
+    """Apply several in-place ops to a value of the graph."""
     z = x * 1
     z.add_(y).mul_(2).sub_(y, alpha=0.5)
     z /= 3
@@ -103,7 +103,7 @@ def chain(x, y):
 
 
 def activations(x):
-    """What layers that save memory call: their results are also what they were given."""
+    """Call in-place activations, whose results are their inputs."""
     changed = [x * 1, x * 2, x * 3, x * 4, x * 5, x * 6]
     F.elu_(changed[0])
     F.leaky_relu_(changed[1], 0.1)
@@ -148,8 +148,8 @@ CASES += [
     case(torch.masked_fill, T(5, 6), T(6, fill="bool"), 0.5),
     case(torch.Tensor.masked_fill, T(5, 6), T(5, 6, fill="bool"), T(grad=True)),
     case(torch.clamp, T(5, 6), T(5, 6), T(6, fill="positive"), options=named("clamp tensors")),
-    case(torch.add, T(3, 4, 5), T(3, 4, 5), options={"layouts": 40, "name": "different cuts"}),
-    case(torch.mul, T(3, 4, 5), T(4, 5), options={"layouts": 40, "name": "broadcast, different cuts"}),
+    case(torch.add, T(3, 4, 5), T(3, 4, 5), options={"layouts": 40, "name": "different shardings"}),
+    case(torch.mul, T(3, 4, 5), T(4, 5), options={"layouts": 40, "name": "broadcast, different shardings"}),
     case(torch.sub, T(4, 1, 5), T(1, 6, 1), options={"layouts": 20, "name": "outer"}),
     case(torch.add, T(5, 6), T(), options=named("0-d operand")),
     case(torch.add, T(), T(5), options=named("0-d first")),

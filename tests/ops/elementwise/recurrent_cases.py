@@ -1,4 +1,4 @@
-"""Recurrent layers and single steps of them: sequences, steps and features cut, weights cut or whole."""
+"""Recurrent layers and cells with batch, steps and features sharded, and weights sharded or plain."""
 
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -10,15 +10,15 @@ ONE = 1, 0.0, False, False, False  # layers, dropout, training, bidirectional, b
 
 
 def weights(gates: int, features: int, hidden: int, out: int | None = None):
-    """Of one layer in one direction, with biases; `out` features where a last product makes fewer."""
+    """Return the weights and biases of one layer in one direction; `out` is the size of a projection."""
     rows = gates * hidden
     projected = [] if out is None else [T(out, hidden, shard_dims=())]
     sizes = [(rows, features), (rows, out or hidden), (rows,), (rows,)]
     return [T(*size, shard_dims=()) for size in sizes] + projected
 
 
-def whole_lstm(x):
-    """The module as it is, its packed form too."""
+def lstm_module(x):
+    """Call nn.LSTM on a padded and on a packed batch."""
     torch.manual_seed(3)
     module = torch.nn.LSTM(4, 3, bidirectional=True, batch_first=True).double()
     packed = pack_padded_sequence(x, torch.tensor([5, 4, 2]), batch_first=True)
@@ -67,5 +67,5 @@ CASES = [
     case(torch.gru_cell, T(3, 4), T(3, 2), *weights(3, 4, 2)[:2], options=FEW),
     case(torch.rnn_tanh_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), options=FEW),
     case(torch.rnn_relu_cell, T(3, 4), T(3, 2), *weights(1, 4, 2), options=FEW),
-    case(whole_lstm, T(3, 5, 4), options=FEW | {"may_gather": True}),
+    case(lstm_module, T(3, 5, 4), options=FEW | {"may_gather": True}),
 ]

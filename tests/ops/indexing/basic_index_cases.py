@@ -14,7 +14,7 @@ def at(*index, shape=(5, 6, 4), options=NO_MESSAGES):
 
 
 def write_through(x, index):
-    """Writing into a view reaches the tensor it is a view of."""
+    """Write into a view, which must change its base."""
     y = x * 1
     y[index].mul_(2)
     return y
@@ -36,7 +36,7 @@ def add_to_row(x, v):
 
 
 def differences(x):
-    """As a loss on derivatives takes them at the ends of a domain that is not periodic."""
+    """Take differences with one-sided stencils at the ends, as for a domain that is not periodic."""
     d = torch.zeros_like(x)
     d[:, 1:-1] = (x[:, 2:] - x[:, :-2]) / 2
     d[:, 0] = (-3 * x[:, 0] + 4 * x[:, 1] - x[:, 2]) / 2
@@ -80,9 +80,7 @@ CASES = [
     case(getitem, T(5, 4, fill="ints"), 2, options=NO_MESSAGES),
     case(getitem, T(5, 4, fill="bool"), (S(None), 1), options=NO_MESSAGES),
     case(getitem, T(5, 4, dtype=torch.complex128), (-1, S(1, None)), options=NO_MESSAGES),
-    case(
-        getitem, T(5, 6), 5, options=raises(IndexError, "is out of bounds for dimension")
-    ),  # out of range: every rank says so
+    case(getitem, T(5, 6), 5, options=raises(IndexError, "is out of bounds for dimension")),  # raised on every rank
     case(getitem, T(5, 6), (0, -7), options=raises(IndexError, "is out of bounds for dimension")),
     case(getitem, T(5, 6), (0, 0, 0), options=raises(IndexError, "too many indices for tensor of dimension")),
     case(getitem, T(5, 6), S(None, None, -1), options=raises(ValueError, "step must be greater than zero")),

@@ -19,7 +19,7 @@ def values(*index):
 
 
 def renormed(indices, weight):
-    """The table is changed too."""
+    """Call an embedding with max_norm, which writes into the table."""
     table = weight * 1
     return F.embedding(indices, table, max_norm=0.9), table
 

@@ -1,4 +1,4 @@
-"""Writing: x[...] = value, index_put, index_add, index_copy, index_fill, index_reduce."""
+"""Writes by index: x[...] = value, index_put, index_add, index_copy, index_fill, index_reduce."""
 
 import torch
 
@@ -14,7 +14,7 @@ def I(*shape, high=5, low=0):  # noqa: E743
 
 
 def P(n, high=5):
-    """Different index values: what a place written twice holds is not defined."""
+    """Build an index of distinct values: the result of duplicate writes is undefined."""
     return T(n, fill=lambda shape, generator: torch.randperm(high, generator=generator)[: shape[0]])
 
 
@@ -25,7 +25,7 @@ def set_(x, index, value):
 
 
 def set_and_read(x, index, value):
-    """The graph of the tensor that was written goes on."""
+    """Write into a tensor of the graph and use it afterwards."""
     y = x * 2
     y[index] = value
     return y * y, y[1:].sum()
@@ -66,7 +66,7 @@ CASES = [
     at(False, value=1.0),
     at(
         S(1, 4), value=T(2, 6, 4), options=OPTIONS | raises(RuntimeError, "The expanded size of the tensor")
-    ),  # does not fit
+    ),  # wrong shape
     at(7, value=1.0, options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
     at(0, value=1j, options=OPTIONS | raises(RuntimeError, "value cannot be converted to type")),
     at(0, value=[1.0], options=OPTIONS | raises(TypeError, "can't assign a list", signature=True)),

@@ -1,4 +1,4 @@
-"""Writing elements by index and by mask: scatter, scatter_add, scatter_reduce, put, masked_scatter."""
+"""Writes of elements by index and by mask: scatter, scatter_add, scatter_reduce, put, masked_scatter."""
 
 import torch
 
@@ -14,7 +14,7 @@ def I(*shape, high=5, low=0):  # noqa: E743
 
 
 def P(*shape, dim, high):
-    """Index values that differ along `dim`: what a place written twice holds is not defined."""
+    """Build an index with distinct values along `dim`: the result of duplicate writes is undefined."""
 
     def fill(shape, generator):
         keys = torch.rand([high if d == dim else n for d, n in enumerate(shape)], generator=generator)
@@ -24,7 +24,7 @@ def P(*shape, dim, high):
 
 
 def on_copy(name):
-    """An in-place method, on a copy."""
+    """Return an in-place method applied to a copy."""
 
     def call(x, *args, **kwargs):
         y = x * 1
@@ -37,7 +37,7 @@ def on_copy(name):
 
 
 def on_transposed(name):
-    """An in-place method on a tensor that is not stored in the order of its dims."""
+    """Return an in-place method applied to a transposed tensor."""
 
     def call(x, *args, **kwargs):
         y = (x * 1).transpose(0, 1)
@@ -48,8 +48,8 @@ def on_transposed(name):
     return call
 
 
-def whole_rows(fn, dim=0):
-    """An index that is one vector, expanded: it names rows."""
+def by_rows(fn, dim=0):
+    """Return `fn` with an expanded 1-d index, which selects rows."""
 
     def call(x, index, *args, **kwargs):
         shape = [-1 if d == dim else n for d, n in enumerate(x.shape)]
@@ -61,7 +61,7 @@ def whole_rows(fn, dim=0):
 
 
 def into_zeros(name, *args, **kwargs):
-    """Into a new tensor, in place."""
+    """Return an in-place method applied to new zeros."""
 
     def call(index, src):
         index = index.view(-1, 1).expand_as(src)
@@ -72,7 +72,7 @@ def into_zeros(name, *args, **kwargs):
 
 
 def into_plain(index, src):
-    """Into a plain tensor, in place, which is read again."""
+    """Write into a plain tensor in place and read it afterwards."""
     out = torch.zeros(5, 3, dtype=src.dtype, device=src.device)
     same = out.index_add_(0, index, src)
     assert same is out
@@ -83,24 +83,30 @@ FIXED = torch.tensor([0, 4, 4, 1, 0, 4, 2])
 SRC = T(5, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 ROWS = T(9, 3, fill=lambda s, g: torch.randint(-2, 3, s, generator=g).double())
 CASES = [
-    case(whole_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), options=OPTIONS),
-    case(whole_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), options=OPTIONS),
-    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), options=OPTIONS),
-    case(whole_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, options=OPTIONS),
-    case(whole_rows(torch.scatter_add), T(5, 3), I(9, high=6), T(9, 3), options=OPTIONS),  # out of range
+    case(by_rows(torch.scatter_add), T(5, 3), I(9), T(9, 3), options=OPTIONS),
+    case(by_rows(torch.scatter_add, 1), T(2, 5, 3), I(7), T(2, 7, 3), options=OPTIONS),
+    case(by_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), T(4, 3), options=OPTIONS),
+    case(by_rows(torch.scatter), T(5, 3), P(4, dim=0, high=5), 2.5, options=OPTIONS),
+    case(
+        by_rows(torch.scatter_add),
+        T(5, 3),
+        I(9, low=3, high=9),
+        T(9, 3),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+    ),
     *(
-        case(whole_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, options=OPTIONS)
+        case(by_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, options=OPTIONS)
         for reduce in ("sum", "prod", "mean", "amax", "amin")
         for own in (True, False)
     ),
-    case(whole_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", options=OPTIONS),
+    case(by_rows(torch.scatter_reduce, 1), T(2, 5, 3), I(7), T(2, 7, 3), "amax", options=OPTIONS),
     case(
-        double_backward(lambda x, s: whole_rows(torch.scatter_reduce)(x, FIXED, s, "amax")),
+        double_backward(lambda x, s: by_rows(torch.scatter_reduce)(x, FIXED, s, "amax")),
         T(5, 3),
         T(7, 3),
         options=OPTIONS,
     ),
-    case(double_backward(lambda x, s: whole_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), options=OPTIONS),
+    case(double_backward(lambda x, s: by_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), options=OPTIONS),
     case(into_zeros("scatter_add_"), I(9), T(9, 3), options=OPTIONS),
     case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, options=OPTIONS),
     case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), options=OPTIONS),
@@ -118,7 +124,7 @@ CASES = [
         I(3, 6, high=7),
         T(3, 6),
         options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
-    ),  # out of range
+    ),
     case(
         torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), options=OPTIONS | raises(RuntimeError, "to be no larger than self")
     ),

@@ -1,4 +1,4 @@
-"""Products: linear, matmul and their kin, einsum, distances, and linear algebra on batches of matrices."""
+"""Products: linear, matmul and related ops, einsum, distances, and linear algebra on batches of matrices."""
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +14,17 @@ def ties(shape, generator):
 
 
 def plain(*shape):
-    """A parameter: whole and plain."""
+    """Build a parameter, which stays a plain tensor."""
     return T(*shape, shard_dims=())
 
 
 def no_messages(**more):
-    """Nothing is sent in forward, whatever is cut."""
+    """Return options that forbid messages in forward."""
     return {"no_messages": True, **more}
 
 
 def into(fn):
-    """An in-place form on a copy, so that gradients reach what it was copied from."""
+    """Return an in-place method applied to a copy, so that gradients reach the original."""
 
     def call(first, *args, **kwargs):
         return fn(first.clone(), *args, **kwargs)
@@ -208,7 +208,7 @@ DISTANCES = [
     case(torch.cdist, T(5, 3), T(6, 3), compute_mode="use_mm_for_euclid_dist", options=FEW | {"tolerance": 1e-7}),
     case(torch.cdist, T(30, 2), T(4, 2), options=FEW | {"tolerance": 1e-7}),
     case(lambda x: torch.cdist(x, x), T(4, 9), options=FEW | {"name": "cdist of points to themselves"}),
-    case(lambda x: torch.cdist(x[:2], x), T(4, 40), options={"name": "cdist of cut features, some distances zero"}),
+    case(lambda x: torch.cdist(x[:2], x), T(4, 40), options={"name": "cdist of sharded features, some distances zero"}),
     case(torch.cdist, T(5, 3), T(6, 4), options=FEW | raises(RuntimeError, "must have the same number of columns")),
     case(F.pairwise_distance, T(5, 6), T(5, 6)),
     case(F.pairwise_distance, T(5, 6), T(6), p=1.0, keepdim=True, options=FEW),
@@ -219,14 +219,14 @@ DISTANCES = [
 
 
 def apart(shape, generator):
-    """Matrices far from singular, with eigenvalues and singular values far from each other."""
+    """Draw well-conditioned matrices with well-separated eigenvalues and singular values."""
     rows, columns = shape[-2:]
     eye = torch.eye(rows, columns, dtype=torch.float64) * torch.arange(1.0, columns + 1) * 3
     return torch.randn(shape, dtype=torch.float64, generator=generator) * 0.3 + eye
 
 
 def definite(shape, generator):
-    """Symmetric, positive definite, eigenvalues far from each other."""
+    """Draw symmetric positive definite matrices with well-separated eigenvalues."""
     half = apart(shape, generator)
     return half @ half.mT
 
@@ -236,12 +236,12 @@ def triangular(shape, generator):
 
 
 def on(fn, make, *shape, options=FEW, **kwargs):
-    """A row for a function of one batch of matrices."""
+    """Build a row for a function of one batch of matrices."""
     return case(fn, T(*shape, fill=make), options=options, **kwargs)
 
 
 def unsigned(fn):
-    """Factors are unique up to signs: what does not depend on them."""
+    """Return `fn` with the absolute values of its factors, which are unique up to signs."""
 
     def call(x, *args, **kwargs):
         return [abs(part) for part in fn(x, *args, **kwargs)]
@@ -251,8 +251,8 @@ def unsigned(fn):
 
 
 LA = torch.linalg
-ALONE = FEW | {"may_gather": True}  # one matrix, cut: nothing to divide but the matrix itself
-NO_GRAD = FEW | {"grad": False}  # torch has no gradient, or overwrites what its own gradient needs
+ALONE = FEW | {"may_gather": True}  # one sharded matrix and no batch to divide
+NO_GRAD = FEW | {"grad": False}  # torch has no gradient, or overwrites its saved tensors
 BATCHES = [
     *(on(fn, apart, 5, 3, 3) for fn in (torch.det, LA.det, torch.slogdet, LA.slogdet, torch.inverse, LA.inv)),
     *(on(fn, definite, 5, 3, 3) for fn in (torch.logdet, LA.cholesky, LA.eigvalsh, LA.cholesky_ex)),
@@ -293,7 +293,7 @@ BATCHES = [
         LA.solve,
         T(3, 3, fill=apart, shard_dims=()),
         T(3, 6, shard_dims=(1,)),
-        options=FEW | {"name": "solve, cut columns"},
+        options=FEW | {"name": "solve, sharded columns"},
     ),
     case(LA.solve, T(3, 3, fill=apart), T(3), options=ALONE),
     case(LA.solve, T(5, 3, 3, fill=apart), T(5, 4, 3), left=False, options=FEW),
@@ -324,10 +324,12 @@ BATCHES = [
     case(torch.vander, T(5), options=NO_GRAD),
     on(LA.det, apart, 5, 3, 4, options=FEW | raises(RuntimeError, "must be batches of square matrices")),
     *(
-        on(double_backward(fn), apart, 5, 3, 3, options=FEW | {"name": f"twice {fn.__name__}"})
+        on(double_backward(fn), apart, 5, 3, 3, options=FEW | {"name": f"{fn.__name__}, double backward"})
         for fn in (LA.det, LA.inv)
     ),
-    case(double_backward(LA.solve), T(5, 3, 3, fill=apart), T(5, 3, 4), options=FEW | {"name": "twice solve"}),
+    case(
+        double_backward(LA.solve), T(5, 3, 3, fill=apart), T(5, 3, 4), options=FEW | {"name": "solve, double backward"}
+    ),
 ]
 
 CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]
@@ -335,24 +337,24 @@ CASES = [*LINEAR, *MATMUL, *ADDED, *EINSUM, *DISTANCES, *BATCHES]
 CASES += [case(torch.chain_matmul, T(3, 4), T(4, 5), T(5, 2), options={"layouts": 4})]
 
 
-def there_and_back(x, there, back):
-    """A transform by a constant table, which sums over a dim, and one that brings it back, or another in its place."""
-    modes = torch.einsum("...mk,mlk->...lm", x, there)
+def round_trip(x, forward, inverse):
+    """Contract a dim with a constant matrix, and contract the result with another one to the same or another size."""
+    modes = torch.einsum("...mk,mlk->...lm", x, forward)
     modes = torch.complex(modes.contiguous(), 2 * modes).transpose(-1, -2)
-    return torch.einsum("...ml,mkl->...km", modes.real.contiguous(), back), modes.imag
+    return torch.einsum("...ml,mkl->...km", modes.real.contiguous(), inverse), modes.imag
 
 
 TABLE = {"grad": False, "shard_dims": ()}
 CONSTANT = torch.arange(72, dtype=torch.float64).sin().view(4, 3, 6)
 
 CASES += [
-    case(there_and_back, T(2, 3, 4, 6), T(4, 3, 6, **TABLE), T(4, k, 3, **TABLE), options={"layouts": 12})
+    case(round_trip, T(2, 3, 4, 6), T(4, 3, 6, **TABLE), T(4, k, 3, **TABLE), options={"layouts": 12})
     for k in (6, 5, 2)
 ] + [
     case(
-        double_backward(lambda x: there_and_back(x, CONSTANT, CONSTANT.transpose(1, 2))[0]),
+        double_backward(lambda x: round_trip(x, CONSTANT, CONSTANT.transpose(1, 2))[0]),
         T(2, 4, 6),
-        options={"layouts": 12, "name": "there and back, twice"},
+        options={"layouts": 12, "name": "round trip, double backward"},
     ),
     case(
         lambda x, w, there, back: torch.einsum(
@@ -362,6 +364,6 @@ CASES += [
         T(3, 3, 3, shard_dims=()),
         T(4, 3, 6, **TABLE),
         T(4, 6, 3, **TABLE),
-        options={"layouts": 12, "name": "there, weighted, and back"},
+        options={"layouts": 12, "name": "round trip with weights"},
     ),
 ]

@@ -1,4 +1,4 @@
-"""Products of sparse matrices, whole on every rank and with gradients of their own, and fields in pieces."""
+"""Products of plain sparse matrices, with and without gradients, and sharded fields."""
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ OPTIONS = {"layouts": 16}
 
 
 def matrix(values, layout=torch.sparse_coo):
-    """Of 7 rows and 9 columns."""
+    """Return a sparse matrix of 7 rows and 9 columns."""
     found = torch.sparse_coo_tensor(ENTRIES, values, (7, 9), is_coalesced=True)
     return found if layout is torch.sparse_coo else found.to_sparse(layout=layout)
 
 
 def made(call, name, layout=torch.sparse_coo):
-    """A call on a matrix of these values, and on one without a gradient."""
+    """Return a call on a matrix of these values, and on one without a gradient."""
 
     def run(values, *tensors):
         constant = matrix(torch.arange(1.0, COUNT + 1, dtype=torch.float64), layout)
@@ -28,7 +28,7 @@ def made(call, name, layout=torch.sparse_coo):
 
 
 def repeated(values, x):
-    """Entries that stand at one place twice are summed."""
+    """Multiply with a matrix with duplicate entries, which are summed."""
     return torch.sparse_coo_tensor(ENTRIES[:, [0, 1, 1, 4, 4]], values, (7, 9)) @ x
 
 
@@ -59,16 +59,14 @@ CASES = [
         options=OPTIONS,
     ),
     case(repeated, T(5, shard_dims=()), T(9, 5), options=OPTIONS),
-    case(
-        made(torch.mm, "mm"), VALUES, T(8, 5), options=OPTIONS | raises(RuntimeError, "Expected dim 0 size")
-    ),  # torch says that this does not fit
+    case(made(torch.mm, "mm"), VALUES, T(8, 5), options=OPTIONS | raises(RuntimeError, "Expected dim 0 size")),
     case(
         made(torch.mm, "mm"),
         VALUES,
         T(9, 5, dtype=torch.float32),
         options=OPTIONS | raises(RuntimeError, "expected scalar type Double but found Float"),
     ),
-    case(  # maxima are another thing than products
+    case(  # a maximum in the place of the sum has no rule
         lambda x: torch.sparse.mm(matrix(torch.ones(COUNT, dtype=x.dtype), torch.sparse_csr), x, "amax"),
         T(9, 5),
         options=OPTIONS | {"may_gather": True, "name": "sparse.mm by maxima"},

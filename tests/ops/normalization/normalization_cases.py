@@ -1,4 +1,4 @@
-"""Normalisation layers: what shares a mean cut anywhere, parameters cut or whole, running statistics."""
+"""Normalization layers: any dims sharded, parameters sharded or plain, running statistics."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def named(name: str, fn):
 
 
 def tracking(fn, **more):
-    """`fn` with running statistics, which are results too."""
+    """Return `fn` with its updated running statistics as results."""
 
     def call(x, mean, variance, weight=None, bias=None):
         mean, variance = mean.clone(), variance.clone()
@@ -28,7 +28,7 @@ def tracking(fn, **more):
 
 
 def first(fn):
-    """The first result with its gradient, the others without: torch's own statistics do not have the right one."""
+    """Return `fn` with gradients of its first result only: torch's gradients of the statistics are wrong."""
 
     def call(*args):
         out, *rest = fn(*args)
@@ -38,7 +38,7 @@ def first(fn):
 
 
 def half(fn, *args, dtype=torch.bfloat16):
-    """`fn` on half precision, less what rounds differently at the end."""
+    """Return `fn` on half precision, without the final rounding."""
     return named(f"{fn.__name__} of halves", lambda x, *rest: fn(x.to(dtype), *args, *rest).double())
 
 
@@ -51,12 +51,12 @@ def autocast(fn):
 
 
 def written(fn):
-    """A result that the next layer writes into, as ReLU(inplace=True) does."""
+    """Return a norm whose result the next layer writes into, as ReLU(inplace=True) does."""
     return named("relu_ of a norm", lambda x, w: F.relu(fn(x, w), inplace=True))
 
 
 def by_places(fn, *args):
-    """A norm whose gradient lies with its channels last, while its input does not, also in pieces of one sample."""
+    """Return a norm with a channels-last gradient and a contiguous input, also with shards of one sample."""
 
     def call(x, *parameters):
         return x.flatten(2) @ fn(x, *args, *parameters).flatten(2).transpose(1, 2)
@@ -100,7 +100,7 @@ CASES = [
     case(F.rms_norm, T(5, 6), (6,), T(6)),
     case(F.rms_norm, T(3, 4, 5), (4, 5), eps=0.1),
     case(F.rms_norm, T(3, 4, 5), (5,), T(5), options=FEW),
-    case(F.rms_norm, T(3, 4, dtype=torch.complex128), (4,), options=FEW | {"may_gather": True}),  # no size of anything
+    case(F.rms_norm, T(3, 4, dtype=torch.complex128), (4,), options=FEW | {"may_gather": True}),  # x * x has no norm
     case(half(F.rms_norm, (6,)), T(5, 6), options=FEW | {"tolerance": 4e-2}),
     # over groups of channels
     case(F.group_norm, T(3, 6, 5), 2, T(6), T(6)),
@@ -180,7 +180,7 @@ CASES = [
     case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
     # nn.SyncBatchNorm calls this and would take local statistics for global ones
     case(torch.batch_norm_stats, T(5, 4, 3), 0.1, options=FEW | {"refuses": "nn.SyncBatchNorm", "grad": False}),
-    # over neighbouring channels
+    # over adjacent channels
     case(F.local_response_norm, T(2, 7, 3), 3, 0.5),
     case(F.local_response_norm, T(2, 7, 3, 2), 4, 0.5, 0.6, 2.0),
     case(F.local_response_norm, T(2, 3, 2, 2), 9, 0.5, options=FEW),
@@ -194,44 +194,49 @@ CASES = [
     case(written(lambda x, w: F.batch_norm(x, None, None, w, None, True)), T(5, 4, 3), T(4), options=FEW),
     case(written(lambda x, w: F.group_norm(x, 2, w)), T(3, 6, 5), T(6), options=FEW),
     case(written(lambda x, w: F.layer_norm(x, (6,), w)), T(5, 6), T(6), options=FEW),
-    # again
+    # double backward
     case(
         double_backward(lambda x, w, b: F.layer_norm(x, (4, 3), w, b)),
         T(3, 4, 3),
         T(4, 3),
         T(4, 3),
-        options={"name": "layer_norm twice"},
+        options={"name": "layer_norm, double backward"},
     ),
-    case(double_backward(lambda x, w: F.rms_norm(x, (4,), w)), T(3, 4), T(4), options={"name": "rms_norm twice"}),
+    case(
+        double_backward(lambda x, w: F.rms_norm(x, (4,), w)),
+        T(3, 4),
+        T(4),
+        options={"name": "rms_norm, double backward"},
+    ),
     case(
         double_backward(lambda x, w, b: F.group_norm(x, 2, w, b)),
         T(2, 6, 3),
         T(6),
         T(6),
-        options={"name": "group_norm twice"},
+        options={"name": "group_norm, double backward"},
     ),
     case(
         double_backward(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
         T(3, 4, 2),
         T(4),
         T(4),
-        options={"name": "batch_norm twice"},
+        options={"name": "batch_norm, double backward"},
     ),
     case(
         double_backward(lambda x, w, b: F.instance_norm(x, None, None, w, b)),
         T(2, 3, 4),
         T(3),
         T(3),
-        options={"name": "instance_norm twice"},
+        options={"name": "instance_norm, double backward"},
     ),
     case(
         double_backward(lambda x: F.layer_norm(x, (4,), x.sum(0))),
         T(3, 4),
-        options={"name": "a weight made of the input twice"},
+        options={"name": "a weight made of the input, double backward"},
     ),
     case(
         double_backward(lambda x: F.local_response_norm(x, 3, 0.5)),
         T(2, 4, 3),
-        options={"name": "local_response_norm twice"},
+        options={"name": "local_response_norm, double backward"},
     ),
 ]

@@ -1,4 +1,4 @@
-"""Whole tensors compared, and statistics made of other calls."""
+"""Comparisons of tensors, and statistics composed of other calls."""
 
 import torch
 

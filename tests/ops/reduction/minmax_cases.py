@@ -10,7 +10,7 @@ FEW = {"layouts": 5}
 
 
 def ties(shape, generator):
-    """Few different values, so that most extremes are attained several times, on several ranks."""
+    """Draw few different values, so that most extremes occur several times, on several ranks."""
     return torch.randint(3, shape, generator=generator).double()
 
 
@@ -20,12 +20,12 @@ def holes(shape, generator):
 
 
 def lowest(shape, generator):
-    """All elements are what an empty piece would answer."""
+    """Fill with the identity of the reduction, which an empty shard contributes."""
     return torch.full(shape, -math.inf, dtype=torch.float64)
 
 
 def into(x, dim):
-    """max through `out=` into tensors in pieces."""
+    """Call max with `out=` sharded tensors."""
     x = x.detach()
     first = torch.max(x, dim)
     out = (first[0] * 0, first[1] * 0)

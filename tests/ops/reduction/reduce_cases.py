@@ -7,22 +7,22 @@ import torch
 from tests.harness import T, case, raises
 
 FEW = {"layouts": 5}
-NO_MESSAGES = {"no_messages": True}  # linear: addends stay where they are
+NO_MESSAGES = {"no_messages": True}  # linear: the result is Partial
 
 
 def zeros(shape, generator):
-    """Values with a few zeros among them: products and their gradients must not divide by one."""
+    """Draw values with a few zeros: gradients of products must not divide by them."""
     return torch.randn(shape, dtype=torch.float64, generator=generator) * (torch.rand(shape, generator=generator) > 0.2)
 
 
 def holes(shape, generator):
-    """Values with NaNs among them."""
+    """Draw values with some NaNs."""
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
     return value.masked_fill(torch.rand(shape, generator=generator) < 0.3, math.nan)
 
 
 def into(fn):
-    """`fn` through `out=`."""
+    """Return `fn` with `out=`."""
 
     def call(x, *args, **kwargs):
         return fn(x.detach(), *args, **kwargs, out=fn(x.detach(), *args, **kwargs) * 0)

@@ -1,4 +1,4 @@
-"""Second derivatives through reductions, norms, softmax and losses: the gradient is the result, and has gradients."""
+"""Second derivatives through reductions, norms, softmax and losses: the rows return gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,14 @@ def zeros(shape, generator):
 
 
 def block(shape, generator):
-    """The first half is all zero, and so may be a whole piece."""
+    """Draw values of which the first half is zero, so that a shard may be zero."""
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
     value[: shape[0] // 2] = 0
     return value
 
 
 def slope(fn, **kwargs):
-    """A row that returns the gradient of a cube of `fn`'s values."""
+    """Return a function that computes the gradient of the cube of `fn`."""
 
     def call(x, *args):
         out = fn(x, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax, log-sum-exp, along cut dims too."""
+"""Softmax, log-softmax, log-sum-exp, also along sharded dims."""
 
 import math
 
@@ -11,7 +11,7 @@ FEW = {"layouts": 5}
 
 
 def masked(shape, generator):
-    """Whole stretches of -inf, as a mask leaves them: some pieces hold nothing else."""
+    """Draw values with a masked half of -inf, which may be all of a shard."""
     value = torch.randn(shape, dtype=torch.float64, generator=generator)
     value[: shape[0] // 2] = -math.inf
     return value

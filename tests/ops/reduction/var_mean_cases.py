@@ -8,12 +8,12 @@ FEW = {"layouts": 5}
 
 
 def far(shape, generator):
-    """Mean 1000, deviation 1: a difference of squares has no digit left in float32."""
+    """Draw values of mean 1000 and deviation 1: a difference of squares loses all digits in float32."""
     return (torch.randn(shape, dtype=torch.float64, generator=generator) + 1000).float()
 
 
 def still(shape, generator):
-    """No deviation: the gradient of std is 0 there, not NaN."""
+    """Fill with ones: the gradient of std at zero deviation is 0, not NaN."""
     return torch.ones(shape, dtype=torch.float64)
 
 
@@ -27,7 +27,7 @@ CASES = [
     case(torch.var, T(7, 5, dtype=torch.bfloat16), dim=0, options=FEW | {"tolerance": 3e-2}),
     case(torch.var, T(64, 6, fill=far), dim=0, options={"tolerance": 4e-7, "grad": False}),
     case(torch.std_mean, T(40, 12, fill=far), options={"tolerance": 4e-7, "grad": False}),
-    # one device rounds the mean to float32 before it takes deviations from it in backward
+    # one device rounds the mean to float32 before it subtracts it in backward
     case(torch.var, T(64, 6, fill=far), dim=0, options=FEW | {"tolerance": 1e-5}),
     case(torch.var, T(3, 0), dim=1, options=FEW | {"grad": False}),
     case(

@@ -29,7 +29,7 @@ CASES = [
     case(vector_norm, T(5, 6), 0.5, 0),
     case(vector_norm, T(5, 6), 1.5, 1, options=FEW),
     case(vector_norm, T(5, 6), -2, 0),
-    # zeros: a norm that is 0 has gradient 0, also where negative orders make it so by a single element
+    # a zero norm has gradient 0, also for negative orders, where one zero element suffices
     *(case(vector_norm, T(4, 5, fill=ties), ord, 1, options=FEW) for ord in (-2, -0.5, 0.5, 1.5, 3)),
     case(norm, T(5, fill=lambda shape, _: torch.zeros(shape).double()), -1, options=FEW),
     case(vector_norm, T(5, 6, dtype=torch.complex128), 2, 0, options=FEW),
@@ -55,7 +55,7 @@ CASES = [
     case(matrix_norm, T(5, 0), -1, options=FEW | raises(IndexError, "to have non-zero size")),
     case(matrix_norm, T(5, 2, 3, shard_dims=(0,)), "nuc", options=FEW | {"try_partial": False}),
     case(matrix_norm, T(5, 2, 3, shard_dims=(0,)), 2, options=FEW | {"try_partial": False}),
-    case(matrix_norm, T(4, 3), "nuc", options=FEW | {"may_gather": True}),  # an SVD of one matrix that is in pieces
+    case(matrix_norm, T(4, 3), "nuc", options=FEW | {"may_gather": True}),  # an SVD of one sharded matrix
     case(norm, T(5, 6)),
     case(norm, T(5, 6, 2), options=FEW),
     case(norm, T(5, 6), 1),
@@ -78,4 +78,4 @@ CASES = [
 
 CASES += [
     case(torch.nuclear_norm, T(4, 3), options={"layouts": 3, "may_gather": True})
-]  # singular values of one cut matrix
+]  # singular values of one sharded matrix

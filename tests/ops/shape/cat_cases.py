@@ -1,4 +1,4 @@
-"""Several tensors in one."""
+"""Joins: cat, stack and their relatives, block_diag, meshgrid."""
 
 import torch
 
@@ -36,7 +36,7 @@ CASES = [
         lambda x, y: torch.cat([x.flatten(1), y.flatten(1)], 0),
         T(2, 3, 4),
         T(3, 3, 4),
-        options=FEW | {"name": "cat beside a merged dim"},
+        options=FEW | {"name": "cat next to a merged dim"},
     ),
     case(
         lambda x, y: torch.cat([x.flatten(1), y], 1),
@@ -59,7 +59,7 @@ CASES = [
     case(
         lambda x: torch.stack([2 * r for r in x.unbind()], 1),
         T(5, 3),
-        options=FEW | {"name": "rows apart and together"},
+        options=FEW | {"name": "unbind and stack"},
     ),
     case(lambda x: torch.stack(x.unbind()[::-1]), T(5, 3), options=FEW | {"name": "rows in another order"}),
     case(torch.hstack, [T(3), T(4)], options=FEW),
@@ -76,19 +76,22 @@ CASES = [
     case(torch.meshgrid, [T(3), T(4)], indexing="xy", options=FEW),
     case(torch.cartesian_prod, T(3), T(4), T(2), options=FEW),
     case(torch.cartesian_prod, T(3), options=FEW),
+    case(torch.combinations, T(4), options=FEW | {"may_gather": True}),  # no rule
     case(
-        torch.combinations, T(4), options=FEW | {"may_gather": True}
-    ),  # a choice of pairs has no order of its own to keep
-    case(double_backward(lambda x, y: torch.cat([x, y])), T(5), T(2), options={"layouts": 12, "name": "cat, twice"}),
+        double_backward(lambda x, y: torch.cat([x, y])),
+        T(5),
+        T(2),
+        options={"layouts": 12, "name": "cat, double backward"},
+    ),
     case(
         double_backward(lambda x, y: torch.cat([x, y], 1)),
         T(2, 5),
         T(2, 3),
-        options=FEW | {"name": "cat of rows, twice"},
+        options=FEW | {"name": "cat of rows, double backward"},
     ),
     case(
         double_backward(lambda x: torch.stack(x.unbind(), 1)),
         T(4, 3),
-        options=FEW | {"name": "unbind and stack, twice"},
+        options=FEW | {"name": "unbind and stack, double backward"},
     ),
 ]

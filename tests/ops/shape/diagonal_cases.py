@@ -1,4 +1,4 @@
-"""Diagonals, windows, and views written out of place."""
+"""Diagonals, unfold, and out-of-place writes of views (select_scatter and its relatives)."""
 
 import torch
 
@@ -39,7 +39,7 @@ CASES = [
     case(torch.Tensor.unfold, T(8, 5), 0, 8, 3, options=OPTIONS),
     case(torch.Tensor.unfold, T(8, 5), 0, 1, 4, options=OPTIONS),
     case(torch.Tensor.unfold, T(8, 5), 0, 9, 1, options=raises(RuntimeError, "maximum size for tensor at dimension")),
-    case(lambda x: x.unfold(0, 3, 2).unfold(1, 2, 1), T(9, 6), options=OPTIONS | {"name": "unfold twice"}),
+    case(lambda x: x.unfold(0, 3, 2).unfold(1, 2, 1), T(9, 6), options=OPTIONS | {"name": "unfold of unfold"}),
     case(torch.select_scatter, T(5, 6, 4), T(5, 4), 1, 3, options=OPTIONS),
     case(torch.select_scatter, T(5, 6), T(6), 0, -2, options=OPTIONS),
     case(

@@ -1,4 +1,4 @@
-"""The same elements elsewhere."""
+"""Rearrangements: flip, roll, repeat, tril, pixel_shuffle, diff, trapezoid."""
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ CASES = [
     case(torch.triu, T(5, 6), -2, options=NO_MESSAGES),
     case(torch.triu, T(2, 5, 4), diagonal=2, options=NO_MESSAGES),
     case(torch.triu, T(5), options=FEW | raises(RuntimeError, "triu: input tensor must have at least 2 dimensions")),
-    named("triangle of merged", lambda x: torch.sin(x.flatten(1)).tril(), T(4, 2, 3)),
+    named("tril of a merged dim", lambda x: torch.sin(x.flatten(1)).tril(), T(4, 2, 3)),
     named("tril_", lambda x: x.clone().tril_(), T(5, 6)),
     case(F.pixel_shuffle, T(2, 8, 3, 4), 2, options=FEW),
     case(
@@ -80,7 +80,7 @@ CASES = [
     ),
     case(F.pixel_unshuffle, T(2, 3, 4, 6), 2, options=FEW),
     case(F.channel_shuffle, T(2, 6, 3), 3, options=FEW),
-    # ---- neighbours
+    # ---- differences of neighbors
     case(torch.diff, T(5, 6), options=FEW),
     case(torch.diff, T(5, 6), dim=0, options=FEW),
     case(torch.diff, T(5, 6), 2, 0, options=FEW),
@@ -95,10 +95,14 @@ CASES = [
     case(torch.trapezoid, T(4, 5), T(4), dim=0, options=FEW),
     case(torch.trapz, T(1, 5), dim=0, options=FEW),
     case(torch.trapezoid, T(5, fill="ints"), options=FEW),
-    case(double_backward(lambda x: x.roll(2, 0).flip(1)), T(5, 4), options=FEW | {"name": "roll and flip, twice"}),
+    case(
+        double_backward(lambda x: x.roll(2, 0).flip(1)),
+        T(5, 4),
+        options=FEW | {"name": "roll and flip, double backward"},
+    ),
     case(
         double_backward(lambda x: x.diff(dim=0).repeat(2, 1).tril()),
         T(5, 4),
-        options=FEW | {"name": "diff and repeat, twice"},
+        options=FEW | {"name": "diff and repeat, double backward"},
     ),
 ]

@@ -1,4 +1,4 @@
-"""A tensor in several."""
+"""Splits: chunk, split, tensor_split, unbind."""
 
 import torch
 

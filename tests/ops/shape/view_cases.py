@@ -1,4 +1,4 @@
-"""Views."""
+"""Views: reshape, permute, squeeze, expand, dtype views."""
 
 import torch
 
@@ -17,7 +17,7 @@ def round_trip(x):
 
 
 CASES = [
-    # ---- other sizes, same order
+    # ---- reshapes
     case(torch.reshape, T(2, 3, 4, 6), (2, 3, 24), options=NO_MESSAGES),
     case(torch.Tensor.view, T(2, 6, 4), 12, 4, options=NO_MESSAGES),
     case(torch.reshape, T(24, 5), (4, 6, 5), options={"layouts": 12}),
@@ -38,7 +38,7 @@ CASES = [
     case(
         torch.Tensor.view, T(0, 3), (0, -1), options=FEW | raises(RuntimeError, "cannot reshape tensor of 0 elements")
     ),
-    # torch reads a tensor of no dims as a number
+    # torch reads a 0-d tensor as a number
     named("reshape, size computed", lambda x: x.reshape(torch.tensor(2), -1), T(4, 6)),
     named("view, sizes computed", lambda x: x.view(*torch.tensor([2, 12])), T(4, 6)),
     named("expand, size computed", lambda x: x.expand(torch.tensor(3), -1, 5), T(4, 1)),
@@ -75,9 +75,9 @@ CASES = [
         options=NO_MESSAGES,
     ),
     named("merged to simple", lambda x: x.flatten().flip(0), T(4, 6)),
-    named("two merged meet", lambda x, y: x.flatten() + y.flatten(), T(4, 6), T(4, 6), options={"layouts": 12}),
-    named("merged meets simple", lambda x, y: x.flatten() * y, T(4, 6), T(24), options={"layouts": 12}),
-    # ---- other order, same sizes
+    named("sum of two merged dims", lambda x, y: x.flatten() + y.flatten(), T(4, 6), T(4, 6), options={"layouts": 12}),
+    named("merged dim times simple dim", lambda x, y: x.flatten() * y, T(4, 6), T(24), options={"layouts": 12}),
+    # ---- permutations
     case(torch.permute, T(3, 4, 5), (2, 0, 1), options=NO_MESSAGES),
     case(torch.Tensor.permute, T(3, 4, 5), -1, 0, 1, options=NO_MESSAGES),
     case(
@@ -121,7 +121,7 @@ CASES = [
     case(torch.unsqueeze, T(3, 4), -1, options=NO_MESSAGES),
     case(torch.unsqueeze, T(3, 4), 3, options=FEW | raises(IndexError, "Dimension out of range")),
     case(torch.unsqueeze, T(), 0, options=NO_MESSAGES),
-    # ---- the same elements again
+    # ---- expansions
     case(torch.Tensor.expand, T(4, 1), 4, 5, options=FEW),
     case(torch.Tensor.expand, T(4), (3, -1), options=NO_MESSAGES),
     case(torch.Tensor.expand, T(1, 4, 1), 2, 3, -1, 5, options=FEW),
@@ -131,7 +131,7 @@ CASES = [
     case(torch.Tensor.expand_as, T(4, 1), T(3, 4, 5), options=FEW),
     case(torch.broadcast_to, T(1, 5), (4, 5), options=FEW),
     case(torch.broadcast_tensors, T(4, 1), T(5), T(3, 1, 1), options=FEW),
-    # ---- complex numbers and bits
+    # ---- complex and dtype views
     case(torch.view_as_real, T(3, 4, dtype=torch.complex128), options=NO_MESSAGES),
     case(torch.view_as_real, T(3, 4), options=FEW | raises(RuntimeError, "only supported for complex tensors")),
     case(torch.view_as_complex, T(3, 4, 2), options=FEW),
@@ -155,6 +155,8 @@ CASES = [
         torch.int64,
         options=FEW | raises(RuntimeError, "must be divisible by 2 to view Int as Long"),
     ),
-    named("views, twice", double_backward(lambda x: x.view(24).view(6, 4).t().flatten().view(2, 12)), T(4, 6)),
-    named("squeeze, twice", double_backward(lambda x: x.squeeze(1).unsqueeze(0).expand(3, 4, 3)), T(4, 1, 3)),
+    named(
+        "views, double backward", double_backward(lambda x: x.view(24).view(6, 4).t().flatten().view(2, 12)), T(4, 6)
+    ),
+    named("squeeze, double backward", double_backward(lambda x: x.squeeze(1).unsqueeze(0).expand(3, 4, 3)), T(4, 1, 3)),
 ]

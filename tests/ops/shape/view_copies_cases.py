@@ -1,4 +1,4 @@
-"""Views' relatives, and writes through views."""
+"""Copies of views, in-place views, and writes through views."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ MAY_REFUSE = {"may_refuse": True, "layouts": 8}
 
 
 def written(name, view, *args, options=None):
-    """A write into a view must reach the tensor it is a view of."""
+    """Build a row that writes into a view, which must change its base."""
 
     def run(x):
         base = x * 1.0
@@ -52,12 +52,12 @@ CASES = [
     ),
     written("real", lambda x: torch.view_as_complex(x.view(3, 4, 2)).real, T(3, 8), options={"may_refuse": True}),
     written("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x)), T(3, 4, 2, shard_dims=(0, 1))),
-    # dropout that drops nothing is the tensor itself
+    # dropout with nothing to drop returns its input
     written("dropout, not in training", lambda x: F.dropout(x, 0.3, False), T(4, 6)),
     written("dropout of none", lambda x: F.dropout(x, 0.0), T(4, 6)),
     written("dropout2d, not in training", lambda x: F.dropout2d(x, 0.3, False), T(2, 3, 4, 2)),
     written("alpha_dropout, not in training", lambda x: F.alpha_dropout(x, 0.3), T(4, 6)),
-    # torch copies here, or raises; a piece of one row or of none could be viewed all the same
+    # torch copies here, or raises; a shard of one row or none could be viewed nevertheless
     written("reshape that copies", lambda x: x.t().reshape(24), T(4, 6), options=MAY_REFUSE),
     written(
         "view of a transpose",

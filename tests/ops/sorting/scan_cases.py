@@ -1,4 +1,4 @@
-"""Scans."""
+"""Scans: cumsum, cumprod, cummax, logcumsumexp."""
 
 import torch
 
@@ -9,7 +9,7 @@ FEW = {"layouts": 6}
 
 
 def zeros_in(shape, generator):
-    """Values among which some are 0, so that products of others matter."""
+    """Draw values with some zeros, so that gradients depend on products of the others."""
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
     return torch.where(torch.rand(shape, generator=generator) < 0.3, 0.0, x)
 
@@ -24,7 +24,7 @@ def nans(shape, generator):
 
 
 def hollow(shape, generator):
-    """-inf in places, but not in front, where torch's own gradient is NaN."""
+    """Draw values with some -inf, but not first, where torch's own gradient is NaN."""
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
     x = torch.where(torch.rand(shape, generator=generator) < 0.5, -INF, x)
     x[0] = 0.5
@@ -32,7 +32,7 @@ def hollow(shape, generator):
 
 
 def second_order(fn):
-    """The gradient of the gradient's square, a function like any other."""
+    """Return a function of the squared gradient of `fn`."""
 
     def call(x):
         x = x * 1.0
@@ -76,7 +76,7 @@ CASES = [
     case(torch.cumsum, T(3, 6, fill="bool"), dim=1, options=FEW),
     case(torch.cumsum, T(6, dtype=torch.complex128), 0, options=FEW),
     case(torch.cumsum, T(4, 6, dtype=torch.float16), 1, options={"tolerance": 2e-3} | FEW),
-    # sums and products are kept in fp32 as torch keeps them; its gradient of cumprod rounds some steps more than ours
+    # sums and products accumulate in fp32 as in torch, whose gradient of cumprod rounds more often than ours
     case(torch.cumsum, T(24, dtype=torch.bfloat16), 0, options={"tolerance": 2**-8, "try_partial": False} | FEW),
     case(
         torch.cumprod,
@@ -102,7 +102,7 @@ CASES = [
     ),
     case(torch.logcumsumexp, T(9, dtype=torch.complex128), -1),
     case(
-        lambda x: torch.logcumsumexp(x * 3, 0),  # the logarithm winds round the origin
+        lambda x: torch.logcumsumexp(x * 3, 0),  # the logarithm crosses a branch cut
         T(9, 2, dtype=torch.complex128),
         options={"name": "logcumsumexp winding", "tolerance": 1e-9},
     ),
@@ -111,7 +111,7 @@ CASES = [
         T(5, fill="ints"),
         0,
         options={"layouts": 2} | raises(NotImplementedError, "not implemented for"),
-    ),  # torch refuses integers
+    ),
     case(torch.cummax, T(8), 0),
     case(torch.cummax, T(3, 6), 1),
     case(torch.cummax, T(7, 2, fill=ties), 0),
@@ -134,7 +134,7 @@ CASES = [
     case(into(torch.cumsum), T(3, 6), 1, options=FEW),
     case(into(torch.cummax), T(6), 0, options=FEW),
     case(lambda x: x.reshape(-1).cumsum(0), T(3, 4), options={"name": "cumsum of merged"}),
-    case(lambda x: x.reshape(-1, 2).cumsum(1), T(3, 4, 2), options={"name": "cumsum beside merged"} | FEW),
+    case(lambda x: x.reshape(-1, 2).cumsum(1), T(3, 4, 2), options={"name": "cumsum next to a merged dim"} | FEW),
     *(
         case(second_order(fn), T(5, 2), options=FEW | {"try_partial": False, "tolerance": 1e-8})
         for fn in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax)

@@ -1,4 +1,4 @@
-"""Sorting, order statistics."""
+"""Sorting and order statistics: sort, topk, kthvalue, median, quantile, mode."""
 
 import torch
 
@@ -14,14 +14,14 @@ def ties(shape, generator):
 
 
 def nans(shape, generator):
-    """Ties, NaNs and both zeros."""
+    """Draw ties, NaNs and both zeros."""
     x = torch.randint(-1, 2, shape, generator=generator).double()
     x = torch.where(torch.rand(shape, generator=generator) < 0.2, NAN, x)
     return torch.where(torch.rand(shape, generator=generator) < 0.2, -0.0, x)
 
 
 def some_nans(shape, generator):
-    """Distinct values, NaN in some rows."""
+    """Draw distinct values, with NaN in some rows."""
     n = torch.Size(shape).numel()
     x = (torch.randperm(n, generator=generator).double() / 3 - 2).view(shape)
     x.view(-1)[:: max(n // 3, 2)] = NAN
@@ -33,7 +33,7 @@ def D(*shape, **more):
 
 
 def values_and_where(fn):
-    """For functions that may choose among equals: their values, and what lies where they say these are."""
+    """Return the values of `fn`, and the elements at its indices, which may differ among ties."""
 
     def call(x, *args, **kwargs):
         values, indices = fn(x, *args, **kwargs)
@@ -47,7 +47,7 @@ def values_and_where(fn):
 
 
 def named(fn, **fields):
-    """The type of the result and its fields are torch's."""
+    """Return `fn` and check that its result has torch's type and fields."""
 
     def call(x, *args, **kwargs):
         out = fn(x, *args, **kwargs)
@@ -120,7 +120,7 @@ CASES = [
     case(torch.msort, D(7), options=FEW),
     case(torch.Tensor.msort, D(7, 3), options=FEW),
     case(lambda x: x.reshape(-1).sort(), D(3, 4), options={"name": "sort of merged"}),
-    case(lambda x: x.reshape(-1, 3).sort(1), D(2, 4, 3), options={"name": "sort beside merged"} | FEW),
+    case(lambda x: x.reshape(-1, 3).sort(1), D(2, 4, 3), options={"name": "sort next to a merged dim"} | FEW),
     case(torch.topk, D(9), 2),
     case(torch.topk, D(9), 7),
     case(torch.topk, D(3, 8), 3, largest=False),

@@ -1,4 +1,4 @@
-"""Distinct elements, searches, counts."""
+"""unique, searchsorted, isin, histograms and bincount."""
 
 import torch
 
@@ -40,7 +40,7 @@ def nans(shape, generator):
 
 
 def unordered(x, **kwargs):
-    """Any order of the values is fine; the inverse must lead back to the input."""
+    """Call unique without an order and reconstruct the input from the inverse."""
     values, inverse = torch.unique(x, sorted=False, return_inverse=True, **kwargs)
     whole = values.full_tensor() if hasattr(values, "full_tensor") else values
     at = inverse.full_tensor() if hasattr(inverse, "full_tensor") else inverse
@@ -57,7 +57,7 @@ CASES = [
     case(torch.unique, T(8, fill=halves, grad=False), return_counts=True, options=FEW),
     case(torch.unique, T(3, 5, fill="distinct", grad=False), **ALL),
     case(torch.unique, I(4, 6, high=30), **ALL),
-    case(torch.unique, I(24, high=2), **ALL, options=FEW),  # few values come whole to every rank
+    case(torch.unique, I(24, high=2), **ALL, options=FEW),  # few values are gathered on every rank
     case(torch.unique, I(12, 2, high=4), dim=0, **ALL),
     case(torch.unique, T(3, 7, fill=halves, grad=False), dim=1, **ALL, options=FEW),
     case(torch.unique, T(6, fill="bool"), **ALL, options=FEW),

@@ -1,4 +1,4 @@
-"""Fourier transforms, any dims cut."""
+"""Fourier transforms with any dims sharded."""
 
 import torch
 
@@ -39,9 +39,9 @@ CASES += [
     case(
         lambda x: fft.irfft2(fft.rfft2(x, norm="ortho") * 2, s=(5, 7), norm="ortho"),
         T(3, 5, 7),
-        options={"name": "there and back"},
+        options={"name": "round trip"},
     ),
-    # one dim, and that is cut: there is nowhere to move it, once all of the spectrum is wanted
+    # one sharded dim: there is no other dim to reshard to once the full spectrum is needed
     case(lambda x: fft.fft(x) + 0, T(8, dtype=C), options=FEW | {"may_gather": True, "name": "fft of one dim"}),
     case(lambda x: fft.fft(x)[2:4], T(8, dtype=C), options=FEW | {"name": "some of one dim"}),
     case(fft.fft, T(4, 5), 0, options=FEW | raises(RuntimeError, "Invalid number of data points")),

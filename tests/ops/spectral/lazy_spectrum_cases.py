@@ -1,4 +1,4 @@
-"""Spectra that wait for what is wanted of them: modes kept as models write it, and every other use of a spectrum."""
+"""Lazy spectra: modes kept as models write it, and every other use of a spectrum."""
 
 import torch
 
@@ -10,7 +10,7 @@ FEW = {"layouts": 16}
 
 
 def centre(x, weight, shift_back=fft.ifftshift, s=None, norm="forward"):
-    """A block around frequency zero, as neuraloperator keeps it."""
+    """Keep a block around frequency zero, as neuraloperator does."""
     order, real = x.ndim - 2, not x.is_complex()
     dims = list(range(-order, 0))
     spectrum = (fft.rfftn if real else fft.fftn)(x, norm=norm, dim=dims)
@@ -33,7 +33,7 @@ def centre(x, weight, shift_back=fft.ifftshift, s=None, norm="forward"):
 
 
 def corners(x, first, second):
-    """Two blocks at the ends of the spectrum, as the first Fourier neural operators wrote it."""
+    """Keep two blocks at the ends of the spectrum, as the first Fourier neural operators did."""
     m, n = first.shape[2:]
     spectrum = fft.rfft2(x)
     shape = x.shape[0], first.shape[1], x.shape[2], x.shape[3] // 2 + 1
@@ -53,7 +53,7 @@ def four_corners(x, weights):
 
 
 def filled(x, start, *blocks, s=None, dim=(-2, -1), undo=fft.irfft2):
-    """A spectrum of `start` with blocks of another's modes, inverted."""
+    """Invert a spectrum filled with `start` and blocks of modes of another spectrum."""
     spectrum = fft.rfft2(x)
     out = torch.full(spectrum.shape, start, dtype=C, device=x.device)
     for a, b in blocks:
@@ -62,12 +62,12 @@ def filled(x, start, *blocks, s=None, dim=(-2, -1), undo=fft.irfft2):
 
 
 def used(after):
-    """A row's function: what is done with the spectrum of a field."""
+    """Return a function that applies `after` to the spectrum of a field."""
     return lambda x: after(fft.fftshift(fft.rfft2(x), dim=-2))
 
 
 def both(x):
-    """A part first, then all of it."""
+    """Use a slice first, then the full spectrum."""
     spectrum = fft.rfft2(x)
     part = spectrum[..., :2, :1]
     return part, spectrum.abs(), spectrum[..., 0], spectrum[..., 1:2, 0:1]
@@ -89,7 +89,7 @@ def put_after_shift(x):
 
 
 def kept_twice(x):
-    """One spectrum put together, inverted, and used otherwise."""
+    """Assemble one spectrum, invert it, and use it otherwise."""
     spectrum = fft.rfft2(x)
     out = torch.zeros(spectrum.shape, dtype=C, device=x.device)
     out[..., :2, :2] = spectrum[..., :2, :2]
@@ -116,7 +116,7 @@ CASES += [
         double_backward(lambda x, w: centre(x, w)),
         T(1, 2, 6, 8),
         T(2, 1, 2, 2, dtype=C),
-        options=FEW | {"name": "twice"},
+        options=FEW | {"name": "double backward"},
     ),
 ]
 CASES += [
@@ -124,11 +124,11 @@ CASES += [
     for more, named in [
         ((0, (low, low)), {}),
         ((0, (low, low), (end, low)), {"s": (8, 7)}),
-        ((0, (low, low), (mid, mid)), {}),  # blocks that meet
+        ((0, (low, low), (mid, mid)), {}),  # overlapping blocks
         ((1, (low, low)), {}),  # no zeros
         ((0, (low, slice(None))), {}),
         ((0, (slice(0, 4, 2), low)), {"s": (2, 2)}),
-        ((0, (slice(4, 6), slice(3, 5))), {"s": (3, 4)}),  # nothing of it is left
+        ((0, (slice(4, 6), slice(3, 5))), {"s": (3, 4)}),  # cropped away
         ((0, (low, low)), {"dim": (-1, -2)}),
         ((0, (low, low)), {"dim": (0, 2)}),
     ]
@@ -157,14 +157,14 @@ CASES += [case(fn, T(2, 8, 8), options=FEW) for fn in (both, written, put_after_
 
 
 def scaled_block(x, w):
-    """In place: read, multiplied where it is read, written back."""
+    """Scale a block in place: read, multiply, write back."""
     spectrum = fft.rfft2(x)
     spectrum[..., :2, :2] *= w
     return fft.irfft2(spectrum, s=x.shape[-2:])
 
 
 def part_written(x):
-    """A part is a view: writing into it, or into a view of it, writes into the spectrum."""
+    """Write into a slice, or into a view of it, which must change the spectrum."""
     spectrum = fft.rfft2(x)
     part = spectrum[..., :2, :2]
     part.mul_(3)
@@ -175,7 +175,7 @@ def part_written(x):
 
 
 def part_written_after(x):
-    """The same once the spectrum is there."""
+    """The same with a materialized spectrum."""
     spectrum = fft.rfft2(x)
     part = spectrum[..., 1:3, :2]
     before = spectrum * 2
@@ -184,7 +184,7 @@ def part_written_after(x):
 
 
 def spectrum_written_after(x):
-    """A part sees what is written into the spectrum, all of it or a slice."""
+    """Write into the spectrum, all of it or a slice, which must change an earlier slice."""
     spectrum = fft.rfft2(x)
     part, other = spectrum[..., :2, :2], spectrum[..., 3:5, :2]
     spectrum[..., 1, :] = 0
@@ -210,7 +210,7 @@ def parts_that_meet(x):
 
 
 def first_column_real(x):
-    """Through a view of a view, as neuraloperator makes half a spectrum one of a real field."""
+    """Write through a view of a view, as neuraloperator does to make a half spectrum that of a real field."""
     spectrum = fft.fftshift(fft.rfft2(x), dim=-2)
     spectrum[..., 0].imag.zero_()
     spectrum[..., -1].imag.zero_()
@@ -218,7 +218,7 @@ def first_column_real(x):
 
 
 def field_written(x):
-    """A field that is written while its spectrum waits."""
+    """Write into the field of a lazy spectrum."""
     y = x * 1
     spectrum, shifted = fft.fft2(y), fft.fftshift(fft.fft2(y))
     y[..., :3, :] = 0
@@ -229,7 +229,7 @@ def field_written(x):
 
 
 def hermitian(x, w):
-    """The inverse in two steps, the first column and the last made real between them."""
+    """Invert in two steps, with the first and last column made real in between."""
     spectrum = fft.rfft2(x)
     out = torch.zeros(spectrum.shape, dtype=C, device=x.device)
     out[..., :2, :2] = spectrum[..., :2, :2] * w
@@ -241,7 +241,7 @@ def hermitian(x, w):
 
 
 def step_by_step(x):
-    """The inverse in two steps."""
+    """Invert in two steps."""
     spectrum = fft.fftshift(fft.rfft2(x), dim=-2)
     out = torch.zeros_like(spectrum)
     out[..., 3:5, :2] = spectrum[..., 3:5, :2]
@@ -251,7 +251,7 @@ def step_by_step(x):
 
 
 def one_dim(x, w, dim, n=None, norm=None):
-    """Modes along one dim, in the transforms along one dim."""
+    """Keep modes along one dim, with 1-d transforms."""
     kept = [slice(None)] * x.ndim
     kept[dim] = slice(0, len(w))
     spectrum = (fft.fft if x.is_complex() else fft.rfft)(x, dim=dim, norm=norm)

@@ -1,4 +1,4 @@
-"""Truncated transforms and spectral convolutions, any dims cut, against torch.fft on one device."""
+"""Truncated transforms and spectral convolutions with any dims sharded, against torch.fft on one device."""
 
 import torch
 
@@ -12,7 +12,7 @@ FEW = {"layouts": 16}
 
 
 def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=False):
-    """The layer in torch's own transforms: spectrum, shift, slice, contract, put back, unshift, inverse."""
+    """Compute the layer with torch.fft: transform, shift, slice, contract, write back, unshift, invert."""
     order = len(n_modes)
     dims = list(range(-order, 0))
     real = not x.is_complex()
@@ -43,7 +43,7 @@ def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=Fa
         if order > 1:
             out = torch.fft.fftshift(out, dim=dims[:-1])
     else:
-        # still centred: a finer grid has zeros around it, a coarser one its middle
+        # still centered: a finer grid is padded with zeros, a coarser one is cropped
         for i, d in enumerate(shifted):
             n, g = grid[i], goal[i]
             lo = g // 2 - n // 2
@@ -55,13 +55,13 @@ def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=Fa
 
 
 def layer(x, weight, n_modes, **more):
-    """Ours on pieces, torch's on one device: the row compares the two."""
+    """Call ours on ShardTensors and torch's on plain tensors: the row compares the two."""
     ours = isinstance(x, ShardTensor) or isinstance(weight, ShardTensor)
     return spectral_conv(x, weight, n_modes, **more) if ours else plain_layer(x, weight, n_modes, **more)
 
 
 def forward(x, dims, modes, norm=None):
-    """Chosen modes of a whole spectrum."""
+    """Return the selected modes of the full spectrum."""
     if isinstance(x, ShardTensor):
         return truncated_fft(x, dims, modes, norm)
     spectrum = torch.fft.fftn(x, dim=dims, norm=norm)
@@ -73,7 +73,7 @@ def forward(x, dims, modes, norm=None):
 
 
 def inverse(y, dims, modes, sizes, norm=None, real=False):
-    """A spectrum with the modes at their places, inverted."""
+    """Invert the full spectrum with these modes and zeros elsewhere."""
     if isinstance(y, ShardTensor):
         return truncated_ifft(y, dims, modes, sizes, norm, real)
     for d, kept, n in zip(dims, modes, sizes, strict=True):

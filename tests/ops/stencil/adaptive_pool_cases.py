@@ -1,4 +1,4 @@
-"""Rows of the table: pools to a given size."""
+"""Adaptive pools."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from tests.harness import T, case, double_backward, raises
 from tests.ops.stencil.pool_cases import FEW, FIELD, SOME, rough, spatial, ties
 
 CASES = [
-    # ---- any cut
+    # ---- any sharding
     case(F.adaptive_avg_pool2d, T(2, 3, 8, 7), (4, 3), options=FIELD),
     case(F.adaptive_avg_pool2d, T(2, 3, 8, 7), 1, options=FIELD),
     case(F.adaptive_max_pool2d, T(2, 3, 8, 7), (4, 3), options=FIELD),
@@ -16,7 +16,7 @@ CASES = [
     case(F.adaptive_max_pool1d, T(2, 3, 9), 4, options=SOME),
     case(F.adaptive_avg_pool3d, T(1, 2, 5, 4, 6), (2, 3, 4), options=SOME),
     case(F.adaptive_max_pool3d, T(1, 2, 5, 4, 6), (2, 3, 4), options=SOME),
-    # ---- sizes: the field's own, larger, smaller than the mesh, a divisor
+    # ---- sizes: unchanged, larger, smaller than the mesh, a divisor
     *(
         case(call, spatial(1, 2, 9, 8), size, options=FEW)
         for call in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
@@ -25,7 +25,7 @@ CASES = [
     case(F.adaptive_avg_pool1d, spatial(2, 2, 5), 13, options=FEW),
     case(F.adaptive_avg_pool3d, spatial(1, 1, 5, 4, 3), 1, options=FEW),
     case(F.adaptive_max_pool3d, spatial(1, 1, 5, 4, 3), (None, 1, 5), options=FEW),
-    case(F.adaptive_avg_pool2d, T(2, 3, 8, 7, grad=False), (0, 2), options=FEW),  # of nothing, torch has no gradient
+    case(F.adaptive_avg_pool2d, T(2, 3, 8, 7, grad=False), (0, 2), options=FEW),  # no gradient in torch
     # ---- indices, ties, NaN and infinity
     case(F.adaptive_max_pool1d, T(2, 3, 9, fill=ties), 4, return_indices=True, options=SOME),
     case(F.adaptive_max_pool2d, T(2, 3, 8, 7, fill=ties), (3, 5), return_indices=True, options=FIELD),
@@ -35,7 +35,7 @@ CASES = [
     case(F.adaptive_max_pool2d, spatial(1, 2, 8, 7, fill=rough, grad=False), (2, 1), return_indices=True, options=SOME),
     case(torch.adaptive_max_pool1d, T(2, 3, 9, fill=ties), 2, options=FEW),
     case(F.adaptive_max_pool2d_with_indices, T(2, 3, 6, 5, fill=ties), 2, options=FEW),
-    # ---- unbatched, bad calls, twice
+    # ---- unbatched, bad calls, double backward
     case(F.adaptive_avg_pool2d, T(3, 8, 7), (3, 2), options=SOME),
     case(F.adaptive_max_pool2d, T(3, 8, 7), (3, 1), return_indices=True, options=SOME),
     case(torch.nn.AdaptiveAvgPool2d((1, None)), T(2, 2, 6, 5), options=FEW | {"name": "AdaptiveAvgPool2d"}),
@@ -61,11 +61,11 @@ CASES = [
     case(
         double_backward(lambda x: F.adaptive_avg_pool2d(x, (3, 1))),
         T(2, 2, 5, 4),
-        options=SOME | {"name": "adaptive_avg, twice"},
+        options=SOME | {"name": "adaptive_avg, double backward"},
     ),
     case(
         double_backward(lambda x: F.adaptive_max_pool2d(x, (3, 1))),
         T(2, 2, 5, 4),
-        options=SOME | {"name": "adaptive_max, twice"},
+        options=SOME | {"name": "adaptive_max, double backward"},
     ),
 ]

@@ -1,4 +1,4 @@
-"""Rows of the table: convolutions, plain and transposed."""
+"""Convolutions, plain and transposed."""
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ FIELD = {"layouts": 16}
 
 
 def spatial(*shape, **more):
-    """A field that is cut along its spatial dims only."""
+    """Build a field that is sharded along its spatial dims only."""
     return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def autocast(call):
-    """The call under autocast."""
+    """Return the call under autocast."""
 
     def run(*tensors):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -27,7 +27,7 @@ def autocast(call):
 
 
 CASES = [
-    # ---- any cut of input, weight and bias
+    # ---- any sharding of input, weight and bias
     case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, options=FIELD),
     case(F.conv2d, T(2, 4, 6, 5), T(6, 2, 3, 3), T(6), padding=1, groups=2, options=FIELD),
     case(F.conv2d, T(2, 4, 6, 5), T(4, 1, 3, 3), None, padding=1, groups=4, options=SOME),
@@ -37,7 +37,7 @@ CASES = [
     case(F.conv_transpose2d, T(2, 4, 5, 4), T(4, 3, 2, 2), T(6), 2, 0, 0, 2, options=SOME),
     case(F.conv_transpose1d, T(2, 3, 7), T(3, 2, 4), T(2), stride=2, padding=1, options=SOME),
     case(F.conv_transpose3d, T(1, 2, 4, 3, 5), T(2, 2, 2, 3, 2), None, 2, options=FEW),
-    # ---- a field cut along its spatial dims: kernels, strides, dilations, paddings
+    # ---- a field sharded along its spatial dims: kernels, strides, dilations, paddings
     *(
         case(
             F.conv2d,
@@ -115,7 +115,7 @@ CASES = [
         T(2, 2, 3, 3),
         options=FEW | {"name": "conv2d, stride and padding computed"},
     ),
-    # ---- autocast, which lets a half field meet the parameters
+    # ---- autocast: half-precision fields with float32 parameters
     *(
         case(
             autocast(fn),
@@ -137,7 +137,7 @@ CASES = [
             ),
         ]
     ),
-    # ---- inference mode, where writes are not counted
+    # ---- inference mode, where tensors have no version counter
     case(
         torch.inference_mode()(lambda x, w: F.conv2d(x, w, padding=1).sum().cos()),
         T(2, 2, 6, 5),
@@ -173,37 +173,40 @@ CASES = [
         T(2, 2, 4, 3),
         options=SOME | {"name": "conv, in-place relu"},
     ),
-    # ---- twice
+    # ---- double backward
     case(
         double_backward(lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
         T(2, 2, 6, 5),
         T(2, 2, 3, 3),
         T(2),
-        options=SOME | {"name": "conv, twice"},
+        options=SOME | {"name": "conv, double backward"},
     ),
     case(
         double_backward(lambda x, w: F.conv_transpose2d(x, w, None, 2, 1)),
         T(1, 2, 4, 5),
         T(2, 2, 3, 3),
-        options=FEW | {"name": "conv_transpose, twice"},
+        options=FEW | {"name": "conv_transpose, double backward"},
     ),
-    # ---- fields flattened by a view: one point looks at no neighbour, and nothing moves
+    # ---- fields flattened by a view: a kernel of size 1 needs no halo, and nothing is sent
     case(
         lambda x, w, b: F.conv1d(x.flatten(2), w, b).unflatten(2, (4, 6)),
         spatial(2, 3, 4, 6),
         T(5, 3, 1, shard_dims=()),
         T(5, shard_dims=()),
-        options=FIELD | {"name": "flattened, by point", "no_messages": True, "try_partial": False},
+        options=FIELD | {"name": "flattened, kernel of size 1", "no_messages": True, "try_partial": False},
     ),
     case(
-        lambda x, w: F.conv1d(x.flatten(2), w), T(2, 3, 4, 6), T(5, 3, 1), options=SOME | {"name": "flattened, any cut"}
+        lambda x, w: F.conv1d(x.flatten(2), w),
+        T(2, 3, 4, 6),
+        T(5, 3, 1),
+        options=SOME | {"name": "flattened, any sharding"},
     ),
     case(
         lambda x, w, b: F.conv1d(x.flatten(2), w, b, padding=1),
         T(2, 3, 4, 6),
         T(2, 3, 3),
         T(2),
-        options=SOME | {"name": "flattened, with neighbours"},
+        options=SOME | {"name": "flattened, with a halo"},
     ),
     case(
         lambda x, w: F.conv1d(x.flatten(1), w, groups=3),
@@ -216,7 +219,7 @@ CASES = [
         T(1, 2, 4, 3),
         T(2, 2, 1),
         T(2),
-        options=FEW | {"name": "flattened, twice"},
+        options=FEW | {"name": "flattened, double backward"},
     ),
     case(
         autocast(lambda x, w, b: F.conv1d(x.flatten(2), w, b)),

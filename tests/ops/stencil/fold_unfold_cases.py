@@ -1,4 +1,4 @@
-"""Rows of the table: patches as columns and back, pixels as channels, maxima put back, windows of random sizes."""
+"""unfold, fold, pixel_shuffle, max_unpool and fractional_max_pool."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from tests.ops.stencil.pool_cases import FEW, FIELD, SOME, spatial
 
 
 def places(high):
-    """Different places for each sample and channel."""
+    """Return a fill of distinct flat indices for each sample and channel."""
 
     def fill(shape, generator):
         lead, cells = shape[:2], torch.Size(shape[2:]).numel()
@@ -18,21 +18,21 @@ def places(high):
     return fill
 
 
-def there_and_back(x):
-    """A pool and its inverse, whose windows overlap."""
+def pool_and_unpool(x):
+    """Apply a max pool with overlapping windows and its inverse."""
     made, at = F.max_pool2d(x, 3, 2, 1, return_indices=True)
     return F.max_unpool2d(made * 2, at, 3, 2, 1, output_size=x.shape)
 
 
 def drawn(x):
-    """Without samples the windows are drawn: every maximum is the element that its index names."""
+    """Compare maxima of random windows with the elements at their indices."""
     made, at = F.fractional_max_pool2d(x, 2, output_size=(4, 3), return_indices=True)
     return made - torch.gather(x.flatten(2), 2, at.flatten(2)).reshape(made.shape)
 
 
 samples = T(2, 3, 2, fill="unit", grad=False)
 CASES = [
-    # ---- patches as columns
+    # ---- unfold
     case(F.unfold, T(2, 3, 6, 5), 2, options=FIELD),
     case(F.unfold, T(2, 3, 6, 5), 3, padding=1, options=FIELD),
     *(
@@ -56,7 +56,7 @@ CASES = [
     ),
     case(F.unfold, T(2, 3, 6, 5, fill="ints"), 2, options=FEW | raises(NotImplementedError, "not implemented for")),
     case(torch.nn.Unfold(2, stride=2), T(2, 3, 6, 4), options=FEW | {"name": "Unfold"}),
-    # ---- columns added up
+    # ---- fold
     case(F.fold, T(2, 12, 20), (6, 5), 2, options=FIELD),
     case(F.fold, T(2, 18, 30), (6, 5), 3, padding=1, options=FIELD),
     *(
@@ -99,7 +99,7 @@ CASES = [
         4,
         options=FEW | raises(RuntimeError, "Number of channels must be divisible by groups"),
     ),
-    # ---- maxima put back
+    # ---- max_unpool
     case(F.max_unpool2d, T(2, 3, 4, 3), T(2, 3, 4, 3, fill=places(48)), 2, options=FIELD),
     case(F.max_unpool1d, T(2, 3, 5), T(2, 3, 5, fill=places(10)), 2, options=SOME),
     case(F.max_unpool3d, T(2, 2, 2, 3, 2), T(2, 2, 2, 3, 2, fill=places(96)), 2, options=FEW),
@@ -125,8 +125,8 @@ CASES = [
         2,
         options=FEW | raises(RuntimeError, "Expected shape of indices to be same"),
     ),
-    case(there_and_back, T(2, 2, 7, 6), options=SOME),
-    # ---- windows of random sizes
+    case(pool_and_unpool, T(2, 2, 7, 6), options=SOME),
+    # ---- fractional_max_pool
     case(F.fractional_max_pool2d, T(2, 3, 7, 8), 2, (4, 3), _random_samples=samples, options=SOME),
     case(
         F.fractional_max_pool2d,
@@ -153,8 +153,16 @@ CASES = [
         2,
         options=FEW | raises(ValueError, "requires specifying either an output_size"),
     ),
-    # ---- twice
-    case(double_backward(lambda x: F.unfold(x, 3, padding=1)), T(1, 2, 5, 4), options=FEW | {"name": "unfold, twice"}),
-    case(double_backward(lambda x: F.fold(x, (5, 4), 2)), T(1, 8, 12), options=FEW | {"name": "fold, twice"}),
-    case(double_backward(lambda x: there_and_back(x)), T(1, 2, 5, 4), options=FEW | {"name": "max_unpool, twice"}),
+    # ---- double backward
+    case(
+        double_backward(lambda x: F.unfold(x, 3, padding=1)),
+        T(1, 2, 5, 4),
+        options=FEW | {"name": "unfold, double backward"},
+    ),
+    case(double_backward(lambda x: F.fold(x, (5, 4), 2)), T(1, 8, 12), options=FEW | {"name": "fold, double backward"}),
+    case(
+        double_backward(lambda x: pool_and_unpool(x)),
+        T(1, 2, 5, 4),
+        options=FEW | {"name": "max_unpool, double backward"},
+    ),
 ]

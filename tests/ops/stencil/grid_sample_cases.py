@@ -1,4 +1,4 @@
-"""Rows of the table: sampling at the points of grids."""
+"""grid_sample and affine_grid."""
 
 import math
 
@@ -12,12 +12,12 @@ FIELD = {"layouts": 12}
 
 
 def anywhere(shape, generator):
-    """Points in the field and around it."""
+    """Draw points inside and outside of the field."""
     return torch.rand(shape, dtype=torch.float64, generator=generator) * 3 - 1.5
 
 
 def near(shape, generator):
-    """Points not far from where they stand."""
+    """Draw points near the identity grid."""
     *batch, height, width, _ = shape
     rows = torch.linspace(-1, 1, height, dtype=torch.float64).view(-1, 1).expand(height, width)
     columns = torch.linspace(-1, 1, width, dtype=torch.float64).expand(height, width)
@@ -26,26 +26,26 @@ def near(shape, generator):
 
 
 def ties(shape, generator):
-    """Points on cells, on edges and half way between."""
+    """Draw points on cell centers, on edges and halfway between."""
     return torch.randint(-10, 11, shape, generator=generator).double() / 8
 
 
 def nowhere(shape, generator):
-    """Points that are not numbers among others."""
+    """Draw points of which some are NaN or infinite."""
     grid = anywhere(shape, generator)
     grid[..., 0, :, 0], grid[..., 1, :, 1], grid[..., -1, 0, :] = math.nan, math.inf, -math.inf
     return grid
 
 
 def spoiled(shape, generator):
-    """A field with an infinity and a NaN in it."""
+    """Draw a field with an infinity and a NaN."""
     field = torch.randn(shape, dtype=torch.float64, generator=generator)
     field[..., 2, 1], field[..., 5, 4] = math.inf, math.nan
     return field
 
 
 def rotated(x, angle):
-    """A field turned about its centre."""
+    """Rotate a field about its center."""
     c, s = angle.cos(), angle.sin()
     theta = torch.stack([torch.stack([c, -s, 0 * c], -1), torch.stack([s, c, 0 * c], -1)], -2)
     return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
@@ -53,7 +53,7 @@ def rotated(x, angle):
 
 PADDINGS = ("zeros", "border", "reflection")
 CASES = [
-    # ---- any cut of field and grid
+    # ---- any sharding of field and grid
     case(F.grid_sample, T(2, 3, 6, 5), T(2, 4, 7, 2, fill=anywhere), align_corners=False, options=FIELD),
     case(F.grid_sample, T(2, 3, 8, 6), T(2, 8, 6, 2, fill=near), align_corners=True, options=FIELD),
     case(F.grid_sample, T(2, 2, 3, 4, 5), T(2, 3, 2, 4, 3, fill=anywhere), align_corners=False, options=FIELD),
@@ -87,7 +87,7 @@ CASES = [
         for padding in PADDINGS
         for corners in (False, True)
     ),
-    # ---- points on cells, on edges, half way between; points that are not numbers; a field with infinities
+    # ---- points on cells, on edges, halfway between; NaN and infinite points; a field with infinities
     *(
         case(
             F.grid_sample,
@@ -140,7 +140,7 @@ CASES = [
     case(F.grid_sample, T(1, 2, 4, 3), T(1, 0, 2, 2, fill=anywhere), align_corners=False, options=FEW),
     case(F.grid_sample, T(0, 2, 4, 3), T(0, 3, 2, 2, fill=anywhere), align_corners=False, options=FEW),
     case(F.grid_sample, T(1, 0, 4, 3), T(1, 3, 2, 2, fill=anywhere), align_corners=False, options=FEW),
-    # ---- only one of the two has a gradient
+    # ---- only one operand requires a gradient
     case(
         F.grid_sample,
         T(1, 2, 6, 5, grad=False),
@@ -226,7 +226,7 @@ CASES = [
         align_corners=False,
         options=FEW | raises(RuntimeError, "expected scalar type Double but found Long"),
     ),
-    # ---- grids that are made
+    # ---- affine grids
     case(F.affine_grid, T(3, 2, 3), [3, 1, 4, 5], align_corners=False, options=FEW),
     case(F.affine_grid, T(2, 3, 4), (2, 1, 4, 2, 5), align_corners=True, options=FEW),
     case(
@@ -244,12 +244,15 @@ CASES = [
         options=FEW | raises(ValueError, "Expected a batch of 2D affine matrices"),
     ),
     case(rotated, T(2, 2, 6, 5), T(2), options=FIELD),
-    # ---- twice
+    # ---- double backward
     case(
         double_backward(lambda x, g: F.grid_sample(x, g, align_corners=False)),
         T(1, 2, 5, 4),
         T(1, 3, 4, 2, fill=anywhere),
         options=FEW
-        | {"name": "grid_sample, twice", "grad": torch.__version__ >= "2.13"},  # torch 2.11 has no second one
+        | {
+            "name": "grid_sample, double backward",
+            "grad": torch.__version__ >= "2.13",
+        },  # none in torch 2.11
     ),
 ]

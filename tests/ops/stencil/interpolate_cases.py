@@ -1,4 +1,4 @@
-"""Rows of the table: resampling to other sizes."""
+"""interpolate and upsample."""
 
 import warnings
 
@@ -13,12 +13,12 @@ NO_MESSAGES = {"layouts": 3, "no_messages": True, "try_partial": False}
 
 
 def spatial(*shape):
-    """A field that is cut along its spatial dims only."""
+    """Build a field that is sharded along its spatial dims only."""
     return T(*shape, shard_dims=tuple(range(2, len(shape))))
 
 
 def quietly(fn):
-    """torch says of these spellings that they are old."""
+    """Return `fn` without torch's deprecation warnings."""
 
     def run(*args, **kwargs):
         with warnings.catch_warnings():
@@ -29,7 +29,7 @@ def quietly(fn):
 
 
 def spoiled(shape, generator):
-    """A field with an infinity and a NaN in it."""
+    """Draw a field with an infinity and a NaN."""
     field = torch.randn(shape, dtype=torch.float64, generator=generator)
     field[..., 2, 1], field[..., 5, 4] = float("inf"), float("nan")
     return field
@@ -48,7 +48,7 @@ MODES = [
 ]
 
 CASES = [
-    # ---- every mode: down, up, to one row, to sizes that have nothing in common with the field's
+    # ---- every mode: down, up, to sizes without a common divisor with the field's
     *(
         case(F.interpolate, spatial(1, 2, 8, 7), size=size, mode=mode, **kwargs, options=FEW)
         for mode, kwargs in MODES
@@ -59,8 +59,8 @@ CASES = [
         for mode, kwargs in MODES
         for factor in [(0.5, 2), (1 / 3, 3), (1.7, 0.6)]
     ),
-    # ---- a size that a factor does not change: torch forgets the factor in some modes (and, antialiased, its backward
-    # does not, so that its gradient is of another function)
+    # ---- a size that a factor does not change: torch ignores the factor in some modes (and, antialiased, its backward
+    # does not, so that its gradient is that of another function)
     *(
         case(
             F.interpolate,
@@ -68,12 +68,12 @@ CASES = [
             scale_factor=(1.1, 2.3),
             mode=mode,
             **kwargs,
-            # half way between two cells, a device's nearest-exact takes one, and its gradient is the other's
+            # halfway between two cells a device's nearest-exact reads one cell and its backward writes the other
             options=FEW | {"grad": "antialias" not in kwargs and (mode != "nearest-exact" or DEVICE == "cpu")},
         )
         for mode, kwargs in MODES
     ),
-    # ---- any cut
+    # ---- any sharding
     case(F.interpolate, T(2, 3, 8, 7), scale_factor=2, mode="bilinear", options=FIELD),
     case(F.interpolate, T(2, 3, 8, 6), scale_factor=0.5, mode="bilinear", options=FIELD),
     case(F.interpolate, T(2, 4, 6, 5), scale_factor=3, options=FIELD),
@@ -102,7 +102,7 @@ CASES = [
         ]
         for factor in [2, (0.6, 2, 1.3)]
     ),
-    # ---- factors that are made of the sizes again
+    # ---- recomputed scale factors
     case(
         F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bilinear", recompute_scale_factor=True, options=FEW
     ),
@@ -112,15 +112,15 @@ CASES = [
     case(
         F.interpolate, spatial(1, 2, 7, 5), scale_factor=1.6, mode="bicubic", recompute_scale_factor=False, options=FEW
     ),
-    # ---- one device's own rounding: results of more than 128 rows and columns come from another kernel, whose backward
-    # in float64 rounds otherwise than it does itself
+    # ---- rounding of one device: results of more than 128 rows and columns come from another kernel, whose backward
+    # in float64 rounds differently from its forward
     *(
         case(F.interpolate, spatial(1, 2, 4, 6), size=size, mode=mode, options=FEW | {"grad": False})
         for mode in ("nearest", "nearest-exact")
         for size in [(82, 55), (123, 7)]
     ),
     case(F.interpolate, spatial(1, 2, 3, 6), scale_factor=(2.3, 25.0), options=FEW | {"grad": False}),
-    # ---- whole factors on cuts that fit them, and the nearest cell in any case: nothing travels
+    # ---- integer factors on matching shardings, and nearest in any case: no messages
     *(
         case(F.interpolate, T(2, 2, 8, 6), **kwargs, options=NO_MESSAGES)
         for kwargs in [
@@ -164,7 +164,7 @@ CASES = [
         mode="bilinear",
         options=FEW | {"tolerance": 2e-2},
     ),
-    # ---- infinities and NaN stay where one device has them
+    # ---- infinities and NaN as on one device
     *(
         case(F.interpolate, T(1, 2, 8, 6, fill=spoiled, grad=False), size=(5, 9), mode=mode, **kwargs, options=FEW)
         for mode, kwargs in MODES
@@ -189,7 +189,7 @@ CASES = [
         False,
         options=FEW | raises(RuntimeError, "It is expected output_size equals to 3"),
     ),
-    # ---- channels last, of which torch makes results by other kernels
+    # ---- channels last, for which torch uses other kernels
     *(
         case(
             lambda x, mode=mode: F.interpolate(
@@ -200,7 +200,7 @@ CASES = [
         )
         for mode in ("nearest", "nearest-exact", "bilinear")
     ),
-    # ---- nothing there, bad calls
+    # ---- empty fields, bad calls
     case(F.interpolate, T(0, 2, 4, 5), scale_factor=2, options=FEW),
     case(F.interpolate, T(1, 0, 4, 5), scale_factor=2, mode="area", options=FEW | {"grad": False}),
     case(
@@ -255,12 +255,12 @@ CASES = [
         size=3,
         options=FEW | raises(NotImplementedError, "Only 3D, 4D and 5D input Tensors supported"),
     ),
-    # ---- twice
+    # ---- double backward
     *(
         case(
             double_backward(lambda x, mode=mode, size=size: F.interpolate(x, size=size, mode=mode)),
             T(2, 2, 6, 5),
-            options=FEW | {"name": f"{mode} {size}, twice"},
+            options=FEW | {"name": f"{mode} {size}, double backward"},
         )
         for mode in ("nearest", "bilinear", "bicubic", "area")
         for size in [(12, 10), (4, 7)]

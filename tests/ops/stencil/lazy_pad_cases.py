@@ -1,4 +1,4 @@
-"""Fields that go on beyond their ends, padded and then read by an op that looks at neighbours."""
+"""Lazy pads: boundary conditions by F.pad, followed by a stencil op."""
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,23 @@ FIELD = {"layouts": 16}
 
 
 def spatial(*shape, **more):
-    """A field that is cut along its spatial dims only."""
+    """Build a field that is sharded along its spatial dims only."""
     return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def sphere(x):
-    """Round in a circle along the last dim, mirrored along the one before it."""
+    """Pad circularly along the last dim and by reflection along the one before it."""
     return F.pad(F.pad(x, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="reflect")
 
 
 def module(x, weight, bias, mode, padding):
-    """A convolution module with its own padding, with these parameters."""
+    """Call a convolution module with its own padding mode and these parameters."""
     conv = nn.Conv2d(weight.shape[1], weight.shape[0], weight.shape[2:], padding=padding, padding_mode=mode)
     return torch.func.functional_call(conv, {"weight": weight, "bias": bias}, (x,))
 
 
 def written(x, weight):
-    """The field is written into between the pad and the convolution; then the padded field, and a part of it."""
+    """Write into the field between the pad and the convolution; then into the padded field, and a slice of it."""
     x = x * 2
     padded = F.pad(x, (2, 1), mode="circular")
     x.mul_(3)
@@ -47,7 +47,7 @@ def written(x, weight):
 
 
 def read_again(x, weight):
-    """The padded field is used as it is, before and after a convolution has read it."""
+    """Use the padded field itself, before and after a convolution has read it."""
     padded = F.pad(x, (1, 1, 2, 0), mode="circular")
     first = F.conv2d(padded, weight)
     total = padded.sin().sum() + (padded[..., 1:-1, 1:-1] * first).sum()
@@ -56,7 +56,7 @@ def read_again(x, weight):
 
 
 def without_grad(x, weight):
-    """Padded where no gradients are taken, read where they are, and the other way round."""
+    """Pad under no_grad and convolve outside of it, and in the other order."""
     with torch.no_grad():
         padded = F.pad(x, (1, 2), mode="circular")
     first = F.conv1d(padded, weight)
@@ -67,7 +67,7 @@ def without_grad(x, weight):
 
 
 CASES = [
-    # ---- a boundary along each dim
+    # ---- a boundary condition along each dim
     case(
         lambda x, w, b: F.conv2d(sphere(x), w, b),
         T(2, 3, 6, 7),
@@ -105,7 +105,7 @@ CASES = [
             ("circular", (2, 4), "same"),
         ]
     ),
-    # ---- thin pieces, pads larger than the kernel reaches, strides and gaps that pass cells by
+    # ---- thin shards, pads wider than the kernel, strides and dilations that skip cells
     *(
         case(
             lambda x, w, pad, mode, s, d: F.conv1d(F.pad(x, pad, mode), w, stride=s, dilation=d),
@@ -147,9 +147,9 @@ CASES = [
         spatial(1, 2, 4, 5),
         T(2, 2, 3, 3),
         T(2),
-        options=SOME | {"name": "sphere, twice"},
+        options=SOME | {"name": "sphere, double backward"},
     ),
-    # ---- pools and patches
+    # ---- pools and unfold
     *(
         case(lambda x, fn=fn: fn(sphere(x)), T(2, 2, 6, 7), options=SOME | {"name": f"sphere, {name}"})
         for name, fn in {

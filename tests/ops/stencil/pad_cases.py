@@ -1,4 +1,4 @@
-"""Borders."""
+"""F.pad in every mode."""
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +39,21 @@ CASES = [
     case(
         lambda x: F.pad(torch.sin(x.flatten(1, 2)), (2, 1), "reflect"),
         T(2, 2, 3, 4),
-        options=FEW | {"name": "pad beside merged"},
+        options=FEW | {"name": "pad next to a merged dim"},
     ),
 ]
 
-CASES += [  # what F.pad calls for each mode
+CASES += [  # the functions that F.pad calls for each mode
     case(torch._C._nn.reflection_pad1d, T(2, 3, 6), (2, 1), options={"layouts": 3}),
     case(torch._C._nn.replication_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), options={"layouts": 3}),
     case(torch._C._nn.reflection_pad2d, T(2, 3, 4, 5), (2, 1, 1, 3), options={"layouts": 3}),
     case(torch._C._nn.reflection_pad3d, T(1, 2, 4, 3, 5), (2, 1, 1, 2, 0, 3), options={"layouts": 3}),
     case(torch._C._nn.replication_pad1d, T(2, 3, 6), (2, 7), options={"layouts": 3}),
     case(torch._C._nn.replication_pad3d, T(1, 2, 4, 3, 5), (2, 1, 1, 3, 0, 4), options={"layouts": 3}),
-    case(double_backward(lambda x: F.pad(x, (2, 1), "reflect")), T(2, 5), options=FEW | {"name": "reflect, twice"}),
-    case(double_backward(lambda x: F.pad(x, (1, -2, 0, 3))), T(4, 5), options=FEW | {"name": "pad, twice"}),
+    case(
+        double_backward(lambda x: F.pad(x, (2, 1), "reflect")),
+        T(2, 5),
+        options=FEW | {"name": "reflect, double backward"},
+    ),
+    case(double_backward(lambda x: F.pad(x, (1, -2, 0, 3))), T(4, 5), options=FEW | {"name": "pad, double backward"}),
 ]

@@ -1,4 +1,4 @@
-"""Rows of the table: max, average and norm pools, and where their maxima go back to."""
+"""Max, average and norm pools."""
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +11,24 @@ FIELD = {"layouts": 16}
 
 
 def spatial(*shape, **more):
-    """A field that is cut along its spatial dims only."""
+    """Build a field that is sharded along its spatial dims only."""
     return T(*shape, shard_dims=tuple(range(2, len(shape))), **more)
 
 
 def ties(shape, generator):
-    """Few different values, so that windows have several largest cells."""
+    """Draw few different values, so that windows have several maxima."""
     return torch.randint(3, shape, generator=generator).double()
 
 
 def rough(shape, generator):
-    """Minus infinity everywhere but in a few places, some of which are NaN."""
+    """Draw -inf with a few finite values and NaNs."""
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x = torch.where(x > 0.8, x, -torch.inf)
     return torch.where(x > 1.6, torch.nan, x)
 
 
 def autocast(call):
-    """The call as it is in a region of mixed precision."""
+    """Return the call under autocast."""
 
     def run(x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -38,7 +38,7 @@ def autocast(call):
 
 
 CASES = [
-    # ---- any cut
+    # ---- any sharding
     case(F.max_pool2d, T(2, 3, 8, 7), 2, options=FIELD),
     case(F.max_pool2d, T(2, 3, 8, 7), 3, 2, 1, options=FIELD),
     case(F.avg_pool2d, T(2, 3, 8, 7), 2, options=FIELD),
@@ -48,7 +48,7 @@ CASES = [
     case(F.avg_pool1d, T(2, 3, 9), 3, 2, 1, options=SOME),
     case(F.max_pool3d, T(2, 2, 5, 4, 6), 2, 1, 1, options=SOME),
     case(F.avg_pool3d, T(2, 2, 5, 4, 6), 3, 2, 1, options=SOME),
-    # ---- a field cut along its spatial dims: kernels, strides, paddings, dilations, ceil_mode
+    # ---- a field sharded along its spatial dims: kernels, strides, paddings, dilations, ceil_mode
     *(
         case(F.max_pool2d, spatial(1, 2, 11, 9), k, s, p, d, ceil, options=FEW)
         for k, s, p, d, ceil in [
@@ -130,7 +130,7 @@ CASES = [
     ),
     case(F.avg_pool2d, T(2, 2, 8, 7, fill="bool"), 3, options=FEW | raises(NotImplementedError, "not implemented for")),
     case(F.max_pool1d, T(2, 2, 8, fill="ints"), 3, options=FEW | raises(NotImplementedError, "not implemented for")),
-    # ---- autocast, which takes some pools in float32: also where there is nothing
+    # ---- autocast, which runs some pools in float32: also on empty shards
     *(
         case(autocast(call), T(2, 2, 5, 4, 3, dtype=torch.bfloat16), options=FEW | {"name": name, "tolerance": 1e-2})
         for name, call in {
@@ -138,13 +138,15 @@ CASES = [
             "adaptive_avg_pool3d, autocast": lambda x: F.adaptive_avg_pool3d(x, (2, 1, 3)),
         }.items()
     ),
-    # ---- twice
+    # ---- double backward
     case(
-        double_backward(lambda x: F.max_pool2d(x, 3, 2, 1)), T(2, 2, 6, 5), options=SOME | {"name": "max_pool, twice"}
+        double_backward(lambda x: F.max_pool2d(x, 3, 2, 1)),
+        T(2, 2, 6, 5),
+        options=SOME | {"name": "max_pool, double backward"},
     ),
     case(
         double_backward(lambda x: F.avg_pool2d(x, 3, 2, 1, True, False)),
         T(2, 2, 6, 5),
-        options=SOME | {"name": "avg_pool, twice"},
+        options=SOME | {"name": "avg_pool, double backward"},
     ),
 ]
