@@ -1,4 +1,4 @@
-"""Getting data onto a mesh: one rank's tensor in pieces to all, one rank's module to all."""
+"""Distribute data over a mesh: scatter one rank's tensor, broadcast one rank's module."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def scatter_tensor(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """The tensor that rank `global_src` holds, cut over the mesh; the other ranks may pass None.
+    """Return the tensor of rank `global_src`, sharded over the mesh; the other ranks may pass None.
 
-    Each rank is sent its own piece and nothing else, so only the source needs memory for the whole. Shape and dtype
-    travel ahead in one small message; where `global_shape` or `dtype` are given they are checked against it.
+    Each rank receives its own shard only, so only the source needs memory for the full tensor. Shape and dtype are
+    broadcast first in one small message; `global_shape` and `dtype` are checked against them.
     """
     ranks = mesh.mesh.flatten().tolist()
     if global_src not in ranks:
         raise ShardingError(f"scatter_tensor: rank {global_src} is not on the mesh {mesh}")
     if any(isinstance(p, Partial) for p in placements):
-        raise ShardingError("scatter_tensor: a whole tensor is scattered to Shard and Replicate, not to Partial")
+        raise ShardingError("scatter_tensor: placements must be Shard or Replicate, not Partial")
     source = ranks.index(global_src)
     device = collectives.device_of(mesh)
     here = mesh.get_rank() == global_src
@@ -52,22 +52,22 @@ def scatter_tensor(
     if dtype is not None and dtype != kind:
         raise ShardingError(f"scatter_tensor: dtype says {dtype}, the source holds {kind}")
     layout = Layout.of(mesh, placements, shape)
-    pieces = None
+    shards = None
     if here:
         assert tensor is not None
         coords = [collectives.coords_of(mesh, i) for i in range(len(ranks))]
-        pieces = {r: slice_shard(tensor.detach(), layout, c) for r, c in zip(ranks, coords, strict=True)}
-    local = collectives.scatter_from(pieces, layout.local_shape, kind, device, global_src)
+        shards = {r: slice_shard(tensor.detach(), layout, c) for r, c in zip(ranks, coords, strict=True)}
+    local = collectives.scatter_from(shards, layout.local_shape, kind, device, global_src)
     return wrap(local.requires_grad_(requires_grad), layout)
 
 
 def sync_module_over_mesh(
     module: nn.Module, mesh: DeviceMesh, src_mesh_rank: int = 0, verify: bool = False
 ) -> nn.Module:
-    """Give every rank of the mesh the parameters and buffers of the rank at position `src_mesh_rank` on it.
+    """Broadcast the parameters and buffers of the rank at position `src_mesh_rank` of the mesh to all its ranks.
 
-    With `verify`, ranks first make sure that they hold the same names, shapes and dtypes, and all raise if not.
-    Tensors that are themselves distributed are left alone.
+    With `verify`, ranks first compare names, shapes and dtypes, and all raise if they differ. ShardTensors and DTensors
+    are not changed.
     """
     if not 0 <= src_mesh_rank < mesh.size():
         raise ShardingError(f"sync_module_over_mesh: position {src_mesh_rank} is not on a mesh of {mesh.size()} ranks")

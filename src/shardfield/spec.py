@@ -1,4 +1,4 @@
-"""The documented view of a layout (`x._spec`), and layouts made from what ranks hold or scripts ask for."""
+"""ShardTensorSpec, the documented form of a layout (`x._spec`), and layouts from local shapes or placements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .layout import Layout, balanced
 
 
 class TensorMeta(NamedTuple):
-    """Global shape, strides of a contiguous tensor of that shape, dtype."""
+    """Global shape, strides of a contiguous tensor of that shape, and dtype."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -24,7 +24,7 @@ class TensorMeta(NamedTuple):
 
 
 class ShardTensorSpec:
-    """What `x._spec` shows: everything the layout knows, and `tensor_meta`. Compared by layout and dtype."""
+    """Mesh, placements, shapes and `tensor_meta` of a ShardTensor, as `x._spec`. Compared by layout and dtype."""
 
     def __init__(self, layout: Layout, local: Tensor):
         self.layout = layout
@@ -37,12 +37,12 @@ class ShardTensorSpec:
     device_mesh = mesh
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
-        """`[mesh_dim][coord]` -> local shape; with `mesh_dim`, that row."""
+        """Return the local shapes as `[mesh_dim][coord]`; with `mesh_dim`, those along that mesh axis."""
         table = self.layout.sharding_shapes()
         return table if mesh_dim is None else table[mesh_dim]
 
     def offsets(self, mesh_dim: int | None = None) -> Any:
-        """The global index of this rank's first element, dim by dim; with `mesh_dim`, along the dim it cuts."""
+        """Return the global index of this rank's first element; with `mesh_dim`, along the dim sharded by that axis."""
         offsets = self.layout.offsets()
         if mesh_dim is None:
             return offsets
@@ -72,7 +72,7 @@ class ShardTensorSpec:
 def infer_layout(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], global_shape: Sequence[int] | None
 ) -> Layout:
-    """The layout of pieces of unknown sizes: ranks tell each other their shapes, and all agree or all raise."""
+    """Return the layout of shards of unknown sizes. Ranks exchange their local shapes; all agree or all raise."""
     row = [local.ndim, DTYPES.index(local.dtype), *local.shape] + [0] * (MAX_DIMS - local.ndim)
     table = [row]
     for axis in reversed(range(mesh.ndim)):  # rows end up in row-major order of coords
@@ -82,14 +82,16 @@ def infer_layout(
     shapes = [tuple(r[2 : 2 + r[0]]) for r in table]
     held = "; ".join(f"{i}: {s}" for i, s in enumerate(shapes))
     if len({r[0] for r in table}) > 1 or len({r[1] for r in table}) > 1:
-        raise ShardingError(f"from_local: ranks hold pieces of different ndim or dtype (mesh position: shape): {held}")
+        raise ShardingError(f"from_local: local tensors differ in ndim or dtype (mesh position: shape): {held}")
     ndim = local.ndim
     axes_of: dict[int, list[int]] = {}
     for axis, placed in enumerate(placements):
         if isinstance(placed, Shard):
             dim = placed.dim + ndim if placed.dim < 0 else placed.dim
             if not 0 <= dim < ndim:
-                raise ShardingError(f"from_local: {placed} names a dim that pieces of shape {shapes[0]} do not have")
+                raise ShardingError(
+                    f"from_local: {placed} names a dim that local tensors of shape {shapes[0]} do not have"
+                )
             axes_of.setdefault(dim, []).append(axis)
     sizes = [mesh.size(a) for a in range(mesh.ndim)]
 
@@ -103,15 +105,15 @@ def infer_layout(
     shape = []
     for dim in range(ndim):
         axes = axes_of.get(dim, [])
-        cut = []
+        sizes_along = []
         for index in range(_prod(sizes[a] for a in axes)):
             coords = [0] * mesh.ndim
             for a in reversed(axes):
                 index, coords[a] = divmod(index, sizes[a])
-            cut.append(shapes[flat_index(coords)][dim])
+            sizes_along.append(shapes[flat_index(coords)][dim])
         if axes:
-            lengths[dim] = cut
-        shape.append(sum(cut))
+            lengths[dim] = sizes_along
+        shape.append(sum(sizes_along))
     layout = Layout.of(mesh, placements, shape, lengths)
     if mesh.get_coordinate() is not None:
         for at, have in enumerate(shapes):
@@ -120,11 +122,11 @@ def infer_layout(
                 rest, coords[a] = divmod(rest, sizes[a])
             if tuple(layout.local_shape_at(coords)) != have:
                 raise ShardingError(
-                    f"from_local: pieces placed {tuple(placements)} do not fit together (mesh position: shape): {held}"
+                    f"from_local: local shapes do not fit placements {tuple(placements)} (mesh position: shape): {held}"
                 )
     if global_shape is not None and tuple(global_shape) != tuple(shape):
         raise ShardingError(
-            f"from_local: the pieces make {tuple(shape)}, global_shape says {tuple(global_shape)}: {held}"
+            f"from_local: local shapes give {tuple(shape)}, global_shape says {tuple(global_shape)}: {held}"
         )
     return layout
 
@@ -132,7 +134,7 @@ def infer_layout(
 def layout_from_shapes(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: Any, global_shape: Sequence[int] | None
 ) -> Layout:
-    """The layout of pieces whose sizes are stated ({mesh axis: shapes}) or cut as torch.chunk cuts ("chunk")."""
+    """Return the layout of shards with stated sizes ({mesh axis: shapes}) or those of torch.chunk ("chunk")."""
     shape = list(local.shape if global_shape is None else global_shape)
     lengths: dict[int, list[int]] = {}
     nested: dict[int, int] = {}
@@ -144,14 +146,14 @@ def layout_from_shapes(
         if isinstance(shapes, Mapping):
             if axis not in shapes:
                 raise ShardingError(
-                    f"from_local: sharding_shapes has no entry for mesh axis {axis}, which cuts dim {dim}"
+                    f"from_local: sharding_shapes has no entry for mesh axis {axis}, which shards dim {dim}"
                 )
             if nested[dim] > 1:
-                raise ShardingError('from_local: state shapes for a dim that two axes cut by sharding_shapes="infer"')
+                raise ShardingError('from_local: for a dim that is sharded by two axes, use sharding_shapes="infer"')
             lengths[dim] = [s if isinstance(s, int) else s[dim] for s in shapes[axis]]
             total = sum(lengths[dim])
             if global_shape is not None and shape[dim] != total:
-                raise ShardingError(f"from_local: lengths {lengths[dim]} of dim {dim} do not sum to {shape[dim]}")
+                raise ShardingError(f"from_local: shard sizes {lengths[dim]} of dim {dim} do not sum to {shape[dim]}")
             shape[dim] = total
         elif shapes == "chunk":
             if global_shape is None:
@@ -178,7 +180,7 @@ DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)},
 
 
 def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes: Any) -> Layout:
-    """The layout that `redistribute(placements=..., sharding_shapes=...)` asks for."""
+    """Return the target layout of `redistribute(placements=..., sharding_shapes=...)`."""
     placed = list(placements) if placements is not None else list(layout.placements)
     plain = Layout.of(layout.mesh, placed, layout.shape)
     lengths: dict[int, Sequence[int]] = {}
@@ -196,7 +198,7 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
                 lengths[dim] = [n if isinstance(n, int) else n[dim] for n in stated[0]]
             elif stated:
                 raise ShardingError(
-                    f"redistribute: dim {dim} is cut by axes {axes} together; state lengths for one axis only"
+                    f"redistribute: dim {dim} is sharded by axes {axes} together; state shard sizes for one axis only"
                 )
         elif shapes not in (None, "chunk"):
             raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced" or a dict, not {shapes!r}')

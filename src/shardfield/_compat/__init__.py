@@ -1,8 +1,8 @@
-"""Every private torch name we touch: which versions have it, why we need it, when it can go.
+"""Every private torch name that the package uses: which versions have it, why it is needed, when it can go.
 
-Here those of tensors and calls; `world` has those of groups and meshes, `hollow` those of tensors without data and
-worlds without ranks, `programs` those of traces and compilers. Nothing else in the package may name a private torch
-attribute (a test holds this).
+This module has the names for tensors and calls, `world` those for groups and meshes, `fake` those for tensors without
+data, `aot` those for traces and compilers, `patches` the attributes of torch that are replaced. No other module may use
+a private name of torch (a test checks this).
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from .patches import patches
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# torch 2.11-2.15: `Function.apply` as torch has it (a classmethod in 2.13, a C method descriptor in 2.15), before
-# `bridge` replaces it. Reached through the class's __dict__ because an attribute access would bind it.
+# torch 2.11-2.15: torch's own `Function.apply` (a classmethod in 2.13, a C method descriptor in 2.15), for Functions of
+# this package, which need no bridge. Read from the class's __dict__ because an attribute access would bind it.
 function_apply = torch.autograd.Function.__dict__["apply"]
 
-# torch 2.11-2.15: the only way to make a tensor subclass that has a shape but no storage of its own.
+# torch 2.11-2.15: constructor of a tensor subclass that has a shape but no storage of its own. No public name.
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 # torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
-# torch 2.11-2.15: how many modes want to see torch functions first, and whether subclasses see them at all.
+# torch 2.11-2.15: the number of active torch function modes, and whether overrides of subclasses are on.
 override_modes = torch._C._len_torch_function_stack
 overrides_on = torch._C._is_torch_function_enabled
 
-# torch 2.11-2.15: a context that sees every call below autograd, collectives too; documented, under no public name.
+# torch 2.11-2.15: a mode that gets every call below autograd, collectives too; documented, under no public name.
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 
-# torch 2.11-2.15: do two tensors share memory? Unlike data_ptr, it answers for tensors without data too.
+# torch 2.11-2.15: whether two tensors share memory. Unlike data_ptr, it works for tensors without data too.
 same_memory = torch._C._is_alias_of
 
 
 def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a tensor shows while AOTAutograd traces; else the tensor itself.
+    """Return the tensor inside a FunctionalTensor of AOTAutograd; any other tensor itself.
 
-    torch 2.11-2.15: `FunctionalTensor` wraps each view anew; what it wraps shares memory as views do. No public name.
+    torch 2.11-2.15: `FunctionalTensor` wraps each view anew; inner tensors share memory as views do. No public name.
     """
     return getattr(tensor, "elem", tensor)
 
 
 def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that torch.vmap, grad and the like have wrapped, or itself. torch 2.11-2.15; no public name."""
+    """Return the tensor inside wrappers of torch.func (vmap, grad). torch 2.11-2.15; no public name."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -58,21 +58,21 @@ def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no data, while something is traced. torch 2.11-2.15; no public name."""
+    """Return whether a tensor is a FakeTensor, with a shape and no data. torch 2.11-2.15; no public name."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory share. torch 2.11-2.15: a storage has no public name of its own."""
+    """Return a number that identifies the storage of a tensor. torch 2.11-2.15: no public name."""
     return unwrap_functional(tensor).untyped_storage()._cdata
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether someone else has a say in what backward keeps, or forbids that anyone has.
+    """Return whether other code has saved-tensor hooks active, or has disabled them.
 
-    torch 2.11-2.15: what `torch.autograd.graph.saved_tensors_hooks` looks at, and no public name tells.
+    torch 2.11-2.15: the state that `torch.autograd.graph.saved_tensors_hooks` reads; no public name.
     """
     state = torch._C._autograd
     return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
@@ -80,19 +80,20 @@ def has_saved_tensor_hooks() -> bool:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """A context in which torch functions see real tensors, whoever traces. torch 2.11-2.15; no public name.
+    """Return a context without dispatch modes, so that calls see real tensors inside a trace.
 
-    The Python dispatcher, which a trace switches on, is off in it too: it holds Python's lock during every C++ call. A
-    message would then wait in gloo for a lock of a thread that frees the message before it, which waits for Python's.
+    torch 2.11-2.15; no public name. The Python dispatcher, which a trace enables, is off too: it holds the GIL during
+    every C++ call. A collective would block in gloo on a lock held by the thread that frees the previous one, and that
+    thread blocks on the GIL.
     """
     with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def dynamo_disable(function: F) -> F:
-    """Have torch.compile look neither into a function nor into what it calls, at no cost to any other call of it.
+    """Exclude a function and its callees from torch.compile, without a wrapper around the function.
 
-    torch 2.11-2.15: what `torch.compiler.disable` does by a wrapper, which costs every call and imports the compiler.
+    torch 2.11-2.15: `torch.compiler.disable` uses a wrapper, which costs every call, and imports the compiler.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -104,9 +105,9 @@ def dynamo_disable(function: F) -> F:
 
 
 def without_override_check(func: Any) -> Any:
-    """A Python function of torch without its own `__torch_function__` check, so that the calls inside it dispatch.
+    """Return a Python function of torch without its `__torch_function__` check, so that the calls inside it dispatch.
 
-    torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None where there is no such check.
+    torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None if there is no such check.
     """
     if not isinstance(func, types.FunctionType) or not any(
         n.startswith("has_torch_function") for n in func.__code__.co_names
@@ -136,9 +137,9 @@ NAMESPACES = (
 
 
 def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with memory: some backward formulas (of sgn, say) give "efficient zeros" that have none to send.
+    """Return a tensor with storage: some backward formulas (of sgn, say) return "efficient zeros", which have none.
 
-    torch 2.11-2.15; no public name tells them.
+    torch 2.11-2.15; no public name identifies them.
     """
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
@@ -204,11 +205,11 @@ def replace_script_call(call: Callable) -> None:
 
 
 def scripted_source(function: Any) -> Any:
-    """The Python function that a scripted one was made of, or None: torch 2.11-2.15 keep it for torch.compile."""
+    """Return the Python function of a scripted one, or None. torch 2.11-2.15 keep it for torch.compile."""
     return getattr(function, "_torchdynamo_inline", None)
 
 
-# torch 2.11-2.15: the identity that modules with full backward hooks put around what they compute. No public name.
+# torch 2.11-2.15: the identity Function around the inputs and outputs of modules with full backward hooks.
 module_hook_function = torch.nn.modules._functions.BackwardHookFunction
 
 
@@ -243,7 +244,7 @@ def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], Non
 
 
 def tensor_getter(name: str, method: str = "__get__") -> Any:
-    """The function object under which `__torch_function__` sees an attribute of Tensor being read (or set).
+    """Return the function object that `__torch_function__` gets when an attribute of Tensor is read (or set).
 
     torch 2.11-2.15: attributes are C descriptors of TensorBase; newer versions have some that older ones lack (None).
     """
@@ -252,17 +253,17 @@ def tensor_getter(name: str, method: str = "__get__") -> Any:
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether something else (a view, a detached tensor, an array) uses the memory of a plain tensor.
+    """Return whether another object (a view, a detached tensor, an array) uses the storage of a plain tensor.
 
-    torch 2.11-2.15: there is no public count of a storage's users. A tensor of its own sets the measure.
+    torch 2.11-2.15: there is no public use count. The count of a tensor with a storage of its own is the baseline.
     """
     return _storage_users(tensor) > _storage_users(torch.empty(1))
 
 
 def is_sole_reference(tensor: torch.Tensor) -> bool:
-    """Whether nothing but its Python name knows a plain tensor or its memory, so that it can be swapped for another.
+    """Return whether a plain tensor and its storage have no other user, so that it can be swapped for another.
 
-    torch 2.11-2.15: `torch.utils.swap_tensors` refuses what C++ code holds, or a weak reference.
+    torch 2.11-2.15: `torch.utils.swap_tensors` refuses tensors that C++ code or a weak reference holds.
     """
     return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
 
@@ -285,22 +286,21 @@ def _storage_users(tensor: torch.Tensor) -> int:
 
 
 def base_and_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """The tensor that a plain tensor is a view of (or itself) and how often its memory was written; None if nobody
-    counts, as in inference mode.
+    """Return the base of a view (or the tensor itself) and its version; None in inference mode, which counts no writes.
 
-    torch 2.11-2.15: the base of a view and the count of writes, by which autograd tells what was written since.
+    torch 2.11-2.15: autograd's own base and version counter.
     """
     if tensor.is_inference():
         return None
     return (tensor if tensor._base is None else tensor._base), tensor._version
 
 
-# torch 2.11-2.15: the public question must name a device type; this one does not and costs a few nanoseconds.
+# torch 2.11-2.15: unlike the public function it needs no device type, and costs a few nanoseconds.
 autocast_on = torch._C._is_any_autocast_enabled
 
 
 def autocast_state() -> tuple:
-    """What autocast makes of dtypes now, for keys of what depends on it; () when it is off."""
+    """Return the autocast dtypes, as part of cache keys; () when autocast is off."""
     if not autocast_on():
         return ()
     kinds = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)
@@ -308,10 +308,10 @@ def autocast_state() -> tuple:
 
 
 def caller_argument(func: Any, name: str) -> Any:
-    """An argument that `func` was just called with and that it did not hand on to `__torch_function__`.
+    """Return an argument of the current call of `func` that it did not pass to `__torch_function__`.
 
-    torch 2.11-2.15: F.l1_loss leaves out its `weight`. Read off its frame, some calls up; who looks at calls on their
-    way, as a trace does, calls it again, without. Can go with the bug.
+    torch 2.11-2.15: F.l1_loss omits its `weight`. It is read from the frame of `func`, some calls up; modes that repeat
+    the call, as a trace does, repeat it without. Can go with the bug.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -321,8 +321,8 @@ def caller_argument(func: Any, name: str) -> Any:
     return None
 
 
-# torch 2.11-2.15: the attention kernels under F.scaled_dot_product_attention, which alone tell the log-sum-exp of each
-# row, and their backward, which takes one. They go when a public function returns it (flex_attention compiles first).
+# torch 2.11-2.15: the kernels of F.scaled_dot_product_attention, which return the log-sum-exp of each row, and their
+# backwards, which take it. They go when a public function returns it (flex_attention compiles first).
 _aten = torch.ops.aten
 
 flash_cpu, flash_cpu_backward = (
@@ -340,5 +340,5 @@ efficient_cuda, efficient_cuda_backward = (
     _aten._scaled_dot_product_efficient_attention_backward.default,
 )
 
-# torch 2.11-2.15: nn.TransformerEncoder asks it, before its fast path, whether a padding mask could make ragged rows.
+# torch 2.11-2.15: nn.TransformerEncoder calls it before its fast path, to see if a padding mask is left-aligned.
 left_aligned = torch._nested_tensor_from_mask_left_aligned

@@ -1,4 +1,4 @@
-"""Private names behind traced and compiled programs: AOTAutograd, its graphs, Inductor."""
+"""Private names for traced and compiled programs: AOTAutograd, its graphs, Inductor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from . import unwrap_functional
 
 
 def is_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has been written into since AOTAutograd began to trace. torch 2.11-2.15; no public name."""
+    """Return whether a tensor was written since AOTAutograd began to trace. torch 2.11-2.15; no public name."""
     inner = unwrap_functional(tensor)
     return inner is not tensor and torch._functionalize_has_data_mutation(inner)  # type: ignore[attr-defined]
 
 
-# torch 2.11-2.15: a call that is made though nobody reads what it returns. No public name.
+# torch 2.11-2.15: mark an op that stays in a graph although its result is not used. No public name.
 has_side_effect = torch.fx.node.has_side_effect
 
 # torch 2.11-2.15: nested containers of arguments; torch.utils.pytree (without the underscore) is not in all of them.
@@ -26,10 +26,10 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 def aot_compile(
     body: Any, inputs: list, partition: Any, compilers: tuple[Any, Any, Any], decompositions: dict, mutate: bool
 ) -> Any:
-    """A function of tensors traced into a forward and a backward graph, or one graph without gradients, and compiled.
+    """Trace a function of tensors into a forward and a backward graph, or an inference graph, and compile them.
 
-    `compilers`: of the forward, the backward and the gradient-free graph. `mutate`: they may write into inputs.
-    torch 2.11-2.15: AOTAutograd, by the way in that torch's own backends use; no public name.
+    `compilers` are those of the forward, the backward and the inference graph. `mutate`: graphs may write inputs.
+    torch 2.11-2.15: AOTAutograd, by the entry point that torch's own backends use; no public name.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.config import patch as config
@@ -43,7 +43,7 @@ def aot_compile(
 
     forward, backward, inference = compilers
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    # Donated buffers would forbid retain_graph=True, which a program that is not compiled allows.
+    # Donated buffers would forbid retain_graph=True, which an uncompiled program allows.
     with tracing_with(TracingContext(fake)), config(donated_buffer=False):
         return aot_module_simplified(
             Body(),
@@ -58,31 +58,31 @@ def aot_compile(
 
 
 def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
-    """Split a joint graph such that little is kept for backward. torch 2.11-2.15; no public name."""
+    """Split a joint graph so that few tensors are saved for backward. torch 2.11-2.15; no public name."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(*args, **kwargs)
 
 
 def boxed_graph(graph: Any) -> Any:
-    """A compiled graph as AOTAutograd calls it, with a list that it may empty. torch 2.11-2.15; no public name."""
+    """Return a compiled graph that takes a list of arguments and may clear it. torch 2.11-2.15; no public name."""
     from torch._functorch.aot_autograd import make_boxed_func
 
     return graph if getattr(graph, "_boxed_call", False) else make_boxed_func(graph)
 
 
 def inductor_decompositions() -> dict:
-    """What Inductor wants taken apart. torch 2.11-2.15; no public name."""
-    import torch._inductor.lowering  # noqa: F401 (a decomposition of pools asks for it by this name)
+    """Return Inductor's table of decompositions. torch 2.11-2.15; no public name."""
+    import torch._inductor.lowering  # noqa: F401 (a decomposition of pools looks it up by this name)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
 def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int, in_order: bool) -> Any:
-    """A graph compiled by Inductor; `outputs` of its results keep the strides that they have.
+    """Compile a graph with Inductor; the first `outputs` results keep their strides.
 
-    in_order: calls stay in the order of the graph, where Inductor would otherwise save memory by another one.
+    in_order: keep the order of the calls, which Inductor would otherwise change to save memory.
 
     torch 2.11-2.15: the compiler behind torch.compile; no public name. Random numbers come from torch's generators.
     """
@@ -95,20 +95,20 @@ def inductor_compile(graph: Any, inputs: Any, is_backward: bool, outputs: int, i
 
 
 def mutates(target: Any) -> bool:
-    """Whether a call in a traced graph writes into its arguments. torch 2.11-2.15; no public name."""
+    """Return whether a call in a traced graph writes its arguments. torch 2.11-2.15; no public name."""
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def eliminate_common_calls(graph: Any) -> Any:
-    """A graph in which equal calls are made once; random ones and messages stay. torch 2.11-2.15; no public name."""
+    """Merge equal calls of a graph, except random ones and collectives. torch 2.11-2.15; no public name."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     return fx_graph_cse(graph)
 
 
 def is_data_dependent_error(error: BaseException | None) -> bool:
-    """Whether a trace failed because it would have had to look at values. torch 2.11-2.15; no public names."""
+    """Return whether a trace failed because it needed values of tensors. torch 2.11-2.15; no public names."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

@@ -1,4 +1,4 @@
-"""Private names by which a step is counted: tensors without data, a world whose other ranks are not there."""
+"""Private names for simulating a step: tensors without data, and a world in which the other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import flash_cpu, flash_cpu_backward
 
 
 def start_fake_world(rank: int, size: int) -> None:
-    """A default process group of any size in which this process is one rank and the others are not there.
+    """Initialize a default process group of any size in which this process is one rank and the others do not exist.
 
     torch 2.11-2.15: the backend "fake" is torch's own, for its tests, and registered by importing this module.
     """
@@ -23,17 +23,19 @@ def start_fake_world(rank: int, size: int) -> None:
 
 
 def fake_tensor_mode() -> Any:
-    """A context in which tensors have shapes, dtypes and devices and no data. torch 2.11-2.15: documented, no public
-    name."""
+    """Return a context in which tensors have a shape, dtype and device and no data.
+
+    torch 2.11-2.15: documented, under no public name.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def drop_from_fake_memo(tensor: Any) -> None:
-    """Have the mode that made a tensor without data keep no weak reference to it: it could not be swapped.
+    """Drop the fake tensor mode's weak reference to a tensor, with which it could not be swapped.
 
-    torch 2.15: the first result of a kind is kept so. 2.11-2.15 have the table; nothing public empties it.
+    torch 2.15 keeps one to the first result of each kind. 2.11-2.15 have the table; nothing public empties it.
     """
     mode = getattr(tensor, "fake_mode", None)
     if mode is not None:
@@ -42,15 +44,15 @@ def drop_from_fake_memo(tensor: Any) -> None:
             del memo[key]
 
 
-# torch 2.11-2.15: what a call raises when its result hangs on numbers that tensors without data do not have.
 def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a call whose result depends on values, which fake tensors lack. torch 2.11-2.15."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return DataDependentOutputException, DynamicOutputShapeException
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating point operations of a call below autograd: products, convolutions, attention; 0 for all else.
+    """Return the floating point operations of an aten call: products, convolutions, attention; 0 for all others.
 
     torch 2.11-2.15: `torch.utils.flop_counter` has a formula for each operator, by its packet, which has no public
     name; it lacks the attention kernel of the CPU, whose first arguments are those of CUDA's.
@@ -71,16 +73,16 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made in `fake_tensor_mode`. torch 2.11-2.15: its class has no public name."""
+    """Return whether a tensor was made in `fake_tensor_mode`. torch 2.11-2.15: its class has no public name."""
     return tensor.__class__.__module__ == "torch._subclasses.fake_tensor"
 
 
 @contextmanager
 def fast_fsdp_chunks() -> Iterator[None]:
-    """Inside, FSDP2 cuts parameters for a thousand ranks without a thousand empty tensors each.
+    """Let FSDP2 shard parameters over a thousand ranks without making a thousand empty tensors for each parameter.
 
-    torch 2.11-2.15: what it makes of a parameter's chunks is this rank's; without data each of the others takes as long
-    to make as a real call. Where the name is gone, it is only slow.
+    torch 2.11-2.15: FSDP2 uses this rank's chunk only; making each of the others as a fake tensor takes as long as a
+    real call. If the name is missing, sharding is slow.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param as module
 

@@ -17,16 +17,17 @@ all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch
 
 
 def process_group(name: str) -> Any:
-    """The process group of a name, by which traced programs know it. torch 2.11-2.15; no public name."""
+    """Return the process group with this name, as traced programs refer to it. torch 2.11-2.15; no public name."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 @contextmanager
 def uncounted_group() -> Iterator[None]:
-    """Around `new_group(..., use_local_synchronization=True)`, which only the members of the group call.
+    """Keep the count of groups unchanged over `new_group(..., use_local_synchronization=True)`.
 
-    torch 2.15 counts such a group, on its members, and names later groups by the count: ranks would no longer agree on
-    names, and groups would meet others. The group itself is named by its ranks and the count, which is given here.
+    Only the members of the group call it. torch 2.15 counts it on the members and names later groups by the count:
+    ranks would differ in the names, and messages of different groups would be mixed up. The name of this group contains
+    its ranks and the count, which is fixed here.
     """
     world = torch.distributed.distributed_c10d._world
     before, world.group_count = world.group_count, -1
@@ -37,7 +38,7 @@ def uncounted_group() -> Iterator[None]:
 
 
 def world_store() -> Any:
-    """The store by which the ranks of the world found each other; None where there is none, or a fake one.
+    """Return the store of the default process group; None if there is none or the store is a fake one.
 
     torch 2.11-2.15: a store that was made by `init_process_group` has no public name.
     """
@@ -48,7 +49,7 @@ def world_store() -> Any:
 
 
 def backend_class(group: Any, device: torch.device) -> type:
-    """The kind of backend that serves a device in a group. torch 2.11-2.15; no public name."""
+    """Return the class of the backend of a group for a device. torch 2.11-2.15; no public name."""
     return type(group._get_backend(device))
 
 
@@ -57,16 +58,16 @@ set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
-    """All axes of a mesh as one, named `name`. torch 2.11-2.15: no public name; it is made once a mesh.
+    """Return the mesh with all axes flattened into one, named `name`. torch 2.11-2.15: cached; no public name.
 
-    It looks this rank up in a tensor, which must have data even where a step is counted on tensors that have none.
+    It reads this rank's coordinate from a tensor, which must have data even while a step runs on fake tensors.
     """
     with without_modes():
         return mesh._flatten(name)
 
 
 def group_argument(args: Any) -> Any:
-    """The process group among the arguments of an operator of torch.distributed.
+    """Return the process group among the arguments of an operator of torch.distributed.
 
     torch 2.11-2.15: operators get groups boxed, or by name where they are traceable; no public name unboxes them.
     """
@@ -74,15 +75,15 @@ def group_argument(args: Any) -> Any:
         if isinstance(value, torch.ScriptObject):
             try:
                 return torch.distributed.ProcessGroup.unbox(value)
-            except RuntimeError:  # a box of something else
+            except RuntimeError:  # another boxed object
                 continue
     return process_group(args[-1])
 
 
 def clear_dtensor_caches() -> None:
-    """Empty DTensor's tables, whose entries hold the groups of a mesh and are found by any mesh that equals it.
+    """Clear DTensor's caches, whose entries hold process groups and are found by every equal mesh.
 
-    torch 2.11-2.15: no public way; a second world in one process would send through the groups of the first.
+    torch 2.11-2.15: no public name; a second world in one process would send through the groups of the first.
     """
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:

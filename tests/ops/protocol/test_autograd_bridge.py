@@ -115,7 +115,7 @@ def batched(mesh, placements, lengths):
         found.append((first, *torch.autograd.grad(first.sum(), a)))
     for got, ref in zip(*found, strict=True):
         close(got, ref)
-    with pytest.raises(RuntimeError, match="equally many rows"):
+    with pytest.raises(RuntimeError, match="equal numbers of rows"):
         torch.autograd.grad([x * 2, x * 3], x, [seeds, seeds[:2]], is_grads_batched=True)
 
 

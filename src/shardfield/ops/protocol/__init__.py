@@ -1,1 +1,1 @@
-"""The parts of torch's tensor protocol that are no ops: autograd entry points, hooks, metadata, TorchScript."""
+"""Parts of torch's tensor protocol that are not ops: autograd entry points, hooks, metadata, TorchScript."""

@@ -1,7 +1,7 @@
-"""Where autograd's own entry points meet ShardTensors: `autograd.grad`, `autograd.backward`, users' Functions.
+"""Autograd's entry points on ShardTensors: `autograd.grad`, `autograd.backward`, users' `autograd.Function`s.
 
-The graph lives on local tensors, so `grad` and `backward` are asked of those. A user's `autograd.Function` is recorded
-by C++ on whatever tensors it is given; for ShardTensors a node on each side carries the graph across:
+The graph is recorded on local tensors, so `grad` and `backward` run on those. C++ records a user's `autograd.Function`
+on the tensors it is called with; for ShardTensors, a node on either side connects it with the local graph:
 
     local --_ToWrapper--> wrapper --the Function--> wrapper --_ToLocal--> local
 """
@@ -56,7 +56,7 @@ def _grad(
     is_grads_batched=False,
     materialize_grads=False,
 ):
-    """Gradients lie like the inputs they belong to."""
+    """Return gradients with the layouts of their inputs, Partial axes as Replicate."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if grad_outputs is None:
@@ -86,11 +86,13 @@ def _grad(
 
 
 def _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize):
-    """Gradients for every row of the seeds, stacked: one backward after the other, since messages cannot be vmapped."""
+    """Return the stacked gradients for each row of the seeds. Collectives cannot be vmapped, so rows run one by one."""
     counts = {0 if s is None or not s.ndim else s.shape[0] for s in seeds}
     if len(counts) > 1 or 0 in counts:
         shapes = [None if s is None else tuple(s.shape) for s in seeds]
-        raise RuntimeError(f"autograd.grad: is_grads_batched wants grad_outputs of equally many rows, not {shapes}")
+        raise RuntimeError(
+            f"autograd.grad: is_grads_batched needs grad_outputs with equal numbers of rows, not {shapes}"
+        )
     (count,) = counts
     keep = create_graph if retain_graph is None else retain_graph
     how = {"create_graph": create_graph, "allow_unused": allow_unused, "materialize_grads": materialize}
@@ -104,7 +106,7 @@ def _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unus
 
 
 class _ToWrapper(torch.autograd.Function):
-    """Forward: the wrapper of a local tensor, recorded by C++. Adjoint: the local tensor of its gradient."""
+    """Forward: wrap a local tensor, recorded by C++ on the wrapper. Adjoint: the local tensor of the gradient."""
 
     apply = function_apply
 
@@ -120,7 +122,7 @@ class _ToWrapper(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Forward: a wrapper's local tensor. Adjoint: the wrapper of its gradient."""
+    """Forward: the local tensor of a wrapper. Adjoint: wrap the gradient."""
 
     apply = function_apply
 
@@ -135,7 +137,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _ToPlain(torch.autograd.Function):
-    """A plain operand of a Function that also takes ShardTensors: a gradient that comes back sharded is made whole."""
+    """Forward: identity of a plain operand of a Function on ShardTensors. Adjoint: gather a sharded gradient."""
 
     apply = function_apply
 
@@ -169,7 +171,7 @@ def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
     if function is module_hook_function:
         return apply_hook_identity(*args)
 
-    def across(value: Any) -> Any:
+    def record(value: Any) -> Any:
         if isinstance(value, ShardTensor) and value.requires_grad:
             return _ToWrapper.apply(value._local_tensor, value)
         if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.requires_grad:
@@ -178,7 +180,7 @@ def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
 
     runtime.active.bridge_depth += 1
     try:
-        out = plain(*[across(a) for a in args], **kwargs)
+        out = plain(*[record(a) for a in args], **kwargs)
     finally:
         runtime.active.bridge_depth -= 1
     return map_tensors(out, lambda t: wrap(_ToLocal.apply(t), t._layout) if isinstance(t, ShardTensor) else t)

@@ -1,4 +1,4 @@
-"""Questions about a tensor that its layout or this rank's piece can answer: no message, no arithmetic."""
+"""Metadata of a ShardTensor, answered by its layout or its local tensor without communication, and `to`, `data`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...dispatch.registry import handler, register
 from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
 
-# answered by the local tensor as they are
+# answered by the local tensor, or for a deferred tensor by one of the same dtype and device
 METHODS = """
 element_size get_device is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg
 is_pinned is_shared is_signed dense_dim has_names is_coalesced can_cast __dir__ _is_view _is_zerotensor
@@ -21,6 +21,7 @@ is_vulkan is_xla is_xpu itemsize layout name names _base
 
 
 def answer_from_local(func, types, args, kwargs):
+    """Call `func` on the local tensor. Does not materialize a deferred one."""
     first, *rest = args
     return func(first._metadata_local(), *rest, **kwargs)
 
@@ -58,7 +59,7 @@ def data(func, types, args, kwargs):
 
 
 def set_data(func, types, args, kwargs):
-    """`x.data = y`: x becomes y, pieces and layout, and keeps its place in no graph."""
+    """Run `x.data = y`: the local data of `y`, redistributed to the layout of `x`, replaces that of `x`."""
     target, value = args
     if not isinstance(value, ShardTensor) or value.shape != target.shape:
         raise ShardingError(f"x.data = y: y must be a ShardTensor of shape {tuple(target.shape)}")
@@ -74,12 +75,12 @@ register(tensor_getter("data", "__set__"), set_data)
 
 @handler("data_ptr", "storage", "untyped_storage", "storage_offset", "set_", "__dlpack__", "__dlpack_device__")
 def refuse_memory_access(func, types, args, kwargs):
-    raise ShardingError(f"{func.__name__}: a ShardTensor has no memory of its own; ask x.to_local()")
+    raise ShardingError(f"{func.__name__}: a ShardTensor has no storage of its own; use x.to_local()")
 
 
 @handler("to")
 def to(func, types, args, kwargs):
-    """dtype, device, memory format, or like another tensor; the layout stays."""
+    """Convert dtype, device or memory format, also to those of another tensor; the layout stays."""
     target, *rest = args
     if not isinstance(target, ShardTensor):  # plain.to(sharded)
         return func(target, rest[0]._local_tensor, *rest[1:], **kwargs)

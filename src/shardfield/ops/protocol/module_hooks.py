@@ -1,8 +1,8 @@
-"""Full backward hooks of modules that are given ShardTensors, or return them.
+"""Full backward hooks of modules whose inputs or outputs are ShardTensors.
 
-torch passes a module's inputs, and its outputs, through an identity of its own, finds that node behind the result by
-its name, and hooks it. So the identity is recorded on the local tensors, where the graph is, under the same name; and
-what hooks it is handed ShardTensors, which lie like the inputs or outputs that the gradients belong to.
+torch passes a module's inputs and outputs through an identity Function, finds the node of that Function by its name and
+hooks it. Here an identity of the same name is recorded on the local tensors, and its hooks are wrapped so that they get
+ShardTensors with the layouts of the inputs or outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layouts = tuple[Layout | None, ...]
 
 
 class BackwardHookFunction(torch.autograd.Function):
-    """Forward and adjoint: identity, of local and plain tensors. `layouts`: of their gradients, None for plain ones."""
+    """Forward and adjoint: identity of local and plain tensors. `layouts` of the gradients: None for plain."""
 
     apply = function_apply
 
@@ -41,7 +41,7 @@ class BackwardHookFunction(torch.autograd.Function):
 
 
 def apply_hook_identity(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """torch's `BackwardHookFunction.apply` for tensors among which there are ShardTensors."""
+    """Run torch's `BackwardHookFunction.apply` on tensors that include ShardTensors."""
     layouts = tuple(t._grad_layout if isinstance(t, ShardTensor) else None for t in tensors)
     passed = BackwardHookFunction.apply(
         layouts, *[t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
@@ -59,7 +59,7 @@ def _rewrap(tensor: ShardTensor, local: Tensor) -> ShardTensor:
 
 
 def _wrap_hook(layouts: Layouts, hook: Callable) -> Callable:
-    """A hook on ShardTensors as one on the local tensors of the node (`layouts` are no tensors and do not count)."""
+    """Turn a hook on ShardTensors into a hook on the local gradients of the node."""
 
     def run(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> Any:
         changed = hook(_wrap_grads(grad_inputs, layouts), _wrap_grads(grad_outputs, layouts))
@@ -92,8 +92,8 @@ def _refuse_old_hooks(module: nn.Module, inputs: Any, result: Any) -> None:
     map_tensors((inputs, result), lambda t: found.append(t) if isinstance(t, ShardTensor) else None)
     if found:
         raise ShardingError(
-            f"{type(module).__name__}: register_backward_hook gives the gradients of whatever was computed last, which "
-            f"for ShardTensors is a call on this rank's piece; use register_full_backward_hook"
+            f"{type(module).__name__}: register_backward_hook returns gradients of the last local call, not of the "
+            f"module, if its tensors are sharded; use register_full_backward_hook"
         )
 
 

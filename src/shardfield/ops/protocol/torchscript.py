@@ -1,6 +1,6 @@
-"""Functions of TorchScript that are given ShardTensors: what they were written as in Python is called.
+"""TorchScript functions on ShardTensors: their Python source is called.
 
-Their C++ interpreter would call torch's kernels below the rules. Without ShardTensors they run as ever.
+The C++ interpreter would call torch's kernels below the rules. Calls without ShardTensors are not changed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def call_script(plain: Callable, function: Any, *args: Any, **kwargs: Any) -> An
     """
     if mesh_of(args, kwargs) is None:
         return plain(*args, **kwargs)
-    written = scripted_source(function)
-    return torch_function(ShardTensor, function, (), args, kwargs) if written is None else written(*args, **kwargs)
+    source = scripted_source(function)
+    return torch_function(ShardTensor, function, (), args, kwargs) if source is None else source(*args, **kwargs)
 
 
 replace_script_call(call_script)
