@@ -208,10 +208,14 @@ def _any_rank(flags: Sequence[bool], where: Layout) -> list[bool]:
 
 
 def as_row_index(index: Tensor, dim: int) -> Tensor | None:
-    """The index of rows, if that is what an index of elements is: one vector along `dim`, expanded along all others."""
-    for d in reversed(range(index.ndim)):
-        if d != dim:
-            if not index.shape[d] or (index.shape[d] > 1 and index.stride(d)):
-                return None
-            index = index.select(d, 0)
-    return index
+    """Return the vector that an index of elements repeats along all dims but `dim`, else None: it names whole rows.
+
+    A constant index of a traced program stays one: a select that is traced would hide its values.
+    """
+    with concrete_for(index):
+        for d in reversed(range(index.ndim)):
+            if d != dim:
+                if not index.shape[d] or (index.shape[d] > 1 and index.stride(d)):
+                    return None
+                index = index.select(d, 0)
+        return index

@@ -1,10 +1,11 @@
-"""Taking by index tensors: index, index_select, gather, take, take_along_dim.
+"""Select by index tensors: index, index_select, gather, take, take_along_dim.
 
-Ranks never gather the tensor they take from. Where the indexed dim is whole on each rank the work is local. Where the
-index is cut over the same axis, each rank asks the owners of its own entries for the rows it lacks (see `lists`).
-Where every rank has the whole index, each takes the entries it holds and leaves zeros: Partial, as large as the
-result. Should that be larger than what is taken from, the index is cut instead, which costs nothing, and so is the
-result.
+The indexed tensor is never gathered. If the indexed dim is unsharded, the work is local. If the index is sharded over
+the same mesh axis, each rank fetches the rows that its entries name from their owners (`exchange_lists`). If the index
+is replicated, each rank selects the rows that it owns and leaves zeros: the result is Partial. Where that would be
+larger than the indexed tensor, the index is sharded first, without a message, and so is the result.
+
+Entry dims of a result carry the indexed dim as their `Origin`: rows that are written back go to the same shards.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from .result_placement import with_row_origins
 
 
 def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, itemsize: int) -> tuple[Layout, Layout]:
-    """(where the operand must lie, where the index must lie) for the operand to be indexed along `dims`.
+    """Return the layouts of operand and index for an index along `dims` of the operand.
 
-    An index cut over an axis that cuts an indexed dim, or that the operand does not use, stays as it is. One cut over
-    an axis that cuts another dim of the operand cannot: the smaller of the two is made whole there.
+    An index sharded over an axis that shards an indexed dim, or that the operand does not use, keeps its sharding. If
+    the axis shards another dim of the operand, the smaller of the two tensors is unsharded.
     """
     indexed = {a for d in dims for a in layout.axes_of(d)}
     if indexed and any(op != "sum" for _, op in layout.partial):
@@ -51,27 +52,27 @@ def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, item
 
 
 def shard_over_axes(index: Layout, dim: int, axes: Sequence[int]) -> Layout:
-    """An index that is whole over `axes`, cut there along `dim` as well: each rank takes a part of what it has."""
+    """Return an index replicated over `axes` with `dim` sharded over them too: each rank keeps a slice, locally."""
     if len(index.dims[dim]) > 1 or not axes:
         return index
     (factor,) = index.dims[dim]
     parts = math.prod(index.mesh.size(a) for a in axes)
-    pieces = [n for length in factor.shard_sizes or (factor.size,) for n in chunk(length, parts)]
-    return index.with_dim(dim, DimSharding(factor.size, (*factor.axes, *axes), tuple(pieces)))
+    sizes = [n for length in factor.shard_sizes or (factor.size,) for n in chunk(length, parts)]
+    return index.with_dim(dim, DimSharding(factor.size, (*factor.axes, *axes), tuple(sizes)))
 
 
 def plan_replicated(local: Callable, result: Layout, **others: Operand) -> Plan:
-    """A tensor without dims, or an index without entries: what else there is of them is small, and made whole."""
+    """Build a plan for a tensor without dims or an index without entries: `others` are small and are replicated."""
     return Plan(local, result, {name: Layout.replicate(result.mesh, other.shape) for name, other in others.items()})
 
 
 def has_no_empty_shards(layout: Layout) -> bool:
-    """True if torch sees something to index on every rank, so that it judges the index values itself on all alike."""
+    """Return whether every rank has elements to index, so that torch itself checks the index values on all ranks."""
     return layout.numel > 0 and all(min(f.shard_sizes, default=1) > 0 for d in layout.dims for f in d)
 
 
 class AdvancedIndexPlan(NamedTuple):
-    """What a rank does to take by index tensors, the layout of the result, and those of the operands."""
+    """The local work of an index by tensors, and the layouts of its result and operands."""
 
     local: Callable[[Tensor, Sequence[Tensor]], Tensor]
     result: Layout
@@ -82,9 +83,9 @@ class AdvancedIndexPlan(NamedTuple):
 def plan_advanced_index(
     input: Operand, indices, dims, at: int, fn: Callable, negative: bool = True
 ) -> AdvancedIndexPlan:
-    """`input` indexed along `dims` by `indices`; their broadcast dims go to place `at` of the result.
+    """Plan `input` indexed along `dims` by `indices`, whose broadcast dims start at dim `at` of the result.
 
-    `fn(input, indices)` does it where the dims are whole on each rank.
+    `fn(input, indices)` does the work if the dims are unsharded.
     """
     dims = tuple(dims)
     broadcast_index_shapes([i.shape for i in indices])
@@ -95,12 +96,12 @@ def plan_advanced_index(
     if where.ndim and where.numel > math.prod(owners.sizes):
         longest = max(range(where.ndim), key=lambda b: where.shape[b])
         where = shard_over_axes(where, longest, [a for a in owners.axes if a not in where.shard_axes])
-    ask = tuple(a for a in owners.axes if a in where.shard_axes)
-    asked = IndexRequest(owners, ask, where, layout.shape[dims[0]], negative, distinct=True)
+    exchange_axes = tuple(a for a in owners.axes if a in where.shard_axes)
+    request = IndexRequest(owners, exchange_axes, where, layout.shape[dims[0]], negative, distinct=True)
     rest = [d for d in range(layout.ndim) if d not in dims]
     order = [layout.dims[d] for d in rest]
     order[at:at] = [with_row_origins(factors, layout, dims) for factors in where.dims]
-    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in exchange_axes)]
     result = Layout.make(layout.mesh, order, partial)
     torch_checks = has_no_empty_shards(layout) and not where.nontrivial_axes(where.shard_axes) and not owners.axes
     here = where.local_shape
@@ -108,8 +109,8 @@ def plan_advanced_index(
 
     def local(input, indices):
         indices = [index.to(input.device) for index in indices]
-        if len(dims) == 1 and ask:
-            lists = asked.lists_for(indices[0])
+        if len(dims) == 1 and exchange_axes:
+            lists = request.lists_for(indices[0])
         else:
             found = indices
             if not torch_checks:
@@ -117,7 +118,7 @@ def plan_advanced_index(
                 found = [validate_index(index, layout.shape[dim], where, negative) for dim, index in pairs]
             if not owners.axes:
                 return fn(input, found)
-            lists = ExchangeLists(owners, owners.flat(found).expand(here).reshape(-1), ask, distinct=True)
+            lists = ExchangeLists(owners, owners.flat(found).expand(here).reshape(-1), exchange_axes, distinct=True)
         rows = lists.fetch(input, dims).reshape((*here, *rest_shape))
         return rows.movedim(list(range(len(here))), list(range(at, at + len(here))))
 
@@ -139,12 +140,12 @@ _run_advanced_getitem = make_handler(_advanced_getitem, partial=True, merged=Tru
 
 
 def index_result_dim(dims: Sequence[int]) -> int:
-    """Where torch puts the dims of index tensors that apply to `dims`: in their place if they are neighbours."""
+    """Return the dim where torch puts the dims of index tensors: in their place if `dims` are adjacent, else first."""
     return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
 def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """`x` indexed by tensors along `dims`, at least one of all these a ShardTensor."""
+    """Return `x` indexed by tensors along `dims`; at least one of them all is a ShardTensor."""
     return _run_advanced_getitem(
         torch.Tensor.__getitem__, (), (x, torch.Size(dims), index_result_dim(dims), *indices), {}
     )
@@ -152,7 +153,7 @@ def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]
 
 @rule("index_select", partial=True, merged=True)
 def index_select(input: Operand, dim: int, index: Operand, *, fn):
-    """Rows of one dim."""
+    """Select rows along one dim."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError("index_select(): Expected dtype int32 or int64 for index")
     if index.ndim > 1:
@@ -160,19 +161,19 @@ def index_select(input: Operand, dim: int, index: Operand, *, fn):
     if not input.ndim:
         return plan_replicated(lambda input, index: fn(input, dim, index), input.layout, index=index)
     at = normalize_dim(dim, input.ndim)
-    one = not index.ndim  # a number for an index still gives a dim, one long
+    scalar = not index.ndim  # an index without dims still gives a dim of size 1
 
     def direct(input, indices):
         rows = fn(input, at, indices[0])
-        return rows.squeeze(at) if one else rows
+        return rows.squeeze(at) if scalar else rows
 
     plan = plan_advanced_index(input, [index], [at], at, direct, negative=False)
 
     def local(input, index):
         rows = plan.local(input, [index])
-        return rows.unsqueeze(at) if one else rows
+        return rows.unsqueeze(at) if scalar else rows
 
-    result = plan.result.insert(at) if one else plan.result
+    result = plan.result.insert(at) if scalar else plan.result
     return Plan(local, result, {"input": plan.source, "index": plan.indices[0]})
 
 
@@ -180,11 +181,11 @@ def index_select(input: Operand, dim: int, index: Operand, *, fn):
 
 
 def align_gather_layouts(x: Layout, dim: int, index: Layout, keep_operand: bool = False) -> tuple[Layout, Layout]:
-    """(where the operand must lie, where the index must lie) for a gather or scatter along `dim`.
+    """Return the layouts of operand and index for a gather or scatter along `dim`.
 
-    Along the other dims the index follows the operand, or the operand the index where it is not cut (which is free).
-    Along `dim` what the index has cut stays cut. still: the operand stays as it is, and the index is not cut over axes
-    that the operand does not use.
+    Along other dims the index takes the sharding of the operand; an operand that is unsharded there takes that of the
+    index, locally. Along `dim` the index keeps its sharding. keep_operand: the operand keeps its layout, and the index
+    is not sharded over axes that the operand does not use.
     """
     dims = [(DimSharding(n),) for n in index.shape]
     for d in range(index.ndim):
@@ -205,12 +206,12 @@ def align_gather_layouts(x: Layout, dim: int, index: Layout, keep_operand: bool 
 
 
 def extend_sharding(factor: DimSharding, size: int) -> DimSharding:
-    """The same cut of a longer dim: the last piece takes what is added."""
+    """Return the sharding of a longer dim: the last shard takes the added rows."""
     return DimSharding(size, factor.axes, (*factor.shard_sizes[:-1], factor.shard_sizes[-1] + size - factor.size))
 
 
 def flat_element_indices(index: Tensor, dim: int, owners: Owners, where: Layout) -> Tensor:
-    """The flat global number of the element that each entry of a gather or scatter index names."""
+    """Return the flat global index of the element that each entry of a gather or scatter index names."""
     at = list(Owners(where, range(where.ndim)).local_indices(index.device))
     at[dim] = index
     return owners.flat(at).expand(index.shape).reshape(-1)
@@ -218,12 +219,12 @@ def flat_element_indices(index: Tensor, dim: int, owners: Owners, where: Layout)
 
 @rule("gather", partial=True)
 def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
-    """One element for each entry of the index. (The gradient is dense: a sparse one could not be summed over ranks.)"""
+    """Select one element per entry. The gradient is dense: a sparse one could not be summed over ranks."""
     shape = fn(meta_tensor(input), dim, meta_tensor(index)).shape
     if not input.ndim:
         result = Layout.make(input.layout.mesh, [(DimSharding(n),) for n in shape], input.layout.partial)
         return plan_replicated(lambda input, index: fn(input, dim, index), result, index=index)
-    if not index.ndim:  # one element of a vector
+    if not index.ndim:  # selects one element of a vector
         plan = plan_advanced_index(
             input, [index], [0], 0, lambda input, indices: fn(input, 0, indices[0]), negative=False
         )
@@ -232,9 +233,9 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
             plan.result,
             {"input": plan.source, "index": plan.indices[0]},
         )
-    if not index.numel():  # torch lets its number of dims differ
-        nothing = Layout.replicate(input.layout.mesh, shape)
-        return Plan(lambda input: input.reshape(-1)[:0].reshape(shape), nothing)
+    if not index.numel():  # torch allows any number of dims
+        empty = Layout.replicate(input.layout.mesh, shape)
+        return Plan(lambda input: input.reshape(-1)[:0].reshape(shape), empty)
     dim = normalize_dim(dim, input.ndim)
     layout = input.layout
     if layout.is_sharded(dim) and any(op != "sum" for _, op in layout.partial):
@@ -244,15 +245,17 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     if where.numel > layout.numel:
         where = shard_over_axes(where, dim, [a for a in along if a not in where.shard_axes])
     owners = Owners(layout, range(layout.ndim), along)
-    ask = tuple(a for a in owners.axes if a in where.shard_axes)
-    whole_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
-    asked = IndexRequest(Owners(layout, [dim]), ask, where, layout.shape[dim], False, distinct=True, error=RuntimeError)
-    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in ask)]
+    exchange_axes = tuple(a for a in owners.axes if a in where.shard_axes)
+    by_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
+    request = IndexRequest(
+        Owners(layout, [dim]), exchange_axes, where, layout.shape[dim], False, distinct=True, error=RuntimeError
+    )
+    partial = [*layout.partial, *((a, "sum") for a in owners.axes if a not in exchange_axes)]
     torch_checks = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
 
     def local(input, index):
-        if ask and whole_rows:
-            lists = asked.find_or_build(as_row_index(index, dim), index)
+        if exchange_axes and by_rows:
+            lists = request.find_or_build(as_row_index(index, dim), index)
             if lists is not None:
                 return lists.fetch(input, [dim]).movedim(0, dim)
             index = index.to(torch.int64)
@@ -260,7 +263,7 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
             index = validate_index(index, layout.shape[dim], where, negative=False, error=RuntimeError)
         if not owners.axes:
             return fn(input, dim, index)
-        lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), ask, distinct=True)
+        lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), exchange_axes, distinct=True)
         return lists.fetch(input, owners.dims).reshape(index.shape)
 
     result = where.with_dim(dim, *with_row_origins(where.dims[dim], layout, [dim]))
@@ -270,7 +273,7 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
 
 @composed("take_along_dim")
 def take_along_dim(input, indices, dim=None):
-    """`gather` with the other dims broadcast."""
+    """Return `gather` along a dim, with the other dims broadcast."""
     if dim is None:
         return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
     if input.ndim != indices.ndim:
@@ -282,17 +285,17 @@ def take_along_dim(input, indices, dim=None):
     shapes = [[1 if d == dim else n for d, n in enumerate(t.shape)] for t in (input, indices)]
     shape = torch.broadcast_shapes(*shapes)
 
-    def widened(t):
+    def expand(t):
         full = [t.shape[dim] if d == dim else n for d, n in enumerate(shape)]
         return t if list(t.shape) == full else t.expand(full)
 
     indices = torch.where(indices < 0, indices + input.shape[dim], indices)
-    return torch.gather(widened(input), dim, widened(indices))
+    return torch.gather(expand(input), dim, expand(indices))
 
 
 @composed("take")
 def take(input, index):
-    """Elements by their flat number."""
+    """Return elements by their flat index."""
     if index.dtype is not torch.int64:
         raise RuntimeError(f"take(): Expected a long tensor for index, but got {index.dtype}")
     if not input.numel() and index.numel():

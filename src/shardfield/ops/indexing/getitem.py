@@ -1,4 +1,4 @@
-"""x[...] and x[...] = value, with any mix of slices, ints, None, Ellipsis, masks and index tensors."""
+"""`x[index]`, `x[index] = value` and `index_put`, for slices, ints, None, Ellipsis, masks and index tensors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def getitem(func, types, args, kwargs):
             return cached_basic_plan(x._layout, key).run(x)
     parsed = parse_index(x.shape, index, x.device)
     if x.__class__ is not ShardTensor:
-        if not parsed.tensors:  # the ShardTensors were numbers
+        if not parsed.tensors:  # the ShardTensors of the index have no dims and were read as numbers
             return x[tuple(i if i is None or isinstance(i, int) else slice(*i) for i in parsed.items)]
         x = as_shard_tensor(x, mesh_of(args, None))
-    whole = all(i == (0, n, 1) for i, n in zip(parsed.items, x.shape, strict=False)) and len(parsed.items) == x.ndim
-    y = x if whole and parsed.tensors else plan_basic_index(x._layout, parsed.items).run(x)
+    takes_all = all(i == (0, n, 1) for i, n in zip(parsed.items, x.shape, strict=False)) and len(parsed.items) == x.ndim
+    y = x if takes_all and parsed.tensors else plan_basic_index(x._layout, parsed.items).run(x)
     if not parsed.tensors:
         return y
     if len(parsed.tensors) == 1 and is_mask(parsed.tensors[0][1]):
@@ -51,13 +51,13 @@ def getitem(func, types, args, kwargs):
 
 @runtime.memo
 def cached_basic_plan(layout: Layout, key: tuple) -> BasicIndexPlan:
-    """The plan of an index of slices, ints, None and Ellipsis: found by the index as it is written."""
+    """Return the plan of an index of slices, ints, None and Ellipsis, cached under the index as written."""
     index = tuple(slice(*k) if k.__class__ is tuple else k for k in key)
     return plan_basic_index(layout, parse_index(layout.shape, index, torch.device("cpu")).items)
 
 
 def masks_to_indices(tensors: Sequence[tuple[int, Tensor]]) -> tuple[list[Tensor], list[int]]:
-    """Index tensors and the dims they apply to, masks turned into the numbers of their true elements."""
+    """Return index tensors and the dims that they index; a mask becomes the indices of its true elements."""
     found: list[Tensor] = []
     dims: list[int] = []
     for dim, tensor in tensors:
@@ -80,7 +80,7 @@ def setitem(func, types, args, kwargs):
 
 
 def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
-    """What is assigned, as a tensor; a number is converted as torch converts it, with torch's errors."""
+    """Return the assigned value as a tensor; a number is converted as in torch, with torch's errors."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (int, float, complex)):
@@ -90,13 +90,13 @@ def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
 
 def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool = False) -> None:
     plan = plan_basic_index(x._layout, parsed.items, True)
-    if plan.source is not x._layout:  # a slice across the tiles of a merged dim is no view of them
-        moved = wrap(redistribute(x._local_tensor, x._layout, plan.source).clone(), plan.source)
-        _assign(moved, parsed, value, accumulate)
-        x._write(moved)
+    if plan.source is not x._layout:  # a slice across the factors of a merged dim is no view
+        unmerged = wrap(redistribute(x._local_tensor, x._layout, plan.source).clone(), plan.source)
+        _assign(unmerged, parsed, value, accumulate)
+        x._write(unmerged)
         return
     y = plan.run(x)
-    real = [d for d in range(y.ndim) if d not in plan.kept_dims]  # the dims that torch's result has
+    real = [d for d in range(y.ndim) if d not in plan.kept_dims]  # the dims of torch's result
     shape = [y.shape[d] for d in real]
     tensors = parsed.tensors
     if not tensors:
@@ -123,7 +123,7 @@ def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool
 
 
 def index_dims_first(value: Tensor, shape: Sequence[int], indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """A value for x[indices], x of this shape, with the dims of the indices first and then the others of x."""
+    """Return the value of `x[indices] = value`, x of this shape, with the index dims first, then the others of x."""
     entries = broadcast_index_shapes([i.shape for i in indices])
     at = index_result_dim(dims)
     rest = [n for d, n in enumerate(shape) if d not in dims]
@@ -139,20 +139,20 @@ def _check_same_dtype(x: Tensor, value: Tensor) -> None:
 
 
 def _fit_to_shape(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """A value that broadcasts to `shape` (-1: any size), without the leading dims it has too many; or torch's error."""
-    asked = list(value.shape)
+    """Return `value` without leading dims of size 1 beyond `shape` (-1: any size), or raise torch's error."""
+    given = list(value.shape)
     while value.ndim > len(shape) and value.shape[0] == 1:
         value = value[0]
     pairs = zip(reversed(value.shape), reversed(shape), strict=False)
     if value.ndim > len(shape) or any(m not in (n, 1) and n != -1 for m, n in pairs):
         raise RuntimeError(
-            f"shape mismatch: value tensor of shape {asked} cannot be broadcast to indexing result of shape {shape}"
+            f"shape mismatch: value tensor of shape {given} cannot be broadcast to indexing result of shape {shape}"
         )
     return value
 
 
 def _move_dims_first(value: Tensor, shape: Sequence[int], at: int, n: int) -> Tensor:
-    """A value that broadcasts to `shape`, with all of its dims, the `n` dims from `at` on in front."""
+    """Return `value` with all dims of `shape`, the `n` dims from `at` on first."""
     value = _fit_to_shape(value, shape)
     if value.ndim < len(shape):
         value = value[(None,) * (len(shape) - value.ndim)]
@@ -161,7 +161,7 @@ def _move_dims_first(value: Tensor, shape: Sequence[int], at: int, n: int) -> Te
 
 
 def _insert_singleton_dims(value: Tensor, ndim: int, kept: Sequence[int]) -> Tensor:
-    """A value for a view of `ndim` dims, of which torch's result does not have `kept`: of size 1 there."""
+    """Return `value` with dims of size 1 at `kept`: dims of our view of `ndim` dims that torch's result lacks."""
     index: list[Any] = []
     left = value.ndim
     for d in reversed(range(ndim)):
@@ -204,16 +204,16 @@ def _setitem_on_plain(func, types, args):
 
 
 def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor, mesh: Any) -> Layout:
-    """A layout for a plain tensor in which what it takes in need not move: cut where masks and the value are."""
+    """Build the layout of a plain tensor that masks and a value are written into without being redistributed."""
     layout = Layout.replicate(mesh, shape)
-    # for each dim of the basic part: the dim of the tensor it is a slice of, and the slice
+    # for each dim after the basic index: the dim of the tensor that it is a slice of, and the slice
     parts: list[tuple[int, tuple[int, int, int]] | None] = []
     dim = 0
     for item in parsed.items:
         if not isinstance(item, int):
             parts.append(None if item is None else (dim, item))
         dim += item is not None
-    wanted: list[tuple[int, Tensor, int]] = []  # (dim of the basic part, tensor, dim of it)
+    wanted: list[tuple[int, Tensor, int]] = []  # (dim after the basic index, tensor, dim of that tensor)
     taken: list[int] = []
     entries = 0
     for at, tensor in parsed.tensors:
@@ -232,15 +232,15 @@ def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor,
         part = parts[d]
         if part is None or not isinstance(tensor, ShardTensor):
             continue
-        spot, cut = part[0], tensor._unmerged_value()._layout.dims[i]
-        fits = tensor.shape[i] == len(range(*part[1])) and not set(cut[0].axes) & set(layout.shard_axes)
-        if cut[0].axes and fits and not layout.axes_of(spot):
-            layout = layout.with_dim(spot, _unslice_sharding(cut[0], part[1], shape[spot]))
+        out_dim, sharding = part[0], tensor._unmerged_value()._layout.dims[i]
+        fits = tensor.shape[i] == len(range(*part[1])) and not set(sharding[0].axes) & set(layout.shard_axes)
+        if sharding[0].axes and fits and not layout.axes_of(out_dim):
+            layout = layout.with_dim(out_dim, _unslice_sharding(sharding[0], part[1], shape[out_dim]))
     return layout
 
 
 def _unslice_sharding(factor: DimSharding, item: tuple[int, int, int], size: int) -> DimSharding:
-    """The cut of a dim of which a slice is cut as `factor`.
+    """Return a sharding of a dim of `size` whose slice `item` is sharded as `factor`.
 
     >>> _unslice_sharding(DimSharding(3, (0,), (1, 2)), (1, 7, 2), 9)
     DimSharding(size=9, axes=(0,), shard_sizes=(3, 6))
@@ -256,7 +256,7 @@ def _unslice_sharding(factor: DimSharding, item: tuple[int, int, int], size: int
 
 @composed("index_put")
 def index_put(input, indices, values, accumulate=False):
-    """x[indices] = values (or +=), out of place."""
+    """Return a copy of `input` with `input[indices] = values`, or `+=`."""
     parsed = _parse_put_indices(input, indices)
     masks = any(is_mask(t) for _, t in parsed.tensors)
     mesh = mesh_of((input, *indices, values), None)
@@ -267,15 +267,15 @@ def index_put(input, indices, values, accumulate=False):
         return run_index_put(
             torch.index_put, (), (as_shard_tensor(input, mesh), values, accumulate, torch.Size(dims), *found), {}
         )
-    made = as_shard_tensor(input, mesh)._reduced_value()
-    made = wrap(made._local_tensor.clone(), made._layout)
-    _assign(made, parsed, values, accumulate)
-    return made
+    out = as_shard_tensor(input, mesh)._reduced_value()
+    out = wrap(out._local_tensor.clone(), out._layout)
+    _assign(out, parsed, values, accumulate)
+    return out
 
 
 @handler("index_put_")
 def index_put_(func, types, args, kwargs):
-    """x[indices] = values (or +=)."""
+    """Write `input[indices] = values`, or `+=`, in place."""
     return _index_put_(*args, **kwargs)
 
 
