@@ -1,8 +1,10 @@
-"""One torch operation goes by several function objects: `torch.add`, `Tensor.add`, `Tensor.__add__`, ..."""
+"""The function objects of one torch operation: `torch.add`, `Tensor.add`, `Tensor.__add__`, ..."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 
 from .._compat import NAMESPACES
 
-# operator methods of Tensor that do just what the named function does
+# function name -> operator methods of Tensor that do the same
 OPERATORS = {
     "add": ["__add__", "__radd__"],
     "sub": ["__sub__"],
@@ -47,33 +49,37 @@ OPERATORS = {
 
 
 def aliases(function: Any) -> Iterator[Any]:
-    """Every function object that means what `function` (an object, or a name) means, itself first."""
+    """Yield every function object that means the same as `function` (an object, or a name), itself first."""
     name = function if isinstance(function, str) else function.__name__
     seen = set()
     if not isinstance(function, str):
         seen.add(function)
         yield function
-    family = _namespaces(function)
-    for space in family:
+        if _is_namespaced(function):
+            return
+    for look_up in _LOOKUPS:
         for spelled in (name, *OPERATORS.get(name, ())):
-            found = space.__dict__.get(spelled) if isinstance(space, type) else getattr(space, spelled, None)
-            if isinstance(space, type) and found is None:
-                found = getattr(space, spelled, None)
+            found = look_up(spelled, None)
             if found is not None and callable(found) and found not in seen:
                 seen.add(found)
                 yield found
 
 
-def _namespaces(function: Any) -> list[Any]:
-    """The namespaces in which the same name means the same operation."""
-    if isinstance(function, str):
-        return [torch, torch.Tensor, F, *NAMESPACES]
+def _is_namespaced(function: Any) -> bool:
+    """Return whether the name means another operation elsewhere, as the functions of torch.fft."""
     module = getattr(function, "__module__", None) or ""
-    if module.startswith(("torch.fft", "torch.linalg", "torch.special")) or "fft_" in str(function):
-        return []
-    return [torch, torch.Tensor, F, *NAMESPACES]
+    return module.startswith(("torch.fft", "torch.linalg", "torch.special")) or "fft_" in str(function)
+
+
+def _lookup_in(space: Any) -> Callable[[str, Any], Any]:
+    """Return the `get(name, default)` of a namespace; for a module its dict, as a miss in torch is slow otherwise."""
+    return vars(space).get if isinstance(space, ModuleType) else partial(getattr, space)
+
+
+# The namespaces in which the same name means the same operation.
+_LOOKUPS = tuple(map(_lookup_in, dict.fromkeys((torch, torch.Tensor, F, *NAMESPACES))))
 
 
 def function_name(func: Any) -> str:
-    """The name of a function as users write it."""
+    """Return the name of a function as users write it."""
     return getattr(func, "__name__", None) or str(func)
