@@ -51,6 +51,8 @@ CASES = [
     case(slope(torch.log_softmax, dim=0), T(5, 4), options=FEW),
     case(slope(torch.logsumexp, dim=0), T(5, 4), options=FEW),
     case(slope(F.normalize, dim=0), T(5, 4), options=FEW),
+    case(slope(torch.renorm, p=2, dim=1, maxnorm=2.0), T(5, 4), options=FEW),
+    case(slope(torch.renorm, p=3, dim=1, maxnorm=0.5), T(4, 6, fill=block), options=FEW),
     case(slope(F.mse_loss), T(5, 4), T(5, 4), options=FEW),
     case(slope(F.cross_entropy), T(5, 4), T(5, fill="ints", high=4), options=FEW),
     case(slope(F.cosine_similarity), T(5, 4), T(5, 4), options=FEW),

@@ -33,6 +33,8 @@ TABLE = {
     "softmax": (lambda x, t: x.softmax(0), 2, 1),
     "log_softmax": (lambda x, t: x.log_softmax(0), 2, 1),
     "normalize": (lambda x, t: F.normalize(x, dim=0), 1, 1),
+    "renorm": (lambda x, t: x.renorm(2, 1, 1.0), 1, 1),
+    "renorm along the sharded dim": (lambda x, t: x.renorm(2, 0, 1.0), 0, 0),
     "cosine_similarity": (lambda x, t: F.cosine_similarity(x, x.detach(), 0), 1, 1),
     "mse_loss": (lambda x, t: F.mse_loss(x, x.detach() + 1), 0, 0),
     "cross_entropy": (lambda x, t: F.cross_entropy(x, t), 1, 0),

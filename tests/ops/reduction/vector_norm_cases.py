@@ -14,6 +14,10 @@ def ties(shape, generator):
     return torch.randint(3, shape, generator=generator).double() - 1
 
 
+def renorm_(x, *args):
+    return x.clone().renorm_(*args)
+
+
 vector_norm, matrix_norm, norm = torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm
 
 CASES = [
@@ -74,6 +78,24 @@ CASES = [
     case(F.normalize, T(5, 6)),
     case(F.normalize, T(5, 6, 2), p=1, dim=0, options=FEW),
     case(F.normalize, T(5, 6, fill=ties), dim=-1, options=FEW),
+    # a bound near the typical norm: some slices are scaled, others are not
+    case(torch.renorm, T(5, 6), 2, 0, 2.3),
+    case(torch.renorm, T(5, 6), 2, -1, 2.0),
+    case(torch.renorm, T(4, 5, 3), 3, 1, 1.7),
+    case(torch.renorm, T(5, 6), 1, 1, 4.0),
+    case(torch.renorm, T(5, 6), 0.5, 0, 20.0, options=FEW),
+    case(torch.renorm, T(5, 6, fill=ties), math.inf, 0, 0.5, options=FEW),
+    case(torch.renorm, T(5, 6, fill=ties), 2, 1, 0, options=FEW),
+    case(torch.renorm, T(5, 6, dtype=torch.complex128), 2, 0, 3.3, options=FEW),
+    case(torch.renorm, T(5, 6, dtype=torch.float16), 2, 0, 2.3, options=FEW | {"tolerance": 2e-3}),
+    case(torch.renorm, T(3, 0), 2, 0, 1.0, options=FEW),
+    case(torch.renorm, T(5, 6), 2, 0, torch.tensor(2.3), options=FEW),
+    case(torch.Tensor.renorm, T(5, 6), p=2, dim=0, maxnorm=2.3, options=FEW),
+    case(renorm_, T(5, 6), 2, 0, 2.3, options=FEW),
+    case(torch.renorm, T(5, 6), 0, 0, 1.0, options=FEW | raises(RuntimeError, "non-positive-norm not supported")),
+    case(torch.renorm, T(5, 6), 2, 0, -1.0, options=FEW | raises(RuntimeError, "expected maxnorm to be >= 0")),
+    case(torch.renorm, T(5, 6), 2, 2, 1.0, options=FEW | raises(IndexError, "Dimension out of range")),
+    case(torch.renorm, T(5), 2, 0, 1.0, options=FEW | raises(RuntimeError, "needs at least 2 dimensions")),
 ]
 
 CASES += [

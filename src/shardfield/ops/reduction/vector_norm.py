@@ -16,7 +16,7 @@ from torch import Tensor
 from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import composed, rule
+from ...dispatch.registry import composed, handler, rule
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
 from .common import reduced_dims, reduced_layout, safe_sqrt, sharding_axes
@@ -135,3 +135,40 @@ def normalize(input, p=2.0, dim=1, eps=1e-12, out=None):
     """Run torch's body without its expand: the gradient of an expanded norm would be as large as the input."""
     size = torch.linalg.vector_norm(input, p, dim, True).clamp_min(eps)
     return input / size if out is None else torch.div(input, size, out=out)
+
+
+RENORM_EPS = 1e-7  # torch's: it keeps the scaled norm just below `maxnorm`
+
+
+@rule(torch.renorm, merged=True)
+def renorm(input: Operand, p, dim, maxnorm, *, fn):
+    """Run locally where only `dim` is sharded; else all-reduce the norms of the slices: a small message each way."""
+    probe(fn, input, p, dim, maxnorm)
+    p, maxnorm = float(p), float(maxnorm)  # for an operand a TypeError, on which the executor passes its value instead
+    layout = input.layout
+    dims = tuple(d for d in range(layout.ndim) if d != dim % layout.ndim)
+    over = process_groups(layout, sharding_axes(layout, dims))
+    if not over:
+        return Plan(local=lambda input: fn(input, p, dim, maxnorm), layout=layout)
+    wide = torch.float32 if input.dtype in HALF_DTYPES else None
+    norms = vector_norm(input, p, dims, True, dtype=wide, fn=torch.linalg.vector_norm)
+
+    def local(input):
+        norm = norms.local(input)
+        if norms.layout.partial:  # order 1
+            norm = autograd_collectives.reduce(norm, over)
+        scale = torch.where(norm > maxnorm, maxnorm / (norm + RENORM_EPS), 1)
+        (scale,) = autograd_collectives.replicate_in([scale], over)
+        return input * scale.to(input.dtype)
+
+    return Plan(local=local, layout=layout)
+
+
+@handler("renorm_")
+def renorm_(func, types, args, kwargs):
+    """Compute out of place, then write."""
+    target, *rest = args
+    target._check_writable()
+    # backward reads the values before the write
+    source = target.clone() if target.requires_grad else target
+    return target._write(torch.renorm(source, *rest, **kwargs))
