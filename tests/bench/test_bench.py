@@ -54,7 +54,7 @@ def made(name="halo", label="Some Maker", gpu=None, quick=False):
     found.add_times(
         "step", {"plain torch": [1e-3] * 3, "shardfield": [2e-3] * 3}, "plain torch", bars={"shardfield": 1.5}
     )
-    found.found("one sample", "4 ranks", "trains")
+    found.add_text("one sample", "4 ranks", "trains")
     found.add_skipped("PhysicsNeMo", "not installed")
     return found
 
@@ -237,7 +237,7 @@ def disagreeing():
 
 
 def test_wrong_meter_is_detected():
-    assert "torch was seen to send {'all_reduce': [1, 4]}" in run_on_ranks(disagreeing, 2)[0]
+    assert "torch's dispatcher saw {'all_reduce': [1, 4]}" in run_on_ranks(disagreeing, 2)[0]
 
 
 def dtensors():

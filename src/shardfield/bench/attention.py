@@ -190,4 +190,4 @@ def run(settings: Settings, device: str, table: Table) -> None:
         case = f"{ranks} ranks, messages {settings.delay_ms:g} ms late"
         table.add_times(case, {OVERLAP_BOUND: [max(at) for at in parts]} | times, OVERLAP_BOUND, bars={"ring": 1.15})
         imbalance = max(t["imbalance"] for t in by_rank)
-        table.ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [imbalance], "the mean", 1.05)
+        table.add_ratio(f"{ranks} ranks, causal: the largest share of scores", "ring", [imbalance], "the mean", 1.05)

@@ -40,13 +40,13 @@ def label(machine: dict[str, Any], device: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch, shardfield, and the installed libraries it is compared with."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
     for name, package in {"shardfield": "shardfield", "numpy": "numpy", **PEERS}.items():
         try:
-            found[name] = version(package)
+            installed[name] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str | None:

@@ -51,7 +51,7 @@ def step_memory(device: str, name: str, size: int, channels: int, plain: bool) -
     if plain:
         assert dist.get_world_size() == 1
         field = local
-    train_step(model, field)  # allocates what is created once and cached, which does not count
+    train_step(model, field)  # warm-up: allocations that are cached do not belong to a step
     model.zero_grad(set_to_none=True)
     return peak_memory(partial(train_step, model, field), device) + local.nbytes
 

@@ -219,10 +219,10 @@ def run(settings: Settings, device: str, table: Table) -> None:
     common = [times for case, times in with_dtensor.items() if case in OPS]
     logs = zip(*([math.log(r) for r in ratios(times, OURS, DTENSOR)] for times in common), strict=True)
     means = [math.exp(sum(row) / len(row)) for row in logs]
-    table.ratio(f"{len(common)} common ops, geometric mean", OURS, means, DTENSOR, 0.5)
+    table.add_ratio(f"{len(common)} common ops, geometric mean", OURS, means, DTENSOR, 0.5)
     pointwise = {case: ratios(with_dtensor[case], OURS, DTENSOR) for case in POINTWISE if case in with_dtensor}
     worst = max(pointwise, key=lambda case: sorted(pointwise[case])[len(pointwise[case]) // 2])
-    table.ratio(f"the slowest pointwise op ({worst})", OURS, pointwise[worst], DTENSOR, 1.0)
+    table.add_ratio(f"the slowest pointwise op ({worst})", OURS, pointwise[worst], DTENSOR, 1.0)
     for size in settings.sizes:
         by_case, skipped_steps = measure_on_ranks(time_steps, 1, device, size, settings.channels, settings.rounds)[0]
         skipped += skipped_steps

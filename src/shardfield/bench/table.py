@@ -104,11 +104,13 @@ class Table:
             bar = (bars or {}).get(name)
             self._add(Row(case, name, scaled, scaled, scaled, unit, bar=bar, **_ratio_fields(ratio, against)))
 
-    def ratio(self, case: str, candidate: str, values: Sequence[float], against: str, bar: float | None = None) -> None:
+    def add_ratio(
+        self, case: str, candidate: str, values: Sequence[float], against: str, bar: float | None = None
+    ) -> None:
         """Add a row that has only a ratio, from its values by round."""
         self._add(Row(case, candidate, bar=bar, **_ratio_fields(spread(values), against)))
 
-    def found(self, case: str, candidate: str, text: str) -> None:
+    def add_text(self, case: str, candidate: str, text: str) -> None:
         """Add a row whose result is a text, for example "does not fit"."""
         self._add(Row(case, candidate, found=text))
 

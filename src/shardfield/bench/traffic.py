@@ -90,7 +90,7 @@ def checked_traffic(call: Callable[[], Any]) -> Traffic:
         row[1] += nbytes
     ours = {kind: row for kind, row in ours.items() if any(row)}
     if ours != mode.kinds:
-        raise AssertionError(f"shardfield counted {ours}, torch was seen to send {mode.kinds} (messages, bytes)")
+        raise AssertionError(f"shardfield counted {ours}, torch's dispatcher saw {mode.kinds} (messages, bytes)")
     return sent
 
 

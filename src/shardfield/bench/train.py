@@ -128,7 +128,7 @@ def measure_fits(table: Table, points: int, cases: Sequence[tuple[int, int, bool
     for ranks, megabytes, recompute in cases:
         outcome = run_limited(ranks, megabytes, "--points", str(points), *(["--recompute"] if recompute else []))
         candidate = f"{rank_label(ranks)}, {megabytes} MB each{', activations computed again' if recompute else ''}"
-        table.found(f"one sample, {points} x {points}", candidate, outcome)
+        table.add_text(f"one sample, {points} x {points}", candidate, outcome)
 
 
 def run(settings: Settings, device: str, table: Table) -> None:

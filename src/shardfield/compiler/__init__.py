@@ -1,4 +1,4 @@
-"""Compile a step on ShardTensors: trace it into local graphs with collectives in them, optimize those, compile them.
+"""Compile a step on ShardTensors: trace it into local graphs with collectives, optimize and compile the graphs.
 
 `api` is the entry point and holds the cache of programs. `program` traces one program, `lowering` and `passes` rewrite
 its graphs, and `backends` compiles them. `closures`, `module_state` and `guards` decide when a program may be reused.

@@ -1,10 +1,12 @@
-"""Rendezvous of the ranks before a trace: each rank writes to the store what it traces and waits for its peers.
+"""Rendezvous of the ranks before a trace: each rank writes the signature of its trace to the store, and waits for its
+peers to do so.
 
-A rank whose arguments differ from those of its peers (a tensor that requires gradients on this rank only) traces while
-the peers run a cached program. Without the rendezvous, the first collective of its trace would match one of theirs. The
-rendezvous uses the TCP store and no collective, so that ranks that do not trace need not take part. A rank that waits
-for its peers longer than `TIMEOUT` writes the reason to the store, closes its gloo connections, and raises. A peer that
-is blocked in a collective then fails too, and finds the reason in the store.
+If the arguments of one rank differ from those of its peers (a tensor that requires gradients on this rank only), it
+traces while the peers run a cached program. Without the rendezvous, the first collective of the trace would be matched
+with a collective of that program. The rendezvous uses the TCP store instead of collectives, so that ranks that do not
+trace need not take part. A rank that waits for its peers longer than `TIMEOUT` writes the reason to the store, closes
+its gloo connections, and raises. A peer that is blocked in a collective then fails too, and finds the reason in the
+store.
 """
 
 from __future__ import annotations

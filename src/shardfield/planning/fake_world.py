@@ -1,4 +1,4 @@
-"""A world of any size in one process: this rank's work is done, the other ranks are not there."""
+"""Simulate one rank of a world of any size in one process, with or without tensor data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from ..errors import ShardfieldError
 
 @contextmanager
 def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is one rank of a world of `world_size`, and nothing it sends goes anywhere.
+    """Simulate one rank of a world of `world_size` ranks inside the context, without communication.
 
-    Make meshes and ShardTensors as always. Every other rank is taken to hold what this one holds, so that shapes,
-    messages and memory are those of the rank, and numbers mean nothing. A process that is a rank of a real world
-    cannot be one of a simulated one at the same time, and is refused.
+    Create meshes and ShardTensors as usual. Every receive returns data of this rank, so that shapes, messages and memory
+    are those of the simulated rank, and values are meaningless. Raise if this process is a rank of a real world.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> with simulated(1024, rank=700):
@@ -32,13 +31,13 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise ShardfieldError(
-            "simulated: this process is already a rank of a world; simulate in a process of its own, "
-            "or destroy_process_group() first"
+            "simulated: this process is already a rank of a world; simulate in another process, "
+            "or call destroy_process_group() first"
         )
     if not 0 <= rank < world_size:
         raise ShardfieldError(f"simulated: there is no rank {rank} in a world of {world_size}")
     clear_dtensor_caches()
-    hook = sys.excepthook  # torch replaces it for good by one that names the rank
+    hook = sys.excepthook  # init_process_group replaces it by one that names the rank, and never restores it
     start_fake_world(rank, world_size)
     try:
         with runtime.fresh(transport_override=transport.NullTransport()):
@@ -51,10 +50,10 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Inside, tensors are made without data: shapes and memory count, no number is ever computed.
+    """Create tensors without data inside the context: shapes and memory are tracked, and nothing is computed.
 
-    A model of any size runs on them in moments. What hangs on numbers (`item()`, `nonzero`, indexing by a mask) raises.
-    Make meshes before, outside.
+    A model of any size runs within seconds. An operation that depends on values (`item()`, `nonzero`, indexing with a
+    mask) raises. Create meshes outside the context.
     """
     with runtime.observing(fake_tensors=True), fast_fsdp_chunks(), _without_data():
         yield
