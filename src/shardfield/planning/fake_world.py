@@ -20,8 +20,8 @@ from ..errors import ShardfieldError
 def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
     """Simulate one rank of a world of `world_size` ranks inside the context, without communication.
 
-    Create meshes and ShardTensors as usual. Every receive returns data of this rank, so that shapes, messages and memory
-    are those of the simulated rank, and values are meaningless. Raise if this process is a rank of a real world.
+    Create meshes and ShardTensors as usual. Every receive returns data of this rank, so that shapes, messages and
+    memory are those of the simulated rank, and values are meaningless. Raise if this process is a rank of a real world.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> with simulated(1024, rank=700):
