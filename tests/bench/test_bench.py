@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardfield import ShardfieldError, ShardTensor, cli, scatter_tensor, sync_module_over_mesh
+from shardfield import ShardfieldError, ShardTensor, cli, runtime, scatter_tensor, sync_module_over_mesh
 from shardfield.bench import BENCHMARKS, measure, overhead, page, table
 from shardfield.bench import command as bench
 from shardfield.bench.ranks import domain_mesh, make_sharded_field
 from shardfield.bench.traffic import CommCounter, checked_traffic, comm_counts
-from shardfield.comm import collectives as wire
+from shardfield.comm import collectives as comm_collectives
 from shardfield.testing import run_on_ranks
 from tests.launch import ROOT
 
@@ -209,7 +209,7 @@ def agreeing():
             call()
         collectives = {kind: row[0] for kind, row in sent.kinds.items() if kind not in ("exchange", "deliver")}
         found[name] = (collectives, comm_counts(mode), sent.messages)
-    assert wire.meter is None
+    assert runtime.active.meter is None
     return found
 
 
@@ -224,15 +224,15 @@ def test_meter_agrees_with_torch():
 def disagreeing():
     """Check that a meter that misses a message is detected."""
     x = make_sharded_field(domain_mesh("cpu"), (2, 4, 8, 8))
-    real = wire._record_sent
+    real = comm_collectives._record_sent
 
     try:
-        wire._record_sent = lambda kind, messages, nbytes: real(kind, messages, nbytes - 1)
+        comm_collectives._record_sent = lambda kind, messages, nbytes: real(kind, messages, nbytes - 1)
         checked_traffic(lambda: x.sum().full_tensor())
     except AssertionError as error:
         return str(error)
     finally:
-        wire._record_sent = real
+        comm_collectives._record_sent = real
     return ""
 
 
@@ -274,12 +274,12 @@ def watching():
     held = measure.peak_memory(hold, "cpu")
     x = ShardTensor.from_local(torch.ones(2, 2), domain_mesh("cpu"), [Shard(0)])
     call = x.sum
-    real = wire.start_all_reduce
+    real = comm_collectives.start_all_reduce
     with measure.delay_messages(0.05):
         start = time.perf_counter()
         call().full_tensor()
         seconds = time.perf_counter() - start
-    assert wire.start_all_reduce is real
+    assert comm_collectives.start_all_reduce is real
     return held, seconds
 
 
