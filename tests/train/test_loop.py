@@ -64,7 +64,7 @@ def run(name: str, config, stop_after: int | None = None):
     if stop_after is not None:  # as after SIGTERM
         together = trainer._reduce_step_stats
         trainer._reduce_step_stats = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after, False)
-        with pytest.raises(Preempted, match=f"step {stop_after}: asked to end"):
+        with pytest.raises(Preempted, match=f"step {stop_after}: received SIGTERM"):
             trainer.run()
         return None
     results = trainer.run()
@@ -198,7 +198,7 @@ def test_sigterm_saves_and_exits(tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    step = int(re.search(r"step (\d+): asked to end; saved in .*step-0*\1", said).group(1))
+    step = int(re.search(r"step (\d+): received SIGTERM; saved in .*step-0*\1", said).group(1))
     assert list(Checkpoints(tmp_path).steps()) == [step]
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 500
 
@@ -258,7 +258,7 @@ def poisoned(folder):
 def test_loss_that_is_not_finite(tmp_path):
     first, *others = run_on_ranks(poisoned, 3, tmp_path)
     assert set(others) == {first}, "all ranks stop with the same message"
-    assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its piece of 'batch.x'", first), first
+    assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its shard of 'batch.x'", first), first
     kept = tmp_path / "nonfinite-step-5"
     assert list(Checkpoints(kept).steps()) == [5]
     pieces = [np.load(kept / f"pieces-rank-{rank}.npz") for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Data of which each rank reads, or makes, only what it owns."""
+"""Datasets, array files and loaders that read only the local shard on each rank."""
 
 from .darcy import Darcy as Darcy
 from .field import Field as Field

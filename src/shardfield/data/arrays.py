@@ -1,4 +1,4 @@
-"""Array files that appear whole or not at all, and are read by memory map. Nothing is pickled."""
+"""Array files that are written atomically and read by memory map. No pickles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def open_mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | None:
-    """The array in a .npy file, mapped and not read; None if there is no such file or it holds something else."""
+    """Map the array of a .npy file without reading it; return None if it is missing or has another shape or dtype."""
     try:
         found = np.lib.format.open_memmap(path, mode="r")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # not there; truncated, no array file, or objects
@@ -23,7 +23,7 @@ def open_mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | N
 
 
 def write_atomic(path: Path, array: np.ndarray) -> None:
-    """Write a .npy file under its name in one step, so that no reader ever sees a part, nor two writers a mixture."""
+    """Write a .npy file and rename it in one step, so that no reader sees a part and two writers cannot mix."""
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def write_atomic(path: Path, array: np.ndarray) -> None:
             with open(part, "xb") as file:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
-                os.fsync(file.fileno())  # else a host that loses power may keep the name and lose the bytes
+                os.fsync(file.fileno())  # else a power failure may keep the name and lose the bytes
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Darcy flow as a dataset: made once, kept on disk, and read in blocks."""
+"""Darcy flow as a dataset: solved once, cached on disk, and read in blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .error_sync import run_with_error_sync
 
 Slices = Sequence[slice]
 
-# Samples in one file: few enough that ranks share the work evenly, enough to keep files few.
+# Samples per file: few, so that ranks share the work evenly, but not so few that there are many files.
 SAMPLES_PER_FILE = 8
 FIELDS = ("x", "y")
 
@@ -25,18 +25,18 @@ FIELDS = ("x", "y")
 class Darcy:
     """The standard Darcy flow problem: from the permeability `x` of a medium (3 or 12) to the pressure `y` in it.
 
-    Sample i is solved on a grid of `fine` x `fine` points (to 1e-9), and every k-th point is kept, so that
-    `resolution` points are left along each dim. It depends on `seed`, `start + i` and `fine` alone: not on who makes
-    it, nor when. `Darcy(200, start=1000)` are 200 samples that `Darcy(1000)` has not.
+    Sample i is solved on a grid of `fine` x `fine` points (to 1e-9) and subsampled to `resolution` points along each
+    dim. It depends only on `seed`, `start + i` and `fine`, not on the rank that solves it. `Darcy(200, start=1000)` has
+    200 samples that are not in `Darcy(1000)`.
 
     >>> darcy = Darcy(2, resolution=9, fine=33, cache="cache")
     >>> x, y = darcy[1].values()
     >>> x.shape, x.unique()
     (torch.Size([1, 9, 9]), tensor([ 3., 12.]))
 
-    Samples are made when first asked for, and kept in array files under `cache` (default: the environment's
-    SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` makes them all, the ranks sharing the work. A finer
-    grid of the same samples that is kept already is thinned out, not solved again.
+    Samples are solved at first use and cached in array files under `cache` (default: the environment variable
+    SHARDFIELD_CACHE, else ~/.cache/shardfield). `prepare(mesh)` solves all of them, divided among the ranks. If the
+    cache has the same samples on a finer grid, they are subsampled, not solved again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Darcy:
                 f"Darcy: no stride keeps {resolution} of {fine} points with both ends; resolutions that do: {works}"
             )
         self.n, self.resolution, self.fine, self.seed, self.start = n, resolution, fine, seed, start
-        self.folder = cache_folder(cache) / "darcy-1"  # another number when samples change
+        self.folder = cache_folder(cache) / "darcy-1"  # increase the number if samples change
         self._files: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -74,9 +74,9 @@ class Darcy:
         return self.read(i, (slice(None),) * 3)
 
     def read(self, i: int, slices: Slices | Mapping[str, Slices]) -> dict[str, Tensor]:
-        """The block of sample i within `slices` (one per dim; a mapping has its own for "x" and "y").
+        """Return the block of sample i within `slices` (one per dim; a mapping has separate ones for "x" and "y").
 
-        Only the pages of the file that hold the block are read.
+        Only the pages of the file that contain the block are read.
         """
         if not -self.n <= i < self.n:
             raise IndexError(f"Darcy: sample {i} of {self.n}")
@@ -91,11 +91,11 @@ class Darcy:
         return blocks
 
     def prepare(self, mesh: DeviceMesh | None = None, progress: Callable[[int, int], Any] | None = None) -> Darcy:
-        """Make what the cache lacks. With a mesh, each rank makes its share of the files, and all wait for all.
+        """Solve the samples that are not cached. With a mesh, the files are divided among the ranks, which then sync.
 
-        If a rank cannot write, every rank raises a `ShardingError` that says where and why. `progress(done, total)`
-        is called with the number of samples of this rank's share. Ranks that do not share the cache folder (a disk
-        of each host) make the rest when they read it.
+        If a rank cannot write, every rank raises a `ShardingError` with its path and reason. `progress(done, total)` is
+        called with sample counts of this rank. Ranks that do not share the cache folder (one disk per host) solve the
+        missing samples when they read them.
         """
         files = range(self.start // SAMPLES_PER_FILE, -(-(self.start + self.n) // SAMPLES_PER_FILE))
         if mesh is not None:
@@ -112,17 +112,17 @@ class Darcy:
         return self
 
     def _load_file(self, file: int) -> np.ndarray:
-        """The samples of one file as (sample, field, row, column): read, or made and written where it is not sound."""
+        """Return the samples of one file as (sample, field, row, column); solve and write those that are not cached."""
         found = self._open_mapped(file, self.resolution)
         if found is None:
             arrays.write_atomic(self._file_path(file, self.resolution), self._build_samples(file))
             found = self._open_mapped(file, self.resolution)
         if found is None:
-            raise OSError(f"{self._file_path(file, self.resolution)} does not hold what was written to it")
+            raise OSError(f"{self._file_path(file, self.resolution)} cannot be read back after it was written")
         return found
 
     def _build_samples(self, file: int) -> np.ndarray:
-        """The samples of one file: every k-th point of a finer grid that the cache has, else solved."""
+        """Subsample the samples of one file from a finer grid in the cache, else solve them."""
         for points in range(self.resolution + 1, self.fine + 1):
             if (self.fine - 1) % (points - 1) == 0 and (points - 1) % (self.resolution - 1) == 0:
                 finer = self._open_mapped(file, points)
@@ -137,7 +137,7 @@ class Darcy:
     def _open_mapped(self, file: int, points: int) -> np.ndarray | None:
         shape = (SAMPLES_PER_FILE, len(FIELDS), points, points)
         found = arrays.open_mapped(self._file_path(file, points), shape, np.float32)
-        # Of the right shape and yet not ours: a coefficient is 3 or 12.
+        # A file of the right shape may have other content: every coefficient is 3 or 12.
         return found if found is not None and np.isin(found[:, 0, 0, 0], (3, 12)).all() else None
 
     def _file_path(self, file: int, points: int) -> Path:
@@ -145,5 +145,5 @@ class Darcy:
 
 
 def cache_folder(cache: str | os.PathLike | None = None) -> Path:
-    """Where made data is kept: `cache`, else the environment's SHARDFIELD_CACHE, else ~/.cache/shardfield."""
+    """Return the cache folder: `cache`, else the environment variable SHARDFIELD_CACHE, else ~/.cache/shardfield."""
     return Path(cache or os.environ.get("SHARDFIELD_CACHE") or Path.home() / ".cache" / "shardfield").expanduser()

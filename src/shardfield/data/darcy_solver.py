@@ -1,7 +1,7 @@
 """One sample of the Darcy flow problem: a random two-phase medium and the pressure in it.
 
--div(a grad u) = 1 on the unit square, u = 0 on its rim; a = 12 where g >= 0, else 3; g is Gaussian with covariance
-(-Laplacian + 9)^-2 under Neumann conditions (Li et al. 2021). Nothing here knows of ranks or files.
+-div(a grad u) = 1 on the unit square, u = 0 on its boundary; a = 12 where g >= 0, else 3; g is Gaussian with covariance
+(-Laplacian + 9)^-2 under Neumann conditions (Li et al. 2021). Independent of ranks and files.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The fp32 solves inside: deep enough that two of them reach 1e-9, and not so deep that fp32 has no digits left.
+# Tolerance of the inner fp32 solves: two of them reach 1e-9, and fp32 still resolves it.
 INNER_TOLERANCE = 1e-5
 
 
 def solve_sample(seed: int, index: int, solver_points: int) -> tuple[Tensor, Tensor]:
-    """The coefficient and the solution of sample `index` on a grid of `solver_points` x `solver_points` points, in
-    float64."""
+    """Return coefficient and solution of sample `index` on a `solver_points` x `solver_points` grid, in float64."""
     a = torch.where(gaussian_field(seed, index, solver_points) >= 0, 12.0, 3.0).double()
     return a, solve(a)
 
 
 def gaussian_field(seed: int, index: int, points: int) -> Tensor:
-    """The Gaussian field g at the points of the grid: independent normal amplitudes of its cosine modes.
+    """Draw the Gaussian field g at the grid points: independent normal amplitudes of its cosine modes.
 
-    Amplitudes are drawn from the long waves to the short ones, so that a finer grid shows the same field, sharper.
+    Amplitudes are drawn from long to short wavelengths, so that a finer grid has the same field with more detail.
     """
     drawn = np.random.default_rng([seed, index]).standard_normal(points * points)
     cosines, spread, order = _cosine_modes(points)
@@ -36,7 +35,7 @@ def gaussian_field(seed: int, index: int, points: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _cosine_modes(points: int) -> tuple[Tensor, Tensor, np.ndarray]:
-    """The modes at the points (orthonormal in L2), their standard deviations, and the place of each in the draw."""
+    """Return the modes at the points (orthonormal in L2), their standard deviations, and their order in the draw."""
     k = torch.arange(points, dtype=torch.float64)
     cosines = torch.cos(torch.pi * torch.outer(k, k) / (points - 1)) * math.sqrt(2)
     cosines[:, 0] = 1
@@ -49,11 +48,11 @@ def _cosine_modes(points: int) -> tuple[Tensor, Tensor, np.ndarray]:
 
 
 def solve(a: Tensor, tolerance: float = 1e-9) -> Tensor:
-    """The solution for coefficients `a` at the points of a square grid: 5-point differences, means of a on the faces.
+    """Solve for coefficients `a` at the points of a square grid: 5-point differences, means of a on the faces.
 
-    Conjugate gradients, preconditioned by the Poisson problem, which sine transforms solve; some twenty steps at any
-    size. Steps are taken in float32 on the residual of a float64 solution, again and again, until the residual has
-    fallen by `tolerance` (in the norm of the preconditioner): twice as fast, and just as accurate.
+    Conjugate gradients, preconditioned with a Poisson solver (sine transforms); about twenty steps at any size.
+    Iterative refinement: float32 solves on the residual of a float64 solution, until the residual has fallen by
+    `tolerance` (in the norm of the preconditioner). Twice as fast as float64 solves, with the same accuracy.
     """
     n = a.shape[-1] - 1
     faces = (a[1:, 1:-1] + a[:-1, 1:-1]) / 2, (a[1:-1, 1:] + a[1:-1, :-1]) / 2
@@ -92,7 +91,7 @@ def _conjugate_gradients(faces: tuple[Tensor, Tensor], r: Tensor, z: Tensor, rz:
 
 
 def _apply_operator(faces: tuple[Tensor, Tensor], u: Tensor) -> Tensor:
-    """-h^2 div(a grad u) at the inner points; u has its rim of zeros."""
+    """Return -h^2 div(a grad u) at the inner points; u includes its zero boundary."""
     down, right = faces
     flux = down * (u[1:, 1:-1] - u[:-1, 1:-1])
     out = flux[:-1] - flux[1:]
@@ -101,14 +100,14 @@ def _apply_operator(faces: tuple[Tensor, Tensor], u: Tensor) -> Tensor:
 
 
 def _solve_poisson(r: Tensor, n: int) -> Tensor:
-    """The solution of the same problem with a = 1."""
-    framed = torch.zeros(n, n, dtype=r.dtype)
-    framed[1:, 1:] = r
-    return _sine_transform(_sine_transform(framed).mul_(_inverse_eigenvalues(n)))[1:, 1:]
+    """Solve the same problem with a = 1."""
+    padded = torch.zeros(n, n, dtype=r.dtype)
+    padded[1:, 1:] = r
+    return _sine_transform(_sine_transform(padded).mul_(_inverse_eigenvalues(n)))[1:, 1:]
 
 
 def _sine_transform(x: Tensor) -> Tensor:
-    """The sine transform along both dims (up to a factor), transposed; row and column 0 stand for the rim."""
+    """Return the sine transform along both dims (up to a factor), transposed; row and column 0 are the boundary."""
     n = x.shape[-1]
     x = torch.fft.rfft(x, n=2 * n).imag[:, :n]
     return torch.fft.rfft(x.T, n=2 * n).imag[:, :n]
@@ -118,5 +117,5 @@ def _sine_transform(x: Tensor) -> Tensor:
 def _inverse_eigenvalues(n: int) -> Tensor:
     one = 2 - 2 * torch.cos(torch.pi * torch.arange(n, dtype=torch.float64) / n)
     both = one[:, None] + one
-    both[0], both[:, 0] = 1, 1  # the rim is zero before and after
+    both[0], both[:, 0] = 1, 1  # the boundary is zero before and after
     return ((2 / n) ** 2 / both).float()

@@ -1,4 +1,4 @@
-"""Arrays on disk as sharded fields: each rank reads its block of a zarr or HDF5 array, and nothing else."""
+"""Arrays on disk as sharded fields: each rank reads only its block of a zarr or HDF5 array."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def open_field(
     name: str | None = None,
     sizes: Mapping[Any, Sequence[int]] | None = None,
 ) -> Field:
-    """An array in a zarr folder or an HDF5 file, cut over a mesh as `placements` say of its dims.
+    """Open an array in a zarr folder or an HDF5 file, sharded over a mesh by `placements`.
 
         field = open_field("era5.zarr", mesh, [Shard(2)], name="t2m")   # time, level, lat, lon
         field.shape, field.dtype
-        x = field[7]               # one time: a ShardTensor (level, lat, lon), Shard(1), each rank has read its rows
+        x = field[7]               # one time: a ShardTensor (level, lat, lon), Shard(1); each rank reads its rows
         y = field[7:9, 0]          # two times, one level: (time, lat, lon), Shard(1)
 
-    `name` is the path of the array inside the file; it may be left out where there is only one. `sizes` maps a mesh
-    axis to the lengths of its pieces, else dims are cut as torch.chunk does. Chunks of the file that a rank's block
-    touches are read whole: a cut that follows them reads each once. Opening and indexing are calls that all ranks of
-    the mesh make together; if one of them fails to read, every one raises. Without a mesh the array is read whole, or
-    in the blocks that a `ShardedLoader` asks for: it takes a field as a dataset, whose samples lie along dim 0.
+    `name` is the path of the array inside the file; it is optional if there is only one. `sizes` maps a mesh axis to
+    its shard sizes; the default is that of torch.chunk. A rank reads every file chunk that overlaps its block, so shard
+    boundaries at chunk boundaries read each chunk once. All ranks of the mesh must open and index together; if one of
+    them fails to read, all raise. Without a mesh, indexing returns plain tensors. A `ShardedLoader` accepts a field
+    without a mesh as a dataset with samples along dim 0, and reads it in blocks.
     """
     path = Path(path).expanduser()
     array, dtype = run_with_error_sync("open_field", mesh, lambda: open_array(path, name))
     if mesh is None:
         if placements is not None or sizes is not None:
-            raise ValueError("open_field: placements and sizes say how a mesh cuts the array: pass the mesh too")
+            raise ValueError("open_field: placements and sizes are for a mesh: pass the mesh too")
         return Field(path, array, dtype, None)
     found = {"shape": tuple(array.shape), "dtype": dtype}
     check_arguments("open_field", mesh, found, {"path": path}, always=True)
     if placements is None:
-        raise ShardingError("open_field: placements say how the mesh cuts the array, one for each of its axes")
+        raise ShardingError("open_field: a mesh needs placements, one for each of its axes")
     return Field(path, array, dtype, build_layout(mesh, placements, array.shape, sizes))
 
 
 class Field:
-    """What `open_field` gives: an array on disk that is read where it is indexed."""
+    """An array on disk that is read when it is indexed; made by `open_field`."""
 
     def __init__(self, path: Path, array: Any, dtype: torch.dtype, layout: Layout | None):
         self.path, self.dtype, self.layout = path, dtype, layout
@@ -78,27 +78,31 @@ class Field:
         return tuple(self.shape[1:])
 
     def read(self, i: int, slices: Sequence[slice]) -> Tensor:
-        """The block of sample i within `slices`, read by this rank alone."""
+        """Return the block of sample i within `slices`, read by this rank alone."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"{self.path}: sample {i} of {len(self)}")
         return self._read_block((i % len(self), *slices))
 
     def __getitem__(self, index: Any) -> Any:
-        """The field at an index of ints and slices: a ShardTensor; a plain tensor where there is no mesh."""
-        asked = _expand_index(index, self.shape)
+        """Read the field at an index of ints and slices: a ShardTensor, or a plain tensor without a mesh.
+
+        With a mesh it communicates (one integer per axis): all ranks must index together.
+        """
+        expanded = _expand_index(index, self.shape)
         if self.layout is None:
-            return run_with_error_sync("field", None, lambda: self._read_block(asked))
+            return run_with_error_sync("field", None, lambda: self._read_block(expanded))
         block: list[int | slice] = []
         dims: list[tuple[DimSharding, ...]] = []
-        for dim, (at, own) in enumerate(zip(asked, local_slices(self.layout), strict=True)):
-            whole = at == slice(0, self.shape[dim], 1)
-            if not whole and self.layout.axes_of(dim):
+        for dim, (at, own) in enumerate(zip(expanded, local_slices(self.layout), strict=True)):
+            full = at == slice(0, self.shape[dim], 1)
+            if not full and self.layout.axes_of(dim):
                 raise ShardingError(
-                    f"{self!r}: dim {dim} is cut over the mesh and is read whole; index what is read, or leave it uncut"
+                    f"{self!r}: dim {dim} is sharded and cannot be indexed on disk; index the tensor after reading, or "
+                    "leave the dim unsharded"
                 )
-            block.append(own if whole else at)
+            block.append(own if full else at)
             if isinstance(at, slice):
-                dims.append(self.layout.dims[dim] if whole else (DimSharding(len(range(at.start, at.stop, at.step))),))
+                dims.append(self.layout.dims[dim] if full else (DimSharding(len(range(at.start, at.stop, at.step))),))
         layout = Layout.make(self.layout.mesh, dims)
         local = run_with_error_sync("field", layout.mesh, lambda: self._read_block(block))
         return _wrap_on_mesh(local, layout)
@@ -120,12 +124,12 @@ def _wrap_on_mesh(local: Tensor, layout: Layout) -> ShardTensor:
 
 
 def _expand_index(index: Any, shape: Sequence[int]) -> list[int | slice]:
-    """One int or slice (start, stop and step all stated) for each dim."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if sum(at is Ellipsis for at in given) > 1:
+    """Expand an index to one int or slice (with start, stop and step) per dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if sum(at is Ellipsis for at in items) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    at = next((i for i, item in enumerate(given) if item is Ellipsis), len(given))
-    left, right = given[:at], given[at + 1 :]
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    left, right = items[:at], items[at + 1 :]
     if len(left) + len(right) > len(shape):
         raise IndexError(f"{len(left) + len(right)} indices for a field of {len(shape)} dims")
     found: list[int | slice] = []
@@ -133,7 +137,7 @@ def _expand_index(index: Any, shape: Sequence[int]) -> list[int | slice]:
         if isinstance(item, slice):
             start, stop, step = item.indices(n)
             if step < 1:
-                raise IndexError(f"{item}: fields are read forwards")
+                raise IndexError(f"{item}: the step of a slice of a field must be positive")
             found.append(slice(start, max(start, stop), step))
         elif isinstance(item, (int, np.integer)) and not isinstance(item, bool):
             if not -n <= item < n:

@@ -1,4 +1,4 @@
-"""Opening the array file formats: zarr folders and HDF5 files."""
+"""Open arrays in zarr folders and HDF5 files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import ShardingError
 
 
 def open_array(path: Path, name: str | None) -> tuple[Any, torch.dtype]:
-    """An array that is read where it is indexed (numpy's basic indexing), and its dtype as a tensor."""
+    """Open an array that is read when it is indexed (numpy's basic indexing); return it and its torch dtype."""
     if not path.exists():
         raise ShardingError(f"there is no {path}")
     try:
         array = _open_zarr(path, name) if path.is_dir() else _open_hdf5(path, name)
     except ShardingError:
         raise
-    except Exception as error:  # whatever these packages raise on what is broken or not theirs
+    except Exception as error:  # the packages raise many types for broken files
         raise ShardingError(f"cannot open {path}: {type(error).__name__}: {error}") from error
     try:
         dtype = torch.from_numpy(np.empty(0, np.dtype(array.dtype).newbyteorder("="))).dtype
@@ -57,16 +57,16 @@ def _open_hdf5(path: Path, name: str | None) -> Any:
 
 
 def _select_array(path: Path, name: str | None, group: Any, kind: type, items: Callable[[], Iterable]) -> Any:
-    """The array called `name`, or the only one; all `items` are looked at only to find that one, or to tell them."""
+    """Return the array called `name`, or the only one. Lists `items` only if there is no name or no such array."""
     if name is not None:
         found = group.get(name.strip("/"))
         if isinstance(found, kind):
             return found
-    known = {key: item for key, item in items() if isinstance(item, kind)}
-    if name is None and len(known) == 1:
-        return next(iter(known.values()))
+    arrays = {key: item for key, item in items() if isinstance(item, kind)}
+    if name is None and len(arrays) == 1:
+        return next(iter(arrays.values()))
     lacks = "holds several arrays, or none: name one" if name is None else f"has no array called {name!r}"
-    raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(known)) or 'nothing'}")
+    raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(arrays)) or 'nothing'}")
 
 
 def _import_package(name: str) -> Any:

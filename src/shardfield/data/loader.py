@@ -1,4 +1,4 @@
-"""Batches over a mesh: samples over its data axis, blocks of each sample over its domain axes."""
+"""Load batches over a mesh: samples along its data axis, blocks of each sample along its domain axes."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from .sharding import SampleSharding, ZippedDatasets
 
 
 class ShardedLoader:
-    """Batches of a dataset as ShardTensors, of which each rank reads its own part and nothing else.
+    """Iterate over batches of a dataset as ShardTensors; each rank reads only its local shard.
 
     Ranks that differ on the mesh axis `data` get different samples, `batch_size` each; ranks that differ on the
     `domain` axes (default: all others) get blocks of the same samples. A batch has the structure of a sample (tensor,
-    tuple or dict), each tensor with a batch dim in front, and lies on the submesh of the domain axes. On a mesh of
-    the data axis alone, tensors are plain.
+    tuple or dict). Each of its tensors has a batch dim in front and is on the submesh of the domain axes. On a mesh
+    with the data axis alone, tensors are plain.
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "spatial"))
         loader = ShardedLoader(Darcy(1000), 8, mesh)
         for batch in loader:
             loss = criterion(model(batch["x"]), batch["y"])
 
-    `placements` says how ONE sample is cut, one placement per domain axis: a list for all its tensors, a mapping from
-    key (or position) to list, or a function of (key, shape). By default the last dims but one are cut by a single
-    domain axis, the last two by two. `sizes` maps a domain axis to the lengths of its pieces, else dims are cut as
-    torch.chunk does. A dataset with `read(i, slices)` and `shapes` is read in blocks; any other is indexed, and sliced.
-    Fields that lie side by side are one dataset: `{"x": open_field(...), "y": open_field(...)}`.
+    `placements` are those of ONE sample, one per domain axis: a list for all its tensors, a mapping from key (or
+    position) to list, or a function of (key, shape). By default one domain axis shards the second last dim, two shard
+    the last two. `sizes` maps a domain axis to its shard sizes; the default is that of torch.chunk. A dataset with
+    `read(i, slices)` and `shapes` is read in blocks; any other is indexed and sliced. A dict of fields is one dataset:
+    `{"x": open_field(...), "y": open_field(...)}`.
 
-    The order is a permutation that `seed` and the epoch decide, the same on all ranks. Nothing is padded or repeated:
-    without `drop_last`, the samples left at the end are dealt out as evenly as can be, and a rank may get an empty
-    batch; all get the same number of batches. A mean over data ranks is then exact if each multiplies its own mean by
-    `loader.weight` (its share of the batch's samples times the number of data ranks; 0 for an empty batch, whose loss
-    must be a sum: a mean of nothing is NaN).
+    The order is a permutation that depends on `seed` and the epoch, the same on all ranks. Samples are never padded or
+    repeated: without `drop_last`, the last samples are divided as evenly as possible, and a rank may get an empty
+    batch; all ranks get the same number of batches. A mean over data ranks is then exact if each rank multiplies its
+    local mean by `loader.weight` (its share of the batch's samples times the number of data ranks; 0 for an empty
+    batch, whose loss must be a sum: the mean of an empty tensor is NaN).
 
-    `prefetch` batches are read ahead by a thread, which never communicates; `loader.waited` are the seconds that it was
-    not ahead. If reading fails on one rank, all raise.
+    A thread reads `prefetch` batches ahead; it never communicates. `loader.waited` is the time in seconds that the
+    consumer was blocked by it. If reading fails on one rank, all raise.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ShardedLoader:
         prefetch: int = 2,
     ):
         dataset = ZippedDatasets(dataset) if isinstance(dataset, Mapping) else dataset
-        # Ranks that drew from different orders would put blocks of different samples together.
+        # Ranks with different orders would combine blocks of different samples.
         check_arguments(
             "ShardedLoader",
             mesh,
@@ -76,18 +76,17 @@ class ShardedLoader:
         names = mesh.mesh_dim_names or ()
         if data is not None and data not in names:
             raise ValueError(
-                f"ShardedLoader: the mesh has axes {names}, and no data axis {data!r}; pass data=None if so"
+                f"ShardedLoader: the mesh has axes {names} and no data axis {data!r}; pass data=None for no data axis"
             )
         if domain is None:
             domain = tuple(name for name in names if name != data)
         domain = (domain,) if isinstance(domain, str) else tuple(domain)
         if list(domain) != [name for name in names if name in domain and name != data]:
-            raise ValueError(
-                f"ShardedLoader: the domain {domain} is not axes of {names} in their order, without {data!r}"
-            )
+            raise ValueError(f"ShardedLoader: domain {domain} must be axes of {names} in mesh order, without {data!r}")
         if batch_size < 1 or prefetch < 0 or not 0 <= seed < 2**32:
             raise ValueError(
-                f"ShardedLoader: batch_size is {batch_size}, prefetch {prefetch}, seed {seed} (of 32 bits)"
+                f"ShardedLoader: batch_size {batch_size} must be at least 1, prefetch {prefetch} at least 0, and seed "
+                f"{seed} must have 32 bits"
             )
         if not len(dataset):
             raise ValueError("ShardedLoader: the dataset is empty")
@@ -100,16 +99,16 @@ class ShardedLoader:
         if drop_last and len(dataset) < self.global_batch:
             raise ValueError(
                 f"ShardedLoader: {len(dataset)} samples do not fill one batch of {batch_size} on {self.data_size} data "
-                f"ranks, and drop_last leaves out what does not"
+                f"ranks, and drop_last drops partial batches"
             )
         self._sharding = run_with_error_sync(
             "ShardedLoader", mesh, lambda: SampleSharding(dataset, self.domain, placements, sizes)
         )
         self._syncs_errors = can_exchange_on_host(mesh)
         self.epoch, self._seen, self._resume = 0, 0, 0
-        self.weight = 1.0  # this and the next of the batch last given
+        self.weight = 1.0  # of the last batch, like `indices`
         self.indices: list[int] = []
-        self.waited = 0.0  # seconds in all that a batch was asked for and not yet read
+        self.waited = 0.0  # total seconds that the consumer was blocked on reading
 
     @property
     def global_batch(self) -> int:
@@ -117,12 +116,12 @@ class ShardedLoader:
         return self.batch_size * self.data_size
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """Batches in a full epoch, the same on every rank."""
         full, rest = divmod(len(self.dataset), self.global_batch)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this epoch: all of them, or, after `load_state_dict`, those not seen before."""
+        """Yield the batches of this epoch; after `load_state_dict`, those after the saved position."""
         self._seen, self._resume = self._resume, 0
         order = np.arange(len(self.dataset))
         if self.shuffle:
@@ -133,28 +132,28 @@ class ShardedLoader:
         self.epoch, self._seen = self.epoch + 1, 0
 
     def sweep(self) -> Iterator[Any]:
-        """Every sample once, in the order of the dataset, none dropped; where the loader stands is not touched."""
+        """Yield every sample once, in the order of the dataset, none dropped; the loader's position does not change."""
         for _, batch in self._batches(list(range(len(self.dataset))), 0, False):
             yield batch
 
-    # ------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------ position
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that is drawn next. Epochs advance by themselves; naming the one at hand changes nothing."""
+        """Set the epoch of the next iteration. Epochs advance by themselves; setting the current one has no effect."""
         if epoch != self.epoch:
             self.epoch, self._seen, self._resume = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The place behind the batch last given: it fits loaders of any batch size and any number of data ranks."""
+        """Return the position after the last batch, valid for any batch size and number of data ranks."""
         epoch, seen = self._position(self.epoch, self._seen or self._resume)
         return {"epoch": epoch, "seen": seen, "seed": self.seed, "shuffle": int(self.shuffle), "n": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there: the next iteration gives what was left of that epoch, in the same order."""
+        """Continue from a saved position: the next iteration yields the rest of that epoch, in the same order."""
         mine = self.state_dict()
         if differ := [key for key in ("n", "seed", "shuffle") if int(state[key]) != mine[key]]:
-            told = ", ".join(f"{key} {int(state[key])} (here {mine[key]})" for key in differ)
-            raise ValueError(f"ShardedLoader: the saved place is in another order of samples: {told}")
+            details = ", ".join(f"{key} {int(state[key])} (here {mine[key]})" for key in differ)
+            raise ValueError(f"ShardedLoader: the saved position is of another order of samples: {details}")
         self.epoch, self._resume = self._position(int(state["epoch"]), int(state["seen"]))
         self._seen = 0
 
@@ -166,17 +165,17 @@ class ShardedLoader:
     # ------------------------------------------------------------------ batches
 
     def _batches(self, order: list[int], seen: int, drop_last: bool) -> Iterator[tuple[int, Any]]:
-        """How many samples all ranks together took, and this rank's batch of them."""
+        """Yield the number of samples over all ranks and this rank's batch of them."""
         shares = []
         for at in range(seen, len(order), self.global_batch):
             count = min(self.global_batch, len(order) - at)
             if count == self.global_batch or not drop_last:
-                lengths = balanced(count, self.data_size)
-                begin = at + starts(lengths)[self.data_coord]
-                shares.append((count, order[begin : begin + lengths[self.data_coord]]))
+                counts = balanced(count, self.data_size)
+                begin = at + starts(counts)[self.data_coord]
+                shares.append((count, order[begin : begin + counts[self.data_coord]]))
         with closing(prefetch_map(lambda share: self._read_batch(share[1]), shares, self.prefetch)) as blocks:
             for count, indices in shares:
-                # Where ranks cannot talk without waiting for the accelerator, a rank that fails does so by itself.
+                # If a message would have to wait for the accelerator's queue, a rank that fails raises alone.
                 mesh = self.mesh if self._syncs_errors else None
                 read = run_with_error_sync("ShardedLoader", mesh, lambda: self._next_block(blocks))
                 self.weight, self.indices = len(indices) * self.data_size / count, indices
@@ -193,7 +192,7 @@ class ShardedLoader:
             self.waited += time.perf_counter() - begun
 
     def _read_batch(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
-        """In the thread: this rank's blocks, in memory from which they are copied while others compute."""
+        """Read this rank's blocks in the thread, to pinned memory for CUDA, so that copies overlap computation."""
         locals_ = self._sharding.read(indices)
         if self.mesh.device_type == "cuda":
             locals_ = [t.pin_memory() for t in locals_]

@@ -1,4 +1,4 @@
-"""Normalisers with the statistics of a whole dataset, however it is spread."""
+"""Normalize with the statistics of a dataset that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .loader import ShardedLoader
 class UnitGaussian(nn.Module):
     """Shift and scale to mean 0 and standard deviation 1, and back.
 
-    `UnitGaussian.fit` takes the statistics from data. They are buffers, so checkpoints keep them, and apply to plain
-    tensors and to ShardTensors of any layout alike.
+    `UnitGaussian.fit` computes the statistics of data. They are buffers, so that they are part of checkpoints, and they
+    apply to plain tensors and to ShardTensors of any layout.
 
     >>> norm = UnitGaussian.fit([torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])])
     >>> norm.mean, norm.std
@@ -41,11 +41,11 @@ class UnitGaussian(nn.Module):
         self.eps = eps
 
     def transform(self, x: Tensor) -> Tensor:
-        """(x - mean) / (std + eps), in the dtype of x."""
+        """Return (x - mean) / (std + eps), in the dtype of x."""
         return (x - self.mean.to(x.dtype)) / (self.std + self.eps).to(x.dtype)
 
     def inverse_transform(self, x: Tensor) -> Tensor:
-        """x * (std + eps) + mean, in the dtype of x."""
+        """Return x * (std + eps) + mean, in the dtype of x."""
         return x * (self.std + self.eps).to(x.dtype) + self.mean.to(x.dtype)
 
     forward = transform
@@ -60,13 +60,13 @@ class UnitGaussian(nn.Module):
         group: ProcessGroup | None = None,
         eps: float = 1e-7,
     ) -> UnitGaussian:
-        """The statistics of all samples of `batches`, tensors (sample, channel, ...) or what has one under `key`.
+        """Compute the statistics of all samples of `batches`: tensors (sample, channel, ...), or containers with `key`.
 
         per="channel" has one mean and one deviation for each index of dim 1; "point" has one for each point of each
-        channel (every rank then holds two fields of a whole sample); "all" has one in all. Of a `ShardedLoader` every
-        sample is counted once, whatever it would drop or shuffle; other iterables are counted as they come, and
-        `group` are the ranks that each have samples of their own. Sums are taken as deviations from the mean in
-        float64, so that a large mean costs no digits.
+        channel (every rank then holds two fields of the global size of a sample); "all" has one in total. A
+        `ShardedLoader` is swept: every sample counts once, without drop_last and shuffle. For other iterables, `group`
+        contains the ranks with different samples. Deviations from the mean are summed in float64, so that a large mean
+        costs no digits.
         """
         if per not in ("channel", "point", "all"):
             raise ValueError(f'UnitGaussian.fit: per is "channel", "point" or "all", not {per!r}')
@@ -84,12 +84,12 @@ class UnitGaussian(nn.Module):
 
 
 class Moments:
-    """Count, mean and sum of squared deviations of this rank's part of the data, batch after batch (Chan's merge)."""
+    """Count, mean and sum of squared deviations of this rank's data, merged batch by batch (Chan)."""
 
     def __init__(self, like: Tensor, per: str):
         if not isinstance(like, Tensor) or like.ndim < 2 or like.is_complex():
             shown = f"{like.dtype} {tuple(like.shape)}" if isinstance(like, Tensor) else type(like).__name__
-            raise ShardingError(f"UnitGaussian.fit: a batch is a real tensor (sample, channel, ...), not {shown}")
+            raise ShardingError(f"UnitGaussian.fit: a batch must be a real tensor (sample, channel, ...), not {shown}")
         kept = {"channel": {1}, "point": set(range(1, like.ndim)), "all": set()}[per]
         self.kept_dims, self.shape = kept, tuple(like.shape[1:])
         self.reduced_dims = [d for d in range(like.ndim) if d not in kept]
@@ -120,11 +120,11 @@ class Moments:
         self.count += n
 
     def finalize(self, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation over all ranks, whole on each of them."""
+        """Return mean and standard deviation over all ranks, unsharded on each of them."""
         groups = [] if group is None or dist.get_world_size(group) == 1 else [group]
         if self.layout is not None:
-            cutting = self.layout.nontrivial_axes(a for d in self.reduced_dims for a in self.layout.axes_of(d))
-            groups += [self.layout.mesh.get_group(axis) for axis in cutting]
+            axes = self.layout.nontrivial_axes(a for d in self.reduced_dims for a in self.layout.axes_of(d))
+            groups += [self.layout.mesh.get_group(axis) for axis in axes]
         count = torch.tensor(self.count, dtype=torch.float64, device=self.mean.device)
         total, weighted = count, count * self.mean
         for g in groups:
@@ -139,15 +139,15 @@ class Moments:
         return self._to_full_stat(mean), self._to_full_stat(std)
 
     def _to_full_stat(self, value: Tensor) -> Tensor:
-        """A statistic as a plain tensor that broadcasts over samples; put together where it was cut."""
+        """Return a statistic as a full plain tensor that broadcasts over samples."""
         if self.layout is not None:
-            dims = [cut if d in self.kept_dims else (DimSharding(1),) for d, cut in enumerate(self.layout.dims)]
+            dims = [old if d in self.kept_dims else (DimSharding(1),) for d, old in enumerate(self.layout.dims)]
             value = wrap(value, Layout.make(self.layout.mesh, dims)).full_tensor()
         return value[0]
 
 
 def _layouts_differ(one: Layout | None, other: Layout | None) -> bool:
-    """Whether two batches differ in more than their number of samples, or are sums that are still to be taken."""
+    """Return whether two batches differ in more than their number of samples, or are Partial."""
     if one is None or other is None:
         return False
     return one.mesh != other.mesh or one.dims[1:] != other.dims[1:] or bool(one.partial or other.partial)

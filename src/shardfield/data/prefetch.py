@@ -1,4 +1,4 @@
-"""Work done a few items ahead of its consumer, by a thread."""
+"""Compute a few items ahead of their consumer in a thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def prefetch_map(work: Callable[[Any], Any], items: Sequence[Any], depth: int) -> Generator[Any, None, None]:
-    """`work(item)` for each item in turn, at most `depth` of them done before they are asked for; 0 takes no thread.
+    """Yield `work(item)` for each item, computed at most `depth` items ahead; depth 0 uses no thread.
 
-    What work raises is raised where its result is asked for. Closing the generator ends the thread.
+    An exception of `work` is raised when its result is consumed. Closing the generator ends the thread.
     """
     if depth == 0:
         yield from map(work, items)

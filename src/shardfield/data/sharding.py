@@ -1,4 +1,4 @@
-"""How a loader cuts the samples of a dataset, and reads this rank's blocks of them."""
+"""Shard the samples of a dataset, and read this rank's blocks of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from ..layout import Layout
 
 
 class ZippedDatasets:
-    """Datasets that are read in blocks, side by side: a sample has a tensor of each."""
+    """Several datasets that are read in blocks, zipped: a sample has one tensor of each."""
 
     def __init__(self, datasets: Mapping[Any, Any]):
         self.datasets = datasets
         if other := [key for key, d in datasets.items() if not (hasattr(d, "read") and hasattr(d, "shapes"))]:
-            raise ValueError(f"datasets side by side have read(i, slices) and shapes; {other} have not")
+            raise ValueError(f"zipped datasets need read(i, slices) and shapes; {other} have not")
         if len({len(d) for d in datasets.values()}) > 1:
-            raise ValueError(
-                f"datasets side by side have different lengths: { {k: len(d) for k, d in datasets.items()} }"
-            )
+            raise ValueError(f"zipped datasets have different lengths: { {k: len(d) for k, d in datasets.items()} }")
 
     def __len__(self) -> int:
         return max((len(d) for d in self.datasets.values()), default=0)
@@ -38,7 +36,7 @@ class ZippedDatasets:
 
 
 class SampleSharding:
-    """The layout of every tensor of a sample over the domain mesh (None: samples are whole), and who reads what."""
+    """The layout of every tensor of a sample over the domain mesh (None: unsharded), and this rank's blocks."""
 
     def __init__(self, dataset: Any, mesh: DeviceMesh | None, placements: Any, sizes: Mapping | None):
         self.dataset, self.blockwise = dataset, hasattr(dataset, "read")
@@ -62,16 +60,16 @@ class SampleSharding:
         self._empty: list[Tensor] | None = None
 
     def read(self, indices: Sequence[int]) -> list[Tensor]:
-        """This rank's part of the samples, tensor by tensor, stacked; of no samples, tensors with 0 of them."""
+        """Return this rank's blocks of the samples, stacked, one per tensor; without samples, of batch size 0."""
         rows = [self._read_blocks(i) for i in indices]
         if rows:
             return [torch.stack(column) for column in zip(*rows, strict=True)]
-        if self._empty is None:  # dtypes are known from a sample only
+        if self._empty is None:  # only a sample shows the dtypes
             self._empty = [t.new_empty((0, *t.shape)) for t in self._read_blocks(0)]
         return self._empty
 
     def restore_structure(self, values: Sequence[Any]) -> Any:
-        """One value for each tensor, in the structure of a sample."""
+        """Return one value per tensor in the structure of a sample."""
         if self._container is None:
             return values[0]
         return tuple(values) if self._container is tuple else dict(zip(self.keys, values, strict=True))
@@ -79,25 +77,26 @@ class SampleSharding:
     def _read_blocks(self, i: int) -> list[Tensor]:
         found = self.dataset.read(i, self.restore_structure(self._local_slices)) if self.blockwise else self.dataset[i]
         tensors = [torch.as_tensor(p) for p in _flatten_sample(found, _is_tensor)[1]]
-        due = (
+        expected = (
             [tuple(at.stop - at.start for at in block) for block in self._local_slices]
             if self.blockwise
             else self.shapes
         )
-        if [tuple(t.shape) for t in tensors] != due:
-            raise ShardingError(f"sample {i} gives tensors of {[tuple(t.shape) for t in tensors]} where {due} are due")
+        if [tuple(t.shape) for t in tensors] != expected:
+            shapes = [tuple(t.shape) for t in tensors]
+            raise ShardingError(f"sample {i} has tensors of shapes {shapes}, expected are {expected}")
         return tensors if self.blockwise else [t[at] for t, at in zip(tensors, self._local_slices, strict=True)]
 
 
 def build_layout(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], sizes: Mapping[Any, Sequence[int]] | None
 ) -> Layout:
-    """The layout of a stored array; `sizes` maps a mesh axis (name or number) to the lengths of its pieces."""
+    """Build the layout of a stored array; `sizes` maps a mesh axis (name or number) to its shard sizes."""
     if any(isinstance(p, Partial) for p in placements):
         raise ShardingError(f"stored data are placed Shard or Replicate, not {tuple(placements)}")
     layout = Layout.of(mesh, placements, shape)
-    lengths = {}
-    for name, cut in (sizes or {}).items():
+    shard_sizes = {}
+    for name, axis_sizes in (sizes or {}).items():
         names = mesh.mesh_dim_names or ()
         axis = names.index(name) if name in names else name
         if not isinstance(axis, int) or not 0 <= axis < mesh.ndim:
@@ -105,18 +104,20 @@ def build_layout(
         for dim in range(len(shape)):
             if axis in layout.axes_of(dim):
                 if len(layout.axes_of(dim)) > 1:
-                    raise ShardingError(f"sizes: several mesh axes cut dim {dim}; it is cut evenly or by one axis")
-                lengths[dim] = cut
-    return Layout.of(mesh, placements, shape, lengths)
+                    raise ShardingError(
+                        f"sizes: dim {dim} is sharded over several mesh axes; sizes are for dims sharded over one axis"
+                    )
+                shard_sizes[dim] = axis_sizes
+    return Layout.of(mesh, placements, shape, shard_sizes)
 
 
 def local_slices(layout: Layout) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole."""
+    """Return this rank's slice of the global tensor, one per dim."""
     return tuple(slice(*layout.span(dim)) for dim in range(layout.ndim))
 
 
 def _placements_for(placements: Any, key: Any, shape: tuple[int, ...], mesh: DeviceMesh) -> Sequence[Placement]:
-    """What the user asked for, else the last dims but one over one axis, the last k dims over k axes."""
+    """Return the user's placements; by default the second last dim over one axis, the last k dims over k axes."""
     if callable(placements):
         return placements(key, shape)
     if isinstance(placements, Mapping):
@@ -128,7 +129,7 @@ def _placements_for(placements: Any, key: Any, shape: tuple[int, ...], mesh: Dev
 
 
 def _flatten_sample(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The keys (positions; None for a single tensor) and the tensors of a sample."""
+    """Return the keys (positions; None for a single tensor) and the tensors of a sample."""
     if isinstance(value, Mapping):
         return list(value), list(value.values())
     return ([None], [value]) if is_leaf(value) else (list(range(len(value))), list(value))

@@ -1,4 +1,4 @@
-"""Training on a mesh: models on data x domain ranks, the loop, checkpoints."""
+"""Train on a mesh: models on data x domain ranks, the training loop, checkpoints."""
 
 from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import Checkpoints as Checkpoints

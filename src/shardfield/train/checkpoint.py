@@ -1,4 +1,4 @@
-"""Checkpoints that outlive a kill at any moment and load on another mesh, under another strategy."""
+"""Checkpoints that survive a kill at any moment and load on another mesh, under another strategy."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from .storage import INDEX, CheckpointError, CheckpointReader, CheckpointWriter
 
 
 class Checkpoints:
-    """The checkpoints of one run, in the folders `step-<n>` of `folder`; the newest `keep` of them stay.
+    """The checkpoints of one run, in folders `step-<n>` of `folder`; the newest `keep` of them are kept.
 
-    Model and optimizer go in as `parallelize` left them, each rank writing what it holds, and any number of ranks may
-    read them under any strategy. Saving goes on in the background: what is saved is the state at the time of the call.
-    All ranks make the same calls. `scalars` is whatever else a run needs to go on, as JSON has it.
+    Each rank writes its shards of the parallelized model and the optimizer. Any number of ranks can load them under any
+    strategy. A save runs in the background; it has the state at the time of the call. All ranks make the same calls.
+    `scalars` is the other state of a run, as JSON values.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3):
         if keep < 1:
-            raise ValueError(f"Checkpoints: keep={keep}; at least one must stay")
+            raise ValueError(f"Checkpoints: keep={keep}; at least one must be kept")
         self.folder, self.keep = Path(folder), keep
         self._pending_save: Any = None
         # Messages of the background thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def steps(self) -> dict[int, Path]:
-        """The complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         found = {int(p.name[5:]): p for p in self.folder.glob("step-*") if p.name[5:].isdigit() and p.is_dir()}
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint."""
         return next(reversed(self.steps().values()), None)
 
     def save(
@@ -51,7 +51,7 @@ class Checkpoints:
         scalars: Mapping[str, Any] | None = None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Begin to save; an earlier save is brought to its end first. `extra`: more tensors, equal on all ranks."""
+        """Start a save once the previous one is complete. `extra`: further tensors, with equal names on all ranks."""
         import torch.distributed.checkpoint as dcp
 
         self.wait()
@@ -66,7 +66,7 @@ class Checkpoints:
         self._pending_save = getattr(begun, "upload_completion", begun)
 
     def wait(self) -> None:
-        """Return when the last save is on disk; raise on all ranks if it failed on any."""
+        """Block until the last save is on disk; raise on all ranks if it failed on any."""
         saving, self._pending_save = self._pending_save, None
         if saving is not None:
             try:
@@ -83,7 +83,7 @@ class Checkpoints:
         optimizer: Optimizer | None = None,
         extra: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Any]:
-        """Put a checkpoint into model, optimizer and `extra`, and return its scalars."""
+        """Load a checkpoint into model, optimizer and `extra`, and return its scalars."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
@@ -97,9 +97,9 @@ class Checkpoints:
                 dcp.load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
                 set_model_state_dict(model, _select_prefix(tensors, "model."))
                 if optimizer is not None:
-                    held = {n: tuple(v) if isinstance(v, list) else v for n, v in content["optimizer"].items()}
-                    # what a newer torch adds to an optimizer's settings keeps its default
-                    state = _select_prefix(tensors, "optimizer.") | plain | held
+                    saved = {n: tuple(v) if isinstance(v, list) else v for n, v in content["optimizer"].items()}
+                    # Settings that a newer torch has added to an optimizer keep their defaults.
+                    state = _select_prefix(tensors, "optimizer.") | plain | saved
                     set_optimizer_state_dict(model, optimizer, state, options=_flat_options())
         except CheckpointError:
             raise
@@ -109,7 +109,7 @@ class Checkpoints:
 
 
 class _PruningWriter(CheckpointWriter):
-    """Removes older checkpoints, and what a killed save left, once a new one is complete."""
+    """Removes older checkpoints, and the files of a killed save, once a new checkpoint is complete."""
 
     def __init__(self, folder: Path, scalars: dict[str, Any], owner: Checkpoints):
         super().__init__(folder, scalars)
@@ -119,21 +119,21 @@ class _PruningWriter(CheckpointWriter):
         super().finish(metadata, results)
         stale = [*list(self.owner.steps().values())[: -self.owner.keep], *self.owner.folder.glob("step-*.part")]
         for path in stale:
-            (path / INDEX).unlink(missing_ok=True)  # no longer a checkpoint, wherever this is interrupted
+            (path / INDEX).unlink(missing_ok=True)  # first: without its index it is no checkpoint if we are killed here
             shutil.rmtree(path, ignore_errors=True)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state of a parallelized model on every rank, named and typed as the plain model has it."""
+    """Return the unsharded state of a parallelized model on every rank, with names and dtypes of the plain model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     with _suppress_warnings():
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
-    return to_complex_state(whole)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+    return to_complex_state(state)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put the state of a plain model, whole on every rank, into a parallelized one."""
+    """Load the state of a plain model, unsharded on every rank, into a parallelized one."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -148,7 +148,7 @@ def _flat_options() -> Any:
 
 
 def _flat_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of model and optimizer by name, and the optimizer's other settings."""
+    """Return the tensors of model and optimizer by name, and the optimizer's other settings."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     with _suppress_warnings():
@@ -164,24 +164,24 @@ def _select_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
-def _check_names(path: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
+def _check_names(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
     """Raise if a checkpoint is of another model or optimizer."""
-    known = {n: v for n, v in held.items() if with_optimizer or not n.startswith("optimizer.")}
-    lacks = sorted(wanted.keys() - known.keys())
-    more = sorted(n for n in known.keys() - wanted.keys() if not n.startswith("extra."))
-    shapes = [n for n in wanted.keys() & known.keys() if tuple(known[n]["shape"]) != tuple(wanted[n].shape)]
+    stored = {n: v for n, v in stored.items() if with_optimizer or not n.startswith("optimizer.")}
+    lacks = sorted(wanted.keys() - stored.keys())
+    more = sorted(n for n in stored.keys() - wanted.keys() if not n.startswith("extra."))
+    shapes = [n for n in wanted.keys() & stored.keys() if tuple(stored[n]["shape"]) != tuple(wanted[n].shape)]
     if lacks or more or shapes:
-        told = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
-        told += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
-        told += [
-            f"holds {n} of shape {tuple(known[n]['shape'])}, wanted is {tuple(wanted[n].shape)}"
+        reasons = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
+        reasons += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
+        reasons += [
+            f"has {n} of shape {tuple(stored[n]['shape'])}, wanted is {tuple(wanted[n].shape)}"
             for n in sorted(shapes)[:1]
         ]
-        raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(told)}")
+        raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(reasons)}")
 
 
 def _first_error(error: BaseException) -> str:
-    """What went wrong, on one line: DCP packs the ranks' errors into one with all their tracebacks."""
+    """Return the first rank's error on one line: DCP raises one error with the tracebacks of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(failures.items()))
@@ -191,7 +191,7 @@ def _first_error(error: BaseException) -> str:
 
 @contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """torch's own warnings about its own calls are not for our users."""
+    """Suppress torch's warnings about its own calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

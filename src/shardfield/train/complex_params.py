@@ -1,8 +1,8 @@
-"""Complex parameters kept as pairs of real numbers, for wrappers that want parameters of one dtype.
+"""Store complex parameters as pairs of real numbers, for wrappers that need parameters of one dtype.
 
 FSDP flattens the parameters of a module together and refuses a mix of complex and real ones, which every spectral
-layer is. `real_pairs` stores each complex parameter as a real one with a last dim of two; the module still reads a
-complex tensor under the old name, a view of the pairs, so its code and its gradients are what they were.
+layer has. `real_pairs` stores each complex parameter as a real one with a last dim of two. The module still reads a
+complex tensor under the old name, a view of the pairs, so its code and its gradients do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUFFIX = "_real_pair"  # a parameter `weight` is stored as `weight_real_pair`
 
 
 def real_pairs(module: nn.Module) -> nn.Module:
-    """Store every complex parameter in `module` as real pairs, in place; a parameter that is shared stays shared.
+    """Store every complex parameter in `module` as real pairs, in place; shared parameters stay shared.
 
     >>> layer = nn.Module()
     >>> layer.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
@@ -44,17 +44,17 @@ def real_pairs(module: nn.Module) -> nn.Module:
 
 
 def _complex_view_class(kind: type, names: tuple[str, ...]) -> type:
-    """A subclass whose attributes `names` are complex views of the pairs."""
+    """Return a subclass whose attributes `names` are complex views of the pairs."""
 
     def view(name: str) -> property:
-        # An instance made later, by `type(self)(...)`, has its parameters under their own names.
+        # An instance created later, by `type(self)(...)`, has its parameters under their original names.
         def get(self):
             pairs = _find_pairs(self, name)
             if pairs is not None:
                 return torch.view_as_complex(pairs)
             if name in self.__dict__:
                 return self.__dict__[name]
-            raise AttributeError(name)  # and nn.Module goes on to look
+            raise AttributeError(name)  # nn.Module.__getattr__ is called next
 
         def set(self, value):
             pairs = _find_pairs(self, name)
@@ -71,20 +71,20 @@ def _complex_view_class(kind: type, names: tuple[str, ...]) -> type:
 
     try:
         return types.new_class(kind.__name__, (kind,), {}, body)
-    except TypeError:  # a class that registers its subclasses under a name, as tensorly-torch's do
+    except TypeError:  # a class with a `name` argument for its subclasses, as in tensorly-torch
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it has none
+            warnings.simplefilter("ignore")  # tensorly-torch warns about an empty name
             return types.new_class(kind.__name__, (kind,), {"name": ""}, body)
 
 
 def _find_pairs(module: nn.Module, name: str) -> Tensor | None:
-    """The pairs behind a name; FSDP1 without `use_orig_params` has them as a plain attribute."""
+    """Return the pairs of a parameter; FSDP1 without `use_orig_params` has them as a plain attribute."""
     found = module._parameters.get(name + SUFFIX)
     return module.__dict__.get(name + SUFFIX) if found is None else found
 
 
 def to_complex_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of whole tensors as the module had it before `real_pairs`."""
+    """Convert a state dict of unsharded tensors to that of the module before `real_pairs`."""
     return {
         name.removesuffix(SUFFIX): torch.view_as_complex(value.contiguous()) if name.endswith(SUFFIX) else value
         for name, value in state.items()
@@ -92,7 +92,7 @@ def to_complex_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_pair_state(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """A state dict with complex values as `module`, whose parameters may be pairs, wants it."""
+    """Convert a state dict with complex values to that of `module`, whose parameters may be pairs."""
     wanted = {n for n, _ in module.named_parameters()}
     return {
         name + SUFFIX if name + SUFFIX in wanted else name: torch.view_as_real(value.resolve_conj()).contiguous()

@@ -1,4 +1,4 @@
-"""What a run can be told: one dataclass that every recipe's own extends."""
+"""The options of a training run: a dataclass that the recipes extend."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import ShardfieldError
 
 C = TypeVar("C", bound="TrainConfig")
-DOMAIN_AXES = ("h", "w", "d")  # the names of the mesh axes that cut a field's dims
+DOMAIN_AXES = ("h", "w", "d")  # the names of the mesh axes that shard a field's dims
 
 
 class UsageError(ShardfieldError):
-    """Something a user asked for that cannot be: told in one line, with what would work."""
+    """An invalid option; the message is one line and names valid values."""
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The options that all recipes have."""
+    """The options of all recipes."""
 
     out: Path = Path("runs/default")
-    """Where checkpoints, metrics and pictures go."""
+    """Folder for checkpoints, metrics and plots."""
     domain: tuple[int, ...] = (1,)
-    """Ranks along the field's first cut dim, or along two of them; the other ranks have samples of their own."""
+    """Ranks along each sharded dim of the field (one to three dims); the remaining factor is data parallel."""
     strategy: Literal["fsdp", "hsdp", "ddp"] = "fsdp"
-    """How parameters lie on the ranks."""
+    """How parameters are distributed over the ranks."""
     epochs: int = 10
     """Passes over the training samples."""
     max_steps: int | None = None
-    """Stop after so many steps, whatever `epochs` says."""
+    """Stop after this number of steps, even if `epochs` has more."""
     batch_size: int = 8
-    """Samples in a step, over all ranks."""
+    """Samples per step, over all ranks."""
     accumulate: int = 1
-    """Parts that a step's samples are worked on in, one after the other."""
+    """Number of parts of a step's batch whose gradients are accumulated."""
     learning_rate: float = 3e-3
-    """At its highest; it falls as a cosine to `final_learning_rate` times this."""
+    """Maximum learning rate; it decays as a cosine to `final_learning_rate` times this."""
     final_learning_rate: float = 1e-3
-    """Of the highest, at the last step."""
+    """Learning rate at the last step, as a fraction of the maximum."""
     warmup: int = 20
-    """Steps over which the learning rate rises from nothing."""
+    """Steps over which the learning rate rises from zero."""
     weight_decay: float = 1e-4
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     clip: float | None = 1.0
-    """The largest norm of all gradients together."""
+    """Maximum norm of all gradients; larger gradients are clipped."""
     ema: float | None = None
-    """Decay of a running mean of the parameters, which is then what is evaluated."""
+    """Decay of an exponential moving average of the parameters, which is then evaluated."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: computed in bfloat16 where autocast does, parameters and sums in fp32."""
+    """bf16: autocast to bfloat16, with parameters and sums in fp32."""
     recompute: bool = False
-    """Compute activations again in backward instead of keeping them."""
+    """Recompute activations in backward instead of storing them (activation checkpointing)."""
     seed: int = 0
-    """Of the parameters, the order of samples, and dropout."""
+    """Seed of the parameters, the order of samples, and dropout."""
     resume: str = "auto"
-    """"auto": from the newest checkpoint in `out`, if any; "never"; or the path of a checkpoint."""
+    """"auto": resume from the newest checkpoint in `out`, if any; "never"; or the path of a checkpoint."""
     save_every: int = 200
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
-    """Checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     evaluate_every: int = 1
     """Epochs between evaluations; 0: only at the end."""
     log_every: int = 20
-    """Steps between lines of progress where there is no terminal."""
+    """Steps between lines of progress if the output is not a terminal."""
     picture: bool = True
-    """Draw prediction.png and curve.png at the end, where matplotlib is there."""
+    """Plot prediction.png and curve.png at the end, if matplotlib is installed."""
 
     def check(self) -> None:
-        """Raise a UsageError for values that cannot be."""
+        """Raise a UsageError for invalid values."""
         for name in ("epochs", "batch_size", "accumulate", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; at least 1 is needed")
@@ -84,18 +84,18 @@ class TrainConfig:
         if not 1 <= len(self.domain) <= len(DOMAIN_AXES) or min(self.domain) < 1:
             raise UsageError(f"--domain {self.domain}: ranks along one to three dims, at least 1 each")
         if self.ema is not None and not 0 < self.ema < 1:
-            raise UsageError(f"--ema is {self.ema}; a decay lies between 0 and 1")
+            raise UsageError(f"--ema is {self.ema}; a decay between 0 and 1 is needed")
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of all ranks: a data axis, and one axis for each entry of `domain`."""
-        ranks, cut = dist.get_world_size(), torch.Size(self.domain).numel()
-        if ranks % cut:
+        """Build the mesh of all ranks: a data axis, and one axis for each entry of `domain`."""
+        ranks, domain_ranks = dist.get_world_size(), torch.Size(self.domain).numel()
+        if ranks % domain_ranks:
             fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            asked = " x ".join(map(str, self.domain))
+            domain = " x ".join(map(str, self.domain))
             raise UsageError(
-                f"--domain {asked} asks for groups of {cut} ranks, and there are {ranks}: {fits} divide them"
+                f"--domain {domain} needs groups of {domain_ranks} ranks, and there are {ranks}: {fits} divide them"
             )
-        data = ranks // cut
+        data = ranks // domain_ranks
         if self.batch_size % (data * self.accumulate):
             raise UsageError(
                 f"--batch-size {self.batch_size} is not a multiple of {data} data ranks"
@@ -115,7 +115,7 @@ class TrainConfig:
         return torch.float64 if self.precision == "fp64" else torch.float32
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step: a function of its number, so that nothing need be saved to go on."""
+        """Return the learning rate of a step: a function of its number, so that a scheduler need not be saved."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(steps - self.warmup, 1)
@@ -127,25 +127,25 @@ class TrainConfig:
 
 
 def from_file(kind: type[C], path: Path) -> C:
-    """A configuration with what a TOML or JSON file says, and defaults for the rest."""
+    """Read a configuration from a TOML or JSON file, with defaults for missing keys."""
     try:
         text = path.read_text()
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
     try:
-        given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise UsageError(f"--config {path}: {error}") from None
-    return apply_overrides(kind(), given, f"--config {path}")
+    return apply_overrides(kind(), values, f"--config {path}")
 
 
 def apply_overrides(config: C, overrides: dict[str, Any], where: str) -> C:
-    """A copy with the values of `overrides`, read as they would be on the command line."""
-    known = {f.name: f for f in dataclasses.fields(config)}
+    """Return a copy with the values of `overrides`, parsed as on the command line."""
+    valid = {f.name: f for f in dataclasses.fields(config)}
     overrides = {name.replace("-", "_"): value for name, value in overrides.items()}
     for name in overrides:
-        if name not in known:
-            raise UsageError(f"{where}: unknown key {name!r}{suggest_name(name, known)}")
+        if name not in valid:
+            raise UsageError(f"{where}: unknown key {name!r}{suggest_name(name, valid)}")
     words: list[str] = []
     for name, value in overrides.items():
         key = name.replace("_", "-")
@@ -157,7 +157,7 @@ def apply_overrides(config: C, overrides: dict[str, Any], where: str) -> C:
 
 
 def parse_args(config: C, words: list[str], where: str) -> C:
-    """The configuration that command-line words make of another one."""
+    """Return a copy of the configuration with command-line arguments applied."""
     import tyro
 
     try:
@@ -167,6 +167,6 @@ def parse_args(config: C, words: list[str], where: str) -> C:
 
 
 def suggest_name(name: str, valid_names: Any) -> str:
-    """A hint at what was meant."""
+    """Return a hint with the closest valid name, or with all of them."""
     found = difflib.get_close_matches(name, list(valid_names), 1, 0.5)
-    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(valid_names))}"
+    return f"; did you mean {found[0]!r}?" if found else f"; valid are {', '.join(sorted(valid_names))}"

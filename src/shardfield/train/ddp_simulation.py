@@ -1,7 +1,8 @@
-"""What DistributedDataParallel sends and keeps, for steps that are only counted.
+"""Send the messages of DistributedDataParallel in a simulated step.
 
-Its reducer reaches into the memory of gradients, and tensors without data have none. So there the buckets are laid out
-as it lays them out, and each is summed when the last of its gradients has come.
+DDP's reducer accesses the memory of gradients, and fake tensors have none. `SimulatedDDP` fills the same buckets in the
+same order and all-reduces each of them when its last gradient is ready. Its messages go to torch.distributed directly,
+as those of DDP do.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = (
-    1 << 20,
-    25 << 20,
-)  # DDP's limits: its first bucket is small, so that messages begin early
+# DDP's limits: its first bucket is small, so that communication starts early.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class SimulatedDDP:
@@ -24,7 +23,7 @@ class SimulatedDDP:
 
     def __init__(self, model: nn.Module, group: ProcessGroup):
         self.group = group
-        self.pending: list[int] = []  # gradients still to come, by bucket
+        self.pending: list[int] = []  # gradients that are not ready yet, by bucket
         self.bucket_counts: list[int] = []
         self.flat_buckets: list[Tensor] = []
         open_: dict[torch.dtype, list[Tensor]] = {}
@@ -57,7 +56,7 @@ class SimulatedDDP:
             dist.all_reduce(self.flat_buckets[number], group=self.group)
 
     def _sync_buffers(self, module: nn.Module, args: Any) -> None:
-        """DDP gives all ranks the buffers of the first before each forward."""
+        """Broadcast the buffers of the first rank before each forward, as DDP does."""
         for buffers in self.buffers.values():
             flat = torch.cat([b.reshape(-1) for b in buffers])
             dist.broadcast(flat, group_src=0, group=self.group)

@@ -1,4 +1,4 @@
-"""A running mean of a model's parameters, kept in the pieces they lie in."""
+"""An exponential moving average of a model's parameters, sharded as they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParameterEMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model has the mean for its parameters."""
+        """Replace the model's parameters by their average inside this context."""
         pairs = [(_local(m), _local(p)) for m, p in zip(self.means.values(), self.parameters, strict=True)]
         held = [p.clone() for _, p in pairs]
         _copy_values([m for m, _ in pairs], pairs)

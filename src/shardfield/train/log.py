@@ -1,4 +1,4 @@
-"""What a run tells: progress on the terminal, metrics.jsonl, TensorBoard, all from rank 0."""
+"""The output of a run: progress on the terminal, metrics.jsonl, TensorBoard, all from rank 0."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 
 class Log:
-    """Where `is_main` is False, every call does nothing."""
+    """Log of a run. If `is_main` is False, every call does nothing."""
 
     def __init__(self, folder: Path, is_main: bool, log_every: int = 20):
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
         self.path = folder / "metrics.jsonl"
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
-        self.write_error: str | None = None  # what kept a line from being written
+        self.write_error: str | None = None  # the first error of a write
         self._progress_bar: Any = None
         self._tensorboard: Any = None
         self._start: tuple[float, int] | None = None
 
     def print_line(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line."""
         if self.is_main:
             print(text, flush=True) if self._progress_bar is None else self._progress_bar.console.print(
                 text, highlight=False
             )
 
     def resume(self, step: int) -> None:
-        """Forget what an earlier run told of later steps: they will be told again."""
+        """Delete an earlier run's records of steps after `step`: they will be recorded again."""
         if not self.is_main or not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
@@ -40,13 +40,13 @@ class Log:
         temporary.replace(self.path)
 
     def record(self, step: int, **values: float) -> None:
-        """Numbers for programs: one line of JSON, and TensorBoard where it is installed."""
+        """Record values of a step as one line of JSON, and in TensorBoard if it is installed."""
         if not self.is_main:
             return
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step} | values) + "\n")
-        except OSError as error:  # told to all ranks, which end together
+        except OSError as error:  # the next step's all_reduce has the flag, so that all ranks raise together
             self.write_error = f"{self.path}: {error.strerror}"
             return
         if self._tensorboard is None:
@@ -57,7 +57,7 @@ class Log:
 
     @contextmanager
     def progress(self, begin: int, steps: int):
-        """A bar on a terminal, a line now and then elsewhere."""
+        """Show a progress bar on a terminal; elsewhere `step` prints a line every `log_every` steps."""
         self._start, self._first = (time.monotonic(), begin), begin
         if self.is_main and sys.stdout.isatty():
             self._progress_bar, self._bar_task = _make_progress_bar(begin, steps)
@@ -71,7 +71,7 @@ class Log:
             self._progress_bar = None
 
     def step(self, step: int, steps: int, loss: float, rate: float, samples: int) -> None:
-        """A step is done, with so many samples over all ranks."""
+        """Record a completed step with `samples` samples over all ranks."""
         if not self.is_main:
             return
         assert self._start is not None
@@ -86,7 +86,7 @@ class Log:
 
 
 def read_curves(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tuple[int, float]]]]:
-    """The training loss by step, and each test metric, from metrics.jsonl."""
+    """Read the training loss and each test metric by step from metrics.jsonl."""
     losses: list[tuple[int, float]] = []
     tests: dict[str, list[tuple[int, float]]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -103,7 +103,7 @@ def read_curves(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tup
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # a line that a kill cut short
+    except (ValueError, KeyError, TypeError):  # a line truncated by a kill
         return float("inf")
 
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, and an orderly end whatever happens."""
+"""The training loop: steps, evaluation, checkpoints, and a clean stop on errors and signals."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .task import Task
 
 
 class Preempted(Exception):
-    """The run was asked to end (SIGTERM), and everything is saved."""
+    """The run received SIGTERM, and its state is saved."""
 
 
 def fit(task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log | None = None) -> dict[str, float]:
-    """Train, and return the test metrics of the end. Goes on from a checkpoint as `config.resume` says."""
+    """Train, and return the final test metrics. `config.resume` selects the checkpoint to continue from."""
     return Trainer(task, config, mesh, log or Log(config.out, dist.get_rank() == 0, config.log_every)).run()
 
 
@@ -48,7 +48,7 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log):
         self.task, self.config, self.mesh, self.log = task, config, mesh, log
         self.device = collectives.device_of(mesh)
-        # as pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters
+        # Real pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters.
         self.model: nn.Module = parallelize(
             real_pairs(task.model).to(self.device, config.dtype),
             mesh,
@@ -57,7 +57,7 @@ class Trainer:
             mixed_precision=torch.bfloat16 if config.precision == "bf16" else None,
             checkpoint=config.recompute,
         )
-        # fused: one call for all parameters, which for FSDP's is a third of a small model's step
+        # Fused: one call for all parameters. Unfused, FSDP's parameters take a third of a small model's step.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
@@ -65,11 +65,11 @@ class Trainer:
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.steps_per_epoch = len(task.train) // config.accumulate
         if not self.steps_per_epoch:
-            raise UsageError(f"an epoch has {len(task.train)} batches, and a step takes {config.accumulate} of them")
+            raise UsageError(f"an epoch has {len(task.train)} batches, and a step needs {config.accumulate} of them")
         planned = config.epochs * self.steps_per_epoch
         self.steps = planned if config.max_steps is None else min(planned, config.max_steps)
         self.step = 0
-        self.waited = 0.0  # for data, in seconds
+        self.waited = 0.0  # seconds blocked on data
         self.last_saved_step = -1
 
     # ------------------------------------------------------------------ the run
@@ -77,9 +77,9 @@ class Trainer:
     def run(self) -> dict[str, float]:
         self._resume()
         results: dict[str, float] = {}
-        with _catch_sigterm() as asked, self.log.progress(self.step, self.steps):
+        with _catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
             while self.step < self.steps:
-                self._run_epoch(asked)
+                self._run_epoch(stop_signals)
                 epoch = self.step // self.steps_per_epoch
                 last = self.step >= self.steps
                 if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
@@ -91,7 +91,7 @@ class Trainer:
         return results
 
     def _run_epoch(self, stop_signals: list[int]) -> None:
-        """The steps that are left of this epoch."""
+        """Run the remaining steps of this epoch."""
         batches = iter(self.task.train)
         parts: list[Any] = []
         while self.step < self.steps:
@@ -106,7 +106,7 @@ class Trainer:
                 parts = []
 
     def _train_step(self, parts: list[Any], stop_signals: list[int]) -> None:
-        # What is drawn in a step depends on its number alone, so that it is drawn again after a restart.
+        # The random numbers of a step depend only on its number, so that they are the same after a restart.
         coord = self.mesh.get_local_rank("data")
         torch.manual_seed(((self.config.seed * 1_000_003 + self.step) * 65_537 + coord) % (1 << 63))
         rate = self.config.rate(self.step, self.steps)
@@ -122,8 +122,8 @@ class Trainer:
                 loss.backward()
             total += to_full_tensor(loss.detach()).double()
         norm = clip_grad_norm_(self.model, self.config.clip or math.inf)
-        loss_value, norm_value, stop, trouble = self._reduce_step_stats(total, norm, bool(stop_signals))
-        if trouble:
+        loss_value, norm_value, stop, write_failed = self._reduce_step_stats(total, norm, bool(stop_signals))
+        if write_failed:
             raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.write_error or 'its files'}")
         if not math.isfinite(loss_value) or not math.isfinite(norm_value):
             raise self._nonfinite_error(loss_value, norm_value, batch, output)
@@ -135,19 +135,19 @@ class Trainer:
         if stop:
             self._save()
             self.checkpoints.wait()
-            raise Preempted(f"step {self.step}: asked to end; saved in {self.checkpoints.latest()}")
+            raise Preempted(f"step {self.step}: received SIGTERM; saved in {self.checkpoints.latest()}")
         if self.config.save_every and self.step % self.config.save_every == 0:
             self._save()
 
     def _reduce_step_stats(self, loss: Tensor, norm: Tensor, stop_requested: bool) -> tuple[float, float, bool, bool]:
-        """The mean loss over data ranks, the norm of the gradients; was any rank asked to end, or cannot write?"""
+        """All-reduce: the mean loss, the gradient norm, whether any rank has to stop, and whether any cannot write."""
         flags = torch.tensor([float(stop_requested), float(self.log.write_error is not None)]).to(loss)
         stats = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
-        loss_sum, norm_sum, stop, trouble = collectives.all_reduce(stats, dist.group.WORLD).tolist()
-        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stop > 0, trouble > 0
+        loss_sum, norm_sum, stops, failures = collectives.all_reduce(stats, dist.group.WORLD).tolist()
+        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stops > 0, failures > 0
 
     def _nonfinite_error(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
-        """What a stop for NaN or inf leaves behind: the state before the step, and the last batch."""
+        """Save the state before the step and the last batch, and return the error for NaN or inf."""
         folder = self.config.out / f"nonfinite-step-{self.step}"
         kept = Checkpoints(folder, 1)
         kept.save(self.step, self.model, self.optimizer, self._scalars())
@@ -159,14 +159,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean of each metric over each test set."""
+        """Return the mean of each metric over each test set."""
         self.model.eval()
         results = {}
         with self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():
             for name, loader in self.task.tests.items():
                 sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=self.device)
                 for batch in loader.sweep():
-                    # Other ranks may have samples where this one has none, and FSDP wants all of them to call.
+                    # Other ranks may have samples when this one has none, and FSDP needs the call on all ranks.
                     count = len(loader.indices)
                     batch = batch if count else map_tensors(batch, zero_sample)
                     output = self.model(*self.task.inputs(batch))
@@ -182,16 +182,16 @@ class Trainer:
         return results
 
     def draw(self) -> None:
-        """The recipe's picture, of the first test batch."""
+        """Plot the first test batch with the recipe's function."""
         if self.task.draw is None or not self.task.tests:
             return
         self.model.eval()
         with torch.no_grad(), self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():
             batch = next(iter(next(iter(self.task.tests.values())).sweep()))
             output = self.model(*self.task.inputs(batch))
-        shown = {n: (to_full_tensor(t), shard_boundaries(t)) for n, t in {**batch, "prediction": output}.items()}
+        fields = {n: (to_full_tensor(t), shard_boundaries(t)) for n, t in {**batch, "prediction": output}.items()}
         if dist.get_rank() == 0:
-            self.task.draw(self.config.out, shown)
+            self.task.draw(self.config.out, fields)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -216,17 +216,17 @@ class Trainer:
             state = self.checkpoints.load(path, self.model, self.optimizer, extra)
             self.task.train.load_state_dict(state["loader"])
             self.step = self.last_saved_step = state["step"]
-            self.log.print_line(f"going on from {path}")
+            self.log.print_line(f"resumed from {path}")
         self.log.resume(self.step)
 
 
 def to_full_tensor(value: Any) -> Tensor:
-    """A plain tensor with the whole value."""
+    """Return the global value as a plain tensor."""
     return value.full_tensor() if isinstance(value, ShardTensor) else value
 
 
 def zero_sample(empty: Tensor) -> Tensor:
-    """One sample of zeros where there is none."""
+    """Return one sample of zeros in place of an empty batch."""
     if not isinstance(empty, ShardTensor):
         return empty.new_zeros(1, *empty.shape[1:])
     layout = Layout.make(empty._layout.mesh, [(DimSharding(1),), *empty._layout.dims[1:]])
@@ -234,7 +234,7 @@ def zero_sample(empty: Tensor) -> Tensor:
 
 
 def shard_boundaries(tensor: Any) -> tuple[list[int], list[int]]:
-    """Where the last two dims of a field are cut: the first row, or column, of each piece but the first."""
+    """Return the shard boundaries of a field's last two dims: the first row, or column, of each shard but the first."""
     if not isinstance(tensor, ShardTensor):
         return [], []
     rows, columns = (
@@ -246,21 +246,21 @@ def shard_boundaries(tensor: Any) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def _catch_sigterm() -> Iterator[list[int]]:
-    """A list that is no longer empty once the process was asked to end."""
-    asked: list[int] = []
+    """Collect SIGTERM in a list instead of ending the process."""
+    received: list[int] = []
     try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     except ValueError:  # not in the main thread
-        yield asked
+        yield received
         return
     try:
-        yield asked
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise a UsageError unless a run can write there."""
+    """Raise a UsageError unless a run can write to `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""NaN or inf in a loss: which rank saw it first, and what is kept to look at it."""
+"""Report NaN or inf in a loss: find the first rank that has one, and save its tensors."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from ..tensor import ShardTensor
 
 
 class NonFinite(ShardfieldError):
-    """A loss or gradient that is not finite: at which step, on which rank, and where the state was saved."""
+    """A loss or gradient is not finite; the message has the step, the rank and the folder of the saved state."""
 
 
 def save_report(folder: Path, mesh: DeviceMesh, step: int, what: str, batch: Any, output: Any) -> NonFinite:
-    """Save this rank's pieces of the batch and the output, and find the first rank that holds something not finite."""
-    pieces = {**dict(_local_tensors("batch", batch)), **dict(_local_tensors("output", output))}
-    bad = [name for name, piece in pieces.items() if not torch.isfinite(piece).all()]
-    arrays: dict[str, Any] = {name: piece.float().cpu().numpy() for name, piece in pieces.items()}
+    """Save the local tensors of batch and output, and find the first rank with a value that is not finite."""
+    tensors = {**dict(_local_tensors("batch", batch)), **dict(_local_tensors("output", output))}
+    bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / f"pieces-rank-{dist.get_rank()}.npz", **arrays)
-    names = list(pieces)
+    names = list(tensors)
     found = gather_ints([names.index(bad[0]) if bad else -1], mesh)
     first = next((i for i, (name,) in enumerate(found) if name >= 0), None)
     if first is None:
-        where = "all ranks' pieces of the batch and of the output are finite"
+        where = "the batch and the output are finite on all ranks"
     else:
         rank = mesh.mesh.flatten()[first].item()
-        where = f"first seen on rank {rank}, in its piece of {names[found[first][0]]!r}"
-    return NonFinite(f"step {step}: {what}; {where}. The state before the step and the pieces are in {folder}")
+        where = f"first seen on rank {rank}, in its shard of {names[found[first][0]]!r}"
+    return NonFinite(f"step {step}: {what}; {where}. The state before the step and the shards are in {folder}")
 
 
 def _local_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in a batch, this rank's parts of them, by name."""
+    """Yield the local floating-point tensors of a batch with their names."""
     if isinstance(value, Tensor):
         local = value._local_tensor if isinstance(value, ShardTensor) else value
         if local.is_floating_point():

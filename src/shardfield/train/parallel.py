@@ -1,4 +1,4 @@
-"""One call that puts a model on a mesh of data x domain ranks."""
+"""Distribute a model over a mesh of data x domain ranks with one call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .ddp_simulation import SimulatedDDP
 from .fsdp_dims import make_placement_fn, warn_about_padding
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
-MIN_UNIT_NUMEL = 1 << 20  # numbers in a module below which gathering it by itself costs more time than it saves memory
+MIN_UNIT_NUMEL = 1 << 20  # elements of a module below which a separate gather costs more time than it saves memory
 ModuleSelector = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
@@ -38,26 +38,26 @@ def parallelize(
     reshard_after_forward: bool = True,
     sync: bool = True,
 ) -> nn.Module:
-    """Train a model on fields that are cut over the mesh axes `domain`, with different samples along the axis `data`.
+    """Train a model on fields that are sharded over the mesh axes `domain`, with different samples along axis `data`.
 
-    The model is called with ShardTensors on `mesh[domain]` (or plain tensors); take the mean of the loss over the
-    samples at hand, as in any data-parallel run. Parameters start as rank 0 has them. Their gradients are summed over
-    the domain and averaged over the data in one message: the domain costs no message of its own for them.
+    Call the model with ShardTensors on `mesh[domain]` (or plain tensors), and take the mean of the loss over the local
+    samples, as in any data-parallel run. Parameters are broadcast from rank 0. Their gradients are summed over the
+    domain and averaged over the data axis in one message: the domain adds no message.
 
-    - "fsdp": parameters, gradients and optimizer state are cut over data x domain (FSDP2), in place;
-    - "hsdp": they are cut over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
-    - "ddp": they are whole on every rank, and gradients travel in buckets during backward (DistributedDataParallel).
+    - "fsdp": parameters, gradients and optimizer state are sharded over data x domain (FSDP2), in place;
+    - "hsdp": they are sharded over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
+    - "ddp": they are replicated, and gradients are all-reduced in buckets in backward (DistributedDataParallel).
 
-    `units`: modules that FSDP gathers by themselves, as classes or a predicate; by default the members of a ModuleList
-    that have a million numbers or more. `checkpoint`: modules whose activations are computed again in backward (True:
-    those same units). `mixed_precision`: the dtype that autocast computes in; parameters and their sums stay as they
-    are. Complex parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every
-    strategy alike: a checkpoint of one is a checkpoint of the others.
+    `units`: modules that FSDP gathers separately, as classes or a predicate; by default the members of a ModuleList
+    with a million elements or more. `checkpoint`: modules whose activations are recomputed in backward (True: the
+    units). `mixed_precision`: the dtype of autocast; parameters and their gradient sums keep their dtype. Complex
+    parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every strategy: a
+    checkpoint of one strategy loads under the others.
 
-    As with any data-parallel wrapper, gradients are whole in `parameter.grad` after backward; what
-    `torch.autograd.grad` or a hook on a parameter sees is this rank's part, times the ranks that it is averaged over.
+    As with any data-parallel wrapper, `parameter.grad` is complete after backward. `torch.autograd.grad` or a hook on a
+    parameter sees this rank's partial gradient, times the number of ranks in the average.
     """
-    axes, cut = _resolve_axes(mesh, data, domain)
+    axes, domain_axes = _resolve_axes(mesh, data, domain)
     if strategy not in ("fsdp", "hsdp", "ddp"):
         raise ValueError(f"parallelize: strategy {strategy!r} is none of 'fsdp', 'hsdp', 'ddp'")
     over = mesh[axes] if len(axes) < mesh.ndim else mesh
@@ -77,52 +77,51 @@ def parallelize(
     if strategy == "fsdp":
         target = _to_1d_mesh(over)
     else:
-        if not cut or len(cut) == len(axes):
+        if not domain_axes or len(domain_axes) == len(axes):
             raise ValueError(
-                f"parallelize: 'hsdp' cuts parameters over the domain and replicates them along the data axis; "
-                f"the mesh {mesh.mesh_dim_names} gives it data={data!r} and domain={domain!r}. With one of them use "
-                f"'fsdp'"
+                f"parallelize: 'hsdp' shards parameters over the domain and replicates them along the data axis, but "
+                f"the mesh {mesh.mesh_dim_names} has data={data!r} and domain={domain!r}. With one of them use 'fsdp'"
             )
-        target = mesh[(data, *cut)] if len(cut) == 1 else _hsdp_mesh(mesh, str(data), cut)
+        target = mesh[(data, *domain_axes)] if len(domain_axes) == 1 else _hsdp_mesh(mesh, str(data), domain_axes)
     return _fsdp(model, chosen, target, groups, reshard_after_forward)
 
 
 def _resolve_axes(
     mesh: DeviceMesh, data: str | None, domain: str | Sequence[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The mesh axes over which gradients are averaged, in mesh order, and those among them that cut the domain."""
+    """Return the mesh axes over which gradients are averaged, in mesh order, and the domain axes among them."""
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError("parallelize: the mesh's axes have no names; give mesh_dim_names when you make it")
-    cut = [domain] if isinstance(domain, str) else list(domain or [])
-    wanted = [*([data] if data is not None else []), *cut]
+        raise ValueError("parallelize: the mesh's axes have no names; pass mesh_dim_names to init_device_mesh")
+    domain_axes = [domain] if isinstance(domain, str) else list(domain or [])
+    wanted = [*([data] if data is not None else []), *domain_axes]
     missing = [n for n in wanted if n not in names]
     if missing:
         raise ValueError(
             f"parallelize: the mesh has axes {names}, and none is named {', '.join(map(repr, missing))}; "
-            f"name them with data= and domain= (None for one that is not there)"
+            f"name them with data= and domain= (None if there is none)"
         )
     if not wanted:
         raise ValueError("parallelize: neither a data axis nor a domain axis is named")
-    return tuple(n for n in names if n in wanted), cut
+    return tuple(n for n in names if n in wanted), domain_axes
 
 
 def _to_1d_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))
 
 
-def _hsdp_mesh(mesh: DeviceMesh, data: str, cut: Sequence[str]) -> DeviceMesh:
-    """A mesh of the data axis and all domain axes as one."""
-    flat = _to_1d_mesh(mesh[tuple(n for n in mesh.mesh_dim_names or () if n in cut)])
+def _hsdp_mesh(mesh: DeviceMesh, data: str, domain_axes: Sequence[str]) -> DeviceMesh:
+    """Return a mesh of the data axis and one flattened axis of all domain axes."""
+    flat = _to_1d_mesh(mesh[tuple(n for n in mesh.mesh_dim_names or () if n in domain_axes)])
     return mesh[(data, (flat.mesh_dim_names or ("",))[0])]
 
 
 def _select_modules(model: nn.Module, selector: ModuleSelector | None) -> list[nn.Module]:
-    """The modules to treat one by one, innermost first; the model itself is not among them."""
+    """Return the selected modules, innermost first, without the model itself."""
     if selector is None:
         members = {m for holder in model.modules() if isinstance(holder, nn.ModuleList) for m in holder}
         chosen: list[nn.Module] = []
-        for m in model.modules():  # from the outside in
+        for m in model.modules():  # outermost first
             if m in members and _is_unit(m, model) and not any(m in set(c.modules()) for c in chosen):
                 chosen.append(m)
     elif isinstance(selector, Collection):
@@ -133,7 +132,7 @@ def _select_modules(model: nn.Module, selector: ModuleSelector | None) -> list[n
 
 
 def _is_unit(module: nn.Module, model: nn.Module) -> bool:
-    """True if a module is called, is worth messages of its own, and shares no parameters with modules outside it."""
+    """Return whether a module is called, is large enough, and shares no parameters with modules outside it."""
     if type(module).forward is nn.Module.forward:  # a list in a list
         return False
     own, inside = set(module.parameters()), set(module.modules())
@@ -157,19 +156,19 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
     if runtime.active.fake_tensors:
         SimulatedDDP(model, mesh.get_group())
         return model
-    # the ranks agree already, and a field's statistics are the same on all ranks of a domain
+    # No init_sync: `sync_module_over_mesh` has broadcast the parameters.
     return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
 def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: list[ProcessGroup], reshard: bool):
-    from torch.distributed.fsdp import fully_shard  # half a second that plain use of the library need not pay
+    from torch.distributed.fsdp import fully_shard  # imported here: it takes half a second
 
     ranks = mesh.size(mesh.ndim - 1)
-    if not runtime.active.fake_tensors:  # who only counts reads it in the bytes
+    if not runtime.active.fake_tensors:  # a simulated step counts the padding in its bytes
         warn_about_padding(model, ranks)
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=make_placement_fn(ranks))
-    # FSDP puts whole parameters in place of its own when a module is called; they are made at the first call.
+    # FSDP replaces its sharded parameters by unsharded ones when a module is called, and makes those at the first call.
     held: set[nn.Module] = set()
     for module in [*units, model]:
         inside = [m for m in module.modules() if m not in held]
@@ -192,7 +191,7 @@ def _defer_averaging_hook(named: list[tuple[dict[str, Any], str]], groups: list[
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward adds to gradients and sends none of them: all but the last step of an accumulation."""
+    """Accumulate gradients without communication inside this context, for all but the last part of an accumulation."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
             yield
@@ -208,7 +207,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of a parallelized model so that their norm over all ranks is at most `max_norm`.
 
-    Returns the norm before, a plain tensor that is the same on every rank.
+    Returns the norm before clipping, a plain tensor that is equal on every rank.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

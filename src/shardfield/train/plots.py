@@ -1,4 +1,4 @@
-"""Pictures of a run: what was predicted, and how the loss fell. Without matplotlib there are none."""
+"""Plots of a run: predictions and loss curves. Without matplotlib no plots are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PlotFields = dict[str, tuple[Tensor, tuple[list[int], list[int]]]]
 
 
 def plot_prediction(folder: Path, plot_fields: PlotFields, samples: int = 2) -> None:
-    """Input, truth, prediction and error of the first test samples, with the shard boundaries drawn."""
+    """Plot input, truth, prediction and error of the first test samples, with the shard boundaries."""
     plt = _pyplot()
     if plt is None:
         return
@@ -31,8 +31,8 @@ def plot_prediction(folder: Path, plot_fields: PlotFields, samples: int = 2) -> 
             ("prediction", guess, {"vmin": low, "vmax": high}),
             (f"|error|, relative L2 {relative:.4f}", error, {"cmap": "magma"}),
         ]
-        for panel, (title, field, how) in zip(panels, fields, strict=True):
-            image = panel.imshow(field.numpy(), **how)
+        for panel, (title, field, style) in zip(panels, fields, strict=True):
+            image = panel.imshow(field.numpy(), **style)
             figure.colorbar(image, ax=panel, shrink=0.8)
             panel.set(title=title, xticks=[], yticks=[])
             rows, columns = plot_fields["x"][1]
@@ -44,7 +44,7 @@ def plot_prediction(folder: Path, plot_fields: PlotFields, samples: int = 2) -> 
 
 
 def plot_curves(folder: Path) -> None:
-    """The training loss and the test metrics of metrics.jsonl, by step."""
+    """Plot the training loss and the test metrics of metrics.jsonl by step."""
     plt = _pyplot()
     losses, tests = read_curves(folder / "metrics.jsonl")
     if plt is None or not losses:

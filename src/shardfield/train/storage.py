@@ -1,10 +1,10 @@
-"""How a checkpoint lies on disk, for torch.distributed.checkpoint: raw arrays and one JSON index, nothing pickled.
+"""The disk format of checkpoints, for torch.distributed.checkpoint: raw arrays and one JSON index, no pickles.
 
     step-000120/
-        rank-0.bin, rank-1.bin, ...   the bytes of this rank's chunks, one after the other
-        index.json                    what is where: dtype, shape, chunks, their checksums, and the scalars
+        rank-0.bin, rank-1.bin, ...   the bytes of each rank's chunks, concatenated
+        index.json                    dtype, shape, chunks and checksums of each tensor, and the scalars
 
-A folder is written under another name and renamed when every rank is done: what bears its final name is complete.
+A folder is written under a temporary name and renamed when every rank is done: under its final name it is complete.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ INDEX = "index.json"
 
 
 class CheckpointError(ShardfieldError):
-    """A checkpoint that cannot be read, with its path and what is wrong."""
+    """A checkpoint cannot be read or written; the message has its path and the reason."""
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes into `<folder>.part` and renames it to `folder` at the end."""
+    """Writes to `<folder>.part` and renames it to `folder` at the end."""
 
     def __init__(self, folder: Path, scalars: dict[str, Any]):
         super().__init__()
@@ -58,7 +58,7 @@ class CheckpointWriter(StorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:  # the others write after a collective that this rank takes part in
+        if is_coordinator:  # the other ranks write after a collective with this rank
             shutil.rmtree(self.temp_folder, ignore_errors=True)
             self.temp_folder.mkdir(parents=True)
 
@@ -66,7 +66,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        # the file of a rank is named by the place of its plan among all
+        # The file of a rank is named by the index of its plan.
         for rank, plan in enumerate(plans):
             plans[rank] = type(plan)(**{**vars(plan), "storage_data": f"rank-{rank}.bin"})
         return plans
@@ -112,7 +112,7 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads only the chunks, and the parts of them, that a rank needs."""
+    """Reads only the chunks, and the parts of chunks, that a rank needs."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -148,11 +148,11 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
         for item in plan.items:
             assert item.type == LoadItemType.TENSOR
-            piece = self.read_chunk(item.storage_index)
+            chunk = self.read_chunk(item.storage_index)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                piece = piece.narrow(dim, start, length)
+                chunk = chunk.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(piece)
+            target.copy_(chunk)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -172,19 +172,19 @@ class CheckpointReader(StorageReader):
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor, in order."""
+    """Return the bytes of a tensor's elements, in order."""
     flat = tensor.contiguous().reshape(-1)
     array: np.ndarray = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return memoryview(array)  # type: ignore[arg-type]
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a checkpoint, once its files are there and as long as they were."""
+    """Read the index of a checkpoint, and raise if a file is missing or truncated."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no checkpoint of ours: it has no {INDEX}") from None
+        raise CheckpointError(f"{folder}: not a shardfield checkpoint: it has no {INDEX}") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -207,7 +207,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename outlive a crash of the machine."""
+    """Make a rename durable if the machine crashes."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

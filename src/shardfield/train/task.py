@@ -1,4 +1,4 @@
-"""What a recipe hands to the loop."""
+"""A recipe's input to the training loop: model, data, loss, metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Score = Callable[[Any, Any], Tensor]
 
 
 def first_input(batch: Any) -> tuple[Any, ...]:
-    """What the model is called with: a sample's "x", or the first of its tensors."""
+    """Return the model's arguments: a batch's "x", or the first of its tensors."""
     return (batch["x"] if isinstance(batch, Mapping) else batch[0],)
 
 
 @dataclass
 class TaskSpec:
-    """A task before it has data: enough to say what a step computes and sends, which is what plans are made of.
+    """A task without data: model, shapes and loss, enough for `shardfield plan` to count a step.
 
-    `sample_shapes` are the shapes of one sample's tensors; those with dims behind the first are fields, whose dims
-    from the second on are cut. `integer_keys` names those that hold class numbers.
+    `sample_shapes` are the shapes of one sample's tensors; those with more than one dim are fields, sharded from the
+    second dim on. `integer_keys` are the tensors of class numbers.
     """
 
     model: nn.Module
@@ -34,11 +34,11 @@ class TaskSpec:
 
 @dataclass
 class Task:
-    """A model, its data, and what to make small.
+    """A model, its data, its loss and its metrics.
 
-    `loss(output, batch)` is the mean over the samples of a batch. Each of `metrics` gives one number per sample, so
-    that the mean over a test set is exact however it is dealt out. `draw(folder, shown)` makes a picture on rank 0:
-    `shown` maps the names of the first test batch, and "prediction", to whole fields and where they are cut.
+    `loss(output, batch)` is the mean over the samples of a batch. Each of `metrics` returns one number per sample, so
+    that the mean over a test set is exact for any distribution of the samples. `draw(folder, fields)` plots on rank 0:
+    `fields` maps the names of the first test batch, and "prediction", to the global field and its shard boundaries.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""The recipes that `shardfield train` knows: a configuration and a function from it to a Task, each."""
+"""The recipes of `shardfield train`: a configuration class each, and a function that makes a Task from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES: dict[str, tuple[type[TrainConfig], Recipe]] = {
     "cnn": (CNNConfig, cnn),
     "vit": (ViTConfig, vit),
 }
-# The same without data, for those who ask what a step would cost.
+# The tasks without data, for `shardfield plan`.
 TASK_SPECS: dict[str, Callable[[Any], TaskSpec]] = {
     "darcy_tfno": darcy_tfno_outline,
     "cnn": cnn_outline,

@@ -1,4 +1,4 @@
-"""A small convolutional network learns which of ten waves a field holds."""
+"""Recipe: train a small convolutional network to classify noisy waves."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CLASSES = 10
 
 @dataclass(kw_only=True)
 class CNNConfig(TrainConfig):
-    """A convolutional network tells which of ten waves a noisy field holds."""
+    """A convolutional network classifies noisy fields by their wave number."""
 
     out: Path = Path("runs/cnn")
     epochs: int = 5
     batch_size: int = 32
     height: int = 32
-    """Rows of a field, which the first domain axis cuts."""
+    """Rows of a field, sharded by the first domain axis."""
     width: int = 64
     """Columns of a field."""
     channels: int = 16
-    """Of the convolutions."""
+    """Channels of the convolutions."""
     n_train: int = 640
     """Training samples."""
     n_test: int = 160
@@ -42,7 +42,7 @@ class CNNConfig(TrainConfig):
 
 
 class WaveDataset:
-    """Sample i is a wave of one of ten numbers of crests, in noise; it depends on seed and i alone."""
+    """Waves with noise; the class is the number of crests. Sample i depends only on seed and i."""
 
     def __init__(self, config: CNNConfig, start: int, n: int):
         self.config, self.start, self.n = config, start, n
@@ -91,20 +91,22 @@ def task_spec(config: CNNConfig) -> TaskSpec:
 
 def cnn(config: CNNConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.height < config.domain[0] or config.width < (*config.domain, 1)[1]:
-        raise UsageError(f"a field of {config.height} x {config.width} cannot be cut over {config.domain} ranks")
-    cut = {"x": [Shard(1), Shard(2)][: len(config.domain)], "label": [Replicate()] * len(config.domain)}
+        raise UsageError(f"a field of {config.height} x {config.width} cannot be sharded over {config.domain} ranks")
+    placements = {"x": [Shard(1), Shard(2)][: len(config.domain)], "label": [Replicate()] * len(config.domain)}
 
-    def loader(start: int, n: int, size: int, **how: Any) -> ShardedLoader:
+    def loader(start: int, n: int, size: int, **options: Any) -> ShardedLoader:
         dataset = WaveDataset(config, start, n)
-        return ShardedLoader(dataset, size, mesh, domain=config.axes, placements=cut, seed=config.seed, **how)
+        return ShardedLoader(
+            dataset, size, mesh, domain=config.axes, placements=placements, seed=config.seed, **options
+        )
 
     torch.manual_seed(config.seed)
     each = config.batch_size // mesh.size(0) // config.accumulate
-    what = task_spec(config)
+    spec = task_spec(config)
     return Task(
-        model=what.model,
+        model=spec.model,
         train=loader(0, config.n_train, each, drop_last=True),
-        loss=what.loss,
+        loss=spec.loss,
         tests={"test": loader(config.n_train, config.n_test, each, shuffle=False)},
         metrics={"wrong": lambda output, batch: (output.argmax(1) != batch["label"]).double()},
     )

@@ -1,4 +1,4 @@
-"""Darcy flow, as the recipes that learn it share it."""
+"""Data, normalization and metrics of the recipes that learn Darcy flow."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class DarcyConfig(TrainConfig):
     test_resolutions: tuple[int, ...] = (64, 22)
     """Points along each dim in the test sets; the model is trained at one of them."""
     fine: int = 253
-    """Points along each dim of the grid on which samples are solved, before they are thinned out."""
+    """Points along each dim of the grid on which samples are solved, before they are subsampled."""
     cache: Path | None = None
-    """Where samples are kept; by default SHARDFIELD_CACHE of the environment, else ~/.cache/shardfield."""
+    """Cache folder of the samples; by default the environment variable SHARDFIELD_CACHE, else ~/.cache/shardfield."""
 
 
 class NormalizedModel(nn.Module):
-    """A model whose input is normalised, and whose output is put back into the units of the truth."""
+    """A model with normalized input, whose output is converted back to the units of the data."""
 
     def __init__(self, model: nn.Module, x: UnitGaussian, y: UnitGaussian):
         super().__init__()
@@ -47,7 +47,7 @@ class NormalizedModel(nn.Module):
 
 
 class CastDataset:
-    """A dataset in another dtype."""
+    """A dataset cast to another dtype."""
 
     def __init__(self, dataset: Darcy, dtype: torch.dtype):
         self.dataset, self.dtype, self.shapes = dataset, dtype, dataset.shapes
@@ -63,10 +63,12 @@ class CastDataset:
 
 
 def build_loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[ShardedLoader, dict[str, ShardedLoader]]:
-    """The training samples and the test sets, made where the cache lacks them."""
+    """Return the loaders of the training samples and the test sets; solve the samples that are not cached."""
     for points in (config.resolution, *config.test_resolutions):
         if points < max(config.domain):
-            raise UsageError(f"a field of {points} points along a dim cannot be cut over {max(config.domain)} ranks")
+            raise UsageError(
+                f"a field of {points} points along a dim cannot be sharded over {max(config.domain)} ranks"
+            )
     begun = time.monotonic()
 
     def prepared(n: int, points: int, start: int) -> CastDataset:
@@ -75,9 +77,11 @@ def build_loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[Shar
         )
         return CastDataset(made, config.dtype)
 
-    def loader(dataset: Any, size: int, **how: Any) -> ShardedLoader:
-        cut = [Shard(1), Shard(2)][: len(config.domain)]
-        return ShardedLoader(dataset, size, mesh, domain=config.axes, placements=cut, seed=config.seed, **how)
+    def loader(dataset: Any, size: int, **options: Any) -> ShardedLoader:
+        placements = [Shard(1), Shard(2)][: len(config.domain)]
+        return ShardedLoader(
+            dataset, size, mesh, domain=config.axes, placements=placements, seed=config.seed, **options
+        )
 
     log.print_line(
         f"Darcy flow: {config.n_train} + {config.n_test} samples, solved on {config.fine} x {config.fine} points"
@@ -93,23 +97,23 @@ def build_loaders(config: DarcyConfig, mesh: DeviceMesh, log: Log) -> tuple[Shar
 
 
 def wrap_normalized(model: nn.Module) -> NormalizedModel:
-    """The model between fields normalised by statistics that are still to come (see `fit_normalizers`)."""
-    none = (UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1)) for _ in range(2))
-    return NormalizedModel(model, *none)
+    """Wrap the model with normalizers that have no statistics yet (see `fit_normalizers`)."""
+    normalizers = (UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1)) for _ in range(2))
+    return NormalizedModel(model, *normalizers)
 
 
 def fit_normalizers(model: Any, train: ShardedLoader) -> NormalizedModel:
-    """A normalized model with the statistics of the training samples."""
+    """Set the normalizers to the statistics of the training samples; return the model."""
     model.x, model.y = UnitGaussian.fit(train, "x"), UnitGaussian.fit(train, "y")
     return model
 
 
 def field_shapes(config: DarcyConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a sample's fields."""
+    """Return the shapes of a sample's fields."""
     return {name: (1, config.resolution, config.resolution) for name in ("x", "y")}
 
 
 def relative_l2(output: Tensor, batch: Any) -> Tensor:
-    """|output - y| / |y|, for each sample."""
+    """Return |output - y| / |y| for each sample."""
     difference = (output - batch["y"]).flatten(1).square().sum(1)
     return (difference / batch["y"].flatten(1).square().sum(1)).sqrt()

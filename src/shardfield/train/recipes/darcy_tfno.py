@@ -1,4 +1,4 @@
-"""neuraloperator's TFNO learns Darcy flow."""
+"""Recipe: train neuraloperator's TFNO on Darcy flow."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class DarcyTFNOConfig(DarcyConfig):
     layers: int = 4
     """Fourier layers."""
     factorization: Literal["tucker", "cp", "tt", "dense"] = "tucker"
-    """Of the spectral weights."""
+    """Factorization of the spectral weights."""
     rank: float = 0.42
-    """Of the factorized weights: the share of the dense ones' numbers that they have."""
+    """Rank of the factorized weights, as a fraction of the elements of dense weights."""
     loss: Literal["h1", "l2"] = "h1"
-    """Relative, and a mean over samples: of values and first derivatives, or of values."""
+    """Relative error, averaged over samples: of values and first derivatives (h1), or of values (l2)."""
 
 
 def task_spec(config: DarcyTFNOConfig) -> TaskSpec:
@@ -72,20 +72,20 @@ def darcy_tfno(config: DarcyTFNOConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.modes > min(config.test_resolutions):
         raise UsageError(f"--modes {config.modes}: a field of {min(config.test_resolutions)} points has no more modes")
     torch.manual_seed(config.seed)
-    what = task_spec(config)
+    spec = task_spec(config)
     train, tests = build_loaders(config, mesh, log)
     from neuralop.losses import H1Loss
 
     h1 = H1Loss(d=2)
-    h1.reduce_all = lambda each: each  # a number for each sample
+    h1.reduce_all = lambda each: each  # one number per sample
 
     def relative_h1(output: Tensor, batch: Any) -> Tensor:
         return h1(output, batch["y"]).reshape(-1)
 
     return Task(
-        model=fit_normalizers(what.model, train),
+        model=fit_normalizers(spec.model, train),
         train=train,
-        loss=what.loss,
+        loss=spec.loss,
         tests=tests,
         metrics={"l2": relative_l2, "h1": relative_h1},
         draw=plot_prediction,

@@ -1,4 +1,4 @@
-"""A vision transformer learns Darcy flow, its tokens cut with the field."""
+"""Recipe: train a vision transformer on Darcy flow; its tokens are sharded with the field."""
 
 from __future__ import annotations
 
@@ -87,14 +87,16 @@ def task_spec(config: ViTConfig) -> TaskSpec:
 
 def vit(config: ViTConfig, mesh: DeviceMesh, log: Log) -> Task:
     if config.test_resolutions != (config.resolution,):
-        raise UsageError(f"a position for each token ties the model to {config.resolution} points: test at no other")
+        raise UsageError(
+            f"--test-resolutions {config.test_resolutions}: the position embedding needs {config.resolution} points"
+        )
     torch.manual_seed(config.seed)
-    what = task_spec(config)
+    spec = task_spec(config)
     train, tests = build_loaders(config, mesh, log)
     return Task(
-        model=fit_normalizers(what.model, train),
+        model=fit_normalizers(spec.model, train),
         train=train,
-        loss=what.loss,
+        loss=spec.loss,
         tests=tests,
         metrics={"l2": relative_l2},
         draw=plot_prediction,
