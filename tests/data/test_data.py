@@ -450,7 +450,7 @@ def structures_and_errors():
         (dict(data="dp"), "no data axis 'dp'"),
         (dict(domain="h"), "'h'"),
         (dict(domain=["data"]), "without 'data'"),
-        (dict(batch_size=0), "batch_size is 0"),
+        (dict(batch_size=0), "batch_size 0 must be"),
         (dict(dataset=[]), "empty"),
         (dict(batch_size=9, drop_last=True), "do not fill one batch of 9"),
     ]:
@@ -577,7 +577,12 @@ def opened(folder):
             ShardedLoader(bad, 1, mesh)
 
     refused(lambda: uneven[0, 0, 3], "dim 2 is sharded and cannot be indexed on disk")
-    for index, said in [((0,) * 5, "5 indices"), (4, "out of bounds"), (slice(3, 0, -1), "forwards"), ("a", "'a'")]:
+    for index, said in [
+        ((0,) * 5, "5 indices"),
+        (4, "out of bounds"),
+        (slice(3, 0, -1), "must be positive"),
+        ("a", "'a'"),
+    ]:
         with pytest.raises(IndexError, match=said):
             field[index]
 

@@ -301,10 +301,10 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
         "unknown key 'epochz'; did you mean 'epochs'?",
         "a value has the wrong type",
         "--epochs is 0",
-        "asks for groups of 2 ranks",
+        "needs groups of 2 ranks",
         "--out file/below: Not a directory",
-        "nowhere: no checkpoint of ours",
-        "cannot be cut",
+        "nowhere: not a shardfield checkpoint",
+        "cannot be sharded",
         "--patch 5 must divide",
         "--modes 40",
         "no stride keeps 50 of 253 points",
@@ -317,7 +317,7 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
 
 def uneven_world():
     """Return the refusal, which is the same on every rank."""
-    with pytest.raises(UsageError, match="asks for groups of 2 ranks, and there are 3") as caught:
+    with pytest.raises(UsageError, match="needs groups of 2 ranks, and there are 3") as caught:
         replace(CNN, domain=(2,)).mesh("cpu")
     with pytest.raises(UsageError, match="--batch-size 8 is not a multiple of 3 data ranks"):
         CNN.mesh("cpu")
