@@ -113,13 +113,13 @@ def test_tfno_fsdp(forks, tmp_path):
     assert [(int(epoch), int(points)) for epoch, points, _, _ in errors] == [(e, r) for e in range(4) for r in (16, 46)]
     assert float(errors[-2][2]) < 0.9 * float(errors[0][2]), "the loss decreases"
     held = [re.findall(r"holds (\d+) of (\d+) parameters", out)[0] for out in (first, second)]
-    assert all(int(part) == -(-int(whole) // 2) for part, whole in held), "each rank holds half of the parameters"
+    assert all(int(part) == -(-int(full) // 2) for part, full in held), "each rank holds half of the parameters"
 
 
 def test_tfno(forks, tmp_path):
     for rank, text in enumerate(forks.run(EXAMPLES / "tfno.py", tmp_path, 2)):
-        cut, told = text.splitlines()
-        assert cut == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
+        header, told = text.splitlines()
+        assert header == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
         here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
         # 8 channels of 8 x 5 modes, and the consensus on a slice and on an inverse
         assert here == alone and told.endswith("{'convs.0': 2608, 'convs.1': 2608}")

@@ -186,19 +186,19 @@ def writes(mesh_shape):
         full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + 1
         layout = data.draw(layouts(mesh, shape))
         x = ShardTensor(local_shard(full, layout), layout)
-        part, piece = full, x
+        part, shard = full, x
         for _ in range(data.draw(st.integers(1, 4))):
             view = some_view(data, part)
-            part, piece = view(part), view(piece)
+            part, shard = view(part), view(shard)
         refused = False
         try:
-            piece.mul_(3)
+            shard.mul_(3)
         except ShardingError:
             refused = True
         assert any_rank(refused) == refused
         if not refused:
             part.mul_(3)
-            torch.testing.assert_close(piece.full_tensor(), part)
+            torch.testing.assert_close(shard.full_tensor(), part)
             torch.testing.assert_close(x.full_tensor(), full)
 
     run()

@@ -51,11 +51,11 @@ def test_scatter(mesh, placements, shape, locals_, source):
 def scatter_memory():
     """Return the peak memory of a scatter: on a rank that is not the source, only its shard."""
     mesh = world_mesh((4,))
-    whole = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
+    full_value = torch.zeros(4_000_000) if dist.get_rank() == 0 else None
     sent = []
     runtime.active.meter = lambda kind, messages, nbytes: sent.append(nbytes)
     before = _rss()
-    x = scatter_tensor(whole, 0, mesh, [Shard(0)])
+    x = scatter_tensor(full_value, 0, mesh, [Shard(0)])
     runtime.active.meter = None
     assert x._local_tensor.untyped_storage().nbytes() == 4_000_000
     if dist.get_rank():

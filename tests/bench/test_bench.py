@@ -77,18 +77,18 @@ def test_failing_peer_is_reported():
 def test_results_file(tmp_path):
     path = made().write(tmp_path)
     assert path.name == "halo.some-maker-2-cores.json"
-    whole = json.loads(path.read_text())
-    assert whole.keys() == {
+    full = json.loads(path.read_text())
+    assert full.keys() == {
         *("name", "date", "commit", "device", "machine", "versions", "settings", "skipped", "rows"),
     }
-    assert whole["settings"] == {"ranks": [2, 4], "rounds": 3, "quick": False}
-    assert {"python", "torch", "shardfield"} <= whole["versions"].keys()
-    row = whole["rows"][1]
+    assert full["settings"] == {"ranks": [2, 4], "rounds": 3, "quick": False}
+    assert {"python", "torch", "shardfield"} <= full["versions"].keys()
+    row = full["rows"][1]
     want = {"case", "candidate", "median", "low", "high", "unit", "ratio", "ratio_low", "ratio_high", "against", "bar"}
     assert row.keys() == want | {"met"}
     assert (row["median"], row["unit"], row["ratio"], row["bar"], row["met"]) == (2.0, "ms", 2.0, 1.5, False)
     again = table.read_table(path)
-    assert again.as_json() == whole | {"rows": again.as_json()["rows"]} and again.rows == made().rows
+    assert again.as_json() == full | {"rows": again.as_json()["rows"]} and again.rows == made().rows
     assert made(quick=True).rows[1].bar is None, "targets hold for the sizes they were set for"
 
 
@@ -183,7 +183,7 @@ def calls():
     mesh = domain_mesh("cpu")
     x = make_sharded_field(mesh, (2, 4, 9, 8)).requires_grad_()
     weight = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    whole = torch.arange(12.0).reshape(6, 2)
+    full = torch.arange(12.0).reshape(6, 2)
     linear = torch.nn.Linear(2, 2)
     return {
         "conv, both ways": lambda: F.conv2d(x, weight, padding=1).square().sum().backward(),
@@ -194,7 +194,7 @@ def calls():
         "gather, uneven": lambda: x.full_tensor(),
         "gather, even": lambda: make_sharded_field(mesh, (6, 2), 0).full_tensor(),
         "half precision": lambda: x.detach().bfloat16().sum().full_tensor(),
-        "scatter": lambda: scatter_tensor(whole if dist.get_rank() == 0 else None, 0, mesh, (Shard(0),)),
+        "scatter": lambda: scatter_tensor(full if dist.get_rank() == 0 else None, 0, mesh, (Shard(0),)),
         "module": lambda: sync_module_over_mesh(linear, mesh),
     }
 

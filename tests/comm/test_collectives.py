@@ -101,7 +101,7 @@ def table(dim, lengths):
         return torch.nn.functional.pad(x, pad).narrow(dim, begin, lengths[dist.get_rank()] + 4)
 
     even = size // max(1, world - 1)
-    cut = (size,) if world == 1 else (0, *[even] * (world - 2), size - (world - 2) * even)
+    shard_sizes = (size,) if world == 1 else (0, *[even] * (world - 2), size - (world - 2) * even)
     return {
         "enter": ("replicate", "entered", lambda x: autograd_collectives.replicate_in([x], (group,))[0], lambda x: x),
         "reduce": ("partial", "replicate", lambda x: autograd_collectives.reduce(x, (group,)), lambda x: x),
@@ -137,8 +137,10 @@ def table(dim, lengths):
         "recut": (
             "shard",
             "shard",
-            lambda x: autograd_collectives.exchange(x, reshard_route(dim, lengths, cut, dist.get_rank()), group),
-            lambda x: part(x, dim, cut),
+            lambda x: autograd_collectives.exchange(
+                x, reshard_route(dim, lengths, shard_sizes, dist.get_rank()), group
+            ),
+            lambda x: part(x, dim, shard_sizes),
         ),
         "swap": (
             "shard",
@@ -270,9 +272,9 @@ def second_derivatives():
     x = torch.arange(2.0 * lengths[coord], dtype=torch.float64).reshape(2, -1) / 3 + coord
 
     def round_trip(x):
-        whole = autograd_collectives.gather(x, 1, lengths, group)  # replicate
-        whole = autograd_collectives.reduce(autograd_collectives.to_partial(whole.sin(), (group,)), (group,))
-        entered = autograd_collectives.replicate_in([whole], (group,))[0]
+        full_value = autograd_collectives.gather(x, 1, lengths, group)  # replicate
+        full_value = autograd_collectives.reduce(autograd_collectives.to_partial(full_value.sin(), (group,)), (group,))
+        entered = autograd_collectives.replicate_in([full_value], (group,))[0]
         partial = entered * (coord + 1)  # a different factor on each rank
         return autograd_collectives.reduce_scatter(partial, 1, lengths, group)
 
@@ -317,8 +319,8 @@ def test_reductions():
 def reductions():
     group, rank = dist.group.WORLD, dist.get_rank()
     for dtype in ALL_DTYPES:
-        pieces = [everything((3, 2), dtype, seed) for seed in range(3)]
-        stack = torch.stack(pieces)
+        shards = [everything((3, 2), dtype, seed) for seed in range(3)]
+        stack = torch.stack(shards)
         for op, expected in {
             "sum": stack.sum(0).to(dtype),
             "prod": stack.prod(0).to(dtype),
@@ -328,7 +330,7 @@ def reductions():
             "avg": stack.mean(0) if dtype.is_complex or dtype.is_floating_point else None,
         }.items():
             if expected is not None:
-                got = collectives.all_reduce(pieces[rank].t(), group, op).t()
+                got = collectives.all_reduce(shards[rank].t(), group, op).t()
                 assert torch.equal(got, expected) or (op == "avg" and torch.allclose(got, expected)), (dtype, op)
     for op in ("max", "min"):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -383,8 +385,8 @@ def odd_shapes():
     assert lazy.is_neg() and lazy.is_contiguous()
     assert [t.tolist() for t in collectives.all_gather(lazy, [(1,)] * 3, group)] == [[-2.0]] * 3
     assert collectives.exchange([lazy] * 3, [(1,)] * 3, group)[rank - 1].tolist() == [-2.0]
-    whole = autograd_collectives.gather(part(wide, 1, (0, 1, 2)), 1, (0, 1, 2), group)
-    assert torch.equal(whole, wide)
+    full_value = autograd_collectives.gather(part(wide, 1, (0, 1, 2)), 1, (0, 1, 2), group)
+    assert torch.equal(full_value, wide)
     swapped = autograd_collectives.exchange(
         part(wide, 0, (3, 0, 1)), swap_route(0, (3, 0, 1), 2, (1, 1, 0), rank), group
     )
@@ -455,8 +457,8 @@ def groups_within():
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = halves[rank % 2]
     x = torch.full((rank // 2 + 1,), float(rank))
-    whole = autograd_collectives.gather(x, 0, (1, 2), group)
-    assert whole.tolist() == [rank % 2, rank % 2 + 2, rank % 2 + 2]
+    full_value = autograd_collectives.gather(x, 0, (1, 2), group)
+    assert full_value.tolist() == [rank % 2, rank % 2 + 2, rank % 2 + 2]
     assert collectives.broadcast(torch.tensor(rank), 1, group) == rank % 2 + 2
     both = autograd_collectives.reduce(torch.ones(1), (group, dist.group.WORLD))
     assert float(both) == 8.0

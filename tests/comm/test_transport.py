@@ -30,9 +30,9 @@ class Counting(transport.HostStagedTransport):
 def program(mesh):
     """Send every kind of message, forward and backward."""
     torch.manual_seed(0)
-    whole = torch.randn(2, 4, 8, 6, dtype=torch.float64)
+    full = torch.randn(2, 4, 8, 6, dtype=torch.float64)
     weight = torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    x = scatter_tensor(whole, 0, mesh, (Shard(2),)).requires_grad_()
+    x = scatter_tensor(full, 0, mesh, (Shard(2),)).requires_grad_()
     y = F.batch_norm(F.conv2d(x, weight, padding=1), None, None, training=True)
     y = y.redistribute(mesh, (Shard(3),))
     tokens = y.flatten(2).transpose(1, 2).contiguous()

@@ -35,13 +35,15 @@ from tests.ops.stencil.test_stencil_models import UNet
 eagerly = functools.partial(shardfield.compile, backend="aot_eager")
 
 
-def field(mesh, *shape, dim=2, cut=None, seed=0, grad=True, dtype=torch.float64):
+def field(mesh, *shape, dim=2, shard_sizes=None, seed=0, grad=True, dtype=torch.float64):
     """Return the same random field on all ranks, sharded unevenly along a dim (and the next, on a 2-d mesh)."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     layout = Layout.of(mesh, [Shard(dim + a) for a in range(mesh.ndim)], shape)
-    if cut:
+    if shard_sizes:
         layout = ShardTensor.from_local(
-            torch.empty([cut[mesh.get_local_rank(0)] if d == dim else n for d, n in enumerate(layout.local_shape)]),
+            torch.empty(
+                [shard_sizes[mesh.get_local_rank(0)] if d == dim else n for d, n in enumerate(layout.local_shape)]
+            ),
             mesh,
             [Shard(dim), *[Shard(dim + 1)] * (mesh.ndim - 1)],
         )._layout
@@ -112,7 +114,7 @@ def compare_models(mesh_shape):
     torch.manual_seed(0)
     uneven = {2: [3, 7], 3: [2, 0, 8], 4: None}[mesh.size(0)] if mesh.ndim == 1 else None
     residual = Residual().double()
-    plain, quick = agreeing(residual, [field(mesh, 2, 3, 10, 8, cut=uneven)])
+    plain, quick = agreeing(residual, [field(mesh, 2, 3, 10, 8, shard_sizes=uneven)])
     # One halo exchange less, shared by two convolutions, and gradient reductions share messages. Where a rank's shard
     # is empty, graphs differ, and all ranks keep their messages as they are.
     if uneven and 0 in uneven:
@@ -121,7 +123,7 @@ def compare_models(mesh_shape):
         assert quick[0] < plain[0] and quick[1] < plain[1], (plain, quick)
     if mesh.size() != 2:
         return
-    assert agreeing(residual, [field(mesh, 2, 3, 10, 8, cut=uneven)], steps=1, passes=["overlap"])[1] == plain
+    assert agreeing(residual, [field(mesh, 2, 3, 10, 8, shard_sizes=uneven)], steps=1, passes=["overlap"])[1] == plain
     layers = nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
     thick = field(mesh, 1, 1, 64, 48)
     apart = agreeing(nn.Sequential(*layers).double(), [thick], steps=1, passes=[])[1]
@@ -189,7 +191,7 @@ def retraces():
     x = field(mesh, 1, 1, 6, 6)
     ran(x)
     ran(field(mesh, 1, 1, 6, 6, seed=1))  # other values
-    ran(field(mesh, 1, 1, 6, 6, cut=[2, 4]))  # other shard sizes
+    ran(field(mesh, 1, 1, 6, 6, shard_sizes=[2, 4]))  # other shard sizes
     ran(field(mesh, 1, 1, 8, 6))  # another shape
     with torch.no_grad():
         ran(x)

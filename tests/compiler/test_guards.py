@@ -158,8 +158,10 @@ def out_of_date():
 
     model = Weighted()
     fast = eagerly(model)
-    for cut in ([2, 2], [1, 3], None):  # a ShardTensor of another layout, and a plain tensor
-        model.w = field(mesh, 4, 6, dim=0, cut=cut, grad=False) if cut else torch.ones(6).double()
+    for shard_sizes in ([2, 2], [1, 3], None):  # a ShardTensor of another layout, and a plain tensor
+        model.w = (
+            field(mesh, 4, 6, dim=0, shard_sizes=shard_sizes, grad=False) if shard_sizes else torch.ones(6).double()
+        )
         same(model(x), fast(x))
 
 

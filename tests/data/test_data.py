@@ -96,13 +96,13 @@ def iter_samples(dataset):
 
 def test_block_of_a_sample(tmp_path):
     darcy = Darcy(2, **SMALL, cache=tmp_path)
-    whole = darcy[1]
+    full_value = darcy[1]
     block = darcy.read(1, (slice(0, 1), slice(1, 4), slice(2, 2)))
     assert block["x"].shape == (1, 3, 0)
     block = darcy.read(1, {"x": (slice(0, 1), slice(1, 4), slice(2, 5)), "y": (slice(0, 1), slice(0, 5), slice(0, 1))})
-    assert torch.equal(block["x"], whole["x"][:, 1:4, 2:5]) and torch.equal(block["y"], whole["y"][:, :, :1])
+    assert torch.equal(block["x"], full_value["x"][:, 1:4, 2:5]) and torch.equal(block["y"], full_value["y"][:, :, :1])
     block["x"].zero_()  # a copy: the file does not change
-    assert whole["x"].min() == 3 and darcy[1]["x"].min() == 3
+    assert full_value["x"].min() == 3 and darcy[1]["x"].min() == 3
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_cache(tmp_path, monkeypatch):
     made = len(calls)
     assert made >= 4 and torch.equal(Darcy(4, **SMALL)[2]["y"], first["y"]) and len(calls) == made
     (path,) = tmp_path.rglob("*.npy")
-    whole = path.read_bytes()
+    full_value = path.read_bytes()
     other = np.zeros((1, 2, 5, 5), np.float32)
     for what in ("truncated", "header only", "empty", "foreign", "other shape", "zeros", "pickled"):
         with path.open("wb") as file:
@@ -143,10 +143,12 @@ def test_cache(tmp_path, monkeypatch):
                 np.save(file, np.array([{}], object) if array is None else array, allow_pickle=True)
             else:
                 file.write(
-                    {"truncated": whole[:-1], "header only": whole[:128], "foreign": b"PK\3\4 no array"}.get(what, b"")
+                    {"truncated": full_value[:-1], "header only": full_value[:128], "foreign": b"PK\3\4 no array"}.get(
+                        what, b""
+                    )
                 )
         assert torch.equal(Darcy(4, **SMALL)[2]["y"], first["y"]), what
-        assert path.read_bytes() == whole, what
+        assert path.read_bytes() == full_value, what
     assert [p.name for p in path.parent.iterdir()] == [path.name], "temporary files remain"
 
 
@@ -224,7 +226,7 @@ class Rows:
     def __len__(self):
         return self.n
 
-    def whole(self, i):
+    def full_value(self, i):
         x = torch.arange(84.0).view(self.shape) + 1000 * i
         return {"x": x, "label": torch.tensor(i)}
 
@@ -233,14 +235,14 @@ class Whole(Rows):
     def __getitem__(self, i):
         if self.fails:
             raise KeyError("broken sample")
-        return self.whole(i)
+        return self.full_value(i)
 
 
 class Blocks(Rows):
     shapes = {"x": Rows.shape, "label": ()}
 
     def read(self, i, slices):
-        found = {key: value[slices[key]] for key, value in self.whole(i).items()}
+        found = {key: value[slices[key]] for key, value in self.full_value(i).items()}
         self.elements += found["x"].numel()
         return found
 
@@ -260,9 +262,9 @@ def loaded(axes, n, batch_size, kind, options):
             assert batch["x"].shape == (len(loader.indices), 2, 7, 6) and batch["x"].device_mesh == loader.domain
             shard = batch["x"]
             assert torch.equal(shard.to_local(), _cut(dataset, loader.indices, shard))
-        whole = gathered(batch)
-        assert whole["label"].tolist() == loader.indices
-        assert torch.equal(whole["x"], _stacked(dataset, loader.indices))
+        full_value = gathered(batch)
+        assert full_value["label"].tolist() == loader.indices
+        assert torch.equal(full_value["x"], _stacked(dataset, loader.indices))
         batches.append(loader.indices)
         weights.append(loader.weight)
     assert len(batches) == len(loader) and loader.epoch == 1
@@ -271,7 +273,7 @@ def loaded(axes, n, batch_size, kind, options):
 
 
 def _stacked(dataset, indices):
-    return torch.stack([dataset.whole(i)["x"] for i in indices]) if indices else torch.empty(0, 2, 7, 6)
+    return torch.stack([dataset.full_value(i)["x"] for i in indices]) if indices else torch.empty(0, 2, 7, 6)
 
 
 def _cut(dataset, indices, shard):
@@ -385,13 +387,13 @@ def exact_mean():
 
 def test_means_are_exact():
     ranks = run_on_ranks(exact_mean, 3)
-    whole = float(sum(Whole(7).whole(i)["x"].sum() for i in range(7)))
-    assert [r[0] for r in ranks] == [1, 0, 0] and all(r[2] == pytest.approx(whole) for r in ranks)
+    full_value = float(sum(Whole(7).full_value(i)["x"].sum() for i in range(7)))
+    assert [r[0] for r in ranks] == [1, 0, 0] and all(r[2] == pytest.approx(full_value) for r in ranks)
 
 
 class Careless(Blocks):
     def read(self, i, slices):
-        return self.whole(i)
+        return self.full_value(i)
 
 
 class NoShapes(Rows):
@@ -499,8 +501,8 @@ def stores(tmp_path_factory):
         file["names"] = np.array([b"one"])
         file["big"] = np.arange(6, dtype=">i4").reshape(2, 3)
     for version in (2, 3):
-        whole = dict(shape=SHAPE, chunks=(1, 1, 12, 256), dtype="f4", zarr_format=version, compressors=None)
-        zarr.create_array(str(folder / f"v{version}.zarr"), **whole)[...] = values
+        settings = dict(shape=SHAPE, chunks=(1, 1, 12, 256), dtype="f4", zarr_format=version, compressors=None)
+        zarr.create_array(str(folder / f"v{version}.zarr"), **settings)[...] = values
     group = zarr.open_group(str(folder / "group.zarr"), mode="w")
     group.create_array("a/u", shape=SHAPE, chunks=(1, 1, 12, 256), dtype="f4", compressors=None)[...] = values
     group.create_array("v", shape=(3,), dtype="i8")
@@ -664,10 +666,10 @@ def fitted(axes, options):
             there = norm.transform(batch["x"])
             assert type(there) is type(batch["x"]) and there.dtype is torch.float32
             back = norm.inverse_transform(there)
-            whole = (
+            full_value = (
                 torch.stack([Offset()[i]["x"] for i in loader.indices]) if loader.indices else torch.empty(0, 2, 5, 6)
             )
-            for got, want in ((there, norm(whole)), (back, whole)):
+            for got, want in ((there, norm(full_value)), (back, full_value)):
                 got = got.full_tensor() if isinstance(got, ShardTensor) else got
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-4)
     assert loader.epoch == 0 and len(loader) == 7 // (2 * loader.data_size)

@@ -20,10 +20,10 @@ HUGE = 2**63 - 1
 ROWS = Shard(0)
 
 
-def field(mesh: tuple[int, ...] = (2,), placements=(ROWS,), cut=(4, 2)) -> ShardTensor:
-    whole = torch.arange(18.0, dtype=torch.float64).view(6, 3)
-    layout = Layout.of(world_mesh(mesh), placements, whole.shape, {0: cut} if cut else None)
-    return ShardTensor(local_shard(whole, layout), layout)
+def field(mesh: tuple[int, ...] = (2,), placements=(ROWS,), sizes=(4, 2)) -> ShardTensor:
+    full_value = torch.arange(18.0, dtype=torch.float64).view(6, 3)
+    layout = Layout.of(world_mesh(mesh), placements, full_value.shape, {0: sizes} if sizes else None)
+    return ShardTensor(local_shard(full_value, layout), layout)
 
 
 def told(call: Callable, kind: type[Exception] = ShardingError) -> str:
@@ -93,7 +93,7 @@ MEETINGS: dict[str, Callable] = {
 
 
 def meeting(name: str) -> str:
-    a, b = field((4,), cut=(2, 1, 0, 3)), field((2, 2), (Shard(0), Replicate()))
+    a, b = field((4,), sizes=(2, 1, 0, 3)), field((2, 2), (Shard(0), Replicate()))
     with pytest.raises(ShardingError) as error:
         MEETINGS[name](a, b)
     dist.barrier()
@@ -152,25 +152,25 @@ FINE: dict[str, Callable] = {
 }
 
 
-def bad_range(name: str, cut: tuple[int, int]) -> None:
-    told(lambda: RANGES[name](field(cut=cut)), Exception)
+def bad_range(name: str, sizes: tuple[int, int]) -> None:
+    told(lambda: RANGES[name](field(sizes=sizes)), Exception)
 
 
-@pytest.mark.parametrize("cut", [(4, 2), (6, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2), (6, 0)], ids=str)
 @pytest.mark.parametrize("name", RANGES)
-def test_ranges(name, cut):
-    run_on_ranks(bad_range, 2, name, cut, timeout=30)
+def test_ranges(name, sizes):
+    run_on_ranks(bad_range, 2, name, sizes, timeout=30)
 
 
-def fine_range(name: str, cut: tuple[int, int]) -> bool:
-    x = field(cut=cut)
+def fine_range(name: str, sizes: tuple[int, int]) -> bool:
+    x = field(sizes=sizes)
     return torch.equal(FINE[name](x).full_tensor(), FINE[name](x.full_tensor()))
 
 
-@pytest.mark.parametrize("cut", [(4, 2), (6, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2), (6, 0)], ids=str)
 @pytest.mark.parametrize("name", FINE)
-def test_ranges_beyond_the_end_are_clamped(name, cut):
-    assert all(run_on_ranks(fine_range, 2, name, cut, timeout=30))
+def test_ranges_beyond_the_end_are_clamped(name, sizes):
+    assert all(run_on_ranks(fine_range, 2, name, sizes, timeout=30))
 
 
 # ---------------------------------------------------------------------- ranks that call different ops

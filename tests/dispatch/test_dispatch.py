@@ -23,8 +23,8 @@ ROWS = (Shard(0),)
 
 
 def field(mesh=(1,), placements=ROWS, shape=(4, 6), lengths=None) -> ShardTensor:
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) - 3
-    x = ShardTensor.from_local(whole, world_mesh(mesh), [Replicate()] * len(mesh))
+    full_value = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) - 3
+    x = ShardTensor.from_local(full_value, world_mesh(mesh), [Replicate()] * len(mesh))
     layout = Layout.of(world_mesh(mesh), placements, shape, lengths)
     return ShardTensor(x._redistribute_to(layout)._local_tensor.clone(), layout)
 
@@ -51,7 +51,7 @@ class Loud(ShardTensor):
 def methods():
     x = field()
     plain = torch.ones(4, 6, dtype=torch.float64)
-    whole = x.full_tensor()
+    full_value = x.full_tensor()
     assert "sum" in vars(ShardTensor) and "__sub__" in vars(ShardTensor) and "__rsub__" not in vars(ShardTensor)
     for call in (
         lambda t: t - plain,
@@ -66,7 +66,7 @@ def methods():
         lambda t: t.sum(dim=1, keepdim=True),
         lambda t: t.add(other=plain, alpha=2),
     ):
-        assert torch.equal(call(x).full_tensor(), call(whole))
+        assert torch.equal(call(x).full_tensor(), call(full_value))
     with pytest.raises(TypeError, match="unsupported operand"):
         x + object()
     with Seen() as mode:
@@ -77,7 +77,7 @@ def methods():
     assert {"mul", "getitem"} <= {n.strip("_") for n in mode.names}
     loud = torch.Tensor._make_wrapper_subclass(Loud, x.shape, dtype=x.dtype)
     loud.__dict__.update(vars(x))
-    assert torch.equal(loud.sum().full_tensor(), whole.sum()) and "sum" in Loud.seen
+    assert torch.equal(loud.sum().full_tensor(), full_value.sum()) and "sum" in Loud.seen
     with no_torch_function(), pytest.raises(ShardingError, match="reached torch's dispatcher"):
         x.requires_grad_().sum()
     other = field()

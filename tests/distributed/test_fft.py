@@ -10,7 +10,7 @@ from shardfield.distributed.fft import DistributedIRFFT2, DistributedRFFT2
 from shardfield.distributed.utils import compute_split_shapes
 from shardfield.errors import ShardingError, WorldError
 from shardfield.testing import run_on_ranks
-from tests.distributed.test_utils import groups, piece
+from tests.distributed.test_utils import groups, shard
 from tests.rank_checks import assert_gradients, assert_second_order, random_like
 
 # Global field sizes, and s: uneven, padded, cropped, both, fewer rows than ranks, and a single column.
@@ -31,7 +31,7 @@ def global_gradient(fn, x, cotangent):
     return torch.autograd.grad(fn(x), x, cotangent)[0]
 
 
-def cuts(size):
+def shardings(size):
     """Return the package's even shard sizes, and sizes with empty shards."""
     world = dist.get_world_size()
     return [compute_split_shapes(size, world), [0] * (world - 1) + [size], [size] + [0] * (world - 1)]
@@ -65,12 +65,12 @@ def compare(ours, torchs, x, s, dim, norm):
     cotangent = random_like(expected, 5, same_on_all_ranks=True)
     gradient = global_gradient(reference, x, cotangent)
     rows = compute_split_shapes(expected.shape[dim[0]], dist.get_world_size())
-    for lengths in cuts(x.shape[dim[1]]):
-        mine = piece(x, dim[1], lengths).clone().requires_grad_()
+    for lengths in shardings(x.shape[dim[1]]):
+        mine = shard(x, dim[1], lengths).clone().requires_grad_()
         got = ours(mine, s, dim, norm)
-        torch.testing.assert_close(got, piece(expected, dim[0], rows), rtol=1e-12, atol=1e-12)
-        got.backward(piece(cotangent, dim[0], rows))
-        torch.testing.assert_close(mine.grad, piece(gradient, dim[1], lengths), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, shard(expected, dim[0], rows), rtol=1e-12, atol=1e-12)
+        got.backward(shard(cotangent, dim[0], rows))
+        torch.testing.assert_close(mine.grad, shard(gradient, dim[1], lengths), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -95,14 +95,14 @@ def test_round_trip_in_single_precision():
 def round_trip():
     with groups(spatial_parallel=3):
         x = torch.randn(2, 6, 9)
-        spectrum = DistributedRFFT2.apply(piece(x, 2, [3, 3, 3]), (6, 9), (1, 2))
+        spectrum = DistributedRFFT2.apply(shard(x, 2, [3, 3, 3]), (6, 9), (1, 2))
         assert spectrum.dtype == torch.complex64
-        whole = utils.all_gather_v_wrapper(spectrum, [2, 2, 2], dim=1)
-        torch.testing.assert_close(whole, torch.fft.rfft2(x, norm="ortho"), rtol=1e-5, atol=1e-5)
+        full = utils.all_gather_v_wrapper(spectrum, [2, 2, 2], dim=1)
+        torch.testing.assert_close(full, torch.fft.rfft2(x, norm="ortho"), rtol=1e-5, atol=1e-5)
         # The spectrum is sharded along dim 1; the inverse takes it sharded along dim 2.
-        pieces, _ = utils.distributed_transpose(spectrum, 2, 1)
-        back = DistributedIRFFT2.apply(torch.cat(pieces, 1), (6, 9), (1, 2))
-        torch.testing.assert_close(back, piece(x, 1, [2, 2, 2]), rtol=1e-5, atol=1e-5)
+        shards, _ = utils.distributed_transpose(spectrum, 2, 1)
+        back = DistributedIRFFT2.apply(torch.cat(shards, 1), (6, 9), (1, 2))
+        torch.testing.assert_close(back, shard(x, 1, [2, 2, 2]), rtol=1e-5, atol=1e-5)
 
 
 def test_only_needed_columns_are_sent():

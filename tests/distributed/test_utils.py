@@ -43,7 +43,7 @@ def field(dtype, dim=0, size=5):
     return (values > 0) if dtype is torch.bool else values.to(dtype)
 
 
-def piece(x, dim, sizes):
+def shard(x, dim, sizes):
     rank = dist.get_rank()
     return x.narrow(dim, starts(sizes)[rank], sizes[rank])
 
@@ -53,17 +53,17 @@ def piece(x, dim, sizes):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shards_of_any_size_dim_and_dtype(world):
-    run_on_ranks(pieces, world)
+    run_on_ranks(shards, world)
 
 
-def pieces():
+def shards():
     rank, world = dist.get_rank(), dist.get_world_size()
     root = world - 1
     for dim, dtypes in ((0, DTYPES), (1, [torch.float32]), (2, [torch.bool]), (-1, [torch.complex64])):
         for dtype in dtypes:
             for sizes in (SIZES[world], [2] * world):
                 x = field(dtype, dim % 3, sum(sizes))
-                mine = piece(x, dim, sizes)
+                mine = shard(x, dim, sizes)
                 for given in (sizes, None, [piece_shape(x, dim, n) for n in sizes]):
                     assert torch.equal(utils.all_gather_v_wrapper(mine, given, dim), x)
                     gathered = utils.gather_v_wrapper(mine, given, dim, root)
@@ -72,7 +72,7 @@ def pieces():
                 dummy = x if rank == root else torch.empty_like(x.narrow(dim, 0, 0))
                 assert torch.equal(utils.scatter_v_wrapper(dummy, sizes, dim, root), mine)
                 even = utils.compute_split_shapes(sum(sizes), world)
-                assert torch.equal(utils.scatter_v_wrapper(dummy, None, dim, root), piece(x, dim, even))
+                assert torch.equal(utils.scatter_v_wrapper(dummy, None, dim, root), shard(x, dim, even))
                 if dtype is not torch.bool:
                     total = utils.all_gather_v_bwd_wrapper(x * (rank + 1), sizes, dim)
                     assert torch.equal(total, mine * sum(range(1, world + 1)))
@@ -107,7 +107,7 @@ def indexed():
     for dim, dtypes in ((0, DTYPES), (1, [torch.int64]), (-1, [torch.complex64])):
         for dtype in dtypes:
             x = field(dtype, dim % 3, sum(lengths))
-            mine = piece(x, dim, lengths)
+            mine = shard(x, dim, lengths)
             got = utils.indexed_all_to_all_v_wrapper(mine, indices, sizes, dim)
             begin = starts(lengths)
             wanted = [begin[s] + i for s in range(world) for i in chosen[s][rank]]
@@ -129,15 +129,15 @@ def transpose():
     rank, sizes = dist.get_rank(), [1, 0, 3]
     for dtype in (torch.float32, torch.complex64, torch.bool):
         x = field(dtype, 2, 4)  # 3, 2, 4
-        mine = piece(x, 2, sizes)
-        expected = piece(x, 0, utils.compute_split_shapes(3, 3))
+        mine = shard(x, 2, sizes)
+        expected = shard(x, 0, utils.compute_split_shapes(3, 3))
         got, request = utils.distributed_transpose(mine, 0, 2)
         assert request is None and torch.equal(torch.cat(got, 2), expected)
         got, request = utils.distributed_transpose(mine, -3, -1, async_op=True)
         request.wait()
         assert torch.equal(torch.cat(got, 2), expected)
         got, _ = utils.distributed_transpose(mine, 1, 2)  # two rows over three ranks: one shard is empty
-        assert torch.equal(torch.cat(got, 2), piece(x, 1, [0, 0, 2]))
+        assert torch.equal(torch.cat(got, 2), shard(x, 1, [0, 0, 2]))
     if rank == 0:
         got[0].zero_()
         assert mine.any()
@@ -173,7 +173,7 @@ def gradients_of_pieces():
     sizes, root = SIZES[world], world - 1
     for dim, dtype in ((0, torch.float64), (1, torch.complex128)):
         gradients_along(dim, dtype, sizes, root)
-    mine = piece(torch.randn(sum(sizes), dtype=torch.float64), 0, sizes)
+    mine = shard(torch.randn(sum(sizes), dtype=torch.float64), 0, sizes)
     assert_second_order(lambda x: all_gather_v(x, sizes) * (rank + 1), mine)
     assert_second_order(lambda x: gather_v(x, sizes, dst=root) * (rank + 1), mine)
     assert_second_order(lambda x: scatter_v(x, None, src=root).sin(), mine)
@@ -181,12 +181,12 @@ def gradients_of_pieces():
 
 def gradients_along(dim, dtype, sizes, root):
     rank = dist.get_rank()
-    whole = torch.randn([sum(sizes) if d == dim else 2 for d in range(2)], dtype=dtype)
-    mine = piece(whole, dim, sizes)
+    full_value = torch.randn([sum(sizes) if d == dim else 2 for d in range(2)], dtype=dtype)
+    mine = shard(full_value, dim, sizes)
     # A factor that differs between ranks, so that a gradient from the wrong rank is found.
     assert_gradients(lambda x: all_gather_v(x, sizes, dim) * (rank + 1), mine)
     assert_gradients(lambda x: gather_v(x, sizes, dim, root) * (rank + 1), mine)
-    source = whole if rank == root else whole.narrow(dim, 0, 1)
+    source = full_value if rank == root else full_value.narrow(dim, 0, 1)
     assert_gradients(lambda x: scatter_v(x, sizes, dim, root) * (rank + 1), source)
     chosen, table = routing(len(sizes))
     indices = [torch.tensor(c, dtype=torch.int64) for c in chosen[rank]]
@@ -251,8 +251,8 @@ def check_mappings():
             even = utils.compute_split_shapes(5, world)
             assert torch.equal(mappings.copy_to_parallel_region(x, "parallel"), x)
             assert torch.allclose(mappings.reduce_from_parallel_region(x, "parallel"), world * x)
-            assert torch.equal(mappings.scatter_to_parallel_region(x, -2, "parallel"), piece(x, 0, even))
-            gathered = mappings.gather_from_parallel_region(piece(x, 0, sizes), 0, sizes, "parallel")
+            assert torch.equal(mappings.scatter_to_parallel_region(x, -2, "parallel"), shard(x, 0, even))
+            gathered = mappings.gather_from_parallel_region(shard(x, 0, sizes), 0, sizes, "parallel")
             assert torch.equal(gathered, x)
             assert_gradients(
                 lambda x: mappings.copy_to_parallel_region(x, "parallel") * (rank + 1), x, replicated_input=True
@@ -263,7 +263,7 @@ def check_mappings():
             assert_gradients(lambda x: mappings.scatter_to_parallel_region(x, 0, "parallel"), x, replicated_input=True)
             assert_gradients(
                 lambda x: mappings.gather_from_parallel_region(x, 0, sizes, "parallel"),
-                piece(x, 0, sizes),
+                shard(x, 0, sizes),
                 replicated_output=True,
             )
         part = mappings.scatter_to_parallel_region(torch.ones(5, requires_grad=True) * 2, 0, "parallel")

@@ -172,16 +172,16 @@ def compare(reference, x, weight, own_inputs, own_outputs):
     close(got, own(expected, own_outputs))
     (got * own(weight, own_outputs)).sum().backward()
     close(mine.grad, own(x.grad, own_inputs))
-    cuts = param_shardings_of(model)
-    whole = dict(reference.named_parameters())
-    assert set(cuts) == set(whole) == set(dict(model.named_parameters()))
+    shardings = param_shardings_of(model)
+    full = dict(reference.named_parameters())
+    assert set(shardings) == set(full) == set(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
-        close(parameter.grad, cuts[name].of(whole[name].grad, rank))
+        close(parameter.grad, shardings[name].of(full[name].grad, rank))
     for name, value in model.full_state_dict().items():
-        assert torch.equal(value, whole[name])
+        assert torch.equal(value, full[name])
     # No parameter is stored twice.
     held = sum(p.numel() for p in model.parameters())
-    assert sum(p.numel() for p in whole.values()) == int(collectives.all_reduce(torch.tensor(held), dist.group.WORLD))
+    assert sum(p.numel() for p in full.values()) == int(collectives.all_reduce(torch.tensor(held), dist.group.WORLD))
 
 
 def part(t, dim, lengths):
@@ -198,20 +198,20 @@ def test_afno_by_seed_and_copied():
 
 def by_seed():
     torch.manual_seed(3)
-    whole = DistributedAFNO(**SHAPE)
+    full = DistributedAFNO(**SHAPE)
     x = torch.randn(1, 5, 8, 12)
     with groups(model_parallel=2):
         torch.manual_seed(3)
         model = DistributedAFNO(**SHAPE)
-        torch.testing.assert_close(model(x), whole(x))
+        torch.testing.assert_close(model(x), full(x))
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(other(x), model(x))
         half = model.bfloat16()
-        torch.testing.assert_close(half(x.bfloat16()).float(), whole(x), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(half(x.bfloat16()).float(), full(x), rtol=0.05, atol=0.05)
         with pytest.raises(
             ValueError, match=r"blocks.0.mlp.w1 has shape \(3, 3\), the one-process model's is \(64, 16\)"
         ):
-            model.load_full_state_dict(whole.state_dict() | {"blocks.0.mlp.w1": torch.zeros(3, 3)})
+            model.load_full_state_dict(full.state_dict() | {"blocks.0.mlp.w1": torch.zeros(3, 3)})
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_full_state_dict({})
 
@@ -242,19 +242,19 @@ def test_afno_with_data_parallel():
 def with_data_parallel():
     """Shard channels over two ranks and samples over two: gradients are those of the mean over all samples."""
     torch.set_default_dtype(torch.float64)
-    whole = DistributedAFNO(**SHAPE)
+    full = DistributedAFNO(**SHAPE)
     x = torch.randn(2, 5, 8, 12)
-    whole(x).square().mean().backward()
+    full(x).square().mean().backward()
     with groups(model_parallel=2) as manager:
         manager.create_orthogonal_process_group("data_parallel", "model_parallel")
         model = DistributedAFNO(**SHAPE)
-        model.load_full_state_dict(whole.state_dict())
+        model.load_full_state_dict(full.state_dict())
         ddp = DistributedDataParallel(model, process_group=manager.group("data_parallel"))
         sample = manager.group_rank("data_parallel")
         ddp(x[sample : sample + 1]).square().mean().backward()
-        gradients = dict(whole.named_parameters())
-        for name, cut in param_shardings_of(model).items():
-            own = cut.of(gradients[name].grad, manager.group_rank("model_parallel"))
+        gradients = dict(full.named_parameters())
+        for name, sharding in param_shardings_of(model).items():
+            own = sharding.of(gradients[name].grad, manager.group_rank("model_parallel"))
             close(model.get_parameter(name).grad, own)
         del ddp  # before its process group
 

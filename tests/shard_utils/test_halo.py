@@ -35,10 +35,10 @@ def on_rank(mesh_shape, rows, columns, halo, edge, boundaries) -> list[str]:
     ]
     h, w = mesh.get_coordinate()
     top, left = starts(rows)[h], starts(columns)[w]
-    whole = full.clone().requires_grad_()
+    full_value = full.clone().requires_grad_()
     block = full[:, :, top : top + rows[h], left : left + columns[w]].clone().requires_grad_()
     wide = halo_padding(block, mesh, configs)
-    reference, at = whole, []
+    reference, at = full_value, []
     for config, dim, lengths, coord in ((configs[0], 2, rows, h), (configs[1], 3, columns, w)):
         reference = continued(reference, dim, config.edge, config.boundary)
         low, high = config.ranges(lengths)[coord]
@@ -55,7 +55,7 @@ def on_rank(mesh_shape, rows, columns, halo, edge, boundaries) -> list[str]:
     weight = torch.randn_like(wide)
     (wide * weight).sum().backward()
     (expected * weight).sum().backward()
-    total = whole.grad
+    total = full_value.grad
     for axis in (0, 1):
         total = collectives.all_reduce(total, mesh.get_group(axis))
     mine = total[:, :, top : top + rows[h], left : left + columns[w]]

@@ -119,20 +119,20 @@ def interrupted(config):
 
 def test_resume_gives_the_same_losses(tmp_path):
     config = replace(CNN, out=tmp_path / "whole", ema=0.8)
-    (whole,) = run_on_ranks(run, 1, "cnn", config)
+    (undisturbed,) = run_on_ranks(run, 1, "cnn", config)
     (found,) = run_on_ranks(interrupted, 1, replace(config, out=tmp_path / "parts"))
-    same(found, whole, rtol=1e-12)
+    same(found, undisturbed, rtol=1e-12)
     # the last part runs on another mesh under another strategy
     elsewhere = replace(config, out=tmp_path / "elsewhere")
     run_on_ranks(run, 1, "cnn", elsewhere, 3)
     for found in run_on_ranks(run, 4, "cnn", replace(elsewhere, domain=(2,), strategy="hsdp"), timeout=90):
-        same(found, whole)
+        same(found, undisturbed)
     # "never" starts from scratch, a path names the checkpoint
     before = sorted(Checkpoints(config.out).steps().values())
     (again,) = run_on_ranks(run, 1, "cnn", replace(config, resume="never"))
-    same(again, whole, rtol=1e-12)
+    same(again, undisturbed, rtol=1e-12)
     (there,) = run_on_ranks(run, 1, "cnn", replace(config, out=tmp_path / "there", resume=str(before[-1])))
-    assert there[0] == [] and there[1] == pytest.approx(whole[1])
+    assert there[0] == [] and there[1] == pytest.approx(undisturbed[1])
 
 
 def command(*words, ranks: int | None = None, restarts: int = 0) -> list[str]:
@@ -184,10 +184,10 @@ def test_killed_rank_under_torchrun(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     config = replace(CNN, out=tmp_path / "whole", n_train=64, n_test=4, batch_size=4, epochs=3, warmup=20)
-    (whole,) = run_on_ranks(run, 1, "cnn", config)
+    (undisturbed,) = run_on_ranks(run, 1, "cnn", config)
     losses, tests = read_curves(out / "metrics.jsonl")
     assert len(losses) == 48
-    same((losses, {n: v[-1][1] for n, v in tests.items()}), whole)
+    same((losses, {n: v[-1][1] for n, v in tests.items()}), undisturbed)
 
 
 def test_sigterm_saves_and_exits(tmp_path):
@@ -261,8 +261,8 @@ def test_loss_that_is_not_finite(tmp_path):
     assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its shard of 'batch.x'", first), first
     kept = tmp_path / "nonfinite-step-5"
     assert list(Checkpoints(kept).steps()) == [5]
-    pieces = [np.load(kept / f"pieces-rank-{rank}.npz") for rank in range(3)]
-    assert [int(np.isnan(p["batch.x"]).sum()) for p in pieces] == [0, 0, 1]
+    shards = [np.load(kept / f"pieces-rank-{rank}.npz") for rank in range(3)]
+    assert [int(np.isnan(p["batch.x"]).sum()) for p in shards] == [0, 0, 1]
 
 
 BAD = """

@@ -113,7 +113,7 @@ def reference(samples: int, steps: int = 5, accumulate: int = 1, clip: float | N
     return {n: p.detach() for n, p in model.named_parameters()}, norms, means
 
 
-def whole(named) -> dict[str, torch.Tensor]:
+def full_parameters(named) -> dict[str, torch.Tensor]:
     found = {}
     for name, p in named:
         value = p.full_tensor() if isinstance(p, DTensor) else p
@@ -153,10 +153,10 @@ def train(shape, strategy, accumulate=1, clip=None, **options):
         average.update()
     expected, expected_norms, means = reference(2 * shape[0], accumulate=accumulate, clip=clip)
     torch.testing.assert_close(norms, expected_norms)
-    same(whole(model.named_parameters()), expected)
+    same(full_parameters(model.named_parameters()), expected)
     with average.swapped_in():
-        same(whole(model.named_parameters()), means)
-    same(whole((n.removeprefix("ema."), mean) for n, mean in average.means.items()), means)
+        same(full_parameters(model.named_parameters()), means)
+    same(full_parameters((n.removeprefix("ema."), mean) for n, mean in average.means.items()), means)
 
 
 def same(got, expected):
@@ -198,7 +198,7 @@ def tiles():
             optimizer.zero_grad()
             loss_of(model, scatter_tensor(x, 0, mesh["h", "w"], [Shard(2), Shard(3)]), y).backward()
             optimizer.step()
-        same(whole(model.named_parameters()), expected)
+        same(full_parameters(model.named_parameters()), expected)
 
 
 def test_domain_on_two_axes():

@@ -102,7 +102,7 @@ MODELS = {
 CUT = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1), 12: (7, 0, 5)}
 
 
-def pieces(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
+def shards(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
     """Shard the sequence unevenly over three ranks, or the sequence and another dim over 2 x 2."""
     dim, *more = (dim,) if isinstance(dim, int) else dim
     lengths = CUT[x.shape[dim]]
@@ -144,7 +144,7 @@ def compare(name: str, mesh_shape, grad: bool) -> None:
     wanted = results(model, [v.clone() for v in values], grad)
     mesh = world_mesh(mesh_shape)
     with strict():
-        found = results(model, [pieces(v, mesh, dim) for v in values], grad)
+        found = results(model, [shards(v, mesh, dim) for v in values], grad)
     assert len(found) == len(wanted) and (not grad or all(w.abs().max() > 0 for w in wanted))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 

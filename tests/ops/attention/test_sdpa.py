@@ -278,8 +278,8 @@ def kept_for_backward():
 
 
 def test_blocks_of_other_ranks_are_not_saved():
-    for kept, piece in run_on_ranks(kept_for_backward, 4):
-        assert kept <= 4.5 * piece  # q, k, v, out and the log-sum-exp
+    for kept, shard in run_on_ranks(kept_for_backward, 4):
+        assert kept <= 4.5 * shard  # q, k, v, out and the log-sum-exp
 
 
 # ---------------------------------------------------------------------- dropout
@@ -304,7 +304,7 @@ def dropped(mesh_shape, placements, key_placements, seed):
     ]
 
 
-CUTS = [
+SHARDINGS = [
     ((1,), [Shard(2)], [Shard(2)]),
     ((3,), [Shard(2)], [Shard(2)]),
     ((2,), [Shard(1)], [Shard(1)]),
@@ -314,9 +314,9 @@ CUTS = [
 
 
 def test_dropout_is_independent_of_the_sharding():
-    ((_, expected),) = run_on_ranks(dropped, 1, *CUTS[0], 3)
-    for cut in CUTS:
-        for got, composed in run_on_ranks(dropped, math.prod(cut[0]), *cut, 3):
+    ((_, expected),) = run_on_ranks(dropped, 1, *SHARDINGS[0], 3)
+    for sharding in SHARDINGS:
+        for got, composed in run_on_ranks(dropped, math.prod(sharding[0]), *sharding, 3):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(composed, expected, rtol=1e-12, atol=1e-12)
 

@@ -43,7 +43,7 @@ def drawn(what, mesh_shape, placements, same_seed):
     return first.full_tensor()
 
 
-CUTS = [
+SHARDINGS = [
     ((2,), [Shard(0)]),
     ((2,), [Shard(1)]),
     ((3,), [Shard(0)]),
@@ -55,7 +55,7 @@ CUTS = [
 @pytest.mark.parametrize("what", DRAWS)
 def test_values_are_independent_of_the_sharding(what):
     (expected,) = run_on_ranks(drawn, 1, what, (1,), [Shard(0)], True)
-    for mesh, placements in CUTS:
+    for mesh, placements in SHARDINGS:
         for same_seed in (True, False):
             for got in run_on_ranks(drawn, torch.Size(mesh).numel(), what, mesh, placements, same_seed):
                 if what == "gumbel_softmax":  # equal values, but a sharded sum is taken in another order

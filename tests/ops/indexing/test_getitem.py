@@ -21,10 +21,10 @@ def field(*shape: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
-def cut(whole: torch.Tensor, mesh, *placements, lengths=None) -> ShardTensor:
+def make_sharded(full_value: torch.Tensor, mesh, *placements, lengths=None) -> ShardTensor:
     """Shard a global tensor over the ranks."""
-    layout = Layout.of(world_mesh(mesh), placements, whole.shape, lengths)
-    return ShardTensor(local_shard(whole, layout), layout)
+    layout = Layout.of(world_mesh(mesh), placements, full_value.shape, lengths)
+    return ShardTensor(local_shard(full_value, layout), layout)
 
 
 class Sent:
@@ -48,7 +48,7 @@ class Sent:
 
 
 def writes_through_views():
-    x = cut(field(5, 6), (3,), Shard(1), lengths={1: [4, 0, 2]})
+    x = make_sharded(field(5, 6), (3,), Shard(1), lengths={1: [4, 0, 2]})
     y = x[:, 1:4]
     y.mul_(2)
     z = x[::2, ::3]
@@ -69,7 +69,7 @@ def test_writes_through_views():
 
 
 def rows_are_views():
-    x = cut(field(5, 6), (2,), Shard(0))
+    x = make_sharded(field(5, 6), (2,), Shard(0))
     row = x[1]
     with strict(), Sent() as sent:
         row.mul_(10)
@@ -98,10 +98,10 @@ def test_rows_of_a_sharded_dim_are_views():
 
 def sends_little():
     full = torch.randn(4000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x = cut(full, (4,), Shard(0))
+    x = make_sharded(full, (4,), Shard(0))
     row = full[0].nbytes
     plain = torch.tensor([5, 1700, 3999, -1])
-    index = cut(torch.arange(0, 4000, 100), (4,), Shard(0))  # ten entries per rank
+    index = make_sharded(torch.arange(0, 4000, 100), (4,), Shard(0))  # ten entries per rank
     with strict(), Sent() as sent:
         rows = x[plain]
         assert sent.messages == 0
@@ -116,7 +116,7 @@ def sends_little():
         chosen = x[x > 2]
         assert sent.nbytes <= 100  # counts
     assert torch.equal(chosen.full_tensor(), full[full > 2])
-    across = cut(full.T.contiguous(), (4,), Shard(1))
+    across = make_sharded(full.T.contiguous(), (4,), Shard(1))
     with strict(), Sent() as sent:
         chosen = across[across > 2]
         assert sent.nbytes <= int((full > 2).sum()) * 16 + 400  # selected elements with their positions, and counts
@@ -128,7 +128,9 @@ def sends_little():
         assert sent.messages == 0
     # A sum of sharded rows into a small grid: the rows carry no origin, so that it becomes Partial.
     with strict(), Sent() as sent:
-        grid = torch.zeros(50, 8, dtype=torch.float64).index_add(0, cut(torch.arange(4000) % 50, (4,), Shard(0)), x)
+        grid = torch.zeros(50, 8, dtype=torch.float64).index_add(
+            0, make_sharded(torch.arange(4000) % 50, (4,), Shard(0)), x
+        )
         assert sent.nbytes <= 100
     torch.testing.assert_close(grid.full_tensor(), full.view(80, 50, 8).sum(0))
 
@@ -142,7 +144,7 @@ def test_messages_follow_the_entries():
 
 def plain_becomes_sharded():
     """Write sharded modes into plain zeros, as a spectral layer does."""
-    modes = cut(field(2, 3, 8, 5), (2,), Shard(2), lengths={2: [3, 5]})
+    modes = make_sharded(field(2, 3, 8, 5), (2,), Shard(2), lengths={2: [3, 5]})
     modes.requires_grad_()
     out = torch.zeros(2, 3, 20, 9, dtype=torch.float64)
     name = out
@@ -163,7 +165,7 @@ def test_plain_tensor_becomes_sharded():
 
 def plain_stays(kind):
     """Check that other references to the memory of the plain tensor see the write."""
-    value = cut(field(3, 4), (2,), Shard(0)).requires_grad_()
+    value = make_sharded(field(3, 4), (2,), Shard(0)).requires_grad_()
     plain = torch.zeros(5, 4, dtype=torch.float64)
     held = {
         "view": lambda: plain[1:3],
@@ -201,7 +203,7 @@ def plain_saved():
 
 
 def _plain_saved():
-    value = cut(field(3), (2,), Shard(0))
+    value = make_sharded(field(3), (2,), Shard(0))
     plain = torch.ones(3, dtype=torch.float64)
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
     out = (weight * plain).sum()
@@ -225,7 +227,7 @@ def test_plain_tensor_saved_by_autograd():
 def graph_goes_on():
     """Check that a plain tensor keeps its autograd graph."""
     weight = torch.ones(5, 4, dtype=torch.float64, requires_grad=True)
-    value = cut(field(2, 4), (2,), Shard(1)).requires_grad_()
+    value = make_sharded(field(2, 4), (2,), Shard(1)).requires_grad_()
     made = weight * 3
     made[1:3] = value
     (made * made).sum().backward()
@@ -293,7 +295,7 @@ def vocabulary():
     table = torch.nn.Embedding(11, 4, dtype=torch.float64)
     with torch.no_grad():
         table.weight.copy_(field(11, 4))
-    weight = cut(field(11, 4), (3,), Shard(0)).requires_grad_()
+    weight = make_sharded(field(11, 4), (3,), Shard(0)).requires_grad_()
     tokens = torch.tensor([[0, 10, 3], [3, 7, 7]])
     with strict():
         out = F.embedding(tokens, weight)
@@ -302,7 +304,7 @@ def vocabulary():
     (out * out).sum().backward()
     (table(tokens) ** 2).sum().backward()
     assert torch.equal(weight.grad.full_tensor(), table.weight.grad)
-    mixed = cut(tokens, (3,), Replicate())
+    mixed = make_sharded(tokens, (3,), Replicate())
     assert torch.equal(F.embedding(mixed, weight).full_tensor(), table(tokens))
 
 

@@ -89,7 +89,7 @@ MODELS = {
     "GATConv": lambda: Two("GATConv", heads=2),
     "GATConv, edge features": lambda: Two("GATConv", edge=3, edge_dim=WIDTH),
 }
-CUTS = {2: ((8, 3), (13, 27)), 3: ((6, 0, 5), (20, 3, 17)), 4: ((6, 1, 0, 4), (20, 0, 3, 17))}
+SHARDINGS = {2: ((8, 3), (13, 27)), 3: ((6, 0, 5), (20, 3, 17)), 4: ((6, 1, 0, 4), (20, 0, 3, 17))}
 
 
 def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
@@ -99,16 +99,16 @@ def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
         return Layout.of(mesh, placements, size, {0: lengths})
 
     if mesh.ndim == 1:
-        nodes, edges = CUTS[mesh.size()]
+        nodes, edges = SHARDINGS[mesh.size()]
         node_cut = of([Shard(0)], (NODES,), nodes)
         return [(node_cut, of([Shard(0)], (EDGES,), edges)), (node_cut, None)]
-    nodes, edges = CUTS[2]
+    nodes, edges = SHARDINGS[2]
     one, other = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-    nested = of([Shard(0), Shard(0)], (NODES,), CUTS[4][0])
+    nested = of([Shard(0), Shard(0)], (NODES,), SHARDINGS[4][0])
     return [
         (of(one, (NODES,), nodes), of(one, (EDGES,), edges)),
         (of(one, (NODES,), nodes), of(other, (EDGES,), edges)),
-        (nested, of([Shard(0), Shard(0)], (EDGES,), CUTS[4][1])),
+        (nested, of([Shard(0), Shard(0)], (EDGES,), SHARDINGS[4][1])),
         (nested, None),
     ]
 
@@ -158,18 +158,18 @@ def compare(mesh_shape: tuple[int, ...]) -> list[str]:
         torch.manual_seed(0)
         model = make().double()
         wanted, _ = results(model, nodes.clone(), edge_index, edges.clone())
-        for along, cut in layouts(mesh):
-            given = [placed(nodes, along, 0), placed(edge_index, cut, 1), placed(edges, cut, 0)]
+        for along, edge_layout in layouts(mesh):
+            given = [placed(nodes, along, 0), placed(edge_index, edge_layout, 1), placed(edges, edge_layout, 0)]
             with strict():
                 found, where = results(model, *given)
             if len(found) != len(wanted):
-                wrong.append(f"{name} with {along}, {cut}: {len(found)} values, should be {len(wanted)}")
+                wrong.append(f"{name} with {along}, {edge_layout}: {len(found)} values, should be {len(wanted)}")
             for i, (a, b) in enumerate(zip(found, wanted, strict=False)):
                 if not torch.allclose(a, b, rtol=1e-10, atol=1e-10):
-                    wrong.append(f"{name} with {along}, {cut}: value {i} is off by {(a - b).abs().max()}")
-            beside = cut is not None and set(cut.shard_axes) - set(along.shard_axes)
+                    wrong.append(f"{name} with {along}, {edge_layout}: value {i} is off by {(a - b).abs().max()}")
+            beside = edge_layout is not None and set(edge_layout.shard_axes) - set(along.shard_axes)
             if where.dims[0] != along.dims[0] and not beside:
-                wrong.append(f"{name} with {along}, {cut}: nodes now lie {where}")
+                wrong.append(f"{name} with {along}, {edge_layout}: nodes now lie {where}")
     return wrong
 
 
@@ -199,9 +199,9 @@ def halo() -> None:
     """Check that each remote row is sent once, and that cached exchange lists send no index."""
     mesh, me = world_mesh((3,)), torch.distributed.get_rank()
     nodes, edge_index, edges = graph()
-    along, cut = layouts(mesh)[0]
-    index, messages = placed(edge_index, cut, 1), placed(edges, cut, 0)
-    named = [[set(piece[end].tolist()) for piece in edge_index.split(CUTS[3][1], 1)] for end in (0, 1)]
+    along, edge_layout = layouts(mesh)[0]
+    index, messages = placed(edge_index, edge_layout, 1), placed(edges, edge_layout, 0)
+    named = [[set(shard[end].tolist()) for shard in edge_index.split(SHARDINGS[3][1], 1)] for end in (0, 1)]
     owned = [set(range(*along.span(0, (r,)))) for r in range(3)]
     for end in (0, 1):
         halo_of(index[end], named[end], owned, me, placed(nodes, along, 0), messages)
@@ -247,9 +247,9 @@ def stale() -> None:
     """Check that a write to the index on any rank invalidates the cached exchange lists."""
     mesh = world_mesh((3,))
     nodes, edge_index, _ = graph()
-    along, cut = layouts(mesh)[0]
+    along, edge_layout = layouts(mesh)[0]
     x = placed(nodes, along, 0)
-    index = placed(edge_index, cut, 1)
+    index = placed(edge_index, edge_layout, 1)
 
     def same():
         taken = x[index[0]]
@@ -275,14 +275,14 @@ def stale() -> None:
         same()  # builds lists that a training step can use
     assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
     with torch.inference_mode():  # tensors have no version counter here
-        index = placed(edge_index, cut, 1)
+        index = placed(edge_index, edge_layout, 1)
         same()
         index.to_local().fill_(3)
         same()
     with pytest.raises(IndexError):  # an error on one rank is raised on all
         bad = edge_index.clone()
         bad[0, 0] = NODES
-        x[placed(bad, cut, 1)[0]]
+        x[placed(bad, edge_layout, 1)[0]]
 
 
 def test_exchange_lists_are_not_stale():
@@ -298,8 +298,8 @@ def compact() -> None:
     everyone = to_full_tensor(points)
     near = (torch.cdist(everyone, everyone) < 1.1).nonzero().T  # each cell and its neighbors, in the new order
     count = torch.bincount(near[0], minlength=len(at))
-    cut = [int(c.sum()) for c in count.split(list(points._layout.shard_sizes(0)))]
-    edges = Layout.of(mesh, [Shard(0)], (near.shape[1],), {0: cut})
+    sizes = [int(c.sum()) for c in count.split(list(points._layout.shard_sizes(0)))]
+    edges = Layout.of(mesh, [Shard(0)], (near.shape[1],), {0: sizes})
     index = placed(near, edges, 1)
     rows = placed(everyone.double(), points._layout.drop_dims([1]), 0)
     rows[index[1]]
@@ -317,10 +317,10 @@ def small_or_large() -> None:
     """Check that sums into few rows are Partial, sums into many are sharded, and explain() reports it."""
     mesh = world_mesh((3,))
     for count, width, ending in ((7, 2, "rule: addends of the whole"), (7, 20_000, NEW)):
-        cut = Layout.of(mesh, [Shard(0)], (12,), {0: (5, 0, 7)})
+        edge_layout = Layout.of(mesh, [Shard(0)], (12,), {0: (5, 0, 7)})
         src, index = torch.randn(12, width), torch.arange(12) % count
         with explain() as report:
-            out = torch.zeros(count, width).index_add_(0, placed(index, cut, 0), placed(src, cut, 0))
+            out = torch.zeros(count, width).index_add_(0, placed(index, edge_layout, 0), placed(src, edge_layout, 0))
         (row,) = [r for r in report.rows if r.op == "index_add_"]
         assert row.ending == ending
         torch.testing.assert_close(to_full_tensor(out), torch.zeros(count, width).index_add_(0, index, src))
@@ -334,8 +334,8 @@ def written_again() -> None:
     """Check that an in-place write is seen through every alias, once, twice, and after a read."""
     mesh = world_mesh((3,))
     nodes, edge_index, edges = graph()
-    along, cut = layouts(mesh)[0]
-    index, messages = placed(edge_index[0], cut, 0), placed(edges, cut, 0)
+    along, edge_layout = layouts(mesh)[0]
+    index, messages = placed(edge_index[0], edge_layout, 0), placed(edges, edge_layout, 0)
     x = placed(nodes, along, 0)
     wanted = torch.zeros(NODES, WIDTH, dtype=nodes.dtype).index_add_(0, edge_index[0], edges)
     for known in (False, True):

@@ -14,7 +14,7 @@ from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, world_mesh
 
 
-def laid(shape, placement, mesh_shape=(2,), dtype=torch.float64, lengths=None):
+def sharded(shape, placement, mesh_shape=(2,), dtype=torch.float64, lengths=None):
     """Return a random ShardTensor and its global tensor."""
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     layout = Layout.of(world_mesh(mesh_shape), placement, shape, lengths)
@@ -54,13 +54,13 @@ MATMULS = [
 
 def matmuls():
     for (left, cut_left), (right, cut_right), nbytes, placed in MATMULS:
-        a, whole_a = laid(left, [cut_left])
-        b, whole_b = laid(right, [cut_right])
+        a, full_a = sharded(left, [cut_left])
+        b, full_b = sharded(right, [cut_right])
         out, count = sent(lambda a=a, b=b: a @ b)
         told = f"{left} {cut_left} @ {right} {cut_right}: {count} bytes, {out._layout}"
         assert count == nbytes, f"{told}; should be {nbytes}"
         assert out.placements == (placed,), told
-        torch.testing.assert_close(out.full_tensor(), whole_a @ whole_b)
+        torch.testing.assert_close(out.full_tensor(), full_a @ full_b)
 
 
 def test_the_larger_operand_stays():
@@ -68,17 +68,17 @@ def test_the_larger_operand_stays():
 
 
 def cdists():
-    many, whole_many = laid((50, 3), [Shard(0)])
-    few, whole_few = laid((4, 3), [Shard(0)])
-    for a, b, x, y in [(many, few, whole_many, whole_few), (few, many, whole_few, whole_many)]:
+    many, full_many = sharded((50, 3), [Shard(0)])
+    few, full_few = sharded((4, 3), [Shard(0)])
+    for a, b, x, y in [(many, few, full_many, full_few), (few, many, full_few, full_many)]:
         out, count = sent(lambda a=a, b=b: torch.cdist(a, b))
         assert count == 2 * 3 * 8 and not out._layout.is_replicated
         torch.testing.assert_close(out.full_tensor(), torch.cdist(x, y))
-    cut, whole_cut = laid((3, 400), [Shard(1)])
-    other, whole_other = laid((4, 400), [Shard(1)])
-    out, count = sent(lambda: torch.cdist(cut, other))
+    wide, full_wide = sharded((3, 400), [Shard(1)])
+    other, full_other = sharded((4, 400), [Shard(1)])
+    out, count = sent(lambda: torch.cdist(wide, other))
     assert count == 3 * 4 * 8  # the sum over two ranks
-    torch.testing.assert_close(out.full_tensor(), torch.cdist(whole_cut, whole_other))
+    torch.testing.assert_close(out.full_tensor(), torch.cdist(full_wide, full_other))
 
 
 def test_cdist_sends_the_smaller_point_set():
@@ -88,7 +88,7 @@ def test_cdist_sends_the_smaller_point_set():
 def bias_once(ranks):
     placements = {3: [([Shard(1)], (3,)), ([Partial()], (3,))], 4: [([Shard(1), Partial()], (2, 2))]}
     for placement, mesh in placements[ranks]:
-        x, _ = laid((4, 6), placement, mesh)
+        x, _ = sharded((4, 6), placement, mesh)
         out = F.linear(x * 0, torch.zeros(5, 6, dtype=torch.float64), torch.ones(5, dtype=torch.float64))
         assert torch.equal(out.full_tensor(), torch.ones(4, 5, dtype=torch.float64)), out._layout
 
@@ -101,7 +101,7 @@ def test_bias_is_added_once(ranks):
 def autocast():
     weight, bias = torch.randn(5, 6, requires_grad=True), torch.randn(5, requires_grad=True)
     for dim in (0, 1):
-        x, whole = laid((4, 6), [Shard(dim)], dtype=torch.float32)
+        x, full = sharded((4, 6), [Shard(dim)], dtype=torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             for call in (
                 lambda x: F.linear(x, weight, bias),
@@ -109,7 +109,7 @@ def autocast():
                 lambda x: torch.einsum("bi,oi->bo", x, weight),
                 lambda x: torch.addmm(bias, x, weight.t()),
             ):
-                got, ref = call(x), call(whole)
+                got, ref = call(x), call(full)
                 assert got.dtype == ref.dtype == torch.bfloat16
                 torch.testing.assert_close(got.full_tensor(), ref, rtol=0.02, atol=0.02)
                 got.float().sum().backward()
@@ -121,15 +121,15 @@ def test_autocast():
 
 
 def halves():
-    x, whole = laid((4, 4096), [Shard(1)], mesh_shape=(4,), dtype=torch.bfloat16)
-    w, whole_w = laid((3, 4096), [Replicate()], mesh_shape=(4,), dtype=torch.bfloat16)
+    x, full = sharded((4, 4096), [Shard(1)], mesh_shape=(4,), dtype=torch.bfloat16)
+    w, full_w = sharded((3, 4096), [Replicate()], mesh_shape=(4,), dtype=torch.bfloat16)
     out = F.linear(x, w)
     assert out.placements == (Partial(),) and out.dtype == torch.bfloat16
-    exact = whole.double() @ whole_w.double().t()
+    exact = full.double() @ full_w.double().t()
     # each rank rounds its partial sum once, and the total is rounded once
     worst = exact.abs().max().item() * 2**-8 + sum(
         (a.double() @ b.double().t()).abs().max().item() * 2**-9
-        for a, b in zip(whole.chunk(4, 1), whole_w.chunk(4, 1), strict=True)
+        for a, b in zip(full.chunk(4, 1), full_w.chunk(4, 1), strict=True)
     )
     assert (out.full_tensor().double() - exact).abs().max().item() <= worst
 
@@ -155,18 +155,18 @@ def test_singular_matrix_raises_on_every_rank(placement):
 
 
 def contractions():
-    x, whole_x = laid((2, 3, 8, 5), [Shard(2)], lengths={2: [5, 3]})
+    x, full_x = sharded((2, 3, 8, 5), [Shard(2)], lengths={2: [5, 3]})
     factors = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 8, 5)]
     core = torch.randn(4, 4, 4, dtype=torch.float64)
     equation = "bcxy,cr,xs,yt,rst->b"
-    got, ref = (opt_einsum.contract(equation, v, *factors, core) for v in (x, whole_x))
+    got, ref = (opt_einsum.contract(equation, v, *factors, core) for v in (x, full_x))
     assert isinstance(got, ShardTensor)
     torch.testing.assert_close(got.full_tensor(), ref)
     for equation in ("bcxy,cr->brxy", "bcxy,bcxy->b", "bcxy->yxcb"):
         operands = [factors[0]] if "r" in equation else [x] if "," in equation else []
-        plain = [whole_x if v is x else v for v in operands]
+        plain = [full_x if v is x else v for v in operands]
         got = opt_einsum.contract(equation, x, *operands)
-        torch.testing.assert_close(got.full_tensor(), opt_einsum.contract(equation, whole_x, *plain))
+        torch.testing.assert_close(got.full_tensor(), opt_einsum.contract(equation, full_x, *plain))
 
 
 def test_opt_einsum_finds_its_backend():

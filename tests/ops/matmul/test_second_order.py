@@ -28,7 +28,7 @@ PRODUCTS = [
 ]
 
 
-def whole(value):
+def full(value):
     return value.full_tensor() if isinstance(value, ShardTensor) else value
 
 
@@ -53,7 +53,7 @@ def compare_products(mesh_shape, row, draws):
         found = second_order(fn, given, torch.Generator().manual_seed(7))
         for i, (got, ref) in enumerate(zip(found, wanted, strict=True)):
             torch.testing.assert_close(
-                whole(got), ref, rtol=1e-9, atol=1e-9, msg=lambda m, i=i, x=layouts: f"{i} {x} {m}"
+                full(got), ref, rtol=1e-9, atol=1e-9, msg=lambda m, i=i, x=layouts: f"{i} {x} {m}"
             )
 
 
@@ -96,7 +96,7 @@ def pde(mesh_shape, placements, lengths):
     loss.backward()
     found = [loss, xy.grad, *(p.grad for p in net.parameters())]
     for got, ref in zip(found, wanted, strict=True):
-        torch.testing.assert_close(whole(got).detach(), ref, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(full(got).detach(), ref, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), COORDINATES, ids=str)

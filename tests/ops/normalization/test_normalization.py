@@ -41,23 +41,23 @@ MODULES = {
 }
 
 
-def whole(value):
+def full(value):
     return value.full_tensor() if isinstance(value, ShardTensor) else value
 
 
 def same(got, ref, tolerance=1e-10) -> bool:
-    return torch.allclose(whole(got), ref, rtol=tolerance, atol=tolerance)
+    return torch.allclose(full(got), ref, rtol=tolerance, atol=tolerance)
 
 
 def train(name: str) -> tuple[list[str], list[torch.Tensor]]:
     """Return, on each of 2 x 2 ranks, differences from one device in three training steps and eval; the buffers."""
-    make, shape, cut = MODULES[name]
+    make, shape, sizes = MODULES[name]
     torch.manual_seed(0)
     ours = make().double()
     for parameter in ours.parameters():
         nn.init.normal_(parameter)
     theirs = copy.deepcopy(ours)
-    layout = Layout.of(world_mesh((2, 2)), [Shard(d) for d in cut], shape, cut)
+    layout = Layout.of(world_mesh((2, 2)), [Shard(d) for d in sizes], shape, sizes)
     wrong = []
     for step in range(4):
         x, seed = torch.randn(shape).double() * 2 + 3, torch.randn(shape).double()
@@ -118,7 +118,7 @@ def errors(name: str, dtype: torch.dtype) -> list[float]:
         out = call(x)
         out.backward(seed.to(dtype))
         ref = call(exact)
-        found += [(whole(a).double() - b).abs().max().item() for a, b in ((out, ref), (x.grad, exact.grad))]
+        found += [(full(a).double() - b).abs().max().item() for a, b in ((out, ref), (x.grad, exact.grad))]
     return found
 
 

@@ -15,11 +15,11 @@ from tests.harness import world_mesh
 ROW = 3 * 8  # bytes of a row of three float64
 
 
-def rows(size: int, *cut: int) -> ShardTensor:
+def rows(size: int, *sizes: int) -> ShardTensor:
     """Return `size` rows of three with these shard sizes; without any, replicated."""
     mesh = world_mesh((2,))
     full = torch.arange(size * 3, dtype=torch.float64).view(size, 3)
-    layout = Layout.of(mesh, [Shard(0) if cut else Replicate()], full.shape, {0: cut} if cut else None)
+    layout = Layout.of(mesh, [Shard(0) if sizes else Replicate()], full.shape, {0: sizes} if sizes else None)
     return ShardTensor(redistribute(full, Layout.replicate(mesh, full.shape), layout), layout)
 
 

@@ -38,9 +38,9 @@ def values_and_where(fn):
     def call(x, *args, **kwargs):
         values, indices = fn(x, *args, **kwargs)
         dim = kwargs.get("dim", -1)
-        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+        full_value = x.full_tensor() if hasattr(x, "full_tensor") else x
         at = indices.full_tensor() if hasattr(indices, "full_tensor") else indices
-        return values, whole.detach().take_along_dim(at, dim)
+        return values, full_value.detach().take_along_dim(at, dim)
 
     call.__name__ = f"{fn.__name__} among equals"
     return call

@@ -19,10 +19,10 @@ ROW = LONG // RANKS * 8  # bytes of it that a rank holds
 def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[int, bool]:
     """Return, on each rank, the bytes of a call on a tensor sharded along its last dim, and whether it is right."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     layout = Layout.of(mesh, [Shard(len(shape) - 1)], shape)
     start, stop = layout.span(len(shape) - 1)
-    x = ShardTensor(whole[..., start:stop].clone(), layout)
+    x = ShardTensor(full[..., start:stop].clone(), layout)
     total = [0]
     runtime.active.meter = lambda kind, messages, nbytes: total.__setitem__(0, total[0] + nbytes)
     try:
@@ -30,7 +30,7 @@ def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[
             got = getattr(torch, name)(x, *args, **kwargs)
     finally:
         runtime.active.meter = None
-    ref = getattr(torch, name)(whole, *args, **kwargs)
+    ref = getattr(torch, name)(full, *args, **kwargs)
     pairs = zip(got, ref, strict=True) if isinstance(ref, tuple) else [(got, ref)]
     return total[0], all(torch.allclose(g.full_tensor(), r) for g, r in pairs)
 

@@ -42,9 +42,9 @@ def nans(shape, generator):
 def unordered(x, **kwargs):
     """Call unique without an order and reconstruct the input from the inverse."""
     values, inverse = torch.unique(x, sorted=False, return_inverse=True, **kwargs)
-    whole = values.full_tensor() if hasattr(values, "full_tensor") else values
+    full = values.full_tensor() if hasattr(values, "full_tensor") else values
     at = inverse.full_tensor() if hasattr(inverse, "full_tensor") else inverse
-    return whole.sort()[0], whole[at]
+    return full.sort()[0], full[at]
 
 
 V = {"name": "unique unordered"}

@@ -150,7 +150,7 @@ def made(name: str, dtype: torch.dtype) -> tuple[Any, Tensor, Any]:
     return model, torch.randn(shape, dtype=dtype), loss_of(loss, len(shape) - 2)
 
 
-def cuts(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]:
+def shardings(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]:
     """Yield uneven shardings along the first dim of the grid, the last, and the first two."""
 
     def uneven(n: int, parts: int) -> list[int]:
@@ -181,19 +181,19 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
     cost = loss(found, target)
     cost.backward()
     complaints = []
-    layouts = list(cuts(field.shape, mesh))
+    layouts = list(shardings(field.shape, mesh))
     for layout in layouts if name in EVERYWHERE else [layouts[list(MODELS).index(name) % len(layouts)]]:
         twin = copy.deepcopy(model)
         label, error = f"{name} as {layout}", None
-        piece = ShardTensor(local_shard(field, layout).requires_grad_(), layout)
+        shard = ShardTensor(local_shard(field, layout).requires_grad_(), layout)
         try:
             with strict():
-                got = twin(piece, **more)
+                got = twin(shard, **more)
                 value = loss(got, target)
                 value.backward()
                 # without gradients large blocks of modes are sharded, and these count as large
                 with torch.no_grad(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", 0):
-                    shared = copy.deepcopy(twin)(piece.detach(), **more)
+                    shared = copy.deepcopy(twin)(shard.detach(), **more)
         except Exception as problem:
             error = f"{label}: {type(problem).__name__}: {problem}\n{traceback.format_exc(limit=-8)}"
         if any_rank(error is not None):
@@ -202,7 +202,7 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
             "output": (got, found),
             "output by shares": (shared, found),
             "loss": (value, cost),
-            "input": (piece.grad, x.grad),
+            "input": (shard.grad, x.grad),
         }
         theirs = dict(alone.named_parameters()) | dict(alone.named_buffers())
         for key, ours in (dict(twin.named_parameters()) | dict(twin.named_buffers())).items():
@@ -224,7 +224,7 @@ def conditioned(mesh: tuple[int, ...]) -> list[str]:
     field = torch.randn(3, 2, 10, 8)
     normalizer = neuralop().data.transforms.normalizers.UnitGaussianNormalizer
     complaints = []
-    for layout in cuts(field.shape, mesh):
+    for layout in shardings(field.shape, mesh):
         ends: list[list[Any]] = []
         for value in (field.clone(), ShardTensor(local_shard(field, layout), layout)):
             value.requires_grad_()
@@ -339,7 +339,7 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
     domain = mesh["spatial"]
     mine = mesh.get_local_rank("data")
 
-    def cut(full: Tensor) -> ShardTensor:
+    def as_shards(full: Tensor) -> ShardTensor:
         layout = Layout.of(domain, [Shard(2)], (2, *full.shape[1:]), {2: ROWS})
         return ShardTensor(local_shard(full[2 * mine : 2 * mine + 2], layout), layout)
 
@@ -355,7 +355,7 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
             large, kinds = (0 if strategy.endswith(" in shares") else mode_placement.MIN_SHARDED_BYTES), set()
             runtime.active.meter = lambda kind, *_, kinds=kinds: kinds.add(kind)
             with strict(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", large):
-                step_through(model, [tuple(map(cut, sample(step, 2 * shape[0]))) for step in range(STEPS)])
+                step_through(model, [tuple(map(as_shards, sample(step, 2 * shape[0]))) for step in range(STEPS)])
             runtime.active.meter = None
             wrong += [] if (large == 0) == ("exchange" in kinds) else [f"{strategy}: modes travel by {sorted(kinds)}"]
             got = full_parameters(model)

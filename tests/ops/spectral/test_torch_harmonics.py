@@ -17,7 +17,7 @@ from tests.harness import world_mesh
 from tests.ops.stencil.test_conv import field
 
 LATITUDES, LONGITUDES, TILES = [Shard(-2)], [Shard(-1)], [Shard(-2), Shard(-1)]
-CUTS = [
+SHARDINGS = [
     ((4,), LATITUDES, None),
     ((4,), LATITUDES, [5, 0, 1, 6]),
     ((4,), LONGITUDES, [3, 9, 5, 7]),
@@ -61,12 +61,12 @@ def transformed(vector: bool, mesh, placements, lengths) -> tuple[float, float]:
         made = back(modes)
         (made.square().sum() + modes.abs().square().sum()).backward()
     expected = there(full.requires_grad_())
-    whole = back(expected)
-    (whole.square().sum() + expected.abs().square().sum()).backward()
-    return off([(modes.full_tensor(), expected), (made.full_tensor(), whole), (x.grad.full_tensor(), full.grad)])
+    full_value = back(expected)
+    (full_value.square().sum() + expected.abs().square().sum()).backward()
+    return off([(modes.full_tensor(), expected), (made.full_tensor(), full_value), (x.grad.full_tensor(), full.grad)])
 
 
-@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), SHARDINGS)
 @pytest.mark.parametrize("vector", [False, True])
 def test_transforms(vector, mesh, placements, lengths):
     assert max(run_on_ranks(transformed, 4, vector, mesh, placements, lengths)) < 1e-12
@@ -122,9 +122,9 @@ def against_distributed_modules(vector: bool) -> float:
     other.square().sum().backward()
     p, a = mesh.get_coordinate()
     rows, columns = theirs[0].l_shapes, theirs[0].m_shapes
-    whole = modes.full_tensor().split(rows, -2)[p].split(columns, -1)[a]
+    full_value = modes.full_tensor().split(rows, -2)[p].split(columns, -1)[a]
     here = made.redistribute(placements=x.placements).to_local()
-    return off([(whole, other_modes), (here, other), (x.grad.to_local(), block.grad)])
+    return off([(full_value, other_modes), (here, other), (x.grad.to_local(), block.grad)])
 
 
 @pytest.mark.parametrize("vector", [False, True])
@@ -174,7 +174,7 @@ def trained(make, dtype, mesh, placements, lengths, channels) -> float:
     return off(pairs + [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)])
 
 
-@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), SHARDINGS)
 def test_spectral_layers(mesh, placements, lengths):
     assert max(run_on_ranks(trained, 4, Layers, torch.float64, mesh, placements, lengths, 3)) < 1e-10
 
@@ -185,6 +185,6 @@ def sfno() -> nn.Module:
     return make((12, 24), scale_factor=2, in_chans=2, out_chans=2, embed_dim=6, num_layers=3, pos_embed="spectral")
 
 
-@pytest.mark.parametrize(("mesh", "placements", "lengths"), CUTS)
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), SHARDINGS)
 def test_sfno(mesh, placements, lengths):
     assert max(run_on_ranks(trained, 4, sfno, torch.float32, mesh, placements, lengths, 2)) < 2e-5

@@ -42,8 +42,8 @@ def compared(mesh: tuple[int, ...]) -> int:
 def made(shape, placements, mesh_shape, **kind) -> ShardTensor:
     """Return a random ShardTensor."""
     layout = Layout.of(world_mesh(mesh_shape), placements, shape)
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0), **kind)
-    return ShardTensor(local_shard(whole, layout).requires_grad_(), layout)
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(0), **kind)
+    return ShardTensor(local_shard(full, layout).requires_grad_(), layout)
 
 
 def written_out(x, weight, modes):
@@ -58,10 +58,10 @@ def written_out(x, weight, modes):
     return torch.fft.irfftn(out, s=(height, width), dim=(-2, -1), norm="forward")
 
 
-def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
+def sent_by_layer(layer, mesh_shape, grid, field_placements, weight_placements) -> tuple[int, int]:
     """Return, on each rank, bytes sent forward and backward by a layer on a field of this grid."""
-    x = made((BATCH, CHANNELS, *grid), cut, mesh_shape, dtype=torch.float64)
-    weight = made((CHANNELS, CHANNELS, 4, 4), weight_cut, mesh_shape, dtype=torch.complex128)
+    x = made((BATCH, CHANNELS, *grid), field_placements, mesh_shape, dtype=torch.float64)
+    weight = made((CHANNELS, CHANNELS, 4, 4), weight_placements, mesh_shape, dtype=torch.complex128)
     count = [0]
     runtime.active.meter = lambda kind, messages, nbytes: count.__setitem__(0, count[0] + nbytes)
     try:
@@ -75,7 +75,7 @@ def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cut", "weight_cut", "rounds"),
+    ("mesh", "field_placements", "weight_placements", "rounds"),
     [
         # replicated weights: one all_reduce of the block forward and backward, for each axis
         ((2,), [Shard(2)], [Replicate()], 1.0),
@@ -88,13 +88,13 @@ def sent_by_layer(layer, mesh_shape, grid, cut, weight_cut) -> tuple[int, int]:
     ],
     ids=str,
 )
-def test_bytes_follow_the_modes(mesh, cut, weight_cut, rounds):
-    layers = [spectral_conv] if Shard(2) in weight_cut else [spectral_conv, written_out]
+def test_bytes_follow_the_modes(mesh, field_placements, weight_placements, rounds):
+    layers = [spectral_conv] if Shard(2) in weight_placements else [spectral_conv, written_out]
     ranks = torch.Size(mesh).numel()
     block = kept_bytes(BATCH, CHANNELS, MODES, 16)
     for layer in layers:
         for grid in [(16, 24), (32, 48)]:
-            got = run_on_ranks(sent_by_layer, ranks, layer, mesh, grid, cut, weight_cut, timeout=60)
+            got = run_on_ranks(sent_by_layer, ranks, layer, mesh, grid, field_placements, weight_placements, timeout=60)
             # one consensus for the layer, or one each for a slice, a write and an inverse
             forward = rounds * block + (1 if layer is spectral_conv else 3) * compared(mesh)
             assert got == [(forward, rounds * block)] * ranks, f"{layer.__name__} on a grid of {grid}"
@@ -267,12 +267,12 @@ APART = {
 }
 
 
-def apart(mesh_shape: tuple[int, ...], cut: list) -> list[tuple[str, str]]:
+def apart(mesh_shape: tuple[int, ...], field_placements: list) -> list[tuple[str, str]]:
     """Return, on each rank, the errors of calls that differ on one rank."""
     odd = int(dist.get_rank() == dist.get_world_size() - 1)
     found = []
     for name, call in APART.items():
-        x = made((1, 2, 8, 8), cut, mesh_shape, dtype=torch.float64)
+        x = made((1, 2, 8, 8), field_placements, mesh_shape, dtype=torch.float64)
         w = torch.randn(2, 2, 4, 4, dtype=torch.complex128)
         try:
             call(x, w, odd)
@@ -284,32 +284,34 @@ def apart(mesh_shape: tuple[int, ...], cut: list) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
-def test_calls_that_differ_between_ranks_raise_on_all(mesh, cut):
-    first, *others = run_on_ranks(apart, torch.Size(mesh).numel(), mesh, cut, timeout=60)
+@pytest.mark.parametrize(("mesh", "field_placements"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_calls_that_differ_between_ranks_raise_on_all(mesh, field_placements):
+    first, *others = run_on_ranks(apart, torch.Size(mesh).numel(), mesh, field_placements, timeout=60)
     for name, error in first:
         assert error.startswith("ShardingError: the ranks of DeviceMesh") and "do not make the same call" in error, name
         assert error.count("\n  at (") == torch.Size(mesh).numel(), f"{name}: {error}"
     assert all(other == first for other in others)
 
 
-def spread(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
+def spread(mesh_shape: tuple[int, ...], field_placements: list) -> list[str]:
     """Compare, on each rank, a layer with its weight sharded by modes with one whose weight is replicated."""
-    x = made((1, 2, 8, 10), cut, mesh_shape, dtype=torch.float64)
-    whole = torch.randn(2, 3, 4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    assert spread_weight(whole, x) is whole
-    weight = spread_weight(whole, x, above=whole.nbytes - 1)
-    assert weight.is_leaf and weight.requires_grad and weight.to_local().nbytes * len(cut) * 2 == whole.nbytes
+    x = made((1, 2, 8, 10), field_placements, mesh_shape, dtype=torch.float64)
+    full = torch.randn(2, 3, 4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert spread_weight(full, x) is full
+    weight = spread_weight(full, x, above=full.nbytes - 1)
+    assert (
+        weight.is_leaf and weight.requires_grad and weight.to_local().nbytes * len(field_placements) * 2 == full.nbytes
+    )
     with strict():
-        for w in (whole, weight):
+        for w in (full, weight):
             spectral_conv(x, w, MODES).square().sum().backward()
     assert weight.to_local().grad.shape == weight.to_local().shape
-    return [] if torch.allclose(weight.grad.full_tensor(), whole.grad) else ["gradients differ"]
+    return [] if torch.allclose(weight.grad.full_tensor(), full.grad) else ["gradients differ"]
 
 
-@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
-def test_weights_sharded_by_modes(mesh, cut):
-    for wrong in run_on_ranks(spread, torch.Size(mesh).numel(), mesh, cut, timeout=60):
+@pytest.mark.parametrize(("mesh", "field_placements"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_weights_sharded_by_modes(mesh, field_placements):
+    for wrong in run_on_ranks(spread, torch.Size(mesh).numel(), mesh, field_placements, timeout=60):
         assert not wrong
 
 
@@ -333,9 +335,9 @@ MIXED = {
 }
 
 
-def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, int, bool]]]:
+def in_shares(mesh_shape, field_placements, modes) -> tuple[list[str], dict[str, tuple[int, int, bool]]]:
     """Return, on each rank, differences from one device with blocks sharded by modes, and the bytes sent."""
-    whole = torch.randn(2, 2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    full = torch.randn(2, 2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(
         2, 2, modes[0], modes[1] // 2 + 1, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)
     )
@@ -345,8 +347,8 @@ def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, i
         own = torch.nn.Parameter(weight.clone(), requires_grad=bool(learned))
         if learned:
             grad_deferral.defer_to_average(own, [mesh.get_group(a) for a in range(mesh.ndim)])
-        x = made(whole.shape, cut, mesh_shape, dtype=torch.float64)
-        alone, theirs = whole.clone().requires_grad_(), weight.clone().requires_grad_(bool(learned))
+        x = made(full.shape, field_placements, mesh_shape, dtype=torch.float64)
+        alone, theirs = full.clone().requires_grad_(), weight.clone().requires_grad_(bool(learned))
         rows.clear()
         runtime.active.meter = lambda kind, messages, nbytes: rows.append((kind, nbytes))
         with (
@@ -375,10 +377,10 @@ def in_shares(mesh_shape, cut, modes) -> tuple[list[str], dict[str, tuple[int, i
     return wrong, sent
 
 
-@pytest.mark.parametrize(("mesh", "cut", "modes", "shared", "rounds"), SHARES, ids=str)
-def test_large_blocks_are_sharded_by_modes(mesh, cut, modes, shared, rounds):
+@pytest.mark.parametrize(("mesh", "field_placements", "modes", "shared", "rounds"), SHARES, ids=str)
+def test_large_blocks_are_sharded_by_modes(mesh, field_placements, modes, shared, rounds):
     ranks = torch.Size(mesh).numel()
-    found = run_on_ranks(in_shares, ranks, mesh, cut, modes, timeout=60)
+    found = run_on_ranks(in_shares, ranks, mesh, field_placements, modes, timeout=60)
     for wrong, _ in found:
         assert not wrong
     block = kept_bytes(2, 2, modes, 16)
@@ -470,15 +472,15 @@ WRITES = {
 def written_behind() -> list[str]:
     """Return, on each rank, failures with lazy spectra whose field was written through its local tensor."""
     wrong = []
-    whole = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wanted = torch.fft.rfft2(whole)
+    full = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = torch.fft.rfft2(full)
     for mode in (torch.enable_grad, torch.inference_mode):
         for name, write in WRITES.items():
             for use in (slice(0, 2), slice(None)):
                 with mode():
-                    layout = Layout.of(world_mesh((2,)), [Shard(2)], whole.shape)
-                    known = local_shard(whole, layout).clone()
-                    x = ShardTensor.from_local(known, layout.mesh, [Shard(2)], "chunk", whole.shape)
+                    layout = Layout.of(world_mesh((2,)), [Shard(2)], full.shape)
+                    known = local_shard(full, layout).clone()
+                    x = ShardTensor.from_local(known, layout.mesh, [Shard(2)], "chunk", full.shape)
                     # inference tensors have no version counter: their spectrum is not lazy
                     refused = mode is torch.enable_grad and "before" in name
                     spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=3)
@@ -549,17 +551,17 @@ def test_spectrum_is_lazy():
         assert not wrong
 
 
-def in_single(mesh_shape: tuple[int, ...], cut: list) -> list[str]:
+def in_single(mesh_shape: tuple[int, ...], field_placements: list) -> list[str]:
     """Compare, on each rank, float32, no_grad and inference mode with one device."""
-    x = made((2, 3, 10, 12), cut, mesh_shape, dtype=torch.float32)
+    x = made((2, 3, 10, 12), field_placements, mesh_shape, dtype=torch.float32)
     weight = torch.randn(3, 4, *MODES, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))[..., :4]
-    whole = x.full_tensor().detach()
+    full = x.full_tensor().detach()
     wrong = []
     for name, mode in {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode}.items():
         for layer in (written_out, spectral_conv):
             with mode(), strict():
                 got = layer(x if name == "grad" else x.detach(), weight, MODES).full_tensor()
-            wanted = written_out(whole, weight, MODES)
+            wanted = written_out(full, weight, MODES)
             far = (got - wanted).abs().max() / wanted.abs().max()
             if far > 1e-5 or got.dtype != torch.float32:
                 wrong.append(f"{layer.__name__}, {name}: {far}")
@@ -588,9 +590,9 @@ def test_autocast_does_not_change_transforms():
         assert max(far) < 1e-5 and sent == 2 * (kept_bytes(2, 3, MODES, 8) + 3 * compared((2,)))
 
 
-@pytest.mark.parametrize(("mesh", "cut"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
-def test_single_precision_and_inference(mesh, cut):
-    for wrong in run_on_ranks(in_single, torch.Size(mesh).numel(), mesh, cut, timeout=60):
+@pytest.mark.parametrize(("mesh", "field_placements"), [((2,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+def test_single_precision_and_inference(mesh, field_placements):
+    for wrong in run_on_ranks(in_single, torch.Size(mesh).numel(), mesh, field_placements, timeout=60):
         assert not wrong
 
 

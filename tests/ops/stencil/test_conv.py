@@ -68,9 +68,9 @@ COLUMN = 3 * 8
     ],
 )
 def test_bytes_are_the_halo(mesh, placements, lengths, weight, kwargs, expected):
-    cut = None if lengths is None else {2: lengths}
+    sizes = None if lengths is None else {2: lengths}
     found = run_on_ranks(
-        sent, len(expected), mesh, placements, (2 if placements == [Shard(0)] else 1, 3, 12, 10), cut, weight, kwargs
+        sent, len(expected), mesh, placements, (2 if placements == [Shard(0)] else 1, 3, 12, 10), sizes, weight, kwargs
     )
     assert [counts[:2] for counts in found] == expected
     # backward sends the same total of messages and bytes
@@ -86,14 +86,14 @@ def test_upsampling_by_the_stride_sends_nothing():
 def layouts_of_channels() -> list:
     """Return placements of results with input or weight sharded by channels, and whether the forward sent anything."""
     _, x = field((2,), [Shard(1)], (2, 4, 6, 5), {1: [1, 3]})
-    _, whole = field((2,), [Replicate()], (2, 4, 6, 5))
+    _, full_value = field((2,), [Replicate()], (2, 4, 6, 5))
     _, by_output = field((2,), [Shard(0)], (6, 4, 3, 3), {0: [4, 2]})
     weight = torch.randn(6, 4, 3, 3, dtype=torch.float64)
     found = []
     with explain() as report, strict():
         found.append(F.conv2d(x, weight, padding=1).placements)
         found.append(F.conv2d(x, weight[:4, :1], padding=1, groups=4).placements)
-        found.append(F.conv2d(whole, by_output, padding=1).placements)
+        found.append(F.conv2d(full_value, by_output, padding=1).placements)
         found.append(F.conv_transpose2d(x, weight[:4], padding=1).placements)
     return [*found, report.messages]
 

@@ -54,9 +54,9 @@ TABLE = {
 
 def count(name: str) -> tuple[int, int]:
     """Return, on each rank, its bytes forward and backward."""
-    call, cut, _, _ = TABLE[name]
+    call, sizes, _, _ = TABLE[name]
     x = torch.randn(1, 3, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    layout = Layout.of(world_mesh((2,)), [Shard(2)], x.shape, {2: cut})
+    layout = Layout.of(world_mesh((2,)), [Shard(2)], x.shape, {2: sizes})
     held = ShardTensor(local_shard(x, layout).requires_grad_(), layout)
     sent = [0]
     runtime.active.meter = lambda kind, messages, nbytes: sent.__setitem__(0, sent[0] + nbytes)

@@ -110,24 +110,24 @@ MODELS = {
     "resnet": (ResNet, (2, 3, 37, 29)),
 }
 # shard sizes of each sharded spatial dim, as fractions of its size; in the last, halos span more than one rank
-CUTS = {
+SHARDINGS = {
     "rows": ((2,), {-2: (0.3, 0.7)}),
     "tiles": ((2, 2), {-2: (0.61, 0.39), -1: (0.27, 0.73)}),
     "thin": ((4,), {-1: (0.5, 0.08, 0.0, 0.42)}),
 }
 
 
-def cut(size: int, shares) -> list[int]:
+def shard_sizes(size: int, shares) -> list[int]:
     lengths = [round(size * share) for share in shares]
     lengths[-1] += size - sum(lengths)
     return lengths
 
 
 def sharded(full: torch.Tensor, name: str) -> ShardTensor:
-    shape, dims = CUTS[name]
+    shape, dims = SHARDINGS[name]
     mesh = world_mesh(shape)
     placements = [Shard(d % full.ndim) for d in dims]
-    lengths = {d % full.ndim: cut(full.shape[d], shares) for d, shares in dims.items()}
+    lengths = {d % full.ndim: shard_sizes(full.shape[d], shares) for d, shares in dims.items()}
     layout = Layout.of(mesh, placements, full.shape, lengths)
     return ShardTensor(redistribute(full, Layout.replicate(mesh, full.shape), layout).clone(), layout)
 
@@ -180,9 +180,9 @@ def chained(how: str, redundancy: float) -> tuple[dict[str, float], int, int]:
     return found, *counts
 
 
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("how", SHARDINGS)
 def test_one_halo_for_a_chain_of_convolutions(how):
-    for found, apart, together in run_on_ranks(chained, torch.Size(CUTS[how][0]).numel(), how, 100.0, timeout=120):
+    for found, apart, together in run_on_ranks(chained, torch.Size(SHARDINGS[how][0]).numel(), how, 100.0, timeout=120):
         assert not {k: v for k, v in found.items() if not v < 1e-10}
         assert together < apart / 2
 
@@ -214,9 +214,9 @@ def differences(name: str, how: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("how", SHARDINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name, how):
-    world = torch.Size(CUTS[how][0]).numel()
+    world = torch.Size(SHARDINGS[how][0]).numel()
     for found in run_on_ranks(differences, world, name, how, timeout=120):
         assert not {k: v for k, v in found.items() if not v < 1e-10}
