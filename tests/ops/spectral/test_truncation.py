@@ -373,7 +373,7 @@ def in_shares(mesh_shape, field_placements, modes) -> tuple[list[str], dict[str,
                 average = collectives.all_reduce(average, mesh.get_group(axis)) / mesh.size(axis)
             pairs["weight"] = (average, theirs.grad)
         wrong += [f"{name}: {k}" for k, (a, b) in pairs.items() if not torch.allclose(a, b, rtol=1e-10, atol=1e-12)]
-    grad_deferral._deferring_groups.clear()
+    runtime.active.deferring_groups.clear()
     return wrong, sent
 
 
