@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardfield
 from shardfield import ShardingError, ShardTensor, runtime, scatter_tensor, sync_module_over_mesh
-from shardfield.tensor import DEFERRED_ATTRIBUTES
+from shardfield.dispatch.registry import handler
+from shardfield.tensor import DEFERRED_ATTRIBUTES, Deferred, wrap, wrap_deferred
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -270,3 +271,47 @@ def test_repr_and_metadata_never_communicate(requires_grad):
     assert sent == other == 0
     for name, text in zip(["local=tensor", "LazySpectrum", "SparseSpectrum", "LazyPad"], reprs, strict=True):
         assert name in text, text
+
+
+class Ones(Deferred):
+    """Ones that are made when they are read; counts how often."""
+
+    requires_grad = False  # type: ignore[assignment]
+
+    def __init__(self, layout):
+        self.layout, self.count = layout, 0
+
+    def materialize(self):
+        self.count += 1
+        return wrap(torch.ones(self.layout.local_shape), self.layout)
+
+
+def accepting_rules():
+    """A rule that declares a class of deferred values gets them; every other rule gets the local tensor."""
+    mesh = world_mesh((2,))
+    layout = scatter_tensor(field(4), 0, mesh, [Shard(0)])._layout
+    ones = Ones(layout)
+    x = wrap_deferred(ones, torch.float32, torch.device("cpu"))
+    seen = []
+
+    def accept(run, func, types, args, kwargs):
+        seen.append((args[0]._deferred, ones.count))
+        return run(func, types, args, kwargs) if len(seen) > 1 else "accepted"
+
+    with runtime.fresh(registry=runtime.active.registry.copy()):
+
+        @handler(torch.erf, accepts_deferred={Ones: accept})
+        def erf(func, types, args, kwargs):
+            return wrap(func(args[0]._local_tensor), args[0]._layout)
+
+        assert torch.erf(x) == "accepted" and x.erf()._deferred is None  # the second accept calls the handler itself
+        assert seen == [(ones, 0), (ones, 0)] and ones.count == 1 and x._deferred is None
+        assert torch.equal(torch.erf(x).full_tensor(), torch.ones(4).erf()) and len(seen) == 2
+    other = Ones(layout)
+    y = wrap_deferred(other, torch.float32, torch.device("cpu"))
+    assert torch.equal(torch.exp(y).full_tensor(), torch.ones(4).exp()) and other.count == 1
+    assert torch.equal((y + y).full_tensor(), torch.full((4,), 2.0)) and other.count == 1
+
+
+def test_rules_that_accept_deferred_values():
+    run_on_ranks(accepting_rules, 2)

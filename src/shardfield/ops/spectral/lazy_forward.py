@@ -1,9 +1,9 @@
-"""A spectrum that is not there yet: the transform of a field along cut dims, until it is known what of it is wanted.
+"""LazySpectrum: the deferred transform of a field along sharded dims.
 
-A block of it is a truncated transform. On one device that block would be a view of the spectrum, so the two keep an
-eye on each other: what is written into a block is put into the spectrum when that is taken, and once it is taken a
-write into either makes the block the view it should be. The field is copied if it is written while a spectrum waits, or
-if its local tensor is handed out, through which it could be. Whenever ranks are about to send, they compare what for.
+A block of modes that is read from it is a truncated transform. On one device the block would be a view of the spectrum.
+So values written into a block are copied into the spectrum when it is materialized; after that, a write into either
+rebinds the block to a view of the spectrum. While its spectrum is deferred, a field is copied before it is written and
+before its local tensor is exported. Ranks compare their calls whenever they are about to communicate.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from .truncation import truncated_fft_unchecked
 
 
 class LazySpectrum(Deferred):
-    """The spectrum of a field along `dims`, rolled by `shifts`. `compute` takes it of a field; `is_inverse`: an
-    inverse one."""
+    """The spectrum of a field along `dims`, rolled by `shifts`.
+
+    `compute(field)` computes it eagerly; `is_inverse` marks an inverse transform.
+    """
 
     def __init__(
         self, source: ShardTensor, dims, norm, real: bool, is_inverse: bool, layout: Layout, compute: Callable
     ):
         local = source._local_tensor
-        if (
-            local.is_inference() and local.untyped_storage() in runtime.active.exposed_storages
-        ):  # nobody counts its writes
+        exposed = runtime.active.exposed_storages
+        if local.is_inference() and local.untyped_storage() in exposed:  # writes into it are not counted
             local = local.clone()
         self.source: ShardTensor | None = wrap(local, source._layout)
         self.dims, self.norm, self.real, self.is_inverse = tuple(dims), norm, real, is_inverse
         self.layout, self.compute = layout, compute
         self.shifts: dict[int, int] = {}
-        self.blocks: list[SpectrumBlock] = []  # until it is taken
+        self.blocks: list[SpectrumBlock] = []  # until it is materialized
         self.block_refs: list[weakref.ref[SpectrumBlock]] = []  # after that
-        self.local: Tensor | None = None  # the spectrum, once it is taken
+        self.local: Tensor | None = None  # the materialized spectrum
         self.version = None if local.is_inference() else local._version
         self.grad_enabled = torch.is_grad_enabled()
         runtime.active.write_observers.add(self)
@@ -58,16 +59,17 @@ class LazySpectrum(Deferred):
 
     @property
     def field(self) -> ShardTensor:
+        """The source, until the spectrum is materialized."""
         assert self.source is not None
         return self.source
 
     def __repr__(self) -> str:
         kind = "inverse " if self.is_inverse else "half " if self.real else ""
-        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
-        return f"the {kind}spectrum of {self.field._layout} along {self.dims}, norm {self.norm}{turned}"
+        rolled = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        return f"the {kind}spectrum of {self.field._layout} along {self.dims}, norm {self.norm}{rolled}"
 
     def roll(self, by: Mapping[int, int]) -> LazySpectrum | None:
-        """The same, rolled further; None where blocks of it were taken, which are views of this one."""
+        """Return this spectrum rolled further; None if blocks of it were read, which are views of this one."""
         if self.blocks:
             return None
         other = LazySpectrum(self.field, self.dims, self.norm, self.real, self.is_inverse, self.layout, self.compute)
@@ -76,8 +78,8 @@ class LazySpectrum(Deferred):
         return other
 
     def materialize(self) -> ShardTensor:
-        """The spectrum itself."""
-        wrote = any(b.maybe_written for b in self.blocks)  # or may have: ranks can differ in that
+        """Compute the spectrum, with the values that were written into its blocks. Communicates."""
+        wrote = any(b.maybe_written for b in self.blocks)  # may differ between ranks
         anyone = Consensus.start(self.layout.mesh, f"all of {self}", problem=self._write_conflict(), flag=wrote).wait()
         with torch.set_grad_enabled(self.grad_enabled):
             made = roll_dims(self.compute(self.field), self.shifts)._redistribute_to(self.layout)
@@ -85,14 +87,14 @@ class LazySpectrum(Deferred):
             for block in self.blocks:
                 made[tuple(map(as_slice, block.runs))] = wrap(block.local, block.layout)
         self.local, self.source = made._local_tensor, None
-        # from here on it lives as long as what shows its blocks (or itself); a circle would wait for garbage collection
+        # From here on blocks keep the spectrum alive, and not the reverse: a cycle would need garbage collection.
         for block in self.blocks:
             block.spectrum = self
         self.block_refs, self.blocks = [weakref.ref(b) for b in self.blocks], []
         return made
 
     def read_block(self, index: Any) -> ShardTensor | None:
-        """The modes at an index, whole on every rank or in shares; None where it is no block or the block is large."""
+        """Return the modes at an index, replicated or sharded; None if the index is no block, or the block is large."""
         words = f"{self}{format_index(index)}{'' if self._records_grad() else ', no grad'}"
         with Consensus.start(self.layout.mesh, words, problem=self._write_conflict()) as check:
             return self._read_block(index, check)
@@ -108,8 +110,8 @@ class LazySpectrum(Deferred):
         ):
             return None
         grad = self._records_grad()
-        known = next((b for b in self.blocks if b.runs == runs and b.grad_enabled == grad), None)
-        if known is None:
+        block = next((b for b in self.blocks if b.runs == runs and b.grad_enabled == grad), None)
+        if block is None:
             if any(overlaps(b.runs, runs) for b in self.blocks):
                 return None
             sign = -1 if self.is_inverse else 1
@@ -119,21 +121,24 @@ class LazySpectrum(Deferred):
                 found = truncated_fft_unchecked(
                     field, self.dims, modes, opposite_norm(self.norm) if self.is_inverse else self.norm
                 )
-                check.wait()  # the comparison flew while this rank summed
+                check.wait()  # the comparison was in flight during the local transform
                 found = found._redistribute_to(self._block_layout(found, grad))[others]
-                if found._local_tensor._is_view():  # its memory is to be that of the block alone
+                if found._local_tensor._is_view():  # the block must have a storage of its own
                     found = found.clone()
-            known = SpectrumBlock(runs, self._with_origins(found), grad)
-            self.blocks.append(known)
-        return known.as_view()
+            block = SpectrumBlock(runs, self._with_origins(found), grad)
+            self.blocks.append(block)
+        return block.as_view()
 
     def _block_layout(self, modes: ShardTensor, grad: bool) -> Layout:
-        """Where a block goes that is still to be summed. What it will be mixed with is not known here: a weight, most
-        likely, whose gradient is owed at once unless parameters' gradients are averaged over these ranks later."""
+        """Return the placement of a block that is a partial sum.
+
+        The block will most likely be multiplied by a weight. Replicated modes then cost an all_reduce of the weight's
+        gradient, unless gradients are averaged over these ranks later.
+        """
         layout = modes._layout
-        owed = grad and not has_deferred(process_groups(layout, layout.partial_axes))
+        reduces = grad and not has_deferred(process_groups(layout, layout.partial_axes))
         return choose_placement(
-            layout, self.dims, modes.element_size(), grad_bytes=math.inf if owed else 0.0, grad=grad
+            layout, self.dims, modes.element_size(), grad_bytes=math.inf if reduces else 0.0, grad=grad
         )
 
     def _records_grad(self) -> bool:
@@ -152,18 +157,18 @@ class LazySpectrum(Deferred):
         return wrap(modes._local_tensor, layout)
 
     def _write_conflict(self) -> str | None:
-        """What was done here to the field since its transform was asked for, by a way that nobody watches."""
+        """Return the error text if the field was written, without an announcement, after its transform was called."""
         if self.version is None or self.field._version == self.version:
             return None
         return (
-            "the local tensor of the field was written into after its transform was asked for and before that was "
+            "the local tensor of the field was written after its transform was called and before the spectrum was "
             "used; write into the field itself, or transform a clone() of it"
         )
 
     # ------------------------------------------------------------------ writes
 
     def before_write(self, target: Tensor) -> None:
-        """This memory is about to be written. What is done here sends nothing: ranks may differ in what still lives."""
+        """Take a snapshot of the field, or rebind the blocks to views, before a write through `target`."""
         self.before_export(target)
         at = storage_address(target)
         if self.local is not None and (
@@ -172,7 +177,7 @@ class LazySpectrum(Deferred):
             self._rebind_views()
 
     def before_export(self, target: Tensor) -> None:
-        """This memory may be written from now on without a word, on some ranks or on all."""
+        """Take a snapshot of the field, or mark blocks as possibly written, when `target` is exported."""
         if self.source is None:
             return
         at = storage_address(target)
@@ -188,14 +193,14 @@ class LazySpectrum(Deferred):
         return [b for b in (r() for r in self.block_refs) if b is not None]
 
     def _rebind_views(self) -> None:
-        """Make views of the blocks."""
+        """Rebind the tensors of all blocks to views of the materialized spectrum."""
         assert self.local is not None
-        whole = wrap(self.local, self.layout)
+        spectrum = wrap(self.local, self.layout)
         left, self.block_refs = self._live_blocks(), []
         while left:
             block = left.pop()
             for tensor in [t for t in (r() for r in block.views) if t is not None]:
-                view = whole[tuple(map(as_slice, block.runs))]
+                view = spectrum[tuple(map(as_slice, block.runs))]
                 tensor._local_tensor, tensor._layout = view._local_tensor, view._layout
                 tensor._copied_view, tensor._narrowed = view._copied_view, view._narrowed
             for tensor in [t for t in (r() for r in block.views_of_views) if t is not None]:
@@ -223,18 +228,21 @@ class _StaleView(Deferred):
 
 
 class SpectrumBlock:
-    """Modes of a spectrum that were handed out, and the tensors that show them. As `_copied_view` of those and of
-    what is made of them it says whether writing there would be lost."""
+    """A block of modes that was read from a spectrum, and the tensors that are views of it.
+
+    As `_copied_view` of those tensors and of views of them it says whether a write there would be lost.
+    """
 
     def __init__(self, runs: IndexRanges, modes: ShardTensor, grad: bool):
         self.runs, self.grad_enabled = runs, grad
-        self.spectrum: LazySpectrum | None = None  # the spectrum, once it is there
+        self.spectrum: LazySpectrum | None = None  # set when the spectrum is materialized
         self.local, self.layout = modes._local_tensor, modes._layout
         self.views: list[weakref.ref[ShardTensor]] = []
         self.views_of_views: list[weakref.ref[ShardTensor]] = []
         self.maybe_written = False
 
     def as_view(self) -> ShardTensor:
+        """Return a new ShardTensor of the block."""
         made = wrap(self.local, self.layout)
         made._copied_view = self  # type: ignore[assignment]
         self.views.append(weakref.ref(made))
@@ -250,10 +258,10 @@ class SpectrumBlock:
 
 
 def opposite_norm(norm: str | None) -> str | None:
-    """The norm with which a transform the other way scales as this one does."""
+    """Return the norm with which the opposite transform has the scale of this one."""
     return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins."""
+    """Return a number that tensors with the same storage share."""
     return storage_id(tensor)

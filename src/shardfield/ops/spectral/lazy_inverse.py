@@ -1,4 +1,4 @@
-"""A spectrum that is put together: zeros with some blocks of modes, until its field is wanted."""
+"""SparseSpectrum: a deferred spectrum of zeros and some blocks of modes, whose inverse is evaluated from the blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .truncation import resized_layout, truncated_ifft_unchecked
 
 
 class SparseSpectrum(Deferred):
-    """A spectrum that is zero but for some blocks, rolled by `shifts`; its field is to lie as `field_layout`.
+    """A spectrum that is zero outside some blocks, rolled by `shifts`; its field gets the layout `field_layout`.
 
-    `dims` are those of which it holds modes, `real` says that the last of them is half a spectrum.
+    `dims` are the dims of modes; `real` marks that the last of them holds half a spectrum.
     """
 
     def __init__(self, layout: Layout, dtype, device, dims: Sequence[int], field_layout: Layout, real: bool):
@@ -33,24 +33,24 @@ class SparseSpectrum(Deferred):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether its blocks are whole on every rank: then its field is had without a message."""
+        """Whether all blocks are Replicate, so that the field is computed without communication."""
         return all(value._layout.is_replicated for _, value in self.blocks)
 
     def __repr__(self) -> str:
-        turned = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
+        rolled = f", rolled by {self.shifts}" if any(self.shifts.values()) else ""
         kind = "half a spectrum" if self.real else "a spectrum"
         where = " and ".join(str([(r.start, r.stop, r.step) for r in runs]) for runs, _ in self.blocks)
-        return f"{kind} of {tuple(self.layout.shape)} along {self.dims} with modes at {where or 'no place'}{turned}"
+        return f"{kind} of {tuple(self.layout.shape)} along {self.dims} with modes at {where or 'no index'}{rolled}"
 
     def roll(self, by: Mapping[int, int]) -> SparseSpectrum:
-        """The same, rolled further."""
+        """Return this spectrum rolled further."""
         other = SparseSpectrum(self.layout, self.dtype, self.device, self.dims, self.field_layout, self.real)
         other.blocks = list(self.blocks)
         other.shifts = {d: n for d in sorted({*self.shifts, *by}) if (n := self.shifts.get(d, 0) + by.get(d, 0))}
         return other
 
     def write_block(self, index: Any, value: Any) -> bool:
-        """Take in a block; False where it is none, is large, or meets another."""
+        """Add a block; return False if the index is no block, the block is large, or overlaps another."""
         runs = parse_block(self.layout.shape, index)
         if self.shifts or runs is None or value.__class__ is not ShardTensor or not value._dtype.is_complex:
             return False
@@ -66,7 +66,7 @@ class SparseSpectrum(Deferred):
         return True
 
     def materialize(self) -> ShardTensor:
-        """The spectrum itself."""
+        """Compute the dense spectrum. Communicates."""
         Consensus.start(self.layout.mesh, f"all of {self}").wait()
         with torch.set_grad_enabled(self.grad_enabled):
             zeros = torch.zeros(self.layout.local_shape, dtype=self.dtype, device=self.device)
@@ -76,10 +76,9 @@ class SparseSpectrum(Deferred):
             return roll_dims(made, self.shifts)._redistribute_to(self.layout)
 
     def inverse(self, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
-        """The field, of these sizes along `dims`; along some of the dims: a `SparseSpectrum` that has modes of the
-        others.
+        """Return the field, of these sizes along `dims`; None if it does not follow from the blocks.
 
-        None where the blocks do not tell.
+        If `dims` are some of the mode dims, the result is a `SparseSpectrum` with modes along the others.
         """
         left = tuple(d for d in self.dims if d not in dims)
         if set(dims) - set(self.dims) or (real and not (self.real and dims[-1] == self.dims[-1])):
@@ -111,7 +110,7 @@ class SparseSpectrum(Deferred):
     def _partial_inverse(
         self, left: tuple[int, ...], like: Layout, made: list[tuple[IndexRanges, Any]]
     ) -> SparseSpectrum | None:
-        """What is left after some dims were evaluated."""
+        """Return the spectrum along the dims `left`, after the inverse along the others; None if blocks overlap."""
         if any(overlaps(a, b) for i, (a, _) in enumerate(made) for b, _ in made[:i]):
             return None
         layout = made[0][1]._layout
@@ -156,7 +155,7 @@ def field_of_modes(modes: Layout, shape: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _merge_blocks(blocks: list[tuple[IndexRanges, Any]]) -> list[tuple[IndexRanges, Any]]:
-    """Blocks at the same place added up."""
+    """Add blocks with equal index ranges."""
     found: list[tuple[IndexRanges, Any]] = []
     for runs, value in blocks:
         same = next((i for i, (other, _) in enumerate(found) if other == runs), None)

@@ -58,8 +58,7 @@ def defer_forward(
 
 
 def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
-    """Return plain zeros with a block of modes as a sparse spectrum; None if the block has no origin, or they are not
-    zeros."""
+    """Return plain zeros with a block of modes as a sparse spectrum; None if `x` is not zero, or the origin unclear."""
     if value.__class__ is not ShardTensor or x.dtype not in FLOATS[2:] or x.requires_grad or not x.is_contiguous():
         return None
     found = field_of_modes(value._layout, x.shape)
@@ -75,7 +74,7 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
     if accepted:
         return wrap_deferred(spectrum, x.dtype, x.device)
     # ranks that accepted the block compare when its field is computed: that comparison meets this one, and all raise
-    Consensus.start(mesh, f"modes of {value._layout} that are put where {spectrum} could not take them in").wait()
+    Consensus.start(mesh, f"modes of {value._layout} that {spectrum} did not accept").wait()
     return None
 
 
@@ -104,8 +103,7 @@ def lazy_zeros_like(x: Any, dtype: torch.dtype) -> ShardTensor | None:
     spectrum = lazy_spectrum_of(x)
     if not isinstance(spectrum, LazySpectrum) or spectrum.is_inverse or not dtype.is_complex:
         return None
-    home = spectrum.field._layout
-    zeros = SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, home, spectrum.real)
+    zeros = SparseSpectrum(x._layout, dtype, x.device, spectrum.dims, spectrum.field._layout, spectrum.real)
     return wrap_deferred(zeros, dtype, x.device)
 
 
