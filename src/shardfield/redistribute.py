@@ -49,7 +49,7 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The moves from `source` to `target`: pure."""
     if source.shape != target.shape:
         raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot be laid out as {target}")
-    if source.mesh != target.mesh:
+    if source.mesh is not target.mesh:
         raise ShardingError(f"moving between meshes is not supported: {source.mesh} to {target.mesh}")
     if source.is_simple and target.is_simple:
         return tuple(_unmerged_steps(source, target))

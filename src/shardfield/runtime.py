@@ -28,7 +28,7 @@ from .errors import ShardingError
 
 F = TypeVar("F", bound=Callable)
 
-PLANS = 4096  # entries of the plan cache that are sure to stay; up to twice as many are held
+PLANS = 2048  # entries of the plan cache that are sure to stay; up to twice as many are held
 
 
 class Cache(dict):
@@ -79,6 +79,7 @@ class Registry:
         self.torch_dispatch: Callable[..., Any] | Any = None
         self.run_backward: Callable[..., None] | Any = None
         self.version = 0
+        self._epochs = itertools.count()
         self._runtimes: WeakSet[Runtime] = WeakSet()
 
     def register(self, func: Any, handler: Callable, rule: Callable | None = None) -> None:
@@ -154,25 +155,27 @@ class Runtime:
         exposed_storages: storages of inference tensors that code outside the package can write.
         reduce_hooks: parameter -> {name of a group: hook that sums its gradient}.
 
-    Of this world:
+    Of this world (`epoch` numbers the runtimes of a registry):
         plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name.
         readers: (function, argument types) -> ArgumentReader. resolved: handlers of functions without an entry.
         dft_matrices: DFT matrices on their device.
         exchange_lists: index tensor -> (version, {request: lists}). A miss communicates: never evicted.
         transports: (group, device type) -> Transport; the choice is a collective: never evicted.
         transports_by_backend: (backend class, device type) -> Transport.
-        deferring_groups: groups over which a wrapper averages gradients. trace_counts: group -> joint traces.
+        deferring_groups: groups over which a wrapper averages gradients. trace_counts: group ->
+        (number of this world in its store, joint traces).
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
     """
 
     __slots__ = (
-        *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "world", "meshes", "mesh_states", "ended_meshes",
+        *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
         "deferring_groups", "trace_counts", "in_flight", "tokens", "warned", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
         self.registry, self.handlers = registry, registry.handlers
+        self.epoch = next(registry._epochs)
         registry._runtimes.add(self)
         self.observer: Any = None
         self.strict_depth = 0
@@ -199,7 +202,7 @@ class Runtime:
         self.transports: dict[tuple[dist.ProcessGroup, str], Any] = {}
         self.transports_by_backend: dict[tuple[type, str], Any] = {}
         self.deferring_groups: set[dist.ProcessGroup] = set()
-        self.trace_counts: dict[str, int] = {}
+        self.trace_counts: dict[str, tuple[int, int]] = {}
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
@@ -230,10 +233,9 @@ def mesh_state(mesh: Any) -> MeshState:
 
 
 def _first_sight(mesh: Any) -> MeshState:
-    world = dist.group.WORLD
-    if active.world is not None and active.world() is not world:
+    if _world_has_ended():
         renew()
-    runtime = active
+    runtime, world = active, dist.group.WORLD
     if runtime.world is None and world is not None:
         runtime.world = ref(world)
     if runtime.ended_meshes.get(id(mesh)) is mesh:
@@ -243,6 +245,13 @@ def _first_sight(mesh: Any) -> MeshState:
         state = runtime.mesh_states[mesh] = MeshState(mesh)
     runtime.meshes[id(mesh)] = (mesh, state)  # holds the mesh, so that no other gets its id
     return state
+
+
+def _world_has_ended() -> bool:
+    if active.world is None:  # no mesh was seen yet
+        return False
+    world = active.world()
+    return world is None or world is not dist.group.WORLD
 
 
 def renew() -> None:
@@ -256,9 +265,23 @@ def renew() -> None:
     clear_dtensor_caches()  # DTensor finds the groups of an ended world by an equal mesh
 
 
-def world_ended() -> bool:
-    """Return True if the world that the active Runtime belongs to is no more."""
-    return active.world is not None and active.world() is not dist.group.WORLD
+def end_world() -> None:
+    """Begin a new world if the current one has ended; if it goes on, refuse the meshes whose groups were destroyed."""
+    if _world_has_ended():
+        renew()
+    runtime = active
+    for state in list(runtime.mesh_states.values()):
+        if not _has_groups(state.mesh):
+            del runtime.mesh_states[state.mesh]
+            runtime.meshes = Cache(runtime.meshes.size)
+            runtime.ended_meshes[id(state.mesh)] = state.mesh
+
+
+def _has_groups(mesh: Any) -> bool:
+    try:
+        return bool(mesh.get_all_groups())
+    except (RuntimeError, ValueError, KeyError):  # torch resolves groups by name
+        return False
 
 
 @contextmanager

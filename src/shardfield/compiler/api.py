@@ -89,18 +89,23 @@ class Compiled:
         self._target, self._backend, self._passes = target, backend, passes
         self._fullgraph, self._retraces = fullgraph, retraces
         self._programs: dict[Any, list[Program]] = {}
+        self._valid_for = (0, 0)  # version of the registry and epoch of the runtime that the programs were traced with
         # Keys that run uncompiled. The arguments are kept alive: a key may hold the id of one of them.
         self._eager: dict[Any, list[Any]] = {}
         self._last_signature: list[str] = []  # signature of the latest trace
-        self.traces = 0
+        self.traces = self._old_traces = 0
         self.__name__ = getattr(target, "__name__", type(target).__name__)
         self.__qualname__ = getattr(target, "__qualname__", self.__name__)
         self.__doc__ = target.__doc__
         self.__wrapped__ = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if runtime.active.tracer is not None:  # inside the trace of another program
+        rt = runtime.active
+        if rt.tracer is not None:  # inside the trace of another program
             return self._target(*args, **kwargs)
+        if self._valid_for != (rt.registry.version, rt.epoch):  # a rule was registered since, or a new world began
+            self._valid_for = (rt.registry.version, rt.epoch)
+            self._programs, self._eager, self._old_traces = {}, {}, self.traces
         leaves, spec = flatten((args, kwargs))
         key = self._cache_key(leaves, spec)
         for program in self._programs.get(key, ()):
@@ -139,7 +144,7 @@ class Compiled:
         return tuple(key)
 
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
-        if self.traces >= self._retraces:
+        if self.traces - self._old_traces >= self._retraces:
             self._fall_back(
                 key,
                 leaves,

@@ -40,9 +40,15 @@ def sync_trace(
         return ""
     mine = "\n".join([name, *signature])
     me = dist.get_rank()
+    counts = runtime.active.trace_counts
+    for group in groups:
+        if _group_key(group) not in counts:
+            # The store may outlive the world: keys of its traces must not be taken for keys of this one.
+            times = store.add(f"shardfield/epoch/{_group_key(group)}", 1)
+            counts[_group_key(group)] = ((times - 1) // group.size(), 0)
     for group in groups:
         store.set(f"{_trace_key(group)}/{me}", mine)
-        if runtime.active.trace_counts.get(_group_key(group)):
+        if counts[_group_key(group)][1]:
             store.delete_key(f"{_trace_key(group, -1)}/{me}")  # of the previous trace, which all ranks have read
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
@@ -56,8 +62,8 @@ def sync_trace(
             if theirs != mine and not mismatch:
                 mismatch = _describe_mismatch(rank, theirs.split("\n"), mine.split("\n"))
     for group in groups:
-        counts = runtime.active.trace_counts
-        counts[_group_key(group)] = counts.get(_group_key(group), 0) + 1
+        epoch, count = counts[_group_key(group)]
+        counts[_group_key(group)] = (epoch, count + 1)
     return mismatch and f"compile: ranks trace different programs. {mismatch}"
 
 
@@ -122,7 +128,8 @@ def _group_key(group: ProcessGroup) -> str:
 
 
 def _trace_key(group: ProcessGroup, offset: int = 0) -> str:
-    return f"shardfield/trace/{_group_key(group)}/{runtime.active.trace_counts.get(_group_key(group), 0) + offset}"
+    epoch, count = runtime.active.trace_counts[_group_key(group)]
+    return f"shardfield/trace/{_group_key(group)}/{epoch}/{count + offset}"
 
 
 def _failure_key(group: ProcessGroup) -> str:

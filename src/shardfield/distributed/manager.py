@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .. import runtime
 from .._compat.world import set_group_timeout, uncounted_group
 from ..errors import WorldError
 from . import launch as launching
@@ -410,6 +411,7 @@ class DistributedManager:
             worlds.shut_down(self._world, barrier, made_here)
         finally:
             DistributedManager._shared_state.clear()
+            runtime.end_world()
 
 
 def _parse_port(port: int | str | None) -> int | None:

@@ -9,7 +9,7 @@ more candidates. After MAX_ROUNDS, brute force answers queries with too many tie
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ EXTRA_NEIGHBORS, GROWTH_FACTOR, MAX_ROUNDS = 4, 4, 3
 CANDIDATES_PER_CHUNK = 1 << 20  # candidates processed at once
 
 
-@cache
+@lru_cache(maxsize=1)
 def kdtree_class() -> Any:
     """Return scipy's cKDTree, or None without scipy. The import is lazy, as it takes long."""
     try:

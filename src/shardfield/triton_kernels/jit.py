@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 
-@cache
+@lru_cache(maxsize=16)
 def jit(function: Callable) -> Any:
     """Return the Triton kernel of a function, or None without Triton. Sets `tl` in the function's module."""
     try:

@@ -211,7 +211,7 @@ def plan_broadcast(key: tuple | None, find: Callable) -> BroadcastPlan | None:
     if key is None or mesh is None:
         return None
     layouts = tuple(x if x.__class__ is Layout else Layout.replicate(mesh, x) for x in key[1:])
-    if any(x.partial or (x.mesh is not mesh and x.mesh != mesh) for x in layouts):
+    if any(x.partial or x.mesh is not mesh for x in layouts):
         return None
     alignment = find(layouts)
     no_redistribute = alignment.targets == layouts and not alignment.grad_reductions
