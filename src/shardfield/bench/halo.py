@@ -49,7 +49,7 @@ class Settings:
 
 
 def count_sent(device: str, size: int, channels: int) -> list[int]:
-    """Return the bytes of a convolution's forward and backward on a rank. Its weight is frozen, so all is halo."""
+    """Return the bytes that a convolution sends in forward and backward. Its weight is frozen, so only halos count."""
     x = make_sharded_field(domain_mesh(device), (1, 3, size, size)).requires_grad_()
     weight = torch.randn(channels, 3, 3, 3, device=device)
 

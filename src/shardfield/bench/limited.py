@@ -53,7 +53,7 @@ def run_limited(limits: list[float], points: int, recompute: bool) -> None:
     mesh = manager.initialize_mesh((1, -1), mesh_dim_names=("data", "spatial"))
 
     def losses(size: int, steps: int) -> list[float]:
-        """Return the losses of the first steps of a new model. An error leaves FSDP in mid-step, so none is reused."""
+        """Return the losses of the first steps of a new model. No model is reused: an error leaves FSDP in mid-step."""
         torch.manual_seed(0)
         model = parallelize(Network(), mesh, checkpoint=[Block] if recompute else False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

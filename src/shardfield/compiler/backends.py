@@ -31,7 +31,7 @@ class Backend:
     def compile(self, graph: GraphModule, inputs: Sequence[Any], is_backward: bool, outputs: int) -> Callable:
         """Compile a graph. Its first `outputs` results are returned to the user; the others are saved for backward."""
         if self._chosen == "inductor":
-            # Inductor must keep the order of a graph with collectives: it overlaps them with computation.
+            # Inductor must not reorder a graph with collectives: the order overlaps them with computation.
             has_collectives = any(node.target is WAIT for node in graph.graph.nodes)
             return inductor_compile(graph, inputs, is_backward, outputs, has_collectives)
         _views_to_reshapes(graph)

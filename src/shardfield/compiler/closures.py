@@ -59,9 +59,9 @@ class Captured:
                     self._visit(value, 2)
 
     def _visit(self, value: Any, depth: int, strict: bool = False) -> None:
-        """Visit a value and what it refers to.
+        """Visit a value and the objects that it refers to.
 
-        strict: refuse a tensor that a function captures at once; otherwise the trace refuses it when it is used.
+        strict: raise if a function captures a tensor. Otherwise the trace raises when the tensor is used.
         """
         if depth > MAX_DEPTH or id(value) in self._seen:
             return

@@ -124,7 +124,7 @@ _define(
 )
 _define("depend(Tensor x, Tensor token) -> Tensor", _depend, lambda x, token: x.new_empty(x.shape))
 _define(
-    "random_key(int serial) -> Tensor",  # the serial number prevents that two calls are merged as common subexpressions
+    "random_key(int serial) -> Tensor",  # `serial` keeps two calls from being merged as common subexpressions
     _random_key,
     lambda serial: torch.empty(1, dtype=torch.int64),
     tags=(torch.Tag.nondeterministic_seeded,),

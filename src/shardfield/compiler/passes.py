@@ -1,7 +1,7 @@
 """Graph passes that make collectives cheaper without changing results.
 
 "once" merges identical collectives. "buckets" coalesces small all_reduces of gradients. "overlap" starts a collective
-as soon as its input is computed, and waits for it behind computation that does not need its result. A fourth pass,
+as soon as its input is computed, and waits for it after computation that does not need its result. A fourth pass,
 "halos", works on modules before the trace (see `program`).
 """
 
@@ -186,7 +186,7 @@ def _merge_all_reduces(graph: Graph, members: list[Node]) -> None:
     first_wait = min(wait for m in members for wait in find_waits(m))
     with graph.inserting_after(start):
         merged_wait = add(WAIT, (start, joined, [total]), values[0].new_empty(total))
-    if first_wait < last:  # users of the waits move behind the merged wait; no start op is among them
+    if first_wait < last:  # move users of the waits after the merged wait; no start op is among them
         _move_after(graph, [wait for m in members for wait in find_waits(m)], merged_wait)
     offset, after = 0, merged_wait
     for member, value in zip(members, values, strict=True):
@@ -206,7 +206,7 @@ def _merge_all_reduces(graph: Graph, members: list[Node]) -> None:
 
 
 def _move_after(graph: Graph, waits: list[Node], target: Node) -> None:
-    """Move wait ops and all nodes that depend on them behind the target, in their present order."""
+    """Move wait ops and all nodes that depend on them to after the target, in their present order."""
     moved = _transitive_users(waits)
     previous = target
     for node in [n for n in graph.nodes if n in moved and n < target]:
@@ -215,7 +215,7 @@ def _move_after(graph: Graph, waits: list[Node], target: Node) -> None:
 
 
 def overlap(graph: Graph) -> None:
-    """Start each collective as soon as its input is computed, and wait for it behind independent computation."""
+    """Start each collective as soon as its input is computed, and wait for it after independent computation."""
     for start in find_starts(graph):
         _hoist(graph, start)
     for wait in [n for n in graph.nodes if n.target is WAIT]:
@@ -256,7 +256,7 @@ def _rebalance_overlap(graph: Graph) -> None:
 def _deferrable_nodes(
     compute: Node, start: Node, wait: Node, nodes: list[Node], index: dict[Node, int]
 ) -> list[Node] | None:
-    """Return a compute op and all that depends on it before `wait`, or None if they cannot move behind `start`."""
+    """Return a compute op and its dependents before `wait`, or None if they cannot move to after `start`."""
     if index[wait] - index[compute] > MAX_MOVE:
         return None
     moved = {compute}
@@ -271,7 +271,7 @@ def _deferrable_nodes(
 
 
 def _hoist(graph: Graph, start: Node) -> None:
-    """Move a start op, and the cheap nodes that only prepare its input, up to directly behind its last input."""
+    """Move a start op up to right after its last input, with the cheap nodes that only prepare that input."""
     moved, to_visit = {start}, [start]
     while to_visit:
         for needed in to_visit.pop().all_input_nodes:
@@ -294,7 +294,7 @@ def _hoist(graph: Graph, start: Node) -> None:
 
 
 def _sink(graph: Graph, wait: Node) -> None:
-    """Move up to MAX_OVERLAP_OPS following compute ops that do not depend on a wait op in front of it."""
+    """Delay a wait op: move up to MAX_OVERLAP_OPS later compute ops that do not depend on it to before it."""
     dependents, independent, compute_count, last = {wait}, [], 0, None
     node, seen = wait.next, 0
     while node.op != "output" and seen < MAX_MOVE and compute_count < MAX_OVERLAP_OPS:

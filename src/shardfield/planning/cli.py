@@ -63,7 +63,7 @@ def command(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardfield plan",
-        description="Rank the meshes for a model: does it fit in memory, how long is a step, and what communicates?",
+        description="Rank the meshes for a model by memory and step time, and show what each module communicates.",
         epilog="Further options are those of the recipe; see `shardfield train RECIPE --help`.",
         allow_abbrev=False,
     )

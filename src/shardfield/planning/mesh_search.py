@@ -141,8 +141,8 @@ class Planner:
         for mesh in meshes:
             show(f"{gpus} GPUs: {' x '.join(map(str, mesh))}")
             ranking.options.append(self.evaluate(mesh, representative_ranks(mesh)[:1]))
-        # So far each mesh was judged by its middle rank. The first and last rank may take longer, so the best mesh is
-        # evaluated again with all representative ranks, until the best one has been.
+        # So far each mesh was evaluated by its middle rank. Its first and last rank may take longer, so evaluate the
+        # best mesh again with all representative ranks, until the best mesh is one that has been evaluated so.
         while True:
             ranking.options.sort(key=_sort_key)
             best = ranking.best
