@@ -17,17 +17,17 @@ from .errors import ShardfieldError
 USAGE = """usage: shardfield COMMAND [...]
 
   train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
-  check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  does a model give on ranks what it gives on one device?
-  plan [RECIPE] --gpus 8,64,512 --memory 80GB        which mesh, does it fit, what does a step cost?
-  bench [NAME ...] [--quick] [--out DIR]             how fast is it beside what one would use instead? --list: names
-  info                                               versions and devices
+  check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
+  plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
+  bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
+  info                                               print versions and devices
 
 Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns its exit code. 2: what was asked for cannot be, and one line says why."""
+    """Run a command and return its exit code. 2: invalid arguments, explained in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
@@ -65,14 +65,14 @@ def train(words: list[str]) -> int:
         if "--config" in words:
             at = words.index("--config")
             if at + 1 == len(words):
-                raise UsageError("--config wants a file")
+                raise UsageError("--config needs a file")
             default = from_file(kind, Path(words[at + 1]))
             del words[at : at + 2]
         prog = f"shardfield train {name}"
         config = tyro.cli(kind, args=words, default=default, prog=prog, console_outputs=_rank() == 0)
         config.check()
         return _run(recipe, config)
-    except SystemExit as end:  # tyro has said what is wrong, or shown the help
+    except SystemExit as end:  # tyro has printed an error or the help
         return int(end.code or 0)
     except Preempted as end:
         _print_rank0(str(end))
@@ -93,7 +93,7 @@ def _run(recipe, config) -> int:
     begun = time.monotonic()
     DistributedManager.initialize()
     manager = DistributedManager()
-    if not torch.distributed.is_initialized():  # one process: a world of its own
+    if not torch.distributed.is_initialized():  # a single process without a launcher
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = config.mesh(manager.device.type)
@@ -105,7 +105,7 @@ def _run(recipe, config) -> int:
         log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
         try:
             task = recipe(config, mesh, log)
-        except ValueError as error:  # what the data or the model say of the values they were given
+        except ValueError as error:  # an error of the data or the model about an option
             raise UsageError(str(error)) from error
         trainer = Trainer(task, config, mesh, log)
         results = trainer.run()
@@ -113,8 +113,8 @@ def _run(recipe, config) -> int:
             trainer.draw()
             if manager.rank == 0:
                 plot_curves(config.out)
-        told = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
-        log.print_line(f"done in {time.monotonic() - begun:.0f} s: {told}; see {config.out}")
+        summary = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
+        log.print_line(f"done in {time.monotonic() - begun:.0f} s: {summary}; see {config.out}")
         return 0
     finally:
         DistributedManager.cleanup()
@@ -125,7 +125,7 @@ def check(words: list[str]) -> int:
 
     try:
         return command(words)
-    except SystemExit as end:  # argparse has said what is wrong, or shown the help
+    except SystemExit as end:  # argparse has printed an error or the help
         return int(end.code or 0)
     except ShardfieldError as error:
         return _fail(str(error))
@@ -134,11 +134,11 @@ def check(words: list[str]) -> int:
 def plan(words: list[str]) -> int:
     from .planning.cli import command
 
-    if _rank() != 0:  # one process answers for all
+    if _rank() != 0:  # the plan is the same on all ranks
         return 0
     try:
         return command(words)
-    except SystemExit as end:  # argparse or tyro has said what is wrong, or shown the help
+    except SystemExit as end:  # argparse or tyro has printed an error or the help
         return int(end.code or 0)
     except ShardfieldError as error:
         return _fail(str(error))
@@ -149,7 +149,7 @@ def bench(words: list[str]) -> int:
 
     try:
         return command(words)
-    except SystemExit as end:  # argparse has said what is wrong, or shown the help
+    except SystemExit as end:  # argparse has printed an error or the help
         return int(end.code or 0)
     except (ShardfieldError, OSError) as error:
         return _fail(str(error))
@@ -160,7 +160,7 @@ def info(words: list[str]) -> int:
 
     try:
         ours = version("shardfield")
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # run from a source tree
         ours = "(not installed)"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
@@ -172,7 +172,7 @@ def info(words: list[str]) -> int:
 
 
 def _rank() -> int:
-    """This process's rank before there is a world: from the launcher's variables."""
+    """Return this process's rank from the launcher's variables, before a process group exists."""
     from .distributed.launch import detect
 
     try:

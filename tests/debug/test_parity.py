@@ -123,7 +123,7 @@ def test_bad_input():
         ("No module named", {"factory": "no_such_module:x", "shape": (1,)}),
         ("2 dims .* for a mesh of 1 axes", {"factory": good, "shape": (1,), "dims": (0, 1)}),
         ("one to three axes", {"factory": good, "shape": (1,), "mesh": ()}),
-        ("say the shape", {"factory": good}),
+        ("pass the shape", {"factory": good}),
     ):
         with pytest.raises(ShardfieldError, match=words):
             check(**given)

@@ -113,4 +113,4 @@ def too_wide() -> str:
 
 
 def test_halo_wider_than_the_field():
-    assert all("beyond the end of 4 rows" in said for said in run_on_ranks(too_wide, 2))
+    assert all("a field of 4 rows cannot have 5 cells" in said for said in run_on_ranks(too_wide, 2))

@@ -1,4 +1,4 @@
-"""Does a model give on ranks what it gives on one device? Run it both ways and compare everything."""
+"""Run a model on one device and sharded over ranks, and compare outputs, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ..testing import RanksFailed, run_on_ranks
 from .explain import explain
 
 AXIS_NAMES = ("h", "w", "d")
-NOISE = 1e-6  # of the largest gradient: what is below is compared as if it were this large
+NOISE = 1e-6  # fraction of the largest gradient; smaller gradients are compared relative to this
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass
 class Line:
-    """One thing that was compared: its largest difference, relative to the largest number of one device's.
+    """One comparison: the largest difference, relative to the largest number on one device.
 
-    A gradient that is nothing but rounding (of a bias before a batch norm, say) is held against the largest of all.
+    A gradient that consists of rounding errors (of a bias before a batch norm) is compared relative to the largest one.
     """
 
     kind: str  # "output", "input gradient", "parameter gradient", "buffer"
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass
 class Parity:
-    """What `check` found. True where everything agrees; print it for the certificate."""
+    """The result of `check`: True if everything agrees. Print it for the certificate."""
 
     model: str
     shape: tuple[int, ...]
@@ -67,16 +67,16 @@ class Parity:
 
     def __str__(self) -> str:
         mesh = " x ".join(map(str, self.mesh))
-        told = [
+        lines = [
             f"{self.model} on {self.shape}, mesh {mesh}, float64: {self.messages} messages, {self.bytes} bytes a rank"
         ]
-        told += [f"{'ok     ' if x.error <= self.tolerance else 'DIFFERS'} {x}" for x in self.lines]
+        lines += [f"{'ok     ' if x.error <= self.tolerance else 'DIFFERS'} {x}" for x in self.lines]
         agree = sum(x.error <= self.tolerance for x in self.lines)
-        told.append(f"{agree} of {len(self.lines)} agree within {self.tolerance:g}; the worst is {self.worst:.1e}")
+        lines.append(f"{agree} of {len(self.lines)} agree within {self.tolerance:g}; the worst is {self.worst:.1e}")
         if self.first is not None:
-            told.append(f"the first submodule whose output differs: {self.first}")
-        told.append(f"gathered: {', '.join(self.gathers)}" if self.gathers else "no call gathered its operands")
-        return "\n".join([*told, "same as one device" if self else "NOT the same as one device"])
+            lines.append(f"the first submodule whose output differs: {self.first}")
+        lines.append(f"gathered: {', '.join(self.gathers)}" if self.gathers else "no call gathered its operands")
+        return "\n".join([*lines, "same as one device" if self else "NOT the same as one device"])
 
 
 def check(
@@ -93,13 +93,13 @@ def check(
 ) -> Parity:
     """Run a model on one device and on gloo ranks of a mesh, forward and backward, in float64, and compare.
 
-    `factory`, a module-level function or "package.module:name", makes the model, or (model, tensors to call it with);
-    without tensors it is called with random numbers of `shape`. The first tensor is cut along `dims`, one for each
-    mesh axis (by default the one before the last, or the last two), in uneven pieces unless `even`. Compared are the
-    outputs, the gradients of a random weighting of them for input and parameters, and the buffers afterwards; where
-    outputs differ, the first submodule whose output does. The model is in training mode, but for its dropout modules:
-    ranks draw by global index, and so not the numbers that one device draws. With `steps`, so many steps of gradient
-    descent follow, and the parameters they lead to are compared too.
+    `factory`, a module-level function or "package.module:name", returns the model, or (model, input tensors); without
+    tensors the model is called with random numbers of `shape`. The first tensor is sharded along `dims`, one per mesh
+    axis (by default the second last, or the last two), with uneven shards unless `even`. Outputs, the gradients of a
+    random weighting of them for input and parameters, and the buffers afterwards are compared; if outputs differ, the
+    report names the first submodule whose output does. The model is in training mode except for its dropout modules:
+    sharded random numbers differ from those of one device. `steps` adds steps of gradient descent, after which the
+    parameters are compared too.
 
         parity = shardfield.check("mymodel:make", (1, 3, 64, 96), (2, 2))
         print(parity)
@@ -108,15 +108,15 @@ def check(
     name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
     ranks = math.prod(mesh)
     if not 1 <= len(mesh) <= len(AXIS_NAMES) or ranks < 1:
-        raise ShardfieldError(f"check: a mesh of one to three axes, not {tuple(mesh)}")
+        raise ShardfieldError(f"check: the mesh must have one to three axes, not {tuple(mesh)}")
     dims = tuple(dims) if dims is not None else {1: (-2,), 2: (-2, -1), 3: (-3, -2, -1)}[len(mesh)]
     if len(dims) != len(mesh):
         raise ShardfieldError(f"check: {len(dims)} dims {dims} for a mesh of {len(mesh)} axes {tuple(mesh)}")
     if isinstance(factory, str):
-        load(factory)  # ranks would say the same, at greater length
-    given = (name, None if shape is None else tuple(shape), tuple(mesh), dims, even, seed, steps)
+        load(factory)  # raise here: an error on the ranks would be longer
+    args = (name, None if shape is None else tuple(shape), tuple(mesh), dims, even, seed, steps)
     try:
-        found = run_on_ranks(_compare, ranks, *given, timeout=timeout)
+        found = run_on_ranks(_compare, ranks, *args, timeout=timeout)
     except RanksFailed as failed:
         raise ShardfieldError(f"check: {name} could not be run\n{failed}") from failed
     result: Parity = found[0]
@@ -128,7 +128,7 @@ def check(
 
 
 def load(name: str, who: str = "check") -> Any:
-    """What "package.module:name" names."""
+    """Import the object that "package.module:name" names."""
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ShardfieldError(f"{who}: {name!r} is not of the form package.module:name")
@@ -144,37 +144,37 @@ def load(name: str, who: str = "check") -> Any:
 def _compare(
     name: str, shape: Any, mesh_shape: Sequence[int], dims: Sequence[int], even: bool, seed: int, steps: int
 ) -> Parity:
-    """On a rank: both runs, and what differs."""
+    """Run the model on one device and sharded, and compare; called on every rank."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=AXIS_NAMES[: len(mesh_shape)])
     (model, tensors), (other, _) = _build_model(name, seed), _build_model(name, seed)
     if other is model:
         other = copy.deepcopy(model)
     if tensors is None:
         if shape is None:
-            raise ShardfieldError(f"check: {name} gives a model and no tensors for it: say the shape of its input")
+            raise ShardfieldError(f"check: {name} returns a model without input tensors: pass the shape of its input")
         tensors = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
     for one in (model, other):
         for part in one._apply(_to_float64).train().modules():
             if isinstance(part, DROPOUT):
                 part.eval()
-    with torch.no_grad():  # numbers that the factory did not draw from torch
+    with torch.no_grad():  # random numbers that did not come from torch's generator
         for here, there in zip(_parameters_and_buffers(model), _parameters_and_buffers(other), strict=True):
             if not torch.equal(here, there):
                 there.copy_(here)
-    whole = [_to_float64(t) if isinstance(t, Tensor) else t for t in tensors]
-    cut = _shard_input(whole[0], mesh, dims, even)
-    rest = [wrap(t.clone(), Layout.replicate(mesh, t.shape)) if isinstance(t, Tensor) else t for t in whole[1:]]
+    full = [_to_float64(t) if isinstance(t, Tensor) else t for t in tensors]
+    sharded = _shard_input(full[0], mesh, dims, even)
+    rest = [wrap(t.clone(), Layout.replicate(mesh, t.shape)) if isinstance(t, Tensor) else t for t in full[1:]]
 
-    expected, parts = _run(model, whole, seed)
+    expected, parts = _run(model, full, seed)
     with explain() as report:
-        got, sharded_parts = _run(other, [cut, *rest], seed)
+        got, sharded_parts = _run(other, [sharded, *rest], seed)
     if steps:
-        expected += _train_steps(model, whole, seed, steps)
-        got += _train_steps(other, [cut, *rest], seed, steps)
-    found = Parity(name, tuple(whole[0].shape), tuple(mesh_shape), 0.0)
+        expected += _train_steps(model, full, seed, steps)
+        got += _train_steps(other, [sharded, *rest], seed, steps)
+    found = Parity(name, tuple(full[0].shape), tuple(mesh_shape), 0.0)
     found.gathers = sorted({row.op for row in report.gathers})
     found.messages, found.bytes, found.table = report.messages, report.bytes, str(report)
-    # in the order of the calls; every rank compares all of them, since that may communicate
+    # In call order. Every rank compares all outputs, because full_tensor() communicates.
     for (which, wanted), (_, value) in zip(parts, sharded_parts, strict=True):
         found.lines.append(Line("module", which, _relative_error(value, wanted, 0.0)))
     largest: dict[str, float] = {}
@@ -186,8 +186,11 @@ def _compare(
 
 
 def _build_model(name: str, seed: int) -> tuple[nn.Module, Any]:
-    """The model and its tensors, if it comes with some. It is made twice, not copied: a copy of a model that has put
-    one of its own methods away would call the original's submodules."""
+    """Return the model and its input tensors, if it has some.
+
+    The model is built twice, not copied: a copy of a model that stores one of its bound methods would call the
+    original's submodules.
+    """
     torch.manual_seed(seed)
     made = load(name)()
     return made if isinstance(made, tuple) else (made, None)
@@ -208,18 +211,18 @@ def _shard_input(tensor: Tensor, mesh: Any, dims: Sequence[int], even: bool) -> 
     for axis, dim in enumerate(dims):
         dim %= tensor.ndim
         size, ranks = tensor.shape[dim], mesh.size(axis)
-        lengths = list(balanced(size, ranks))
-        if not even and ranks > 1 and lengths[-1] > 1:
-            give = max(lengths[-1] // 3, 1)
-            lengths[0], lengths[-1] = lengths[0] + give, lengths[-1] - give
+        shard_sizes = list(balanced(size, ranks))
+        if not even and ranks > 1 and shard_sizes[-1] > 1:
+            moved = max(shard_sizes[-1] // 3, 1)
+            shard_sizes[0], shard_sizes[-1] = shard_sizes[0] + moved, shard_sizes[-1] - moved
         coord = mesh.get_local_rank(axis)
-        block = block.narrow(dim, starts(lengths)[coord], lengths[coord])
+        block = block.narrow(dim, starts(shard_sizes)[coord], shard_sizes[coord])
         placements.append(Shard(dim) if ranks > 1 else Replicate())
     return ShardTensor.from_local(block.clone(), mesh, placements)
 
 
 def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[str, str, Any]], list[tuple[str, Any]]]:
-    """Everything that is compared, by kind and name, and the outputs of submodules in the order they were called."""
+    """Return all compared values by kind and name, and the outputs of submodules in call order."""
     parts: list[tuple[str, Any]] = []
 
     def watch(name: str) -> Callable:
@@ -254,7 +257,7 @@ def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[st
 
 
 def _train_steps(model: nn.Module, tensors: list[Any], seed: int, steps: int) -> list[tuple[str, str, Any]]:
-    """The parameters after steps of gradient descent, the first along the gradients at hand."""
+    """Return the parameters after steps of gradient descent; the first step uses the current gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(steps):
         if step:
@@ -265,7 +268,7 @@ def _train_steps(model: nn.Module, tensors: list[Any], seed: int, steps: int) ->
 
 
 def _to_nested(out: Any) -> Any:
-    """Outputs as nested lists: models return objects of all kinds that hold tensors."""
+    """Convert output objects that contain tensors, such as dataclasses, to lists."""
     if hasattr(out, "to_tuple"):
         return list(out.to_tuple())
     return list(vars(out).values()) if hasattr(out, "__dataclass_fields__") else out
@@ -277,7 +280,7 @@ def _max_abs(value: Any) -> float:
 
 
 def _relative_error(value: Any, wanted: Any, floor: float) -> float:
-    """The largest difference over the largest number, or `floor`; infinite where one is missing or of another shape."""
+    """Return the largest difference over the largest number (at least `floor`); inf if a value is missing."""
     value = value.full_tensor() if isinstance(value, ShardTensor) else value
     if value is None or wanted is None:
         return 0.0 if value is wanted else math.inf
@@ -292,25 +295,26 @@ def _relative_error(value: Any, wanted: Any, floor: float) -> float:
 
 
 def command(words: list[str]) -> int:
-    """`shardfield check module:factory --shape 1,3,64,96 --mesh 2,2`; prints the certificate."""
+    """Run `shardfield check module:factory --shape 1,3,64,96 --mesh 2,2` and print the certificate."""
     import argparse
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(n) for n in text.split(","))
 
     parser = argparse.ArgumentParser(prog="shardfield check", description=check.__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("factory", help="package.module:name of a function that makes the model")
-    parser.add_argument("--shape", type=numbers, help="of the input, e.g. 1,3,64,96")
+    parser.add_argument("factory", help="package.module:name of a function that returns the model")
+    parser.add_argument("--shape", type=numbers, help="shape of the input, e.g. 1,3,64,96")
     parser.add_argument("--mesh", type=numbers, default=(2,), help="ranks along each mesh axis, e.g. 2,2")
-    parser.add_argument("--dims", type=numbers, help="which dim each mesh axis cuts; the last ones by default")
-    parser.add_argument("--even", action="store_true", help="cut into equal pieces")
-    parser.add_argument("--steps", type=int, default=0, help="of gradient descent, whose parameters are compared too")
+    parser.add_argument("--dims", type=numbers, help="the dim that each mesh axis shards; by default the last ones")
+    parser.add_argument("--even", action="store_true", help="use equal shards")
+    parser.add_argument("--steps", type=int, default=0, help="steps of gradient descent; compare the parameters too")
     parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference that passes")
-    parser.add_argument("--no-table", action="store_true", help="leave out what every call did and sent")
-    given = parser.parse_args(words)
+    parser.add_argument("--no-table", action="store_true", help="do not print the calls and their messages")
+    args = parser.parse_args(words)
     sys.path.insert(0, os.getcwd())
-    found = check(given.factory, given.shape, given.mesh, dims=given.dims, even=given.even, tolerance=given.tolerance)
-    if not given.no_table:
+    options = dict(dims=args.dims, even=args.even, steps=args.steps, tolerance=args.tolerance)
+    found = check(args.factory, args.shape, args.mesh, **options)
+    if not args.no_table:
         print(found.table)
     print(found)
     return 0 if found else 1

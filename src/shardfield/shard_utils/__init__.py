@@ -1,4 +1,4 @@
-"""Building blocks for users' own sharded ops, under the names that existing scripts use."""
+"""Building blocks for custom sharded ops, under the names that existing scripts use."""
 
 from .halo import HaloConfig as HaloConfig
 from .halo import halo_padding as halo_padding

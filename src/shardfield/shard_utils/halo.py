@@ -1,4 +1,4 @@
-"""Halos for users' own ops: a local block widened by its neighbours' rows, and by a boundary condition at the ends."""
+"""Halo exchange for custom ops: extend the local block by rows of its neighbors and by a boundary condition."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BOUNDARIES = ("zero", "circular", "reflect", "replicate", "pole")
 
 @dataclass(frozen=True)
 class HaloConfig:
-    """The halo of one tensor dim, which one mesh axis cuts.
+    """The halo of one tensor dim, which is sharded over one mesh axis.
 
-    Each block gets `halo_size` rows of its neighbours on either side (of several, where they are thin). At the ends of
-    the field it gets `edge_padding_size` cells made by `boundary`: "zero", "circular" (as around a circle of
-    latitude), "reflect" and "replicate" as in F.pad, or "pole": beyond the last row lies that row again, seen from the
-    other side, half way round `pole_dim` (which mesh axis `pole_mesh_dim` may cut). A boundary without an
-    `edge_padding_size` makes as many cells as the halo has. `lengths` states the blocks' sizes; without them, the
-    ranks tell each other. `communication_method` and `async_op` are accepted for scripts that state them.
+    Each block gets `halo_size` rows of its neighbors on either side (of several ranks, if shards are thinner). At the
+    ends of the field it gets `edge_padding_size` cells by `boundary`: "zero", "circular" (periodic, as along a circle
+    of latitude), "reflect" and "replicate" as in F.pad, or "pole": the last rows are mirrored and rotated by half of
+    `pole_dim`, the dim of longitudes (which mesh axis `pole_mesh_dim` may shard). A boundary without an
+    `edge_padding_size` has the width of the halo. `lengths` are the shard sizes; without them, the ranks exchange their
+    sizes. `communication_method` and `async_op` are accepted for compatibility and have no effect.
     """
 
     mesh_dim: int
@@ -53,17 +53,17 @@ class HaloConfig:
         if self.boundary is not None and self.boundary not in BOUNDARIES:
             raise ShardingError(f"boundary {self.boundary!r} is not one of {', '.join(BOUNDARIES)}")
         if (self.boundary == "pole") != (self.pole_dim is not None):
-            raise ShardingError('boundary "pole" and pole_dim (the dim of longitudes) belong together')
+            raise ShardingError('boundary "pole" needs pole_dim (the dim of longitudes), and no other boundary has it')
         if self.communication_method not in ("p2p", "a2a"):
-            raise ShardingError(f'communication_method is "p2p" or "a2a", not {self.communication_method!r}')
+            raise ShardingError(f'communication_method must be "p2p" or "a2a", not {self.communication_method!r}')
 
     @property
     def edge(self) -> int:
-        """How many cells lie beyond each end of the field."""
+        """The number of padding cells beyond each end of the field."""
         return self.edge_padding_size or (self.halo_size if self.boundary else 0)
 
     def ranges(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """The global range of each coord's widened block; one that holds nothing gets nothing."""
+        """Return the global range of each coord's extended block; that of an empty shard is empty."""
         size, found = sum(lengths), []
         for start, stop in shard_spans(lengths):
             low = -self.edge if start == 0 else max(start - self.halo_size, -self.edge)
@@ -73,9 +73,10 @@ class HaloConfig:
 
 
 def halo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Sequence[HaloConfig]) -> Tensor:
-    """This rank's block, widened along the dim of each config; corners come with the later ones. Differentiable.
+    """Return this rank's block, extended along the dim of each config; later configs include the corners.
 
-    One message to each rank that has rows for another, along each dim; the gradient's rows go back the same way.
+    One message per pair of ranks that share rows, along each dim. Adjoint: the gradient's halo rows are sent back and
+    added to the rows they were copied from.
 
         wide = halo_padding(block, mesh, HaloConfig(mesh_dim=0, tensor_dim=2, halo_size=1))
         sphere = halo_padding(block, mesh, [
@@ -83,16 +84,16 @@ def halo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Seq
             HaloConfig(1, 3, 2, boundary="circular"),
         ])
     """
-    block, lengths = _local_block(tensor), _known_shard_sizes(tensor)
+    block, layout_sizes = _local_block(tensor), _layout_shard_sizes(tensor)
     for config in _as_list(halo_config):
-        block = _pad_dim(block, mesh, config, lengths)
+        block = _pad_dim(block, mesh, config, layout_sizes)
     return block
 
 
 def unhalo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Sequence[HaloConfig]) -> Tensor:
-    """The block inside a widened one. Differentiable; nothing is sent.
+    """Return an extended block without its halo. Differentiable; no messages.
 
-    Without `lengths`, blocks are taken to be no thinner than the halo.
+    Without `lengths`, shards are assumed to be at least as wide as the halo.
     """
     for config in reversed(_as_list(halo_config)):
         dim = config.tensor_dim % tensor.ndim
@@ -115,21 +116,25 @@ def _local_block(tensor: Tensor) -> Tensor:
     return tensor._unmerged_value()._local_tensor if isinstance(tensor, ShardTensor) else tensor
 
 
-def _known_shard_sizes(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
-    """(axis, dim) -> the lengths that a ShardTensor knows."""
+def _layout_shard_sizes(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the shard sizes of a ShardTensor by (axis, dim)."""
     if not isinstance(tensor, ShardTensor):
         return {}
     layout = tensor._unmerged_value()._layout
     return {(layout.axes_of(d)[0], d): layout.shard_sizes(d) for d in range(layout.ndim) if len(layout.axes_of(d)) == 1}
 
 
-def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) -> Tensor:
+def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, layout_sizes: dict) -> Tensor:
     dim = config.tensor_dim % block.ndim
-    lengths = _shard_sizes(block, mesh, config.mesh_dim, dim, config.lengths or known.get((config.mesh_dim, dim)))
+    lengths = _shard_sizes(
+        block, mesh, config.mesh_dim, dim, config.lengths or layout_sizes.get((config.mesh_dim, dim))
+    )
     size, edge = sum(lengths), config.edge
     most = {"circular": size, "reflect": size - 1, "pole": size}.get(config.boundary or "", edge)
     if size == 0 or edge > most:
-        raise ShardingError(f"halo_padding: {edge} cells beyond the end of {size} rows by {config.boundary!r}")
+        raise ShardingError(
+            f"halo_padding: a field of {size} rows cannot have {edge} cells of {config.boundary!r} padding"
+        )
     wanted = config.ranges(lengths)
     requests = [_boundary_runs(config.boundary, size, edge, low, high) for low, high in wanted]
     coord, group = mesh.get_local_rank(config.mesh_dim), mesh.get_group(config.mesh_dim)
@@ -141,27 +146,27 @@ def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict) -
     front, back = max(-low, 0), max(high - size, 0)
     first, middle, last = wide.split([front, high - low - front - back, back], dim)
     assert config.pole_dim is not None
-    turn = _half_turn(block, mesh, config, known)
+    turn = _half_turn(block, mesh, config, layout_sizes)
     return torch.cat([turn(first), middle, turn(last)], dim)
 
 
 def _shard_sizes(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
-    """The blocks' sizes along a dim: stated, or told by the ranks."""
+    """Return the shard sizes along a dim: `stated`, or gathered from the ranks."""
     group, coord = mesh.get_group(axis), mesh.get_local_rank(axis)
     if stated is None:
         others = [n for d, n in enumerate(block.shape) if d != dim]
-        told = check_arguments(
+        sizes = check_arguments(
             "halo_padding", group, {"other dims": others, "dim": dim}, extra=[block.shape[dim]], always=True
         )
-        assert told is not None
-        return tuple(n for (n,) in told)
+        assert sizes is not None
+        return tuple(n for (n,) in sizes)
     if len(stated) != mesh.size(axis) or stated[coord] != block.shape[dim]:
-        raise ShardingError(f"halo_padding: a block of {tuple(block.shape)} is not piece {coord} of {tuple(stated)}")
+        raise ShardingError(f"halo_padding: a block of {tuple(block.shape)} is not shard {coord} of {tuple(stated)}")
     return tuple(stated)
 
 
 def _boundary_runs(boundary: str | None, size: int, edge: int, low: int, high: int) -> list[RowRequest]:
-    """The rows that stand at `low` to `high` of a field continued beyond its ends."""
+    """Return the source rows of positions `low` to `high` of a field that is extended beyond its ends."""
     if boundary in ("circular", "reflect", "replicate"):
         return padding_runs(boundary, size, edge, edge, low + edge, high + edge)
     first, last = max(low, 0), min(high, size)
@@ -173,18 +178,20 @@ def _boundary_runs(boundary: str | None, size: int, edge: int, low: int, high: i
     return mirrored + inside + ([RowRequest(2 * size - high, high - back, back - low, True)] if back < high else [])
 
 
-def _half_turn(block: Tensor, mesh: DeviceMesh, config: HaloConfig, known: dict):
-    """Rows moved half way round the circle of longitudes."""
+def _half_turn(block: Tensor, mesh: DeviceMesh, config: HaloConfig, layout_sizes: dict):
+    """Return a function that rotates rows by half of the longitudes."""
     dim = (config.pole_dim or 0) % block.ndim
     axis = config.pole_mesh_dim
-    lengths = (block.shape[dim],) if axis is None else _shard_sizes(block, mesh, axis, dim, known.get((axis, dim)))
-    around_it = sum(lengths)
-    if around_it % 2:
-        raise ShardingError(f'halo_padding: boundary "pole" needs an even number of longitudes, not {around_it}')
+    lengths = (
+        (block.shape[dim],) if axis is None else _shard_sizes(block, mesh, axis, dim, layout_sizes.get((axis, dim)))
+    )
+    longitudes = sum(lengths)
+    if longitudes % 2:
+        raise ShardingError(f'halo_padding: boundary "pole" needs an even number of longitudes, not {longitudes}')
     if axis is None:
-        return lambda rows: rows.roll(around_it // 2, dim)
+        return lambda rows: rows.roll(longitudes // 2, dim)
     requests = [
-        periodic_runs(start - around_it // 2, n, around_it) for start, n in zip(starts(lengths), lengths, strict=True)
+        periodic_runs(start - longitudes // 2, n, longitudes) for start, n in zip(starts(lengths), lengths, strict=True)
     ]
     route = fetch_route(dim, lengths, mesh.get_local_rank(axis), requests, lengths)
     return lambda rows: autograd_collectives.exchange(rows, route, mesh.get_group(axis))

@@ -1,7 +1,7 @@
-"""One wide halo for a run of convolutions instead of one each: fewer messages, some work done twice.
+"""Exchange one wide halo for a run of convolutions instead of one per layer: fewer messages, some redundant work.
 
-Where messages are slow and blocks are thick, it pays to fetch all that a run of layers will look at and to compute the
-rows near a cut on both sides of it. The result is exact: cells beyond the field are zero for every layer anew.
+If messages are slow and shards are wide, it pays to fetch the receptive field of a run of layers at once, and to
+compute the rows near a shard boundary on both sides. The result is exact: every layer pads the field with zeros.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ POINTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Tanh, 
 
 
 def halo_blocks(model: nn.Module, redundancy: float = 0.1) -> nn.Module:
-    """Let every nn.Sequential in `model` run its convolutions (and activations between) on one halo where it can.
+    """Run the convolutions (and activations between them) of every nn.Sequential in `model` on shared halos.
 
-    A run is as long as the work done twice stays below `redundancy` of the whole. Parameters, names and results stay
-    what they are; plain tensors go the usual way. Returns the model.
+    A run is as long as possible with redundant work below the fraction `redundancy`. Parameters, names and results do
+    not change, nor do calls with plain tensors. Returns the model.
 
         model = halo_blocks(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 3, 3, padding=1)))
     """
@@ -40,9 +40,9 @@ def halo_blocks(model: nn.Module, redundancy: float = 0.1) -> nn.Module:
 
 
 def install_halo_blocks(modules: Iterable[nn.Module], redundancy: float, only_if_fewer_bytes: bool = False) -> None:
-    """Let those of the modules that are an nn.Sequential, and run as one, run on shared halos.
+    """Run all nn.Sequential among the modules, without a forward of their own, on shared halos.
 
-    `only_if_fewer_bytes`: only where one halo is no more bytes than those of the layers, each for itself.
+    only_if_fewer_bytes: only if the shared halo has at most the bytes of the layers' separate halos.
     """
     for module in modules:
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
@@ -53,22 +53,22 @@ def install_halo_blocks(modules: Iterable[nn.Module], redundancy: float, only_if
 
 
 def halo_block_forward(layers: nn.Sequential, input: Any, redundancy: float, only_if_fewer_bytes: bool) -> Any:
-    """An nn.Sequential on shared halos."""
+    """Run an nn.Sequential on shared halos."""
     left = list(layers)
     while left:
         run = _fusable_layers(left) if isinstance(input, ShardTensor) else []
         value = input._unmerged_value() if run else input
-        taken = _count_fused(value._layout, tuple(map(_conv_shape, run)), redundancy, only_if_fewer_bytes) if run else 0
-        if taken:
-            input = _run_fused(value, run[:taken])
+        count = _count_fused(value._layout, tuple(map(_conv_shape, run)), redundancy, only_if_fewer_bytes) if run else 0
+        if count:
+            input = _run_fused(value, run[:count])
         else:
-            taken, input = 1, left[0](input)
-        left = left[taken:]
+            count, input = 1, left[0](input)
+        left = left[count:]
     return input
 
 
 class ConvShape(NamedTuple):
-    """What a convolution does to its input's shape; None in its place stands for a pointwise layer."""
+    """The arguments of a convolution that determine its output shape. A pointwise layer has None."""
 
     channels: int
     kernel: tuple[int, ...]
@@ -85,7 +85,7 @@ class ConvShape(NamedTuple):
 
 
 def _fusable_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers from the first on that look at neighbours or at nothing but their own cell."""
+    """Return the leading layers that are zero-padded convolutions or pointwise."""
     found = []
     for layer in layers:
         hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
@@ -106,14 +106,18 @@ def _conv_shape(layer: Any) -> ConvShape | None:
     nd = len(layer.kernel_size)
     before = resolve_padding(layer.padding, layer.kernel_size, to_ntuple(layer.dilation, nd))
     extra = [0] * nd
-    if layer.padding == "same":  # an even window has one cell more behind
+    if layer.padding == "same":  # an even window is padded by one cell more at the end
         extra = [d * (k - 1) % 2 for d, k in zip(to_ntuple(layer.dilation, nd), layer.kernel_size, strict=True)]
-    how = (layer.kernel_size, to_ntuple(layer.stride, nd), before, extra, to_ntuple(layer.dilation, nd))
-    return ConvShape(layer.out_channels, *(tuple(v) for v in how))
+    args = (layer.kernel_size, to_ntuple(layer.stride, nd), before, extra, to_ntuple(layer.dilation, nd))
+    return ConvShape(layer.out_channels, *(tuple(v) for v in args))
 
 
 class DimRanges(NamedTuple):
-    """Along one dim: for every layer its window and, by coord, the outputs it must make; how the last are cut."""
+    """The plan of a run along one dim.
+
+    windows: one per layer. needed: per layer, the outputs that each coord computes. owned: shard sizes of the result.
+    read: the input range of each coord.
+    """
 
     windows: tuple[Window, ...]
     needed: tuple[tuple[Span, ...], ...]
@@ -122,7 +126,7 @@ class DimRanges(NamedTuple):
 
     @property
     def work_ratio(self) -> float:
-        """The work of the busiest coord, as a share of what it would do alone."""
+        """The work of the busiest coord, relative to its work without redundancy."""
         own = [1, *(n for n in self.owned if n)]
         widest = [max(stop - start for start, stop in spans_) for spans_ in self.needed]
         return sum(widest) / (max(own) * len(widest) or 1)
@@ -130,23 +134,23 @@ class DimRanges(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _dim_ranges(lengths: tuple[int, ...], shapes: tuple[ConvShape, ...], i: int) -> DimRanges | None:
-    windows, cuts = [], [lengths]
+    windows, shardings = [], [lengths]
     for shape in shapes:
-        window = shape.window(i, sum(cuts[-1]))
+        window = shape.window(i, sum(shardings[-1]))
         if window.out < 1:
             return None
         windows.append(window)
-        cuts.append(window.owned(cuts[-1]))
-    needed = [tuple(shard_spans(cuts[-1]))]
+        shardings.append(window.owned(shardings[-1]))
+    needed = [tuple(shard_spans(shardings[-1]))]
     for window in reversed(windows):
         needed.append(tuple(window.input_range(*span) for span in needed[-1]))
     *made, read = needed
-    return DimRanges(tuple(windows), tuple(reversed(made)), cuts[-1], read)
+    return DimRanges(tuple(windows), tuple(reversed(made)), shardings[-1], read)
 
 
 @runtime.memo
 def _count_fused(layout: Layout, shapes: tuple[ConvShape | None, ...], redundancy: float, lean: bool) -> int:
-    """How many of the layers run together: 0 if it does not pay, or if the cut is not along space alone."""
+    """Return the number of layers to run on one halo: 0 if it does not pay, or if channels are sharded."""
     convs = [shape for shape in shapes if shape]
     if not convs or layout.ndim != len(convs[0].kernel) + 2 or layout.is_sharded(1):
         return 0
@@ -172,7 +176,7 @@ def _count_fused(layout: Layout, shapes: tuple[ConvShape | None, ...], redundanc
 
 
 def _sends_fewer_bytes(layout: Layout, convs: Sequence[ConvShape]) -> bool:
-    """Whether one halo of the first layer's input is at most what the halos of all layers' inputs are."""
+    """Return whether one halo of the first layer's input has at most the bytes of the halos of all layers."""
     channels, thickness, each_alone = layout.shape[1], 0, 0
     for shape in convs:
         cells = sum((shape.kernel[d - 2] - 1) * shape.dilation[d - 2] for d in layout.sharded_dims if d > 1)
@@ -182,7 +186,7 @@ def _sends_fewer_bytes(layout: Layout, convs: Sequence[ConvShape]) -> bool:
 
 
 def _run_fused(input: Any, layers: Sequence[nn.Module]) -> Any:
-    """The layers on one halo: it comes first, then every layer makes what the next ones need of it."""
+    """Exchange one halo, then run the layers; each of them computes the range that the next ones need."""
     layout, block = input._layout, input._local_tensor
     convs: list[Any] = [layer for layer in layers if isinstance(layer, CONVS)]
     shapes = [shape for shape in map(_conv_shape, convs) if shape]

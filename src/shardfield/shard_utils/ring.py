@@ -1,4 +1,4 @@
-"""Passing blocks around a ring of ranks: visit every rank's block while holding one."""
+"""Pass blocks around a ring of ranks: visit every rank's block with the memory of one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import ShardingError
 
 @dataclass(frozen=True)
 class RingPassingConfig:
-    """Which mesh axis the ring runs along, how long it is, and which way blocks go.
+    """The mesh axis, the size and the direction of a ring.
 
-    "forward" sends to the next coordinate. `communication_method` is accepted for scripts that state one ("p2p",
-    "a2a"); blocks always go straight from one rank to the next.
+    "forward" sends to the next coordinate. `communication_method` ("p2p", "a2a") is accepted for compatibility; blocks
+    are always sent point to point.
     """
 
     mesh_dim: int
@@ -27,17 +27,17 @@ class RingPassingConfig:
 
     def __post_init__(self) -> None:
         if self.ring_direction not in ("forward", "backward"):
-            raise ShardingError(f'ring_direction is "forward" or "backward", not {self.ring_direction!r}')
+            raise ShardingError(f'ring_direction must be "forward" or "backward", not {self.ring_direction!r}')
         if self.communication_method not in ("p2p", "a2a"):
-            raise ShardingError(f'communication_method is "p2p" or "a2a", not {self.communication_method!r}')
+            raise ShardingError(f'communication_method must be "p2p" or "a2a", not {self.communication_method!r}')
 
 
 def perform_ring_iteration(
     tensor: Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Hand this rank's block to its neighbour and take the other neighbour's, whose shape is `recv_shape`.
+    """Send this rank's block to its neighbor and return the other neighbor's block, of shape `recv_shape`.
 
-    Without `recv_shape` blocks are taken to be of one shape. Differentiable: the gradient goes the other way round.
+    Without `recv_shape` all blocks must have one shape. Adjoint: the gradient is sent in the opposite direction.
 
         blocks = perform_ring_iteration(block, mesh, RingPassingConfig(mesh_dim=0, mesh_size=mesh.size(0)))
     """
