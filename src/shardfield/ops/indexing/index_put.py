@@ -1,8 +1,9 @@
-"""Writing by index tensors: index_put, index_add, index_copy, index_fill, index_reduce, put.
+"""Write by index tensors: index_put, index_add, index_copy, index_fill, index_reduce.
 
-What is written travels, not what it is written into. An entry is written by the rank that holds its place: picked out
-where every rank has all entries, sent there where they are cut over the axis that cuts the indexed dim. What adds up
-is summed first, so that each rank sends one row for each place (see `lists`).
+The written rows are sent, never the target. Each entry is written by the rank that owns its row. If entries are
+replicated, each rank selects its own; if they are sharded over the axis that shards the indexed dim, they are sent to
+the owners. Rows that are summed are summed before they are sent, so that each rank sends one row per place
+(`exchange_lists`).
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ def align_write_layouts(
     item: int,
     reshard: bool,
 ) -> tuple[Layout, Layout, Layout | None]:
-    """Where target, entries and values must lie for a write along `dims` of the target.
+    """Return the layouts of target, entries and values for a write along `dims` of the target.
 
-    `values` has the entries' dims first, then the target's other dims (of size 1 where it broadcasts). adds: writes to
-    one place add up, so that a target no rank has cut may become Partial. fixed: the target is written in place and
-    keeps its layout, unless what is written is larger than it, or it may become another (see `homes`).
+    values: the entries' dims first, then the target's other dims (of size 1 where it broadcasts). accumulate: writes to
+    one place are summed, so that an unsharded target may become Partial. inplace: the target keeps its layout, unless
+    the values are larger or `reshard` says that nothing else refers to it (`result_placement.may_reshard`).
     """
     n, rest = entries.ndim, [d for d in range(target.ndim) if d not in dims]
     indexed = {a for d in dims for a in target.axes_of(d)}
-    still = inplace and not reshard and (values is None or values.numel <= target.numel)
-    if values is not None and not still:  # the target follows the values where it is not cut, which is free
+    keep_target = inplace and not reshard and (values is None or values.numel <= target.numel)
+    if values is not None and not keep_target:  # an unsharded dim takes the sharding of the values, locally
         for i, d in enumerate(rest, n):
-            taken = {*target.shard_axes, *target.partial_axes}
+            used_axes = {*target.shard_axes, *target.partial_axes}
             if values.axes_of(i) and values.shape[i] == target.shape[d] and not target.axes_of(d):
-                if not taken & set(values.axes_of(i)):
+                if not used_axes & set(values.axes_of(i)):
                     target = target.with_dim(d, *values.dims[i])
     index, entries = entries, _entry_layout(entries, values, {a for d in rest for a in target.axes_of(d)}, indexed)
     free = tuple(a for a in entries.shard_axes if a not in indexed)
-    spot = next((d for d in dims if not target.axes_of(d) and target.shape[d] > 1), None)
-    if free and spot is not None and not still and (not accumulate or not indexed):
+    out_dim = next((d for d in dims if not target.axes_of(d) and target.shape[d] > 1), None)
+    if free and out_dim is not None and not keep_target and (not accumulate or not indexed):
         held = [layout.origins(b) for layout in (values, index) if layout is not None for b in range(n)]
-        origin = find_row_origin(target.shape[spot], *held)
-        target = choose_result_layout(target, spot, free, entries.numel, item, accumulate, origin)
-    elif free and accumulate and not still:
+        origin = find_row_origin(target.shape[out_dim], *held)
+        target = choose_result_layout(target, out_dim, free, entries.numel, item, accumulate, origin)
+    elif free and accumulate and not keep_target:
         target = Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in free)])
     elif free:
         entries = entries.unshard([b for b in range(n) if set(free) & set(entries.axes_of(b))])
@@ -74,7 +75,7 @@ def align_write_layouts(
 
 
 def _entry_layout(entries: Layout, values: Layout | None, busy: set[int], indexed: set[int]) -> Layout:
-    """The cut of the entries: as the values are cut, then as the index is, over axes that are not `busy`."""
+    """Return the layout of the entries: sharded as the values, then as the index, over axes that are not `busy`."""
     dims: Dims = [(DimSharding(n),) for n in entries.shape]
     used = set(busy)
     for source in (values, entries):
@@ -85,18 +86,18 @@ def _entry_layout(entries: Layout, values: Layout | None, busy: set[int], indexe
             if source.nontrivial_axes(axes) and not axes & used:
                 dims[b] = source.dims[b]
                 used |= axes
-    # values that are cut over an axis of the indexed dims, but along another dim, are sent from entry to entry instead
+    # values that an axis of the indexed dims shards along another dim are resharded along an entry dim instead
     for axis in values.nontrivial_axes(values.shard_axes) if values is not None else ():
-        open_ = [b for b, d in enumerate(dims) if d == (DimSharding(entries.shape[b]),) and entries.shape[b] > 1]
-        if axis in indexed and axis not in used and open_:
-            b = max(open_, key=lambda b: entries.shape[b])
+        unsharded = [b for b, d in enumerate(dims) if d == (DimSharding(entries.shape[b]),) and entries.shape[b] > 1]
+        if axis in indexed and axis not in used and unsharded:
+            b = max(unsharded, key=lambda b: entries.shape[b])
             dims[b] = (DimSharding(entries.shape[b], (axis,), chunk(entries.shape[b], entries.mesh.size(axis))),)
             used.add(axis)
     return Layout.make(entries.mesh, dims)
 
 
 class IndexedWrite:
-    """A write along `dims`, planned: the layouts, and how a rank finds what it is to write."""
+    """The plan of a write along `dims`: layouts, and the exchange that brings each rank the rows that it writes."""
 
     def __init__(
         self,
@@ -134,18 +135,20 @@ class IndexedWrite:
         self.rest_shape = [n for d, n in enumerate(self.target.local_shape) if d not in dims]
 
     def writable_target(self, input: Tensor) -> Tensor:
-        """The tensor that is written: the operand itself, or a copy if it must not change."""
+        """Return the tensor to write into: the operand, or a copy if an in-place call must not change it yet."""
         return input.clone() if self.inplace and not self.writes_local else input
 
     def local_updates(self, indices: Sequence[Tensor], values: Tensor | None, device: torch.device) -> tuple[list, Any]:
-        """Positions in this rank's block that are written, and the rows for them: all others are left out.
+        """Return the positions in this rank's shard that are written, and their rows.
 
-        Index values are judged by torch where all ranks see the same, and by us where they do not.
+        torch checks index values that are equal on all ranks; others are checked here, so that all ranks raise.
         """
         report_placement(self.input_layout, self.target)
-        # a number where a list of one is meant
-        few = [i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices]
-        found = [i.to(device) for i in few]
+        # an index without dims stands for one entry
+        vectors = [
+            i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices
+        ]
+        found = [i.to(device) for i in vectors]
         here = self.entries.local_shape
         if len(self.dims) == 1 and self.exchange_axes:
             lists = self.request.lists_for(found[0].expand(here))
@@ -167,7 +170,7 @@ class IndexedWrite:
 
 
 def run_in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a planned in-place call: the local tensor was written, or the result is written into the target."""
+    """Run an in-place call. If the plan did not write the local tensor, the result replaces the target's value."""
     if target.__class__ is ShardTensor:
         target._check_writable()
         reduce_partial(target)
@@ -192,19 +195,19 @@ def _may_reshard_target(target: Any, *args: Any) -> bool:
 
 
 def reduce_partial(target: ShardTensor) -> None:
-    """Reduce a Partial that is about to be written."""
+    """Reduce a Partial tensor before it is written."""
     if target._layout.partial:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        whole = target._reduced_value()
-        target._local_tensor, target._layout, target._reduced_cache = whole._local_tensor, whole._layout, None
+        reduced = target._reduced_value()
+        target._local_tensor, target._layout, target._reduced_cache = reduced._local_tensor, reduced._layout, None
 
 
 # ---------------------------------------------------------------------- index_put
 
 
 def _plan_index_put(input: Operand, value: Operand, accumulate: bool, dims: torch.Size, *indices: Operand, fn):
-    """`value`: entry dims first, then the other dims of `input`, of size 1 where it broadcasts."""
+    """Plan index_put. `value` has entry dims first, then the other dims of `input`, of size 1 where it broadcasts."""
     entries = align(tuple(i.layout for i in indices)).result
     write = IndexedWrite(
         input, dims, entries, value.layout, accumulate, fn.__name__.endswith("_"), sum_duplicates=accumulate
@@ -232,7 +235,7 @@ def _plan_index_put(input: Operand, value: Operand, accumulate: bool, dims: torc
 run_index_put = make_handler(_plan_index_put, partial=False, merged=True)
 
 
-# ---------------------------------------------------------------------- whole rows of one dim
+# ---------------------------------------------------------------------- rows along one dim
 
 
 def _plan_row_write(
@@ -247,14 +250,14 @@ def _plan_row_write(
     merge: Any = (None, True),
     error: type[Exception] = IndexError,
 ):
-    """A function `fn(input, dim, index, source, ...)` that writes one row of `source` for each entry of the index.
+    """Plan a function `fn(input, dim, index, source, ...)` that writes one row of `source` per entry of the index.
 
     merge: the reduction, and whether the target's own values take part in it. error: raised for an index out of bounds.
     """
     name = fn.__name__
     if not input.ndim or not source.ndim:
         if input.ndim:
-            return None  # a source without dims fits no row: torch says so
+            return None  # the fallback raises torch's error: a source without dims fits no row
         return plan_replicated(
             lambda input, index, source: write_fn(input, dim, index, source), input.layout, index=index, source=source
         )
@@ -344,7 +347,7 @@ def _index_fill(input, dim, index, value, *, fn):
 
 
 def register_with_inplace(name: str, run: Callable) -> None:
-    """A planned function and its in-place form."""
+    """Register a planned function and its in-place form."""
     handler(name)(run)
     handler(name + "_")(lambda func, types, args, kwargs: run_in_place(run, func, args[0], args[1:], kwargs))
 

@@ -1,8 +1,9 @@
-"""Who holds the elements that an index asks for, and the way to them and back.
+"""Find the owners of the elements that an index names, and exchange entries with them.
 
-An entry of an index is one flat global number over the indexed dims. `Owners` turns it into a mesh coord or a position
-in this rank's block, by arithmetic alone. Where entries lie on the axis that cuts what they ask for, they travel to
-the owners (`AxisExchange`; `lists` has whole journeys): bytes follow the entries, never the field.
+An entry of an index is one flat global index over the indexed dims. `Owners` computes its mesh coordinate and its
+position in this rank's shard, without communication. Entries that are sharded over the axis that shards the indexed dim
+are sent to the owners along that axis (`AxisExchange`; `exchange_lists` chains axes). Bytes are proportional to the
+number of entries, not to the size of the indexed tensor.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .._common.value_checks import raise_if
 
 
 class Owners:
-    """The block that some dims of a layout span: which coord holds a flat global index over them, and where.
+    """The ownership of some dims of a layout: coordinate and local position of a flat global index over them.
 
-    `axes` are those over which entries may be held by other ranks: all that cut the dims, unless it is known better.
+    `axes` are the mesh axes along which other ranks may own entries: by default all that shard the dims.
     """
 
     def __init__(self, layout: Layout, dims: Sequence[int], axes: Sequence[int] | None = None):
@@ -36,7 +37,7 @@ class Owners:
         )
 
     def _unravel(self, flat: Tensor) -> list[list[tuple[DimSharding, Tensor]]]:
-        """One index for each factor of each dim."""
+        """Return the index along each factor of each dim."""
         factors = [self.layout.dims[d] for d in self.dims]
         if len(factors) == 1 and len(factors[0]) == 1:
             return [[(factors[0][0], flat)]]
@@ -50,26 +51,26 @@ class Owners:
         return found[::-1]
 
     def coord(self, flat: Tensor, axis: int) -> Tensor:
-        """The position on `axis` of the rank that holds each entry."""
+        """Return the coordinate on `axis` of the owner of each entry."""
         for row in self._unravel(flat):
             for factor, digit in row:
                 if axis in factor.axes:
                     ends = torch.tensor(factor.shard_sizes, device=flat.device).cumsum(0)
-                    piece = torch.searchsorted(ends, digit.contiguous(), right=True)
+                    shard = torch.searchsorted(ends, digit.contiguous(), right=True)
                     inner = factor.axes[factor.axes.index(axis) + 1 :]
-                    piece = piece.div(math.prod(self.layout.mesh.size(a) for a in inner), rounding_mode="floor")
-                    return piece % self.layout.mesh.size(axis)
-        raise AssertionError(f"axis {axis} does not cut dims {self.dims} of {self.layout}")
+                    shard = shard.div(math.prod(self.layout.mesh.size(a) for a in inner), rounding_mode="floor")
+                    return shard % self.layout.mesh.size(axis)
+        raise AssertionError(f"axis {axis} does not shard dims {self.dims} of {self.layout}")
 
     def local_mask(self, flat: Tensor, axes: Iterable[int]) -> Tensor:
-        """Which entries this rank's coords on `axes` hold."""
+        """Return which entries ranks with this rank's coordinates on `axes` own."""
         held = torch.ones_like(flat, dtype=torch.bool)
         for axis in axes:
             held &= self.coord(flat, axis) == self.layout.coords[axis]
         return held
 
     def positions(self, flat: Tensor) -> list[Tensor]:
-        """Where entries that this rank holds lie in its block, dim by dim."""
+        """Return the local positions of entries that this rank owns, dim by dim."""
         found = []
         for row in self._unravel(flat):
             here: Any = 0
@@ -80,14 +81,14 @@ class Owners:
         return found
 
     def flat(self, indices: Sequence[Tensor]) -> Tensor:
-        """Global indices, dim by dim, as one number."""
+        """Return the flat index of global indices that are given dim by dim."""
         total = indices[0]
         for index, size in zip(indices[1:], self.sizes[1:], strict=True):
             total = total * size + index
         return total
 
     def local_indices(self, device: torch.device) -> list[Tensor]:
-        """The global indices of this rank's block, dim by dim, each in the shape that broadcasts with the others."""
+        """Return the global indices of this rank's shard, dim by dim, in shapes that broadcast with each other."""
         found = []
         for i, d in enumerate(self.dims):
             along = torch.zeros(1, dtype=torch.int64, device=device)
@@ -100,17 +101,17 @@ class Owners:
 
 
 class AxisExchange(NamedTuple):
-    """One exchange along one axis: this rank's entries sorted by where they go, and the route there and back."""
+    """One exchange along one axis: the order of this rank's entries by destination, and the route to the owners."""
 
     order: Tensor
     inverse: Tensor
     route: Route
     group: ProcessGroup
-    is_noop: bool  # no rank of the group sends: all know, for all know all counts
+    is_noop: bool  # no rank of the group sends; equal on all ranks, since each has the counts of all
 
     @staticmethod
     def to(peers: Tensor, axis: int, layout: Layout) -> AxisExchange:
-        """A hop that takes entry i to coord `peers[i]`. One small message tells each rank what it will get."""
+        """Build the exchange that sends entry i to coordinate `peers[i]`. One small message exchanges the counts."""
         group, size, me = layout.mesh.get_group(axis), layout.mesh.size(axis), layout.coords[axis]
         counts = torch.bincount(peers, minlength=size).tolist()
         table = collectives.gather_ints(counts, group, peers.device)
@@ -119,15 +120,15 @@ class AxisExchange(NamedTuple):
         send = tuple((Region(((0, at, n),)),) for at, n in zip(starts(counts), counts, strict=True))
         recv = tuple((Region(((0, at, n),)),) for at, n in zip(starts(arriving), arriving, strict=True))
         route = Route(send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
-        idle = not any(n for c, row in enumerate(table) for peer, n in enumerate(row) if peer != c)
-        return AxisExchange(order, torch.argsort(order), route, group, idle)
+        is_noop = not any(n for c, row in enumerate(table) for peer, n in enumerate(row) if peer != c)
+        return AxisExchange(order, torch.argsort(order), route, group, is_noop)
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Rows go to their peers. Adjoint: the way back."""
+        """Send rows to their peers. Adjoint: `exchange_back`."""
         return autograd_collectives.exchange(rows.index_select(0, self.order), self.route, self.group)
 
     def exchange_back(self, rows: Tensor) -> Tensor:
-        """Rows return to where they came from. Adjoint: the way there."""
+        """Send rows back to the ranks they came from. Adjoint: `exchange`."""
         return autograd_collectives.exchange(rows, self.reverse_route, self.group).index_select(0, self.inverse)
 
     @property
@@ -137,14 +138,14 @@ class AxisExchange(NamedTuple):
 
 
 def select_rows(block: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> Tensor:
-    """(entries, other dims) of a block: what lies at the positions along `dims`."""
+    """Return the elements of a shard at positions along `dims`: (entries, other dims)."""
     if len(dims) == 1:
         return block.index_select(dims[0], positions[0]).movedim(dims[0], 0)
     return block.movedim(list(dims), list(range(len(dims))))[tuple(positions)]
 
 
 def gather_counts(count: int, layout: Layout, axes: Sequence[int], device: torch.device) -> tuple[int, ...]:
-    """Every rank's count over `axes`, row-major."""
+    """Return every rank's count over `axes`, row-major. One small message per axis."""
     counts = [count]
     for axis in reversed(axes):
         counts = [n for row in collectives.gather_ints(counts, layout.mesh.get_group(axis), device) for n in row]
@@ -154,9 +155,9 @@ def gather_counts(count: int, layout: Layout, axes: Sequence[int], device: torch
 def validate_index(
     index: Tensor, size: int, layout: Layout, negative: bool = True, error: type[Exception] = IndexError
 ) -> Tensor:
-    """The values of an index laid out as `layout`, negative ones counted from the end; all ranks raise or none.
+    """Return an index of layout `layout` without negative values, or raise on all ranks if one is out of bounds.
 
-    Ranks that hold different parts of the index agree by one small reduction.
+    Ranks with different shards of the index agree with one small all_reduce per axis.
     """
     with concrete_for(index):
         wrong = any_out_of_bounds(index, size, negative)
@@ -167,7 +168,7 @@ def validate_index(
 
 
 def any_out_of_bounds(index: Tensor, size: int, negative: bool) -> Tensor:
-    """Whether any entry names what is not there."""
+    """Return whether any entry is out of bounds."""
     return ((index < (-size if negative else 0)) | (index >= size)).any()
 
 
@@ -176,6 +177,6 @@ def out_of_bounds_error(size: int, error: type[Exception]) -> Exception:
 
 
 def wrap_negative(index: Tensor, size: int, negative: bool) -> Tensor:
-    """An index as int64, counted from the front."""
+    """Return an index as int64, with negative values counted from the end if `negative`."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + size, index) if negative else index

@@ -1,7 +1,7 @@
-"""Writing one element for each entry of an index: scatter, scatter_add, scatter_reduce, put, masked_scatter.
+"""Write one element per entry of an index: scatter, scatter_add, scatter_reduce, put, masked_scatter.
 
-As with rows (see `put`), an entry is written by the rank that holds its place. Where the dim of the index is whole on
-each rank the work is local.
+As with rows (`index_put`), each entry is written by the rank that owns its place. If the indexed dim is unsharded, the
+work is local.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .scatter_reduce import can_prereduce, scatter_index, scatter_reduce_rows
 
 
 def _entry_layout(index: Layout, src: Layout | None) -> Layout:
-    """How the entries are cut: as the source is, then as the index is."""
+    """Return the layout of the entries: sharded as the source, then as the index."""
     if src is None:
         return index
     dims = list(index.dims)
     for d, (factor,) in enumerate(src.dims):
-        taken = {a for e, (f,) in enumerate(dims) if e != d for a in f.axes}
-        if factor.axes and not taken & set(factor.axes):
+        used_axes = {a for e, (f,) in enumerate(dims) if e != d for a in f.axes}
+        if factor.axes and not used_axes & set(factor.axes):
             dims[d] = (slice_sharding(factor, 0, index.shape[d], 1),)
     return Layout.make(index.mesh, dims)
 
@@ -50,10 +50,13 @@ def _entry_layout(index: Layout, src: Layout | None) -> Layout:
 def _align_scatter_layouts(
     x: Layout, dim: int, entries: Layout, accumulate: bool, keep_operand: bool, item: int, origin: Origin | None
 ) -> tuple[Layout, Layout]:
-    """Where the target and the entries must lie. Entries cut over axes that the target does not use write addends
-    into a Partial, or make the target be cut there, or are made whole."""
+    """Return the layouts of target and entries.
+
+    Entries sharded over axes that the target does not use are summed into a Partial target, shard the target, or are
+    unsharded.
+    """
     x, entries = align_gather_layouts(x, dim, entries, keep_operand)
-    # over an axis that x has no part in, all ranks must write the same
+    # ranks along an axis over which x is replicated must all write the same entries
     entries = entries.unshard(
         [d for d in range(x.ndim) if d != dim and not set(entries.axes_of(d)) <= set(x.shard_axes)]
     )
@@ -78,62 +81,64 @@ def _plan_element_write(
     fn: Callable,
     fn_kwargs: dict,
 ):
-    """`fn(input, dim, index, src, **more)`, planned; `src` is a tensor or a number."""
+    """Plan `fn(input, dim, index, src, **fn_kwargs)`; `src` is a tensor or a number."""
     of_tensor = isinstance(src, Operand)
     fn(meta_tensor(input), dim, meta_tensor(index), meta_tensor(src) if of_tensor else src, **fn_kwargs)
     if not input.ndim or not index.numel() or index.ndim != input.ndim:
         if input.ndim and index.numel():
-            return None  # torch says what is wrong
+            return None  # the fallback raises torch's error
         others = {"index": index, "src": src} if of_tensor else {"index": index}
         return plan_replicated(
             lambda input, index, src: fn(input, dim, index, src, **fn_kwargs), input.layout, **others
         )
     dim, in_place = normalize_dim(dim, input.ndim), fn.__name__.endswith("_")
-    still = in_place and not reshard and index.numel() <= input.numel()
+    keep_target = in_place and not reshard and index.numel() <= input.numel()
     entries = _entry_layout(index.layout, src.layout if of_tensor else None)
     held = [t.layout.origins(dim) for t in (src, index) if isinstance(t, Operand)]
     origin = find_row_origin(input.shape[dim], *held)
-    layout, where = _align_scatter_layouts(input.layout, dim, entries, accumulate, still, input.dtype.itemsize, origin)
+    layout, where = _align_scatter_layouts(
+        input.layout, dim, entries, accumulate, keep_target, input.dtype.itemsize, origin
+    )
     owners = Owners(layout, range(layout.ndim), layout.nontrivial_axes(layout.axes_of(dim)))
-    ask = tuple(a for a in owners.axes if a in where.shard_axes)
-    whole_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
+    exchange_axes = tuple(a for a in owners.axes if a in where.shard_axes)
+    may_name_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims
     reduce = fn_kwargs.get("reduce", "sum" if accumulate else None)
     sums = of_tensor and reduce in ("sum", "add") and input.dtype is not torch.bool
-    merging = of_tensor and "include_self" in fn_kwargs and can_prereduce(reduce, input.dtype)
+    prereduces = of_tensor and "include_self" in fn_kwargs and can_prereduce(reduce, input.dtype)
     rows_of = Owners(layout, [dim])
-    asked = IndexRequest(rows_of, ask, where, layout.shape[dim], False, sums or merging, RuntimeError)
-    judged = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
-    before, kept = input.layout, layout.bare is input.layout.bare
+    request = IndexRequest(rows_of, exchange_axes, where, layout.shape[dim], False, sums or prereduces, RuntimeError)
+    torch_checks = has_no_empty_shards(layout) and not owners.axes and not where.nontrivial_axes(where.shard_axes)
+    before, keeps_layout = input.layout, layout.bare is input.layout.bare
     shape = layout.local_shape
 
     def local(input, index, src):
         report_placement(before, layout)
-        target = input.clone() if in_place and not kept else input
+        target = input.clone() if in_place and not keeps_layout else input
         here = tuple(slice(n) for n in index.shape)
-        if ask and whole_rows:
-            lists = asked.find_or_build(as_row_index(index, dim), index)
+        if exchange_axes and may_name_rows:
+            lists = request.find_or_build(as_row_index(index, dim), index)
             if lists is not None:
-                return by_rows(target, lists, src[here].movedim(dim, 0) if of_tensor else None, src)
+                return write_rows(target, lists, src[here].movedim(dim, 0) if of_tensor else None, src)
             index = index.to(torch.int64)
-        elif not judged:
+        elif not torch_checks:
             index = validate_index(index, layout.shape[dim], where, negative=False, error=RuntimeError)
-        if of_tensor:  # else torch has no gradient for a source larger than the index
+        if of_tensor:  # torch has no gradient for a source larger than the index
             src = src[here]
         if not owners.axes:
             return fn(target, dim, index, src, **fn_kwargs)
-        lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), ask, sums)
+        lists = ExchangeLists(owners, flat_element_indices(index, dim, owners, where), exchange_axes, sums)
         place = lists.positions[0]
         for position, size in zip(lists.positions[1:], shape[1:], strict=True):
             place = place * size + position
-        line = target.reshape(-1)
-        out = fn(line, 0, place, lists.deliver(src.reshape(-1)) if of_tensor else src, **fn_kwargs)
+        flat = target.reshape(-1)
+        out = fn(flat, 0, place, lists.deliver(src.reshape(-1)) if of_tensor else src, **fn_kwargs)
         if not in_place:
             return out.reshape(shape)
         return target if target.is_contiguous() else target.copy_(out.reshape(shape))
 
-    def by_rows(target: Tensor, lists: ExchangeLists, rows: Tensor | None, number: Any) -> Tensor:
-        """The same where the index names whole rows."""
-        if merging:
+    def write_rows(target: Tensor, lists: ExchangeLists, rows: Tensor | None, number: Any) -> Tensor:
+        """Write whole rows."""
+        if prereduces:
             assert rows is not None
             if not in_place:
                 return scatter_reduce_rows(target, dim, lists, rows, fn_kwargs["reduce"], fn_kwargs["include_self"])
@@ -144,10 +149,10 @@ def _plan_element_write(
 
     operands = {"input": layout, "index": where}
     if of_tensor:
-        cuts = [
+        shardings = [
             extend_sharding(f, n) if f.axes else DimSharding(n) for (f,), n in zip(where.dims, src.shape, strict=True)
         ]
-        operands["src"] = Layout.make(layout.mesh, [(f,) for f in cuts])
+        operands["src"] = Layout.make(layout.mesh, [(f,) for f in shardings])
     return Plan(local, layout, operands)
 
 
@@ -159,7 +164,7 @@ def _scatter(input, dim, index, src=None, *, value=None, reduce=None, reshard=Fa
     plan = _plan_element_write(input, dim, index, src, False, reshard, fn, more)
     if plan is None or isinstance(src, Operand):
         return plan
-    # a number comes as `src` or as `value`: either way the plan has it
+    # a number may be passed as `src` or as `value`; the plan has bound it
     local = lambda input, index: plan.local(input, index, src)  # noqa: E731
     return Plan(local, plan.layout, plan.operands)
 
@@ -176,7 +181,7 @@ def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True, reshar
 
 
 def _unsqueeze_scalar_index(run: Callable) -> Callable:
-    """An index without dims, which torch takes for a vector, made one."""
+    """Wrap a handler: an index without dims becomes a vector, as in torch."""
 
     def call(func, types, args, kwargs):
         if len(args) > 2 and args[0].ndim == 1 and isinstance(args[2], Tensor) and not args[2].ndim:
@@ -190,12 +195,12 @@ for _name, _planner in (("scatter", _scatter), ("scatter_add", _scatter_add), ("
     register_with_inplace(_name, _unsqueeze_scalar_index(make_handler(_planner, partial=False, merged=False)))
 
 
-# ---------------------------------------------------------------------- by flat number, and by mask
+# ---------------------------------------------------------------------- by flat index, and by mask
 
 
 @composed("put")
 def put(input, index, source, accumulate=False):
-    """Elements by their flat number."""
+    """Return a copy with elements written by their flat index."""
     if source.numel() != index.numel():
         raise IndexError(
             f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
@@ -207,13 +212,13 @@ def put(input, index, source, accumulate=False):
 
 @handler("put_")
 def put_(func, types, args, kwargs):
-    """Elements by their flat number, in place."""
+    """Write elements by their flat index, in place."""
     return args[0].copy_(put(*args, **kwargs))
 
 
 @composed("masked_scatter")
 def masked_scatter(input, mask, source):
-    """The elements of `source`, in order, where the mask is true."""
+    """Return a copy with the elements of `source`, in order, where the mask is true."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     mesh = mesh_of((input, mask, source), None)
     x, chosen = (
@@ -226,7 +231,7 @@ def masked_scatter(input, mask, source):
 
 @handler("masked_scatter_")
 def masked_scatter_(func, types, args, kwargs):
-    """The elements of `source`, in order, where the mask is true, in place."""
+    """Write the elements of `source`, in order, where the mask is true, in place."""
     return _masked_scatter_(*args, **kwargs)
 
 
@@ -248,7 +253,7 @@ def _masked_scatter(x: ShardTensor, mask: Tensor, source: Tensor) -> ShardTensor
     count = int(mask.sum())
     if source.numel() < count:
         raise RuntimeError("Number of elements of source < number of ones in mask")
-    if not x.ndim:  # one element: a choice
+    if not x.ndim:  # one element: selected without an exchange
         return x.copy_(torch.where(mask, source.reshape(-1)[0], x)) if count else x
     masked_put(x, 0, mask, source.reshape(-1)[:count])
     return x

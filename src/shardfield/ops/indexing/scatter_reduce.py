@@ -1,7 +1,7 @@
-"""Rows that are merged on their way: maxima, minima and means of what many entries write to one place.
+"""Reduce rows before they are sent: maximum, minimum and mean of all rows that entries write to one place.
 
-Each rank merges what its own entries write to a place and sends one row for it, as for sums. Gradients are those of one
-device: ties share alike, wherever they lie.
+Each rank reduces the rows that its own entries write to a place and sends one row for it, as for sums. Gradients equal
+those on one device: rows that tie share the gradient equally, on whichever rank they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .exchange_lists import ExchangeLists
 
 
 def can_prereduce(reduce: str | None, dtype: torch.dtype) -> bool:
-    """Whether rows can be merged before they are sent. (A product's gradient takes all of its factors.)"""
+    """Return whether rows can be reduced before they are sent. (The gradient of a product needs all its factors.)"""
     ordered = dtype is not torch.bool and not dtype.is_complex
     return (ordered and reduce in ("amax", "amin")) or (reduce == "mean" and dtype.is_floating_point)
 
@@ -22,7 +22,7 @@ def can_prereduce(reduce: str | None, dtype: torch.dtype) -> bool:
 def scatter_reduce_rows(
     target: Tensor, dim: int, lists: ExchangeLists, rows: Tensor, reduce: str, include_self: bool
 ) -> Tensor:
-    """`target`, along `dim`, with the rows of all ranks (entries first) reduced into it; a new tensor."""
+    """Return a new tensor: `target` with the rows of all ranks (entry dim first) reduced into it along `dim`."""
     if reduce != "mean":
         return _ScatterMinMax.apply(target, rows, lists, dim, reduce, include_self)
     rows = lists.deliver(rows).movedim(0, dim)
@@ -32,7 +32,7 @@ def scatter_reduce_rows(
 
 
 def scatter_index(lists: ExchangeLists, target: Tensor, dim: int) -> Tensor:
-    """Where the delivered rows go, as an index for a scatter along `dim`."""
+    """Return the positions of the delivered rows, as an index for a scatter along `dim`."""
     (at,) = lists.positions
     shape = list(target.shape)
     shape[dim] = len(at)
@@ -40,7 +40,7 @@ def scatter_index(lists: ExchangeLists, target: Tensor, dim: int) -> Tensor:
 
 
 def _entry_counts(lists: ExchangeLists, target: Tensor, dim: int) -> Tensor:
-    """How many entries name each row of this rank's block: known once the lists are."""
+    """Return the number of entries that name each row of this rank's shard, cached in the lists."""
     if lists.row_counts is None:
         ones = torch.ones(lists.num_entries, dtype=torch.int64, device=target.device)
         lists.row_counts = ones.new_zeros(target.shape[dim]).index_add(0, lists.positions[0], lists.deliver(ones))
@@ -48,9 +48,9 @@ def _entry_counts(lists: ExchangeLists, target: Tensor, dim: int) -> Tensor:
 
 
 class _ScatterMinMax(Collective):
-    """The largest (or smallest) of the target's and all ranks' rows.
+    """Take the maximum (or minimum) of the target's rows and all ranks' rows.
 
-    Backward: all that equal the result share its gradient alike, the target too, as torch has it.
+    Backward: all rows that equal the result, and the target's if it does, share its gradient equally, as in torch.
     """
 
     @staticmethod
@@ -68,13 +68,13 @@ class _ScatterMinMax(Collective):
         place = scatter_index(lists, target, dim)
         with torch.no_grad():
             chosen = rows == lists.fetch(out, [dim])
-            if lists.local_entries is not None:  # over other axes, other ranks have the places of other entries
+            if lists.local_entries is not None:  # along masked axes, other ranks own the places of other entries
                 chosen &= lists.fetch(torch.ones_like(out), [dim]) > 0
             chosen = chosen.to(grad.dtype)
             own = (target == out).to(grad.dtype)
             count = own.scatter_add(dim, place, lists.deliver(chosen).movedim(0, dim))
         share = grad / count
-        mine = share * own
+        target_grad = share * own
         if not include_self:
-            mine = mine.scatter(dim, place, 0)
-        return mine, lists.fetch(share, [dim]) * chosen, None, None, None, None
+            target_grad = target_grad.scatter(dim, place, 0)
+        return target_grad, lists.fetch(share, [dim]) * chosen, None, None, None, None
