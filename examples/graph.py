@@ -63,7 +63,7 @@ def main():
     with torch.no_grad():
         expected = model(points.full_tensor(), edge_index.full_tensor())
         agrees = torch.allclose(model(points, edge_index).full_tensor(), expected, atol=1e-4)
-    cached = [r for r in report.rows if "kept lists" in r.ending]
+    cached = [r for r in report.rows if "cached lists" in r.ending]
     fraction = max(r.bytes for r in cached) / (points.shape[0] * 16 * 4)
     if dm.rank == 0:
         print(f"{mesh.size()} ranks, {edge_index.shape[1]} edges: loss {losses[0]:.2f} to {losses[-1]:.2f}")

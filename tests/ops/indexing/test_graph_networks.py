@@ -181,7 +181,7 @@ def test_models(mesh):
 
 # ---------------------------------------------------------------------- messages
 
-KEPT, NEW = "rule: rows by kept lists", "rule: rows by new lists"
+KEPT, NEW = "rule: rows by cached lists", "rule: rows by new lists"
 ROW = WIDTH * 8
 SAID = 5  # bytes of a consensus of three ranks on four flags
 
@@ -316,7 +316,7 @@ def test_compact_shards_have_few_remote_rows():
 def small_or_large() -> None:
     """Check that sums into few rows are Partial, sums into many are sharded, and explain() reports it."""
     mesh = world_mesh((3,))
-    for count, width, ending in ((7, 2, "rule: addends of the whole"), (7, 20_000, NEW)):
+    for count, width, ending in ((7, 2, "rule: partial sums of the target"), (7, 20_000, NEW)):
         edge_layout = Layout.of(mesh, [Shard(0)], (12,), {0: (5, 0, 7)})
         src, index = torch.randn(12, width), torch.arange(12) % count
         with explain() as report:

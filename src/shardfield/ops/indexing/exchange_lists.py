@@ -1,12 +1,12 @@
-"""Exchange lists: which rows each rank needs of the others, made once for an index and kept for it.
+"""Exchange lists: the rows that each rank needs from every other, computed once per index tensor and cached.
 
-A rank asks for every distinct row once, however many of its entries name it, and sums what it writes to one row before
-it sends it: what travels are the rows along the borders of a graph, not its edges. The lists are kept as long as the
-index tensor lives and is not written, so that later calls with it, and with views of it, send rows alone.
+A rank fetches each distinct row once, however many of its entries name it, and sums the rows that it writes to one
+place before it sends them. For a graph, bytes follow the nodes along shard boundaries, not the edges. Lists are cached
+as long as the index tensor is alive and not written: later calls with it, and with views of it, send rows only.
 
-Whether the lists of an index are still good is for each rank to see for itself, but all must make the same of it: a
-rank that builds lists waits for the others. So they tell each other, a few bytes, before they go on. With
-SHARDFIELD_CHECK_SIZES=0, on all ranks, lists that are kept are trusted without a word.
+Each rank checks by itself whether its cached lists are valid, but building lists communicates, so all ranks must decide
+the same: they agree with a few bytes first. With SHARDFIELD_CHECK_SIZES=0, on all ranks, cached lists are used without
+this message.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from .owners import AxisExchange, Owners, any_out_of_bounds, out_of_bounds_error
 
 
 class ExchangeStage(NamedTuple):
-    """One exchange along one axis. `row_index` says where each entry's row is among those sent: the distinct ones, or
-    all
-    of them in the order of their peers."""
+    """One exchange along one axis.
+
+    row_index: the place of each entry's row among the rows sent, which are the distinct ones, or all of them ordered by
+    destination. num_sent: the number of rows sent.
+    """
 
     row_index: Tensor
     num_sent: int
@@ -41,28 +43,27 @@ class ExchangeStage(NamedTuple):
     group: ProcessGroup
 
     def fetch(self, rows: Tensor) -> Tensor:
-        """Rows come from their owners, one for each entry. Adjoint: `deliver`, sums of distinct rows."""
+        """Fetch one row per entry from the owners. Adjoint: `deliver`."""
         return autograd_collectives.exchange(rows, self.reverse_route, self.group).index_select(0, self.row_index)
 
     def deliver(self, rows: Tensor) -> Tensor:
-        """Rows go to their owners; those of one place are summed first. Adjoint: `fetch`."""
+        """Send rows to their owners; with `distinct`, rows of one place are summed first. Adjoint: `fetch`."""
         out = rows.new_zeros(self.num_sent, *rows.shape[1:])
         out = out.index_add(0, self.row_index, rows) if self.distinct else out.index_copy(0, self.row_index, rows)
         return autograd_collectives.exchange(out, self.route, self.group)
 
     def deliver_reduced(self, rows: Tensor, reduce: str) -> Tensor:
-        """`deliver` with another reduction than the sum ("amax", "amin"). Without autograd."""
+        """Send rows to their owners, reduced with "amax" or "amin" first. Without autograd."""
         out = rows.new_zeros(self.num_sent, *rows.shape[1:])
         out = out.scatter_reduce(0, expand_row_index(self.row_index, rows), rows, reduce, include_self=False)
         return autograd_collectives.exchange_no_grad(out, self.route, self.group)
 
 
 class ExchangeLists:
-    """The journey of an index's entries to the ranks that hold what they name: a stage for each axis in
-    `exchange_axes`.
+    """The exchange of an index's entries with the owners of their rows: one stage per axis in `exchange_axes`.
 
-    Over the other axes that cut the indexed dims every rank has the same entries: `local_entries` are those that this
-    rank has the rows of. `positions` are where they lie in its block, dim by dim.
+    Along other axes that shard the indexed dims (masked axes) every rank has the same entries, and `local_entries` are
+    those whose rows this rank owns. `positions` are their local positions, dim by dim.
     """
 
     def __init__(self, owners: Owners, flat: Tensor, exchange_axes: Sequence[int], distinct: bool):
@@ -71,23 +72,30 @@ class ExchangeLists:
 
     def _build(self, owners: Owners, flat: Tensor, exchange_axes: Sequence[int], distinct: bool) -> None:
         self.num_entries = len(flat)
-        self.has_negative = False  # whether an entry was counted from the end, on any rank
-        self.row_counts: Tensor | None = None  # of entries for each row of the block, once asked for
+        self.has_negative = False  # whether any rank has a negative entry
+        self.row_counts: Tensor | None = None  # number of entries per local row, computed on first use
         self.stages: list[ExchangeStage] = []
         for axis in exchange_axes:
             sent, inverse = torch.unique(flat, return_inverse=True) if distinct else (flat, None)
-            hop = AxisExchange.to(owners.coord(sent, axis), axis, owners.layout)
-            if not hop.is_noop:  # else all entries are where their rows are
-                place = hop.inverse if inverse is None else hop.inverse[inverse]
-                self.stages.append(ExchangeStage(place, len(sent), distinct, hop.route, hop.reverse_route, hop.group))
-                flat = hop.exchange(sent)
+            exchange = AxisExchange.to(owners.coord(sent, axis), axis, owners.layout)
+            if not exchange.is_noop:  # else every rank owns the rows of its entries
+                row_index = exchange.inverse if inverse is None else exchange.inverse[inverse]
+                self.stages.append(
+                    ExchangeStage(
+                        row_index, len(sent), distinct, exchange.route, exchange.reverse_route, exchange.group
+                    )
+                )
+                flat = exchange.exchange(sent)
         self.num_received = len(flat)
         masked = [a for a in owners.axes if a not in exchange_axes]
         self.local_entries = owners.local_mask(flat, masked).nonzero().flatten() if masked else None
         self.positions = owners.positions(flat if self.local_entries is None else flat[self.local_entries])
 
     def fetch(self, block: Tensor, dims: Sequence[int]) -> Tensor:
-        """The rows of a block along `dims` that the entries name: (entries, other dims). Partial over masked axes."""
+        """Return the rows of a shard along `dims` that entries name: (entries, other dims), Partial over masked axes.
+
+        Adjoint: `deliver`.
+        """
         rows = select_rows(block, dims, self.positions)
         if self.local_entries is not None:
             rows = rows.new_zeros(self.num_received, *rows.shape[1:]).index_copy(0, self.local_entries, rows)
@@ -96,38 +104,41 @@ class ExchangeLists:
         return rows
 
     def deliver(self, rows: Tensor) -> Tensor:
-        """The rows for `positions`, of all that the ranks have: those that name one place summed if made `distinct`."""
+        """Return all ranks' rows for `positions`; rows of one place are summed if `distinct`. Adjoint: `fetch`."""
         for stage in self.stages:
             rows = stage.deliver(rows)
         return rows if self.local_entries is None else rows.index_select(0, self.local_entries)
 
     def deliver_reduced(self, rows: Tensor, reduce: str) -> Tensor:
-        """`deliver_rows` with another reduction. Without autograd."""
+        """Return `deliver` with another reduction. Without autograd."""
         for stage in self.stages:
             rows = stage.deliver_reduced(rows, reduce)
         return rows if self.local_entries is None else rows.index_select(0, self.local_entries)
 
 
 def expand_row_index(index: Tensor, rows: Tensor) -> Tensor:
-    """A 1-D index for whole rows as a scatter wants it."""
+    """Return an index of rows, expanded to the shape of `rows` for a scatter."""
     return index.view(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
 
 
 def deliver_rows(
     owners: Owners, flat: Tensor, rows: Tensor, exchange_axes: Sequence[int]
 ) -> tuple[list[Tensor], Tensor]:
-    """Positions in this rank's block of the entries it holds, and their rows, for entries that all differ."""
+    """Return the local positions of the entries that this rank owns, and their rows; all entries differ."""
     lists = ExchangeLists(owners, flat, exchange_axes, distinct=False)
     return lists.positions, lists.deliver(rows)
 
 
-# ---------------------------------------------------------------------- keeping them
+# ---------------------------------------------------------------------- the cache
 
-_MAX_LISTS_PER_INDEX = 32  # of lists for one index tensor
+_MAX_LISTS_PER_INDEX = 32  # the oldest are evicted
 
 
 class IndexRequest(NamedTuple):
-    """What an index is used for: the layout and dims indexed, how, and where the index itself lies."""
+    """A use of an index: the owners of the indexed dims, the axes to exchange over, and the layout of the index.
+
+    negative: entries may count from the end. distinct: rows of one place are sent once. error: raised if out of bounds.
+    """
 
     owners: Owners
     exchange_axes: tuple[int, ...]
@@ -138,77 +149,80 @@ class IndexRequest(NamedTuple):
     error: type[Exception] = IndexError
 
     def lists_for(self, index: Tensor) -> ExchangeLists:
-        """The lists of one local index tensor of whole rows (of any shape: entries are in its order)."""
+        """Return the lists of a local index tensor of rows, of any shape."""
         found = self.find_or_build(index)
         assert found is not None
         return found
 
     def find_or_build(self, index: Tensor | None, checked_index: Tensor | None = None) -> ExchangeLists | None:
-        """The lists of an index, kept or new; None if some rank has none, where entries name elements, not rows.
+        """Return the cached or new lists of an index of rows; None if the entries of some rank name elements instead.
 
-        `checked_index` is what is judged on ranks that have no index of rows.
+        Communicates. `checked_index` holds the values to check on ranks that have no index of rows.
         """
-        seen = index if checked_index is None else checked_index
-        assert seen is not None
-        with concrete_for(seen if index is None else index):
-            return self._find_or_build(index, seen)
+        values = index if checked_index is None else checked_index
+        assert values is not None
+        with concrete_for(values if index is None else index):
+            return self._find_or_build(index, values)
 
-    def _find_or_build(self, index: Tensor | None, seen: Tensor) -> ExchangeLists | None:
-        kept, key = (None, ()) if index is None else self._cache_entry(index)
-        lists = None if kept is None else kept.get(key)
+    def _find_or_build(self, index: Tensor | None, values: Tensor) -> ExchangeLists | None:
+        cached, key = (None, ()) if index is None else self._cache_entry(index)
+        lists = None if cached is None else cached.get(key)
         if lists is not None and not consensus.checks_enabled():
             return self._validate_cached(lists)
-        wrong = lists is None and bool(any_out_of_bounds(seen, self.size, True))
-        below = bool((seen < 0).any()) if lists is None else lists.has_negative
-        missing, elements, wrong, below = _any_rank([lists is None, index is None, wrong, below], self.index_layout)
-        if wrong or (below and not self.negative):
+        invalid = lists is None and bool(any_out_of_bounds(values, self.size, True))
+        has_negative = bool((values < 0).any()) if lists is None else lists.has_negative
+        missing, names_elements, invalid, has_negative = _any_rank(
+            [lists is None, index is None, invalid, has_negative], self.index_layout
+        )
+        if invalid or (has_negative and not self.negative):
             raise out_of_bounds_error(self.size, self.error)
-        if elements:
+        if names_elements:
             return None
         assert index is not None
         if not missing and lists is not None:
             return self._validate_cached(lists)
         explain.record_outcome("rule: rows by new lists", nested=True)
-        with torch.inference_mode(False):  # a training step may use them too
-            flat = wrap_negative(index, self.size, below).reshape(-1)
+        with torch.inference_mode(False):  # lists built in inference mode must work in a training step too
+            flat = wrap_negative(index, self.size, has_negative).reshape(-1)
             lists = ExchangeLists(self.owners, flat, self.exchange_axes, self.distinct)
-        lists.has_negative = below
-        if kept is not None:
-            kept[key] = lists
-            if len(kept) > _MAX_LISTS_PER_INDEX:
-                del kept[next(iter(kept))]
+        lists.has_negative = has_negative
+        if cached is not None:
+            cached[key] = lists
+            if len(cached) > _MAX_LISTS_PER_INDEX:
+                del cached[next(iter(cached))]
         return lists
 
     def _validate_cached(self, lists: ExchangeLists) -> ExchangeLists:
-        """Kept lists, unless they are of an index that may not be used here."""
+        """Return cached lists, or raise if the index has negative entries that are not allowed here."""
         if lists.has_negative and not self.negative:
             raise out_of_bounds_error(self.size, self.error)
-        explain.record_outcome("rule: rows by kept lists", nested=True)
+        explain.record_outcome("rule: rows by cached lists", nested=True)
         return lists
 
     def _cache_entry(self, index: Tensor) -> tuple[dict[tuple, ExchangeLists] | None, tuple]:
-        """The lists that are kept of an index, and the name of those wanted."""
+        """Return the cached lists of an index tensor, and the key of this request among them."""
         found = base_and_version(index)
         if found is None:
             return None, ()
-        root, version = found
+        base, version = found
         table = runtime.active.exchange_lists
-        known = table.get(root)
-        if known is None or known[0] != version:
-            known = table[root] = (version, {})
+        entry = table.get(base)
+        if entry is None or entry[0] != version:
+            entry = table[base] = (version, {})
         owners = self.owners
-        layout, cuts = owners.layout, tuple(owners.layout.dims[d] for d in owners.dims)  # other dims may differ
-        part = (index.dtype, index.storage_offset(), tuple(index.shape), index.stride())
-        return known[1], (part, layout.mesh, cuts, owners.axes, self.exchange_axes, self.distinct)
+        layout = owners.layout
+        shardings = tuple(layout.dims[d] for d in owners.dims)  # lists do not depend on the other dims
+        view = (index.dtype, index.storage_offset(), tuple(index.shape), index.stride())
+        return entry[1], (view, layout.mesh, shardings, owners.axes, self.exchange_axes, self.distinct)
 
 
 def _any_rank(flags: Sequence[bool], where: Layout) -> list[bool]:
-    """Which flags any rank has set, of those over which an index is cut."""
+    """Return for each flag whether any rank along the axes that shard the index has set it."""
     return consensus.any_rank(flags, [where.mesh.get_group(axis) for axis in where.nontrivial_axes(where.shard_axes)])
 
 
 def as_row_index(index: Tensor, dim: int) -> Tensor | None:
-    """Return the vector that an index of elements repeats along all dims but `dim`, else None: it names whole rows.
+    """Return the vector that an index of elements repeats along all dims but `dim`: it names rows. Else None.
 
     A constant index of a traced program stays one: a select that is traced would hide its values.
     """

@@ -82,7 +82,7 @@ def choose_result_layout(
 def report_placement(before: Layout, after: Layout) -> None:
     """Record in explain() that a replicated target became Partial."""
     if len(after.partial) > len(before.partial):
-        explain.record_outcome("rule: addends of the whole", nested=True)
+        explain.record_outcome("rule: partial sums of the target", nested=True)
 
 
 # ---------------------------------------------------------------------- targets that are written in place

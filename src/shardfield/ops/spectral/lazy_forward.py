@@ -193,7 +193,7 @@ class LazySpectrum(Deferred):
         return [b for b in (r() for r in self.block_refs) if b is not None]
 
     def _rebind_views(self) -> None:
-        """Rebind the tensors of all blocks to views of the materialized spectrum."""
+        """Rebind the tensors of all blocks to views of the materialized spectrum; mark views of them as stale."""
         assert self.local is not None
         spectrum = wrap(self.local, self.layout)
         left, self.block_refs = self._live_blocks(), []
