@@ -121,5 +121,5 @@ def test_tfno(forks, tmp_path):
         header, told = text.splitlines()
         assert header == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
         here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
-        # 8 channels of 8 x 5 modes, and the consensus on a slice and on an inverse
-        assert here == alone and told.endswith("{'convs.0': 2608, 'convs.1': 2608}")
+        # 8 channels of 8 x 5 modes, and the consensus on a slice, on the write into zeros and on an inverse
+        assert here == alone and told.endswith("{'convs.0': 2632, 'convs.1': 2632}")
