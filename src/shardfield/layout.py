@@ -1,8 +1,8 @@
-"""Who owns what: the layout of a tensor that lies in pieces on a device mesh.
+"""The layout of a tensor that is sharded over a device mesh.
 
-A `Layout` is a value: mesh, global shape, and for every tensor dim how it is cut. It is known on every rank
-without communication, equal layouts are the same object (they are interned), and it answers questions about
-ownership. Nothing in this file touches data or the network.
+A `Layout` is a value: mesh, global shape, and the sharding of every tensor dim. Every rank computes it without
+communication. Equal layouts on one mesh are the same object (they are interned, weakly, see `runtime.py`). A layout
+answers which rank holds which indices. Nothing in this file touches data or communicates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 
 def chunk(size: int, parts: int) -> tuple[int, ...]:
-    """The lengths torch.chunk gives: equal ones, then a shorter one, then zeros.
+    """Return the shard sizes of torch.chunk: equal ones, then a smaller one, then zeros.
 
     >>> chunk(5, 4)
     (2, 2, 1, 0)
@@ -90,7 +90,7 @@ def chunk(size: int, parts: int) -> tuple[int, ...]:
 
 
 def balanced(size: int, parts: int) -> tuple[int, ...]:
-    """Lengths that differ by at most one.
+    """Return shard sizes that differ by at most one.
 
     >>> balanced(5, 4)
     (2, 1, 1, 1)
@@ -100,12 +100,12 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
 
 
 def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each piece begins."""
+    """Return the index at which each shard begins."""
     return tuple(accumulate(shard_sizes, initial=0))[:-1]
 
 
 class Layout:
-    """Mesh, global shape, and the cut of every dim. Build with `Layout.of`, `Layout.replicate` or a transform."""
+    """Mesh, global shape and sharding of every dim. Build with `Layout.of`, `Layout.replicate` or a transform."""
 
     mesh: DeviceMesh
     shape: torch.Size
@@ -113,7 +113,7 @@ class Layout:
     partial: tuple[tuple[int, str], ...]
     has_origins: bool
 
-    # ------------------------------------------------------------------ making one
+    # ------------------------------------------------------------------ construction
 
     @staticmethod
     def make(
@@ -156,8 +156,7 @@ class Layout:
         shape: Sequence[int],
         shard_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> Layout:
-        """A layout from DTensor-style placements; `shard_sizes` gives the cut of a tensor dim, else it is
-        torch.chunk's."""
+        """Return the layout of DTensor placements. `shard_sizes`: by tensor dim, else those of torch.chunk."""
         shape = tuple(int(n) for n in shape)
         if len(placements) != mesh.ndim:
             raise ShardingError(f"{len(placements)} placements for a mesh of {mesh.ndim} axes: one each is needed")
@@ -202,11 +201,11 @@ class Layout:
         if used and not used <= set(range(self.mesh.ndim)):
             raise ShardingError(f"the mesh has {self.mesh.ndim} axes; the layout names {sorted(used)}")
 
-    # ------------------------------------------------------------------ this rank's part
+    # ------------------------------------------------------------------ this rank's shard
 
     @cached_property
     def coords(self) -> tuple[int, ...]:
-        """This rank's position on every mesh axis."""
+        """This rank's coordinate on every mesh axis."""
         coords = self.mesh.get_coordinate()
         if coords is None:
             raise ShardingError(f"this rank is not on the mesh {self.mesh}")
@@ -214,19 +213,19 @@ class Layout:
 
     @cached_property
     def local_shape(self) -> torch.Size:
-        """The shape this rank holds."""
+        """The shape of this rank's local tensor."""
         return self.local_shape_at(self.coords)
 
     def local_shape_at(self, coords: Sequence[int]) -> torch.Size:
-        """The shape the rank at `coords` holds."""
+        """Return the shape of the local tensor of the rank at `coords`."""
         return torch.Size(math.prod(self.local_size_of(f, coords) for f in d) for d in self.dims)
 
     def local_size_of(self, factor: DimSharding, coords: Sequence[int] | None = None) -> int:
-        """How much of one factor the rank at `coords` holds."""
+        """Return the size of the shard of one factor on the rank at `coords`."""
         return factor.shard_sizes[self.index(factor.axes, coords)] if factor.axes else factor.size
 
     def index(self, axes: Sequence[int], coords: Sequence[int] | None = None) -> int:
-        """Row-major position of `coords` over `axes`."""
+        """Return the row-major position of `coords` over `axes`."""
         coords = self.coords if coords is None else coords
         flat = 0
         for axis in axes:
@@ -234,7 +233,7 @@ class Layout:
         return flat
 
     def span(self, dim: int, coords: Sequence[int] | None = None) -> Span:
-        """The global index range of a simple dim that the rank at `coords` (default: this one) holds."""
+        """Return the global index range of a simple dim on the rank at `coords`, by default this rank."""
         (factor,) = self.dims[dim]
         if not factor.axes:
             return Span(0, factor.size)
@@ -242,7 +241,7 @@ class Layout:
         start = sum(factor.shard_sizes[:i])
         return Span(start, start + factor.shard_sizes[i])
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ properties
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -266,43 +265,43 @@ class Layout:
 
     @cached_property
     def shard_axes(self) -> tuple[int, ...]:
-        """Mesh axes that cut a dim."""
+        """The mesh axes that shard a dim."""
         return tuple(sorted(a for d in self.dims for f in d for a in f.axes))
 
     @cached_property
     def partial_axes(self) -> tuple[int, ...]:
-        """Mesh axes over which the value is still to be reduced."""
+        """The mesh axes with a pending reduction."""
         return tuple(a for a, _ in self.partial)
 
     @cached_property
     def is_replicated(self) -> bool:
-        """True if every rank holds the whole value (axes of size 1 do not count)."""
+        """True if every rank holds the full value; axes of size 1 do not count."""
         return not self.nontrivial_axes(self.shard_axes) and not self.nontrivial_axes(self.partial_axes)
 
     @cached_property
     def is_simple(self) -> bool:
-        """True if no dim is the merge of several cut ones."""
+        """True if no dim merges several sharded ones."""
         return all(len(d) == 1 for d in self.dims)
 
     def nontrivial_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Those of `axes` that have more than one rank."""
+        """Return those of `axes` that have more than one rank."""
         return tuple(a for a in axes if self.mesh.size(a) > 1)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
-        """The mesh axes that cut a dim, outermost first."""
+        """Return the mesh axes that shard a dim, outermost first."""
         return tuple(a for f in self.dims[dim] for a in f.axes)
 
     def is_sharded(self, dim: int) -> bool:
-        """True if a dim lies on more than one rank."""
+        """Return True if a dim is sharded over more than one rank."""
         return bool(self.nontrivial_axes(self.axes_of(dim)))
 
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
-        """The dims that lie on more than one rank."""
+        """The dims that are sharded over more than one rank."""
         return tuple(d for d in range(self.ndim) if self.is_sharded(d))
 
     def shard_sizes(self, dim: int) -> tuple[int, ...]:
-        """The length of every piece of a simple dim."""
+        """Return the shard sizes of a simple dim."""
         (factor,) = self.dims[dim]
         return factor.shard_sizes or (factor.size,)
 
@@ -316,27 +315,27 @@ class Layout:
         return self.with_dims([[f.with_origins() for f in d] for d in self.dims])
 
     def origins(self, dim: int) -> tuple[Origin, ...]:
-        """The origins of a simple dim; of a merged dim none."""
+        """Return the origins of a simple dim; none of a merged dim."""
         return self.dims[dim][0].origins if len(self.dims[dim]) == 1 else ()
 
     # ------------------------------------------------------------------ transforms
 
     def with_dims(self, dims: Iterable[Iterable[DimSharding]]) -> Layout:
-        """The same mesh and partial axes, other dims."""
+        """Return the layout with the same mesh and partial axes and other dims."""
         return Layout.make(self.mesh, dims, self.partial)
 
     def with_partial(self, axes: Iterable[int], op: str = "sum") -> Layout:
-        """The same dims, partial over exactly `axes`."""
+        """Return the layout with the same dims, Partial over exactly `axes`."""
         return Layout.make(self.mesh, self.dims, [(a, op) for a in axes])
 
     def with_dim(self, dim: int, *factors: DimSharding) -> Layout:
-        """One dim replaced."""
+        """Return the layout with one dim replaced."""
         dims = list(self.dims)
         dims[dim] = factors
         return self.with_dims(dims)
 
     def unshard(self, dims: Iterable[int]) -> Layout:
-        """The same layout with `dims` whole on every rank."""
+        """Return the layout with `dims` unsharded."""
         chosen = {d % self.ndim for d in dims}
         return self.with_dims(
             [
@@ -346,28 +345,28 @@ class Layout:
         )
 
     def drop_dims(self, dims: Iterable[int]) -> Layout:
-        """The layout of the tensor after `dims` are dropped."""
+        """Return the layout without `dims`."""
         chosen = {d % self.ndim for d in dims}
         return self.with_dims([f for d, f in enumerate(self.dims) if d not in chosen])
 
     def permute(self, order: Sequence[int]) -> Layout:
-        """The layout of the tensor after its dims are reordered."""
+        """Return the layout with reordered dims."""
         return self.with_dims([self.dims[d] for d in order])
 
     def insert(self, dim: int, size: int = 1) -> Layout:
-        """The layout after a new whole dim is put before `dim`."""
+        """Return the layout with a new unsharded dim before `dim`."""
         dims = list(self.dims)
         dims.insert(dim, (DimSharding(size),))
         return self.with_dims(dims)
 
     def unmerged(self) -> Layout:
-        """The layout with every factor of every dim as a dim of its own."""
+        """Return the layout with every factor of every dim as its own dim."""
         return self.with_dims([(f,) for d in self.dims for f in d])
 
     # ------------------------------------------------------------------ the documented spec surface
 
     def sharding_shapes(self) -> list[list[torch.Size]]:
-        """`[axis][coord]` -> the local shape of the rank at that coord, the other coords being this rank's."""
+        """Return `[axis][coord]` -> local shape of the rank at that coord; its other coords are this rank's."""
         table = []
         for axis in range(self.mesh.ndim):
             at = [self.coords[:axis] + (c,) + self.coords[axis + 1 :] for c in range(self.mesh.size(axis))]
@@ -375,7 +374,7 @@ class Layout:
         return table
 
     def offsets(self) -> tuple[int, ...]:
-        """The global index of this rank's first element, dim by dim (the first factor of a merged dim)."""
+        """Return the global index of this rank's first element, dim by dim."""
         return tuple(self._start(d) for d in range(self.ndim))
 
     def _start(self, dim: int) -> int:
@@ -408,15 +407,15 @@ class Layout:
 
 
 def shard_sizes_of(factor: DimSharding) -> tuple[int, ...]:
-    """The lengths of a factor's pieces; an uncut one is a single piece."""
+    """Return the shard sizes of a factor; an unsharded one has a single shard."""
     return factor.shard_sizes if factor.axes else (factor.size,)
 
 
 def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
-    """The shortest list of factors for a dim: a factor is taken into the one before it where that keeps pieces whole.
+    """Return the shortest list of factors of a dim: merge a factor into the one before where shards stay contiguous.
 
-    (A cut, B) is (AB cut): a cut of A with B whole behind it is a contiguous cut of AB. So it is where one rank holds
-    all of B, though B is cut (as a dim of size 1 is), and where A has one index only.
+    (A sharded, B unsharded) is (AB sharded): the shards of A times all of B are contiguous in AB. The same holds if one
+    rank holds all of a sharded B (as of a dim of size 1), and if A has a single index.
     """
     found: list[DimSharding] = []
     for factor in factors:
@@ -431,7 +430,7 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
 
 
 def _merged_origins(outer: DimSharding, inner: DimSharding) -> Iterable[Origin]:
-    """The origins of a dim that merges two factors: those of both; one of size 1 selects nothing and has no say."""
+    """Return the origins of a dim that merges two factors: the common ones, or all if one has size 1."""
     if 1 in (outer.size, inner.size):
         return (*outer.origins, *inner.origins)
     return [origin for origin in outer.origins if origin in inner.origins]
@@ -440,10 +439,10 @@ def _merged_origins(outer: DimSharding, inner: DimSharding) -> Iterable[Origin]:
 def regroup(
     factors: Iterable[DimSharding], sizes: Sequence[int], snap: bool = False
 ) -> list[tuple[DimSharding, ...]] | None:
-    """The same cuts seen as dims of other sizes (of the same product), or None where a cut falls inside a new dim.
+    """Return the same sharding as dims of other `sizes` with the same product, or None if a shard would split an index.
 
-    This is what a view does to a layout: an uncut factor may be split anywhere, a cut one only where every
-    piece is a whole number of the inner part. With `snap`, cuts that are not so are moved to the nearest such place.
+    This is the effect of a view on a layout: an unsharded factor may be split anywhere, a sharded one only where every
+    shard is a multiple of the inner size. With `snap`, other shard boundaries are moved to the nearest such index.
 
     >>> regroup([DimSharding(6, (0,), (2, 4))], [3, 2])
     [(DimSharding(size=3, axes=(0,), shard_sizes=(1, 2)),), (DimSharding(size=2, axes=(), shard_sizes=()),)]
@@ -476,12 +475,12 @@ def regroup(
 
 
 def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """torch.chunk by the first number of parts, each piece by the second, and so on; row-major."""
+    """Return the shard sizes of torch.chunk by the first number of parts, each shard by the second, ...; row-major."""
     if not parts:
         return (size,)
     return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))
 
 
 def outer_shard_sizes(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
-    """Lengths over all but the innermost axis, which has `inner` coordinates."""
+    """Return the shard sizes over all but the innermost axis, which has `inner` coordinates."""
     return tuple(sum(lengths[i : i + inner]) for i in range(0, len(lengths), inner))

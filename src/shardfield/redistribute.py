@@ -1,8 +1,8 @@
-"""Layout -> layout: the steps that take a tensor from where it lies to where it is wanted.
+"""Redistribute a local tensor from one layout to another, in steps.
 
-Steps are planned once for each pair of layouts (pure, cached) and each is one differentiable move along one mesh
-axis. The order keeps messages few and small: sums first (into shards where the target wants shards), then cuts
-that cost nothing, then swaps and changes of cut, and whole gathers last.
+Steps are planned once for each pair of layouts (pure, cached). Each is one differentiable collective along one mesh
+axis. The order keeps messages few and small: reductions first (reduce_scatter where the target is sharded), then local
+slices, then all_to_all between dims and changes of shard sizes, and all_gathers last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .layout import DimSharding, Layout, Span, nested_chunk, outer_shard_sizes, 
 
 
 class Step(NamedTuple):
-    """One move: its name for reports, what it does to the local tensor, and the layout after it."""
+    """One redistribution along one mesh axis: name, function of the local tensor, layout after it."""
 
     name: str
     run: Callable[[Tensor], Tensor]
@@ -30,13 +30,13 @@ class Step(NamedTuple):
 
 
 def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """The local tensor under `target` of the value whose local tensor under `source` is `local`.
+    """Return the local tensor under `target` of the value whose local tensor under `source` is `local`.
 
     Differentiable. The result may share memory with `local`.
     """
     if source is target:
         return local
-    if trace_state.is_concrete(local):  # part of a program that is being traced, and not of what it computes
+    if trace_state.is_concrete(local):  # a constant of the traced program
         with trace_state.concrete():
             return redistribute(local, source, target)
     for step in steps(source, target):
@@ -46,7 +46,7 @@ def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
 
 @runtime.memo
 def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """The moves from `source` to `target`: pure."""
+    """Plan the steps from `source` to `target`. Pure."""
     if source.shape != target.shape:
         raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot be laid out as {target}")
     if source.mesh is not target.mesh:
@@ -67,7 +67,7 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _common_sizes(a: tuple[DimSharding, ...], b: tuple[DimSharding, ...]) -> list[int] | None:
-    """Sizes of factors in which both cuts of one dim can be written, if there are any."""
+    """Return sizes of factors that express both shardings of one dim, or None."""
     if len(a) == len(b) == 1:
         return [a[0].size]
     for one, other in ((a, b), (b, a)):
@@ -79,7 +79,7 @@ def _common_sizes(a: tuple[DimSharding, ...], b: tuple[DimSharding, ...]) -> lis
 
 
 def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
-    """The index ranges of a dim that each coord of its one wide axis holds; None if many or cut by others."""
+    """Return the index ranges of a dim by coord of `axis`; None if there are many or other axes shard it."""
     *outer, last = layout.dims[dim]
     rows = outer[0].size if outer else 1
     if len(outer) > 1 or (outer and outer[0].axes) or layout.nontrivial_axes(last.axes) != (axis,) or rows > 64:
@@ -89,7 +89,7 @@ def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
 
 
 def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
-    """A dim whose tiles change on the one axis that cuts it: each index goes straight to its new place."""
+    """Plan an exchange of a merged dim between two shardings by the same axis, if there is one."""
     axes = source.axes_of(dim)
     wide = source.nontrivial_axes(axes)
     if len(wide) != 1 or set(axes) != set(target.axes_of(dim)):
@@ -105,7 +105,7 @@ def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
 
 
 def _merged_steps(source: Layout, target: Layout) -> Iterator[Step]:
-    """Steps between layouts with merged dims: seen as one dim per factor, they are simple."""
+    """Plan the steps between layouts with merged dims, as layouts with one dim per factor."""
     sizes = [_common_sizes(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
 
     def spread(layout: Layout) -> Layout:
@@ -134,7 +134,7 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
     for axis, op in now.partial:
         if (axis, op) in kept or axis not in now.partial_axes:
             continue
-        # extremes over several axes are one: equal parts share their gradient alike, wherever they are
+        # max and min over several axes are one reduction: equal elements share the gradient over all ranks
         axes = [a for a, o in now.partial if o == op and (a, o) not in kept] if op in ("max", "min") else [axis]
         rest = [p for p in now.partial if p[0] not in axes]
         dim = next((d for d in range(now.ndim) if target.axes_of(d) == (axis,) and not now.axes_of(d)), None)
@@ -166,7 +166,7 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
 
 
 def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
-    """A nested cut seen from its first `depth` axes alone."""
+    """Return a nested sharding by its first `depth` axes only."""
     lengths = factor.shard_sizes
     for axis in reversed(factor.axes[depth:]):
         lengths = outer_shard_sizes(lengths, now.mesh.size(axis))
@@ -174,29 +174,29 @@ def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
 
 
 def _identity(tensor: Tensor) -> Tensor:
-    """A move along an axis of one rank."""
+    """The step along an axis of one rank."""
     return tensor
 
 
 def is_local(source: Layout, target: Layout) -> bool:
-    """True if nothing moves from `source` to `target`: the local tensor stays as it is."""
+    """Return True if the local tensor is the same under both layouts."""
     return source is target or all(s.run is _identity or s.name == "view" for s in steps(source, target))
 
 
 def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
-    """The next move on the cuts and its axis; the cheapest kind that applies."""
+    """Return the next step that changes the sharding, the cheapest kind that applies, and its axis."""
     have = [f for (f,) in now.dims]
     want = [f for (f,) in target.dims]
     busy = {a for f in have for a in f.axes}
 
     def innermost(dim: int, depth: int) -> tuple[int, ...]:
-        """The lengths by the last of `depth` axes, inside this rank's piece by the others."""
+        """Return the shard sizes on the innermost of `depth` axes, within this rank's outer shard."""
         cut = _prefix(want[dim], depth, now)
         size = now.mesh.size(cut.axes[-1])
         at = now.index(cut.axes[:-1]) * size
         return cut.shard_sizes[at : at + size]
 
-    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # a free cut: each rank keeps its part
+    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # local slice: no message
         depth = len(h.axes) + 1
         if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
             axis, cut = w.axes[depth - 1], innermost(dim, depth)
@@ -208,7 +208,7 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
                 after,
             )
 
-    for source, h in enumerate(have):  # an axis that cuts one dim here and another there
+    for source, h in enumerate(have):  # an axis that shards another dim in the target
         if not h.axes or h.axes[-1] in want[source].axes:
             continue
         axis = h.axes[-1]
@@ -221,13 +221,13 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
                 after = now.with_dim(source, _prefix(h, len(h.axes) - 1, now)).with_dim(dim, _prefix(w, depth, now))
                 return "swap", axis, partial(autograd_collectives.exchange, route=route, group=group(axis)), after
 
-    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # the same axis, cut elsewhere
+    for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # the same axis, other shard sizes
         if len(h.axes) == 1 and w.axes[:1] == h.axes and _prefix(w, 1, now) != h:
             axis = h.axes[0]
             goal = _prefix(w, 1, now)
             route = reshard_route(dim, h.shard_sizes, goal.shard_sizes, coords[axis])
             return (
-                "recut",
+                "reshard",
                 axis,
                 partial(autograd_collectives.exchange, route=route, group=group(axis)),
                 now.with_dim(dim, goal),
@@ -249,8 +249,9 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
 
 
 def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
-    """A layout without merged dims (or without those of `dims`) that is a swap away: every cut of a merged dim moves
-    to its first factor."""
+    """Return a layout without merged dims, or without those in `dims`: all axes of a merged dim shard its first factor.
+
+    One exchange leads there."""
     chosen = range(layout.ndim) if dims is None else set(dims)
     found = []
     for dim, factors in enumerate(layout.dims):
@@ -265,7 +266,7 @@ def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
 
 
 def slice_shard(full: Tensor, layout: Layout, coords: Sequence[int]) -> Tensor:
-    """The piece of a whole tensor that the rank at `coords` holds under a simple layout: a view."""
+    """Return the shard of a full tensor on the rank at `coords` under a simple layout, as a view."""
     for dim in range(layout.ndim):
         start, stop = layout.span(dim, coords)
         full = full.narrow(dim, start, stop - start)

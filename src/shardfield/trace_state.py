@@ -1,4 +1,4 @@
-"""Whether a program is being written down rather than run (see `compiled`)."""
+"""Whether a program is traced rather than run (see `compiler`), and whether tensors have data (see `planning`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ._compat.fake import drop_from_fake_memo, has_no_data
 
 @contextmanager
 def concrete() -> Iterator[None]:
-    """Work on real tensors and send real messages even while a program is traced.
+    """Use real tensors and real collectives inside the context, even while a program is traced.
 
-    For what follows from layouts and sizes, and so is the same whenever the program runs: plans, tables, agreement.
+    For results of layouts and sizes, which are the same in every run of the program: plans, tables, consensus.
     """
     rt = runtime.active
     if rt.tracer is None and not rt.fake_tensors:
@@ -32,24 +32,24 @@ def concrete() -> Iterator[None]:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share memory, or will when the program runs."""
+    """Return whether two tensors share memory, or will when the program runs."""
     if runtime.active.tracer is not None:
         a, b = unwrap_functional(a), unwrap_functional(b)
     return _compat.same_memory(a, b)
 
 
 def is_concrete(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers though a program is traced: it is part of the program."""
+    """Return whether a tensor has values though a program is traced: it is a constant of the program."""
     return runtime.active.tracer is not None and unwrap_functional(tensor) is tensor and not _compat.is_fake(tensor)
 
 
 def concrete_for(tensor: Tensor) -> AbstractContextManager[None]:
-    """Work on a tensor: at once if it is real, as part of the program if it is traced."""
+    """Return `concrete()` for a constant of the program, and a context that does nothing for a traced tensor."""
     return concrete() if is_concrete(tensor) else nullcontext()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than a tensor: of no subclass but the one that a trace makes of all."""
+    """Return whether a tensor is a plain one: of no subclass, or of the subclass that a trace wraps all tensors in."""
     if tensor.__class__ is Tensor:
         return True
     rt = runtime.active
@@ -59,11 +59,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def drop_fake_reference(tensor: Tensor) -> None:
-    """Have torch itself know nothing of a tensor without data that is to become another."""
+    """Drop torch's references to a tensor without data whose contents are about to be replaced."""
     if runtime.active.fake_tensors:
         drop_from_fake_memo(tensor)
 
 
 def values_unknown() -> bool:
-    """Whether tensors hold no numbers that could be looked at now."""
+    """Return whether tensor values cannot be read now."""
     return runtime.active.fake_tensors or runtime.active.tracer is not None

@@ -1,9 +1,9 @@
-"""Differentiable moves of plain local tensors between the ranks of one mesh axis.
+"""Differentiable collectives on plain local tensors over the ranks of one mesh axis.
 
-What a local tensor and its cotangent hold (see the architecture page): Shard: a slice, the same slice of the
-gradient; Replicate: the whole value, the whole gradient on every rank; Partial: an addend, the whole gradient on
-every rank. Every move below is the identity on the global value; its docstring states forward and adjoint, and
-its backward is again a move, so derivatives of any order work. Moves over a group of one rank are skipped.
+What a local tensor and its cotangent hold (see the architecture page). Shard: a slice, the same slice of the gradient.
+Replicate: the full value, the full gradient on every rank. Partial: a partial sum, the full gradient on every rank.
+Every collective below is the identity on the global value. Its docstring states forward and adjoint. Its backward is
+again one of them, so derivatives of any order work. Collectives over a group of one rank are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """Replicate values enter work that differs from rank to rank. Forward: identity. Adjoint: all-reduce (sum).
+    """Use Replicate values in work that differs from rank to rank. Forward: identity. Adjoint: all_reduce (sum).
 
     All tensors share one message per group in backward, a flat buffer of their gradients; none is sent where the
     gradients are averaged over the group later (see `defer`).
@@ -37,7 +37,7 @@ def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
         return list(tensors)
     wanted, groups = grad_deferral.defer_sums(wanted, groups)
     if len(wanted) > 1 and any(grad_deferral.deferred_groups(t) & set(groups) for t in wanted):
-        entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some can wait, others cannot
+        entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some sums can be deferred, others cannot
     else:
         entered = iter(_ReplicateIn.apply(groups, *wanted) if groups else wanted)
     return [next(entered) if t.requires_grad else t for t in tensors]
@@ -87,17 +87,17 @@ def reduce_scatter(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: 
 
 
 def gather_replicate_in(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Shard(dim) -> the whole value, for work that differs from rank to rank. All-gather; adjoint: reduce-scatter."""
+    """Shard(dim) -> the full value, for work that differs from rank to rank. all_gather; adjoint: reduce_scatter."""
     return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group)
 
 
 def exchange(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
-    """Walk a route. Forward: pieces go to their peers. Adjoint: the route backwards, overlaps summed."""
+    """Exchange shards by a route. Forward: send regions to peers. Adjoint: the reverse route, overlaps summed."""
     return _Exchange.apply(tensor, route, group, fill)
 
 
 def shift(tensor: Tensor, shape: Sequence[int], step: int, group: ProcessGroup) -> Tensor:
-    """Pass blocks around the ring of a group: this rank's goes `step` coords on, one of `shape` comes from `step` back.
+    """Pass blocks around the ring of a group: send to `step` coords ahead, receive one of `shape` from `step` behind.
 
     Adjoint: the gradient goes `step` coords back.
     """
@@ -110,14 +110,14 @@ def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
 
 
 def replicate_out(tensor: Tensor, groups: Groups) -> Tensor:
-    """A Partial's gradient (whole on every rank) becomes a Replicate value. Identity; adjoint: `to_partial`."""
+    """Gradient of a Partial (full on every rank) -> Replicate. Forward: identity. Adjoint: `to_partial`."""
     return _ReplicateOut.apply(tensor, groups) if groups and tensor.requires_grad else tensor
 
 
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
-    """`exchange` without autograd."""
+    """Exchange shards by a route, without autograd."""
     coord = dist.get_rank(group)
-    nothing = tensor.new_empty(0)  # one for all: most ranks of a large group get nothing
+    nothing = tensor.new_empty(0)  # shared: most ranks of a large group receive nothing
     sends = [_pack(tensor, pieces) if pieces else nothing for pieces in route.send]
     shape = list(tensor.shape)
     for dim, size in route.sizes_out:
@@ -129,7 +129,7 @@ def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: An
         if route.add
         else tensor.new_full(shape, fill)
     )
-    _unpack(out, route.recv[coord], sends[coord], route.add)  # this rank's own part lands while messages fly
+    _unpack(out, route.recv[coord], sends[coord], route.add)  # copy this rank's own region while messages are in flight
     for peer, flat in enumerate(pending.wait()):
         if peer != coord:
             _unpack(out, route.recv[peer], flat, route.add)
@@ -159,7 +159,7 @@ def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup
 
 def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
     if len(lengths) > 1 and len(set(lengths)) == 1 and math.prod(tensor.shape[:dim]) == 1:
-        # pieces come to lie one behind the other in memory: nothing is left to copy
+        # shards are received one behind the other in memory: no copy is needed
         stacked = collectives.all_gather_even(tensor, group)
         return detach_view(stacked.view(*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :]))
     shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
@@ -183,7 +183,7 @@ def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 
 
 def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[list[Tensor]]:
-    """The sums over all groups of tensors of one dtype, in flight: one message for the first group, others on wait."""
+    """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait."""
     if not groups or not tensors:
         return collectives.Pending((), (), lambda: list(tensors))
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
@@ -200,7 +200,7 @@ def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[
 
 
 def detach_view(fresh: Tensor) -> Tensor:
-    """A Function's result that is a view of something made inside it, as a tensor of its own.
+    """Return the result of a Function that is a view of a tensor made inside it, as a tensor of its own.
 
     Autograd forbids writing into such views, and an in-place activation may well follow.
     """
@@ -208,7 +208,7 @@ def detach_view(fresh: Tensor) -> Tensor:
 
 
 class Collective(torch.autograd.Function):
-    """Base of the moves: what its backward sends is told to the call that its forward was made for."""
+    """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
 
     apply = function_apply  # the bridge for users' Functions need not look at ours
 
@@ -232,7 +232,7 @@ class Collective(torch.autograd.Function):
 
 
 def _clone_if_aliased(out: Any, args: tuple) -> Any:
-    """What a move gives while a program is traced: never the memory of its input.
+    """Return a result that does not share memory with the inputs, for traces.
 
     A program returns results that share memory as views of it, and their gradients would go around the move.
     """
@@ -257,8 +257,8 @@ class _Reduce(Collective):
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
-        # An empty piece comes back as it went in. Returned as it is, autograd would call it a view, and writing into it
-        # would be an error on this rank alone.
+        # An empty shard is returned unchanged. Autograd would take it for a view, and writing into it would be an error
+        # on this rank alone.
         return tuple(s.clone() if s is t else s for s, t in zip(_all_reduce_all(tensors, groups), tensors, strict=True))
 
     @staticmethod
@@ -375,7 +375,7 @@ class _ToPartial(Collective):
 
 
 class _ReplicateOut(Collective):
-    """The adjoint of `_ToPartial`. The identity, but not for its own adjoint, which meets an all-reduce further on."""
+    """The adjoint of `_ToPartial`. Forward: identity. Adjoint: `_ToPartial`, since an all_reduce follows."""
 
     @staticmethod
     def forward(ctx, grad, groups):

@@ -1,8 +1,8 @@
-"""The one place where messages leave this rank.
+"""All messages of the library are sent here.
 
-Plain tensors in, new plain tensors out, no autograd: the differentiable moves are in `moves.py`. Every function
-takes a process group, works for pieces of any sizes (0 too) and any dtype, and tells the traffic meter what this
-rank sent. A group of one rank sends nothing.
+Plain tensors in, new plain tensors out, no autograd: the differentiable collectives are in `autograd_collectives.py`.
+Every function takes a process group, works for shards of any size (0 too) and any dtype, and reports to the meter what
+this rank sent. A group of one rank sends nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Shape = Sequence[int]
 
 
 class Pending(Generic[T]):
-    """Messages in flight; `wait()` gives what they bring, the same every time it is called.
+    """Messages in flight. `wait()` returns the received value, the same on every call.
 
     `recv_buffers`, where there is one, is that value already, but what it holds counts only after `wait()`.
     """
 
     def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T], recv_buffers: T | None = None):
-        # `kept` is what is being sent: it must not be freed under the backend.
+        # `kept` holds the send buffers: the backend reads them until the messages are complete.
         self._works, self._kept, self._finish, self.recv_buffers = works, kept, finish, recv_buffers
         self._value: list[T] = []
 
@@ -54,7 +54,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# What both gloo and NCCL carry; anything else (bool, complex, int16, float8) travels as bytes.
+# Dtypes that both gloo and NCCL support; all others (bool, complex, int16, float8) are sent as bytes.
 _SUPPORTED_DTYPES = {
     torch.float16,
     torch.bfloat16,
@@ -68,12 +68,12 @@ _SUPPORTED_DTYPES = {
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """Contiguous, and no lazy conjugate or negation: a backend sends the memory, which knows of neither."""
+    """Return a contiguous tensor without lazy conjugate or negation: a backend sends the raw memory."""
     return materialize_zeros(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def _flat_view(packed: Tensor) -> Tensor:
-    """A packed tensor as the backend sees it: a flat view in a dtype it carries."""
+    """Return a flat view of a contiguous tensor in a dtype that backends support."""
     flat = packed.as_strided((packed.numel(),), (1,))  # not view: a single element may keep an odd stride
     return flat if flat.dtype in _SUPPORTED_DTYPES else flat.view(torch.uint8)
 
@@ -91,7 +91,7 @@ _OPS = {
     "bor": ReduceOp.BOR,
 }
 
-# Where sums are taken: half precision in fp32, small integers in ones the backends add.
+# Accumulation dtypes of sums: fp32 for half precision, wider integers for those that backends do not add.
 _ACCUMULATE_DTYPES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -102,12 +102,12 @@ _ACCUMULATE_DTYPES = {
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """The reduction of every rank's tensor, on every rank. Half precision is summed in fp32; max and min keep NaN."""
+    """Return the reduction over all ranks, on every rank. Half precision is summed in fp32; max and min keep NaN."""
     return start_all_reduce(tensor, group, op).wait()
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pending[Tensor]:
-    """`all_reduce` in flight."""
+    """Start an `all_reduce`."""
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -147,7 +147,7 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
 
 
 def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum, with half precision on the wire: each rank sums one piece in fp32 and sends it round, rounded."""
+    """Return the sum, sent in half precision: each rank sums one shard in fp32 and all-gathers the rounded sums."""
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return all_reduce(tensor, group)
     size = dist.get_world_size(group)
@@ -157,7 +157,7 @@ def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _as_ordered(tensor: Tensor, op: str) -> Tensor:
-    """Floats as integers of the same order, NaN beyond all others: backends lose NaN in a max of floats."""
+    """Return integers in the order of the floats, with NaN beyond all: backends lose NaN in a max of floats."""
     ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
     bits = _contiguous(tensor).view(ints)
     bits = torch.where(bits < 0, bits ^ flip, bits)
@@ -171,12 +171,12 @@ def _from_ordered(bits: Tensor, op: str) -> Tensor:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which several values of `dtype` are added."""
+    """Return the accumulation dtype of sums of `dtype`."""
     return _ACCUMULATE_DTYPES.get(dtype, dtype)
 
 
 def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """The sum over ranks of the piece meant for this coord: pieces travel once, sums are taken in fp32 or better."""
+    """Return the sum over ranks of the shard of this coord. Each shard is sent once and summed in fp32 or better."""
     size, coord = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return pieces[0]
@@ -192,7 +192,7 @@ def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 
 
 def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor, by coord; `shapes` are known to all."""
+    """Return every rank's tensor, by coord. All ranks pass the same `shapes`."""
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]
@@ -203,7 +203,7 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> 
 
 
 def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's tensor, all of one shape, stacked by coord."""
+    """Return the tensors of all ranks, of equal shape, stacked by coord."""
     if runtime.active.tracer is not None:
         return runtime.active.tracer.all_gather(tensor, group)()
     size = dist.get_world_size(group)
@@ -215,7 +215,7 @@ def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
-    """The tensor of the rank at coord `source`; the others pass one of the same shape and dtype."""
+    """Return the tensor of coord `source`. The other ranks pass one of the same shape and dtype."""
     size = dist.get_world_size(group)
     if size == 1 or tensor.numel() == 0:
         return tensor
@@ -233,8 +233,8 @@ def start_exchange(
 ) -> Pending[list[Tensor]]:
     """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message a peer, empty ones none.
 
-    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's
-    own piece is not copied. `into`: the tensors to receive into, where the caller has them.
+    Both ends have the shapes, so a rank with nothing to send or receive takes part without a message. This rank's own
+    tensor is not copied. `into`: receive buffers, by coord.
     """
     if len(shapes) == 1:
         return Pending((), (), lambda: list(sends), recv_buffers=list(sends))
@@ -244,7 +244,7 @@ def start_exchange(
         return Pending((), (), runtime.active.tracer.exchange(sends, shapes, coord, group))
     receives, sent, kept, pieces = [], [], [], []
     nbytes = 0
-    nothing: dict[tuple[int, ...], Tensor] = {}  # one for all that send nothing: in large groups most of them
+    nothing: dict[tuple[int, ...], Tensor] = {}  # one buffer for all empty receives: most, in large groups
     for peer, shape in enumerate(shapes):
         piece = like if peer == coord else _recv_buffer(like, tuple(shape), nothing) if into is None else into[peer]
         pieces.append(piece)
@@ -261,7 +261,7 @@ def start_exchange(
 
 
 def _recv_buffer(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, ...], Tensor]) -> Tensor:
-    """Memory to receive into."""
+    """Return a receive buffer."""
     if 0 not in shape:
         return like.new_empty(shape)
     if shape not in nothing:
@@ -270,12 +270,12 @@ def _recv_buffer(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, 
 
 
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
-    """`start_exchange` and wait."""
+    """Exchange tensors with all peers: `start_exchange` and wait."""
     return start_exchange(sends, shapes, group).wait()
 
 
 def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Every rank's list of integers (equal length on all ranks), by coord."""
+    """Return every rank's list of integers, of equal length, by coord."""
     size = dist.get_world_size(group)
     if size == 1:
         return [list(values)]
@@ -285,14 +285,14 @@ def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank's messages over `mesh` live."""
+    """Return the device of this rank's tensors on `mesh`."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def coords_of(mesh: DeviceMesh, position: int) -> tuple[int, ...]:
-    """The coordinates of the rank at a row-major position on the mesh."""
+    """Return the coordinates of the rank at a row-major position on the mesh."""
     coords = []
     for size in reversed(mesh.shape):
         position, coord = divmod(position, size)
@@ -301,7 +301,7 @@ def coords_of(mesh: DeviceMesh, position: int) -> tuple[int, ...]:
 
 
 def broadcast_over(tensor: Tensor, mesh: DeviceMesh, position: int) -> Tensor:
-    """The tensor of the rank at a row-major position on the mesh, on all its ranks; one message per axis."""
+    """Return the tensor of the rank at a row-major position on the mesh, on all its ranks. One broadcast per axis."""
     for axis, coord in enumerate(coords_of(mesh, position)):
         tensor = broadcast(tensor, coord, mesh.get_group(axis))
     return tensor
@@ -310,7 +310,7 @@ def broadcast_over(tensor: Tensor, mesh: DeviceMesh, position: int) -> Tensor:
 def scatter_from(
     pieces: dict[int, Tensor] | None, shape: Shape, dtype: torch.dtype, device: torch.device, source: int
 ) -> Tensor:
-    """Rank `source` (global) hands each rank its piece; the others pass None and get theirs. Empty ones: no message."""
+    """Send each rank its shard from global rank `source`; the others pass None. Empty shards take no message."""
     if pieces is None:
         piece = torch.empty(tuple(shape), dtype=dtype, device=device)
         if piece.numel():

@@ -1,12 +1,13 @@
-"""Gradient sums that are left to whoever averages the parameters' gradients over all ranks anyway.
+"""Gradient sums that are deferred to a wrapper which averages the parameters' gradients over all ranks.
 
-A parameter that takes part in work which differs from rank to rank has its gradient summed over those ranks (the move
-`enter`). Where a data-parallel wrapper averages the gradients over the same ranks later, that message is not needed:
-each rank goes on with P times its own addend, and the average over P ranks is the sum. Where ranks do the same work,
-each has the whole gradient, and the average leaves it as it is. Both ways may be mixed freely, in one parameter too.
+The gradient of a parameter whose use differs from rank to rank is summed over those ranks (`replicate_in`). If a
+data-parallel wrapper averages the gradients over the same ranks later, that message is not needed: each rank passes on
+P times its partial sum, and the average over P ranks is the sum. If all ranks do the same work, each has the full
+gradient, and the average does not change it. Both may occur in one parameter.
 
-Between a parameter and the work there may be local calls (a cast, a complex view, factors multiplied out): their
-derivatives are linear in what comes back, so the average may be taken after them. There may be no other move.
+Between a parameter and its use there may be local calls (a cast, a complex view, a product of factors): their
+derivatives are linear in the incoming gradient, so the average may be taken after them. There may be no other
+collective.
 """
 
 from __future__ import annotations
@@ -24,23 +25,22 @@ from .. import runtime
 from .._compat import function_apply
 
 NO_GROUPS: frozenset[ProcessGroup] = frozenset()
-MAX_GRAPH_NODES = 64  # nodes of a graph that are looked at; what is made of more of them is summed at once
+MAX_GRAPH_NODES = 64  # visited nodes of a graph; the gradient of a larger graph is summed at once
 
 
 def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) -> None:
-    """Promise that the gradient of a parameter will be averaged over the ranks of all these groups."""
+    """Declare that a wrapper averages the gradient of a parameter over the ranks of all these groups."""
     parameter._averaged_later = frozenset(groups)
     runtime.active.deferring_groups.update(groups)
 
 
 def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
-    """Whether there are parameters whose gradients are averaged over all these groups later: a guess at what those
-    are whose use is still to come."""
+    """Return whether any parameter's gradient is averaged over all these groups, for plans made before its use."""
     return runtime.active.deferring_groups.issuperset(groups)
 
 
 def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
-    """The groups over which the gradients of all that a local tensor is made of are averaged later."""
+    """Return the groups over which the gradients of all leaves of a local tensor are averaged later."""
     if not runtime.active.deferring_groups or not tensor.requires_grad:
         return NO_GROUPS
     if tensor.is_leaf:
@@ -67,7 +67,7 @@ def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
 
 
 def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tuple[list[Tensor], tuple]:
-    """Tensors whose sums over `groups` may wait together, and the groups over which they must be summed at once."""
+    """Return tensors whose gradient sums are deferred where possible, and the groups to sum over at once."""
     if not runtime.active.deferring_groups or not groups or not torch.is_grad_enabled():
         return list(tensors), tuple(groups)
     later = frozenset(groups)
@@ -82,7 +82,7 @@ def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tup
 
 
 class _DeferredSum(torch.autograd.Function):
-    """Forward: identity. Adjoint: this rank's addend, times the ranks over which it will be averaged. No message."""
+    """Forward: identity. Adjoint: this rank's partial sum times the number of averaged ranks. No message."""
 
     apply = function_apply
 

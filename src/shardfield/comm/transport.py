@@ -1,8 +1,9 @@
-"""Who carries a message: the backend itself, the backend by way of the host, or nobody.
+"""Transports: how bytes get from rank to rank. Direct, staged through host memory, or none.
 
-A carrier works in place on flat tensors in dtypes that backends know (`wire` sees to both). `transport_for` chooses:
-a backend that cannot send from device to device (gloo on CUDA tensors, say) has its messages staged on the host. What
-it can do is not read off its name: one that serves the CPU as well is staged, any other is tried, once a group.
+A transport works in place on flat tensors in dtypes that backends support (`collectives` converts both).
+`transport_for` chooses one per group: the messages of a backend that cannot send between devices (gloo on CUDA tensors)
+are staged through host memory. The name of a backend does not tell: one that also serves the CPU is staged, any other
+is probed once per group.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """The five kinds of messages. Tensors that are received into count once all handles are waited for."""
+    """The five kinds of messages. Receive buffers are valid after all handles were waited for."""
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]: ...
 
@@ -43,14 +44,14 @@ class Transport(Protocol):
     def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]: ...
 
     def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
-        """Like `exchange`, to global ranks that wait in `recv_from_rank`."""
+        """Send to global ranks that call `recv_from_rank`."""
         ...
 
     def recv_from_rank(self, into: Tensor, source: int) -> None: ...
 
 
 class DirectTransport:
-    """torch.distributed, on the tensors as they are."""
+    """Call torch.distributed on the tensors directly."""
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
         return [dist.all_reduce(buffer, op, group=group, async_op=True)]
@@ -75,7 +76,7 @@ class DirectTransport:
 
 
 class HostStagedTransport:
-    """By way of the host: the tensors' copies travel, and what comes is copied where it belongs."""
+    """Stage messages through host memory: send copies of the tensors, and copy the received ones to the device."""
 
     def __init__(self, through: Transport):
         self._inner = through
@@ -95,10 +96,10 @@ class HostStagedTransport:
         buffer.copy_(host)
 
     def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
-        landing = [(peer, _empty_on_host(flat)) for peer, flat in receives]
+        received = [(peer, _empty_on_host(flat)) for peer, flat in receives]
         sent = [(peer, _copy_to_host(flat)) for peer, flat in sends]
-        handles = self._inner.exchange(landing, sent, group)
-        pairs = [(flat, host) for (_, flat), (_, host) in zip(receives, landing, strict=True)]
+        handles = self._inner.exchange(received, sent, group)
+        pairs = [(flat, host) for (_, flat), (_, host) in zip(receives, received, strict=True)]
         return [_StagedHandle(handles, pairs, sent)]
 
     def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:
@@ -112,7 +113,7 @@ class HostStagedTransport:
 
 
 class _StagedHandle:
-    """Copies what has come to the host to where it belongs; keeps what is being sent until then."""
+    """Copies received host tensors to the device on `wait()`; holds the send buffers until then."""
 
     def __init__(self, handles: Sequence[Handle], pairs: Sequence[tuple[Tensor, Tensor]], sent: Any = ()):
         self._handles, self._pairs, self._sent = handles, pairs, sent
@@ -134,9 +135,9 @@ def _empty_on_host(tensor: Tensor) -> Tensor:
 
 
 class NullTransport:
-    """Nobody: nothing is sent, every other rank is taken to hold what this one holds. To count messages, not to train.
+    """Send nothing, as if every other rank held the data of this one. For counting messages, not for training.
 
-    What is received from single peers is zeros.
+    Tensors received from single peers are zeros.
     """
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
@@ -169,7 +170,7 @@ STAGED = HostStagedTransport(DIRECT)
 
 
 def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
-    """The carrier of a message, asked for right before it is sent; all ranks of the group ask together."""
+    """Return the transport of the next message of a group. All ranks of the group call it: the first call may probe."""
     rt = runtime.active
     if rt.before_collective is not None:
         rt.before_collective(group)
@@ -186,19 +187,21 @@ def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
 
 
 def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
-    """The carrier where not all ranks of the group can be asked: that of another group with such a backend."""
+    """Return the transport without a probe, where only some ranks call: that of a group with the same backend class."""
     rt = runtime.active
     if rt.before_collective is not None:
-        raise ShardingError("pieces that one rank hands to the others cannot be part of a program: do this before")
+        raise ShardingError(
+            "compile: one rank sends shards to the others, which cannot be traced: do this before the call"
+        )
     if rt.transport_override is not None or tensor.device.type == "cpu":
         return rt.transport_override or DIRECT
     return rt.transports_by_backend.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
 
 
 def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether one and the same backend serves the device and the CPU: then it sends what lies in the host's memory.
+    """Return whether one backend serves the device and the CPU: it then sends from host memory.
 
-    Such a backend is not tried: gloo takes a CUDA tensor, fails in the middle of it, and its connections are lost.
+    Such a backend is not probed: gloo accepts a CUDA tensor, fails midway, and loses its connections.
     """
     if "cpu:" not in dist.get_backend_config(group):
         return False
@@ -206,9 +209,9 @@ def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _probe_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
-    """Whether messages can go from device to device: one goes round the ring. Backends that cannot say so at once.
+    """Probe whether the backend sends between devices, by one message around the ring, and return the transport.
 
-    NCCL wants a group's first call to be one that all its ranks make, so a sum is taken before.
+    NCCL needs a collective of all ranks as the first call of a group, so an all_reduce comes first.
     """
     if _backend_serves_cpu(group, tensor.device):
         return STAGED
@@ -222,13 +225,13 @@ def _probe_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
             handle.wait()
         if heard.item() == size:
             return DIRECT
-        reason = "messages between devices bring something else than was sent"
+        reason = "received values differ from the sent ones"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
     if "cpu:" not in dist.get_backend_config(group):
         raise ShardingError(
             f"the backend of this process group cannot send {tensor.device.type} tensors from rank to rank ({reason}), "
-            'and the group has none for the CPU to go by: init_process_group("cpu:gloo,cuda:...") gives it one'
+            'and the group has no CPU backend to stage them: call init_process_group("cpu:gloo,cuda:...")'
         )
     return STAGED
 

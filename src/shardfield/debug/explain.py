@@ -1,4 +1,4 @@
-"""`explain()` and `strict()`: what each call did and what it sent. Both cost nothing when off."""
+"""`explain()` reports what each call did and sent; `strict()` refuses gathers. Neither costs anything when off."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..dispatch.torch_aliases import function_name
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, a call that would gather its operands raises a ShardingError on every rank instead."""
+    """Raise a ShardingError on every rank where a call inside the context would gather its operands."""
     with runtime.observing(strict_depth=runtime.active.strict_depth + 1):
         yield
 
 
 def active_report() -> Report | None:
-    """The report that is being made, if any."""
+    """Return the active report, or None."""
     found: Any = runtime.active.observer
     while found is not None and not isinstance(found, Report):
         found = found._outer
@@ -29,7 +29,7 @@ def active_report() -> Report | None:
 
 
 def record_outcome(kind: str, nested: bool = False) -> None:
-    """Note how the current call ends; `nested` says that this may be a part of it only, which has less to say."""
+    """Record the outcome of the current call; a `nested` outcome does not replace a more specific one."""
     observer = runtime.active.observer
     row = None if observer is None else observer._row
     if row is not None and row.ending != "gather" and not (nested and row.ending != "rule"):
@@ -37,7 +37,7 @@ def record_outcome(kind: str, nested: bool = False) -> None:
 
 
 class Row:
-    """One call: where it was made, how it ended, the layouts, and what this rank sent for it.
+    """One call: its module, its outcome, the layouts, and the messages of this rank.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
     collectives of both by name. `compiled`: the call is part of a program, and the program sent it.
@@ -54,7 +54,7 @@ class Row:
 
 
 class Report:
-    """What happened inside `explain()`. Print it for a table; `rows` for programs."""
+    """The calls made inside `explain()`. `print` it for a table; `rows` has them as objects."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -83,10 +83,10 @@ class Report:
     def _all_rows(self) -> list[Row]:
         return [*self.rows, self._unattributed] if self._unattributed.kinds else self.rows
 
-    # ------------------------------------------------------------------ collecting
+    # ------------------------------------------------------------------ recording
 
     def run_call(self, func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; calls made inside it count towards it."""
+        """Run a call and record it; calls made inside it are part of it."""
         if self._row is not None:
             return found(func, types, args, kwargs)
         row = Row(self.path(), function_name(func), layouts([args, kwargs]))
@@ -122,20 +122,20 @@ class Report:
             self._path.pop()
 
     def path(self) -> str:
-        """The modules that are being called."""
+        """Return the path of the module whose forward is running."""
         return "/".join(name for _, name in self._path if name)
 
     # ------------------------------------------------------------------ programs
 
     def compiled(self, row: Row, where: str) -> Row:
-        """A call of a program that runs in the module `where`."""
+        """Add the row of a call of a compiled program that runs in the module `where`."""
         again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
         again.ending, again.output, again.compiled = row.ending, row.output, True
         self.rows.append(again)
         return again
 
     def add_shared_row(self, rows: list[Row]) -> Row:
-        """A message of several calls of a program."""
+        """Add a row for a message that several calls of a compiled program share."""
         row = Row("", "shared: " + ", ".join(f"{r.module} {r.op}".strip() for r in rows), [])
         row.compiled = True
         self.rows.append(row)
@@ -146,11 +146,11 @@ class Report:
         self._backward_rows.setdefault(program, []).append(rows)
 
     def backward_rows(self, program: Any) -> list[Row]:
-        """The rows of a program whose backward runs: those of its latest run. They stay, for it may run again."""
+        """Return the rows of the latest run of a program, for its backward; they stay for a second one."""
         left = self._backward_rows.get(program, [[]])
         return left.pop() if len(left) > 1 else left[0]
 
-    # ------------------------------------------------------------------ showing
+    # ------------------------------------------------------------------ printing
 
     def __str__(self) -> str:
         head = ("module", "op", "by", "in", "out", "messages", "bytes", "backward", "bytes")
@@ -174,7 +174,7 @@ class Report:
 
 
 def layouts(value: Any) -> list[Any]:
-    """The layouts of the ShardTensors in nested lists, tuples and dicts."""
+    """Return the layouts of the ShardTensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         found = getattr(value, "_layout", None)
         return [] if found is None else [found]
@@ -187,9 +187,9 @@ def layouts(value: Any) -> list[Any]:
 
 @contextmanager
 def explain() -> Iterator[Report]:
-    """Watch every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
+    """Report every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
 
-    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather did it, the layouts in
+    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather ran it, the layouts in
     and out, and the messages and bytes this rank sent for it, forward and backward.
     """
     report = Report()

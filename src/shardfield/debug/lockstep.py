@@ -1,7 +1,7 @@
-"""`lockstep()`: do all ranks make the same calls with the same arguments?
+"""`lockstep()`: check that all ranks make the same calls with the same arguments.
 
-Ranks that do not would wait for each other forever, or mix up their data. Finding that out takes a small message for
-each call, so it is off unless asked for, as a program that hangs gives reason to.
+Ranks that make different calls hang or mix up their data. The check takes a small message per call, so it is off by
+default; switch it on for a program that hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..comm.consensus import Consensus
 from ..dispatch.arguments import mesh_of
 from ..dispatch.torch_aliases import function_name
 
-# what says the same on all ranks when it is the same; of others only the type counts
+# Arguments of these types are compared by `repr`; of all others only the type is compared.
 _COMPARABLE_TYPES = (
     int,
     float,
@@ -36,17 +36,17 @@ _COMPARABLE_TYPES = (
 
 @contextmanager
 def lockstep() -> Iterator[None]:
-    """Inside, ranks compare every torch call on ShardTensors before they make it: a small message each.
+    """Compare every torch call on ShardTensors over all ranks before it runs; each takes one small message.
 
-    Where they differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows
-    what each was about to do. All ranks must enter it, or none. Backward is not watched.
+    If ranks differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows the
+    call of each rank. All ranks must enter the context, or none. Backward is not checked.
     """
     with runtime.observing(observer=_Lockstep(runtime.active.observer)):
         yield
 
 
 class _Lockstep:
-    """Stands where a Report stands; hands calls on to one that was there already."""
+    """An observer that checks each call and passes it on to the observer that was active before, if any."""
 
     def __init__(self, before: Any):
         self._outer, self._inside = before, False
@@ -69,7 +69,7 @@ class _Lockstep:
 
 
 def _describe(value: Any) -> str:
-    """An argument in words."""
+    """Describe an argument."""
     if isinstance(value, Tensor):
         layout = getattr(value, "_layout", None)
         return f"<{tuple(value.shape) if layout is None else layout} {value.dtype}>"

@@ -1,4 +1,4 @@
-"""The tensors among the arguments of a call: which they are, where they lie, and as what a rule sees them."""
+"""The tensors among the arguments of a call."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class BoundPlan:
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
         self.tracks_views = plan.view.returns is not Returns.NEW
-        # one rank has all there is, and nothing is left to a rule: the function itself can be called
+        # on one rank the function itself gives the result of the rule
         self.single_rank = single_rank and not plan.own and not self.tracks_views
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
@@ -89,7 +89,7 @@ class BoundPlan:
         self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
 
     def _find_arg_style(self, count: int) -> tuple[str, tuple]:
-        """How `local` takes its arguments: the tensors in order and then others, as one list, or in its own way."""
+        """Return how `local` takes its arguments: tensors first ("each"), as one list ("list"), or by slots ("")."""
         in_order = tuple((True, i) for i in range(count))
         if self.targets or self.grad_sums or not isinstance(self.layout, Layout):
             return "", ()
@@ -98,8 +98,8 @@ class BoundPlan:
         return ("list", ()) if self.slots == [(True, in_order)] else ("", ())
 
     def run(self, locals_: list[Tensor], source: Any) -> Any:
-        """The result on local tensors; `source` is the argument that a view is a view of."""
-        if self.arg_style == "each":  # nothing moves: how most calls go
+        """Return the result for these local tensors; a view result is a view of the argument `source`."""
+        if self.arg_style == "each":  # no communication: most calls
             out = self.local(*locals_, *self.extra_args) if self.extra_args else self.local(*locals_)
             return self._wrap_result(out, self.layout, locals_[0], source)
         base = locals_[0]
@@ -125,7 +125,7 @@ class BoundPlan:
     def run_unprepared(
         self, reader: ArgumentReader, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        """What `run` gives, of arguments that came as they are."""
+        """Run the plan for arguments that needed no preparation; one rank calls `func` on the local tensors."""
         if not self.single_rank or not reader.form:
             return self.run(locals_, args[0] if args else kwargs.get("input"))
         if reader.form == "first":
@@ -139,7 +139,7 @@ class BoundPlan:
         return wrap(out, self.layout)
 
     def _wrap_results(self, out: Any, base: Tensor, source: Any) -> Any:
-        """What was computed, each tensor of it under its layout."""
+        """Wrap each tensor of the result in its layout."""
         layout = self.layout
         if layout is None:
             return out
@@ -181,7 +181,7 @@ class BoundPlan:
 
 
 def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_function: bool = False) -> Handler:
-    """The handler that runs calls by a planner; the flags say if it copes with Partial operands and merged dims.
+    """Return the handler that runs calls by a planner; the flags say if it takes Partial operands and merged dims.
 
     torchs: what is called is always a function of torch, so that one rank may leave a call to the function itself.
     """
@@ -219,7 +219,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
         found = tuple(key)
         try:
             ready = rt.plans[found]
-        except TypeError:  # an argument that cannot be a key: plan anew
+        except TypeError:  # an unhashable argument: the plan is not cached
             ready, found = None, ()
         if ready is None:
             alone = is_torch_function and mesh.size() == 1
@@ -231,7 +231,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
                     raise
                 try:
                     return run(func, types, *numbers)
-                except (TypeError, AttributeError):  # a tensor is wanted there, and what was said of it holds
+                except (TypeError, AttributeError):  # the argument must be a tensor: the first error is the right one
                     if isinstance(error, RuntimeError):
                         raise error from None
                     raise
@@ -240,7 +240,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
             if found:
                 rt.plans[found] = ready
         if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
-            rt.plans[quick] = ready  # the operands came as they are: next time they need no admission
+            rt.plans[quick] = ready  # the operands need no preparation: skip it on the next call
             return ready.run_unprepared(reader, func, locals_, args, kwargs)
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
@@ -250,7 +250,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
 def _collect_operands(
     values: Iterable[Any], partial: bool, merged: bool, mesh: Any, key: list, locals_: list, layouts: list
 ):
-    """Add all there is among the arguments to a key; the tensors, admitted, to `locals_` and `layouts`."""
+    """Append the arguments to `key`, and the tensors, as operands, to `locals_` and `layouts`."""
     for value in values:
         if isinstance(value, Tensor):
             local, layout = as_operand(value, mesh, partial, merged)
@@ -266,7 +266,7 @@ def _collect_operands(
             key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
 
 
-# torch takes numpy's names for these arguments too
+# torch also accepts numpy's names of these arguments
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
@@ -280,7 +280,7 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
             return next(left)
         if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
             return type(value)([swap(v) for v in value]) if type(value) in (list, tuple) else [swap(v) for v in value]
-        # numpy's integers are no ints, and torch takes them for such
+        # torch accepts numpy integers as ints
         return int(value) if isinstance(value, np.integer) else value
 
     positional = [swap(v) for v in args]
@@ -289,10 +289,10 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
     try:
         bound = signature.bind(*positional, **named, **extra)
     except TypeError:
-        return None  # a call form the rule does not know: torch itself judges it, on the gathered operands
+        return None  # the rule does not take these arguments: the fallback runs torch on the gathered operands
     bound.apply_defaults()
     try:
-        with trace_state.concrete():  # a plan follows from the layouts
+        with trace_state.concrete():  # a plan depends on layouts only, not on traced values
             plan = planner(*bound.args, **bound.kwargs)
     except ShardingError as error:
         raise ShardingError(f"{function_name(func)}: {error}\n  operands: {tensors}") from None
@@ -303,7 +303,7 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
 
 
 def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """The call with numbers for its tensors of no dims, the first argument aside; None if there are no such tensors.
+    """Return the call with numbers in place of 0-dim tensors, except the first argument; None if there are none.
 
     Where torch wants a number it reads a tensor of no dims as one: `x.reshape(n, -1)` with an `n` that was computed. A
     rule that finds an operand in such a place cannot go on.
@@ -322,7 +322,7 @@ def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] 
 
 
 def _run_with_out(run, func, types, args, kwargs):
-    """`out=`: compute, then write."""
+    """Compute the result, then write it to `out`."""
     kwargs = dict(kwargs)
     out = kwargs.pop("out")
     result = run(func, types, args, kwargs)

@@ -1,4 +1,4 @@
-"""The ending of a call without a rule: its operands are gathered. Right but costly, so it is said once."""
+"""The fallback of a call without a rule: gather its operands. Correct but costly, so it warns once per function."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from ..tensor import ShardTensor, wrap
 from .arguments import map_tensors, mesh_of, to_full_tensor
 from .torch_aliases import function_name
 
-USER_LEVEL_MODULES = ("shardfield.models.", "shardfield.train.")  # of ours, those who call as users do
+USER_LEVEL_MODULES = (
+    "shardfield.models.",
+    "shardfield.train.",
+)  # their calls count as the user's
 
 
 def gather_fallback(func, types, args, kwargs):
-    """No rule: the operands are gathered, the op runs on the whole tensors, the result is Replicate."""
+    """Gather the operands, run the function on the full tensors, and return a Replicate result."""
     name = function_name(func)
     mesh = mesh_of(args, kwargs)
     inside: list[Any] = []
@@ -61,7 +64,7 @@ def gather_fallback(func, types, args, kwargs):
 
 
 def _user_stacklevel() -> int:
-    """How far up the line is that made the call: torch's and our own lie between, and how many of them varies."""
+    """Return the stack level of the user's line that made the call, above the frames of torch and this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
@@ -72,7 +75,7 @@ def _user_stacklevel() -> int:
 
 
 def _in_place_target(func, args, kwargs):
-    """The ShardTensor that an in-place call writes, if it is one."""
+    """Return the ShardTensor that an in-place call writes, or None."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
     in_place = in_place and name not in ("__index__", "__int__", "__iter__")
