@@ -1,4 +1,4 @@
-"""The process world: who this process is, its groups and meshes, and the collectives over them."""
+"""The process world: rank and device of this process, its groups and meshes, and collectives over them."""
 
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ from .utils import reduce_loss as reduce_loss
 
 
 def __getattr__(name: str) -> Any:
-    """ShardTensor and scatter_tensor, which scripts written for an older release elsewhere look for here."""
+    """Return ShardTensor and scatter_tensor, which PhysicsNeMo scripts import from here."""
     if name in ("ShardTensor", "scatter_tensor"):
         return getattr(import_module(__package__.split(".")[0]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
-"""Collectives over pieces of any sizes that gradients pass through.
+"""Differentiable collectives over uneven shards.
 
-A tensor is cut along `dim` into one piece a rank; `sizes` says how long each is, and every rank passes the same
-list. Backward is the true adjoint: what a rank's input contributes to the results of all ranks comes back to it,
-summed. Every rank of the group makes the call, and takes part in backward; a rank whose own input needs no
-gradient does so by itself. Ranks that do not agree on the arguments all raise the same `ShardingError`.
+A tensor is sharded along `dim`, one shard per rank; `sizes` are the shard sizes, and every rank passes the same list.
+Backward is the adjoint: the gradient of a rank's input is the sum of its contributions to the results of all ranks.
+Every rank of the group must make the call and run backward; this is arranged for a rank whose input needs no gradient.
+If ranks do not agree on the arguments, all raise the same `ShardingError`.
 
-`group` is a process group, None the whole world; `src` and `dst` are positions in it.
+`group` is a process group, None for all ranks; `src` and `dst` are positions in it.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from .vcollective_args import Sizes, validate_indices, validate_shards
 def all_gather_v(
     tensor: Tensor, sizes: Sizes | None, dim: int = 0, use_fp32: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:
-    """All pieces, joined, on every rank. Backward: each rank's piece of the gradient, summed over ranks.
+    """Gather all shards, concatenated, on every rank. Backward: reduce-scatter of the gradient.
 
-    Sums of half precision are taken in fp32 whatever `use_fp32` says: the pieces travel as they are, so it costs
-    nothing. With `sizes` None, they are found from the tensors.
+    Half precision is always summed in fp32, for any `use_fp32`: the messages are in half precision, so it costs no
+    bytes. With `sizes` None, ranks exchange their sizes.
     """
-    given = validate_shards("all_gather_v", tensor, sizes, dim, group)
-    if given.group is None:
-        return given.tensor
-    return autograd_collectives.gather_replicate_in(given.tensor, given.dim, given.sizes, given.group)
+    args = validate_shards("all_gather_v", tensor, sizes, dim, group)
+    if args.group is None:
+        return args.tensor
+    return autograd_collectives.gather_replicate_in(args.tensor, args.dim, args.sizes, args.group)
 
 
 def gather_v(
     tensor: Tensor, sizes: Sizes | None, dim: int = 0, dst: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """All pieces, joined, on the rank at `dst`; zeros of that shape, which take no memory, elsewhere.
+    """Gather all shards, concatenated, on the rank at `dst`; expanded zeros of that shape elsewhere.
 
-    Backward: the pieces of the gradient at `dst` go back to their ranks.
+    Backward: scatter the gradient from `dst`.
     """
-    given = validate_shards("gather_v", tensor, sizes, dim, group, {"dst": dst}, root=dst)
-    if given.group is None:
-        return given.tensor
-    total, parts = sum(given.sizes), range(len(given.sizes))
+    args = validate_shards("gather_v", tensor, sizes, dim, group, {"dst": dst}, root=dst)
+    if args.group is None:
+        return args.tensor
+    total, parts = sum(args.sizes), range(len(args.sizes))
     wanted = [[RowRequest(0, total)] if c == dst else [] for c in parts]
-    route = fetch_route(given.dim, given.sizes, given.coord, wanted, [total if c == dst else 0 for c in parts])
-    out = autograd_collectives.exchange(given.tensor, route, given.group)
-    if given.coord == dst:
+    route = fetch_route(args.dim, args.sizes, args.coord, wanted, [total if c == dst else 0 for c in parts])
+    out = autograd_collectives.exchange(args.tensor, route, args.group)
+    if args.coord == dst:
         return out
     shape = list(out.shape)
-    shape[given.dim] = total
-    # The sum over nothing: zeros, and yet this rank's backward comes through here to send and receive.
-    return out.sum(given.dim, keepdim=True, dtype=out.dtype).expand(shape)
+    shape[args.dim] = total
+    # The sum over an empty dim is zero, and keeps this rank's backward in the graph to send and receive.
+    return out.sum(args.dim, keepdim=True, dtype=out.dtype).expand(shape)
 
 
 def scatter_v(
     tensor: Tensor, sizes: Sizes | None, dim: int = 0, src: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """To each rank its piece of the tensor of the rank at `src`. Backward: the pieces' gradients, joined at `src`.
+    """Scatter the tensor of the rank at `src`. Backward: gather the gradients at `src`.
 
-    The other ranks pass a tensor of the same dtype and shape but for `dim`, where any length will do; their
-    gradient is zero. With `sizes` None, `compute_split_shapes` says how to cut.
+    The other ranks pass a tensor of the same dtype and shape except for `dim`, which may have any size; their gradient
+    is zero. With `sizes` None, the sizes are those of `compute_split_shapes`.
     """
-    given = validate_shards("scatter_v", tensor, sizes, dim, group, {"src": src}, root=src, input_kind="at root")
-    if given.group is None:
-        return given.tensor
-    total, parts = sum(given.sizes), range(len(given.sizes))
-    wanted = [[RowRequest(start, n)] for start, n in zip(starts(given.sizes), given.sizes, strict=True)]
+    args = validate_shards("scatter_v", tensor, sizes, dim, group, {"src": src}, root=src, input_kind="at root")
+    if args.group is None:
+        return args.tensor
+    total, parts = sum(args.sizes), range(len(args.sizes))
+    wanted = [[RowRequest(start, n)] for start, n in zip(starts(args.sizes), args.sizes, strict=True)]
     held = [total if c == src else 0 for c in parts]
-    route = fetch_route(given.dim, held, given.coord, wanted, given.sizes)
-    return autograd_collectives.exchange(given.tensor.narrow(given.dim, 0, held[given.coord]), route, given.group)
+    route = fetch_route(args.dim, held, args.coord, wanted, args.sizes)
+    return autograd_collectives.exchange(args.tensor.narrow(args.dim, 0, held[args.coord]), route, args.group)
 
 
 def indexed_all_to_all_v(
@@ -84,25 +84,25 @@ def indexed_all_to_all_v(
     dim: int = 0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Send the slices `indices[r]` of this rank's piece to each rank r; get what they send here, joined in order.
+    """Send the slices `indices[r]` of this rank's shard to each rank r; return the received slices in rank order.
 
-    `sizes[s][r]` is how many slices rank s sends to rank r. An index may be sent to several ranks, and several
-    times to one. Backward: gradients go back and are added where the slices came from, in fp32 for half precision
-    (unless `use_fp32` is False and the sums on this rank may be taken as they are).
+    `sizes[s][r]` is the number of slices that rank s sends to rank r. An index may be sent to several ranks, and
+    several times to one. Backward: gradients are sent back and added to their source slices, in fp32 for half precision
+    (unless `use_fp32` is False).
     """
-    given = validate_indices(tensor, indices, sizes, dim, group)
-    tensor, dim = given.tensor, given.dim
+    args = validate_indices(tensor, indices, sizes, dim, group)
+    tensor, dim = args.tensor, args.dim
     chosen = torch.cat([i.reshape(-1).to(tensor.device) for i in indices])
     wide = collectives.accumulate_dtype(tensor.dtype) if use_fp32 and tensor.requires_grad else tensor.dtype
     packed = tensor.to(wide).index_select(dim, chosen).to(tensor.dtype)
-    if given.group is None:
+    if args.group is None:
         return packed
-    sent = [int(n) for n in sizes[given.coord]]
-    received = [int(row[given.coord]) for row in sizes]
+    sent = [int(n) for n in sizes[args.coord]]
+    received = [int(row[args.coord]) for row in sizes]
     route = Route(
         send=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(sent), sent, strict=True)),
         recv=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(received), received, strict=True)),
         sizes_in=((dim, sum(sent)),),
         sizes_out=((dim, sum(received)),),
     )
-    return autograd_collectives.exchange(packed, route, given.group)
+    return autograd_collectives.exchange(packed, route, args.group)

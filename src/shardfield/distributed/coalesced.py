@@ -1,4 +1,4 @@
-"""Many small tensors, one all-reduce."""
+"""All-reduce many small tensors in one message."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OP_NAMES = {
 
 
 class FusedWork:
-    """A fused all-reduce in flight: until `wait()` returns, the result holds this rank's own values."""
+    """A fused all-reduce in flight: until `wait()` returns, the result has this rank's local values."""
 
     def __init__(self, pending: collectives.Pending[Tensor] | None, tensors: Sequence[Tensor]):
         self._pending, self._tensors = pending, tensors
 
     def wait(self) -> bool:
-        """Fill the result in. Calling it again does nothing."""
+        """Block until the result is filled in. A second call does nothing."""
         if self._pending is not None:
             parts = self._pending.wait().split([leaf.numel() for leaf in self._tensors])
             for leaf, part in zip(self._tensors, parts, strict=True):
@@ -53,10 +53,9 @@ def fused_all_reduce(
 
     The result has the same structure (dicts and lists), shapes, dtypes and devices; it is detached and shares no
     memory with the input. The tensors go into one buffer, mappings in the order of their keys, of the dtype they
-    promote to and of fp32 at least for half precision; integers are reduced as integers, and refused beside floats
-    unless `buffer_dtype` says what to make of them. `device` is where the buffer lives, by default the first
-    tensor's. With `async_op` the answer is `(result, work)`, and `work.wait()` fills the result in. A process alone
-    gets its own values back.
+    promote to and of fp32 at least for half precision; integers are reduced as integers, and refused together with
+    floats unless `buffer_dtype` is set. `device` is the device of the buffer, by default the first tensor's. With
+    `async_op` it returns `(result, work)`, and `work.wait()` fills the result in. A single process gets its own values.
 
     >>> sums = fused_all_reduce({"loss": torch.tensor(3.0), "count": torch.tensor(2.0)})
     >>> float(sums["loss"] / sums["count"])
@@ -92,7 +91,7 @@ def _clone_tensors(tensors: Any) -> Any:
 
 
 def _tensor_leaves(tensors: Any) -> Iterator[Tensor]:
-    """The tensors in an order that is the same on all ranks, whatever order their dicts were filled in."""
+    """Yield the tensors in an order that is the same on all ranks, independent of the insertion order of dicts."""
     if isinstance(tensors, Tensor):
         yield tensors
     elif isinstance(tensors, dict):

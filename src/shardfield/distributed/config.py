@@ -1,4 +1,4 @@
-"""A tree of named process groups: give the sizes of the leaves, and the sizes above follow."""
+"""A tree of named process groups, whose sizes follow from those of the leaves."""
 
 import math
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from ..errors import WorldError
 
 @dataclass(eq=False)
 class ProcessGroupNode:
-    """A process group by name, with its size once that is known."""
+    """A named process group and its size, once it is set."""
 
     name: str
     size: int | None = None
 
 
 class ProcessGroupConfig:
-    """How the groups of a model lie within each other.
+    """The nesting of a model's process groups.
 
     The children of a node are orthogonal: together they span their parent, whose size is the product of theirs.
-    So it is enough to set the sizes of the leaves. `DistributedManager.create_groups_from_config` makes the groups.
+    So only the sizes of the leaves are set. `DistributedManager.create_groups_from_config` creates the groups.
 
     >>> world = ProcessGroupNode("world")
     >>> config = ProcessGroupConfig(world)
@@ -40,7 +40,7 @@ class ProcessGroupConfig:
         self._children: dict[str, list[str]] = {node.name: []}
 
     def add_node(self, node: ProcessGroupNode, parent: str | ProcessGroupNode) -> None:
-        """Put `node` under `parent`, a node of this tree or its name."""
+        """Add `node` below `parent`, a node of this tree or its name."""
         above = self.get_node(parent.name if isinstance(parent, ProcessGroupNode) else parent)
         if node.name in self._nodes:
             raise WorldError(f"the tree has a process group {node.name!r} already")
@@ -49,21 +49,21 @@ class ProcessGroupConfig:
         self._children[above.name].append(node.name)
 
     def get_node(self, name: str) -> ProcessGroupNode:
-        """The node of that name."""
+        """Return the node of that name."""
         if name not in self._nodes:
             raise WorldError(f"no process group {name!r} in the tree; it has {', '.join(self._nodes)}")
         return self._nodes[name]
 
     def children(self, name: str) -> list[ProcessGroupNode]:
-        """The nodes right under a node, in the order they were added."""
+        """Return the children of a node, in the order they were added."""
         return [self._nodes[child] for child in self._children[self.get_node(name).name]]
 
     def leaf_groups(self) -> list[str]:
-        """The names of the groups that have no group below them, in the order they were added."""
+        """Return the names of the groups without children, in the order they were added."""
         return [name for name, below in self._children.items() if not below]
 
     def set_leaf_group_sizes(self, group_sizes: dict[str, int], update_parent_sizes: bool = True) -> None:
-        """Set the sizes of leaves, and with them (unless told otherwise) all sizes above."""
+        """Set the sizes of leaves, and by default update all sizes above them."""
         for name, size in group_sizes.items():
             node = self.get_node(name)
             if self._children[name]:
@@ -75,7 +75,7 @@ class ProcessGroupConfig:
             self.update_parent_sizes()
 
     def update_parent_sizes(self, verbose: bool = False) -> int:
-        """Compute every size above the leaves from those below it; returns the size of the root."""
+        """Compute all sizes above the leaves, and return the size of the root."""
         unset = [name for name in self.leaf_groups() if self._nodes[name].size is None]
         if unset:
             raise WorldError(f"the sizes of these leaf groups are not set: {', '.join(unset)}")

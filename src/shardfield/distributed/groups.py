@@ -1,4 +1,4 @@
-"""Which ranks form which groups. Pure: every rank computes the same lists, or raises the same error."""
+"""Compute the ranks of process groups. Pure: every rank computes the same lists, or raises the same error."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ RankLists = list[list[int]]
 
 
 def split_groups(parents: RankLists, size: int) -> RankLists:
-    """Cut every parent group into groups of `size` neighbours.
+    """Split every parent group into groups of `size` consecutive ranks.
 
     >>> split_groups([[0, 1, 2, 3]], 2)
     [[0, 1], [2, 3]]
@@ -23,7 +23,7 @@ def split_groups(parents: RankLists, size: int) -> RankLists:
 
 
 def orthogonal_groups(groups: RankLists) -> RankLists:
-    """The groups of those ranks that hold the same place in each of `groups`.
+    """Return the groups of ranks at the same position in each of `groups`.
 
     >>> orthogonal_groups([[0, 1], [2, 3]])
     [[0, 2], [1, 3]]
@@ -32,7 +32,7 @@ def orthogonal_groups(groups: RankLists) -> RankLists:
 
 
 def mesh_axis_groups(mesh: torch.Tensor, axes: Sequence[int]) -> RankLists:
-    """The groups that a mesh of ranks falls into along some of its axes.
+    """Return the groups of ranks along some axes of a mesh.
 
     >>> mesh_axis_groups(torch.arange(8).reshape(2, 2, 2), [0, 1])
     [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -43,27 +43,27 @@ def mesh_axis_groups(mesh: torch.Tensor, axes: Sequence[int]) -> RankLists:
 
 
 def complete_shape(shape: Sequence[int], names: Sequence[str], world_size: int) -> tuple[int, ...]:
-    """The mesh shape with its -1 filled in, or an error that says why it does not fit the world.
+    """Return the mesh shape with its -1 filled in; raise if it does not fit the world.
 
     >>> complete_shape((-1, 2), ("data", "domain"), 8)
     (4, 2)
     """
-    asked = f"mesh {tuple(shape)} with axes {tuple(names)}"
+    mesh_text = f"mesh {tuple(shape)} with axes {tuple(names)}"
     if not shape:
         raise WorldError("a mesh needs at least one axis, and the shape is empty")
     if len(shape) != len(names):
-        raise WorldError(f"{asked}: {len(shape)} sizes and {len(names)} names")
+        raise WorldError(f"{mesh_text}: {len(shape)} sizes and {len(names)} names")
     if len(set(names)) != len(names):
-        raise WorldError(f"{asked}: two axes have the same name")
+        raise WorldError(f"{mesh_text}: two axes have the same name")
     if not all(isinstance(n, str) and n for n in names):
-        raise WorldError(f"{asked}: an axis name is a string with at least one letter")
+        raise WorldError(f"{mesh_text}: an axis name is a string with at least one letter")
     if any(size < 1 and size != -1 for size in shape):
-        raise WorldError(f"{asked}: sizes are at least 1, or -1 for what is left")
+        raise WorldError(f"{mesh_text}: sizes are at least 1, or -1 for what is left")
     free = [i for i, size in enumerate(shape) if size == -1]
     if len(free) > 1:
-        raise WorldError(f"{asked}: only one size can be -1")
-    known = math.prod(size for size in shape if size != -1)
-    if world_size % known or (not free and known != world_size):
+        raise WorldError(f"{mesh_text}: only one size can be -1")
+    product = math.prod(size for size in shape if size != -1)
+    if world_size % product or (not free and product != world_size):
         fit = "divide" if free else "multiply to"
-        raise WorldError(f"{asked}: the sizes must {fit} the number of processes, which is {world_size}")
-    return tuple(world_size // known if size == -1 else int(size) for size in shape)
+        raise WorldError(f"{mesh_text}: the sizes must {fit} the number of processes, which is {world_size}")
+    return tuple(world_size // product if size == -1 else int(size) for size in shape)

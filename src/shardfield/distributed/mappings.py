@@ -1,7 +1,7 @@
-"""Into and out of work that the ranks of a group share, as tensor-parallel layers use it.
+"""Enter and leave tensor-parallel regions.
 
-Outside, every rank of the group holds the same value and the same gradient; inside, each holds its part. `group`
-is a name known to `DistributedManager`. A group of one rank leaves the input as it is.
+Outside, every rank of the group has the same value and the same gradient; inside, each has its shard. `group` is the
+name of a group of `DistributedManager`. A group of one rank returns the input unchanged.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .vcollective_args import Sizes, resolve_group, validate_shards
 
 
 def copy_to_parallel_region(input: Tensor, group: str | None) -> Tensor:
-    """A value that all ranks hold enters work that differs between them. Backward: the sum of their gradients."""
+    """Return a replicated value for work that differs between ranks. Backward: the sum of their gradients."""
     found, size, _ = _resolve_group(group)
     return autograd_collectives.replicate_in([input], (found,))[0] if found is not None and size > 1 else input
 
 
 def reduce_from_parallel_region(input: Tensor, group: str | None) -> Tensor:
-    """The sum of what the ranks hold, on all of them. Backward: the gradient, as it is."""
+    """Return the sum over ranks, on all of them. Backward: the identity."""
     found, size, _ = _resolve_group(group)
     return autograd_collectives.reduce(input, (found,)) if found is not None and size > 1 else input
 
 
 def scatter_to_parallel_region(input: Tensor, dim: int, group: str | None) -> Tensor:
-    """Of a value that all ranks hold, each keeps its piece along `dim`. Backward: the pieces' gradients, joined.
+    """Return this rank's shard of a replicated value along `dim`, as a copy. Backward: gather the gradients.
 
-    The pieces are as long as `compute_split_shapes` says, and a rank's is a copy.
+    The shard sizes are those of `compute_split_shapes`.
     """
     if not -input.dim() <= dim < input.dim():
         raise ValueError(f"scatter_to_parallel_region: a tensor of shape {tuple(input.shape)} has no dim {dim}")
@@ -42,9 +42,9 @@ def scatter_to_parallel_region(input: Tensor, dim: int, group: str | None) -> Te
 
 
 def gather_from_parallel_region(input: Tensor, dim: int, shapes: Sizes, group: str | None) -> Tensor:
-    """The ranks' pieces, joined along `dim`, on all of them. Backward: this rank's piece of the gradient.
+    """Gather the shards along `dim` on all ranks. Backward: this rank's shard of the gradient.
 
-    `shapes` says how long each piece is. Ranks that do not agree all raise the same `ShardingError`.
+    `shapes` are the shard sizes. If ranks do not agree on them, all raise the same `ShardingError`.
     """
     given = validate_shards("gather_from_parallel_region", input, shapes, dim, _resolve_group(group)[0])
     if given.group is None:

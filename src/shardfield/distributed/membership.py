@@ -1,8 +1,7 @@
-"""A process's place in its world: how it gets there, and what it does when another is lost.
+"""Membership of a process in its world: join, leave, and react to a rank that died.
 
-torch would report the death of a rank as a reset connection to some address, or after a time-out, or (NCCL) not at
-all. Here every rank that is left prints which rank was lost, and ends within the time-out if it has not ended by
-itself.
+torch would report the death of a rank as a reset connection to some address, after a timeout, or (NCCL) not at all.
+Here every remaining rank prints which rank was lost, and ends within the timeout if it has not ended by itself.
 """
 
 import ipaddress
@@ -21,22 +20,22 @@ from .launch import Launch
 from .rendezvous import GREETING, Peer, RendezvousServer
 from .tcp import Connection, connect, listen
 
-# How long a rank that leaves waits for the others: not for long, since they may have work left.
+# Seconds that a leaving rank waits for the others: short, because they may have work left.
 LINGER_SECONDS = 5.0
-# A broken collective may be noticed before the death that broke it.
+# Seconds to wait for the notice of a death: the broken collective may raise before it arrives.
 LOSS_NOTICE_SECONDS = 2.0
 
 _rendezvous_count = itertools.count()
 
 
 class Membership:
-    """This process's place in its world, from the meeting until it leaves."""
+    """This process's membership in its world, from the rendezvous until it leaves."""
 
     def __init__(self, launch: Launch, timeout: float, gloo: bool):
         loopback = _gloo_loopback_address() if gloo else ""
         self.local_peer = Peer(launch.rank, os.getpid(), socket.gethostname(), loopback)
         self.timeout = timeout
-        self.lost_peers: dict[int, str] = {}  # in the order of the news: the first is the cause
+        self.lost_peers: dict[int, str] = {}  # in the order of the notices: the first is the cause
         self.departed: set[int] = set()
         self.failed = False
         self._server: RendezvousServer | None = None
@@ -48,9 +47,9 @@ class Membership:
         _install_excepthook(self)
 
     def _rendezvous(self, launch: Launch) -> Connection:
-        """Come to the meeting point; rank 0 opens it."""
+        """Connect to the rendezvous server; rank 0 starts it."""
         meeting = next(_rendezvous_count)
-        # torchrun's store holds addr:port, so the meeting point is any free port and the store passes it on.
+        # torchrun's store listens at addr:port, so the server uses any free port and publishes it in that store.
         agent = key = None
         if launch.store_prefix:
             agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.store_prefix}/{meeting}"
@@ -74,10 +73,10 @@ class Membership:
         return connect(launch.rank, launch.addr, port, GREETING, self.timeout)
 
     def _open_store(self, launch: Launch):
-        """Say who this is, wait for the others, and connect to the store of the world that came about."""
+        """Register this process, wait for the others, and connect to the store of the world."""
         self._connection.send({"job": launch.job, "world_size": launch.world_size, "peer": vars(self.local_peer)})
         try:
-            # The host gives up first, and says why.
+            # Rank 0 times out first and sends the reason.
             answer = self._connection.receive(self.timeout + 10.0)
         except TimeoutError:
             answer = None
@@ -96,7 +95,7 @@ class Membership:
         return _store_client(self._connection.addresses[1], answer["store"], self.timeout)
 
     def _watch_peers(self) -> None:
-        """Sleep until rank 0 says that somebody is gone, or is gone itself."""
+        """Block until rank 0 reports that a rank is gone, or is gone itself."""
         while not self.lost_peers:
             message = self._connection.receive()
             if message is None and not (self._leaving.is_set() or 0 in self.departed):
@@ -117,7 +116,7 @@ class Membership:
         self._watch_ended.set()
 
     def report_error(self, error: BaseException, show: Callable[[], object]) -> None:
-        """Report the error that ends this rank: `show` it, say what is known of the cause, and tell the others."""
+        """Report the error that ends this rank: `show` it, print its likely cause, and notify the other ranks."""
         echo = _is_distributed_error(error)
         if echo:
             self._loss_seen.wait(LOSS_NOTICE_SECONDS)
@@ -134,15 +133,15 @@ class Membership:
         sys.stderr.flush()
 
     def active(self) -> bool:
-        """Whether this process is in the world still. A forked child never is."""
+        """Return whether this process is still in the world. A forked child never is."""
         return not self._leaving.is_set() and os.getpid() == self.local_peer.pid
 
     def leave(self, how: str = "left") -> None:
-        """Tell the others that this rank leaves; a second call does nothing.
+        """Notify the other ranks that this rank leaves; a second call does nothing.
 
-        It waits until they leave too, or for a moment: those that are behind may still be connecting to this rank,
-        in a program that ends as soon as its groups are made. A rank that failed does not wait, since the others may
-        be waiting for it in a collective.
+        Blocks until they leave too, at most `LINGER_SECONDS`: slower ranks may still be connecting to this rank, in a
+        program that ends as soon as its groups are created. A rank that failed does not block, because the others may
+        be blocked in a collective with it.
         """
         if not self.active():
             return
@@ -155,7 +154,7 @@ class Membership:
             self._server.own_departure_sent.wait(LINGER_SECONDS)
 
     def close(self) -> None:
-        """Hang up, after the process group has ended. Rank 0 goes last: it holds the store."""
+        """Close the connection after the process group has ended. Rank 0 is last, because it has the store."""
         if os.getpid() == self.local_peer.pid:
             self._connection.close()
             self._watcher.join(1.0)
@@ -167,7 +166,7 @@ _active_memberships: list[Membership] = []  # the one that is in a world, if any
 
 
 def _install_excepthook(member: Membership) -> None:
-    """Have errors that end the process reported by its member. Once for good: others may hook in on top."""
+    """Report uncaught errors to the membership. Installed once, because others may wrap the hook."""
     if not _active_memberships:
         show = sys.excepthook
 
@@ -186,9 +185,9 @@ def _store_client(addr: str, port: int, timeout: float):
 
 
 def _gloo_loopback_address() -> str:
-    """The address at which gloo offers this process to others, if only this host has it.
+    """Return the address that gloo would publish for this process, if it is a loopback address.
 
-    gloo takes what the name of the host stands for, which on many systems is 127.0.1.1.
+    gloo resolves the host name, which on many systems is 127.0.1.1.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
@@ -200,7 +199,7 @@ def _gloo_loopback_address() -> str:
 
 
 def _is_distributed_error(error: BaseException) -> bool:
-    """Whether an error may be the echo of a rank that is gone. gloo raises a plain RuntimeError."""
+    """Return whether an error may be caused by a rank that is gone. gloo raises a plain RuntimeError."""
     words = ("gloo", "nccl", "connection", "store", "process group")
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words)

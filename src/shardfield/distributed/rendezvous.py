@@ -1,9 +1,8 @@
-"""Rank 0's side of a world: it waits for all ranks to come, and tells those that are left whom they lost.
+"""The rendezvous server on rank 0: it gathers all ranks, and notifies them when one of them dies.
 
-Rank 0 listens at the meeting point until all ranks have come, then tells them where the store is that torch's
-process groups need. The connections stay open. They carry nothing while all is well, and since the kernel
-closes them when a process ends, however it ends, rank 0 hears of every death at once and tells the others: no
-heartbeat, no polling, one sleeping thread per process (two on rank 0).
+Rank 0 listens until all ranks have connected, then sends them the port of the store that torch's process groups need.
+The connections stay open and idle. The kernel closes them when a process ends in any way, so rank 0 is notified of
+every death at once and notifies the others: no heartbeat, no polling, one blocked thread per process (two on rank 0).
 """
 
 import contextlib
@@ -21,7 +20,7 @@ GREETING = {"shardfield": 1}
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of the world. `loopback` is set where gloo would offer it at an address that only its host has."""
+    """A process of the world. `loopback` is set if gloo would publish a loopback address for it."""
 
     rank: int
     pid: int
@@ -33,14 +32,14 @@ class Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """Rank 0's side: gathers the ranks, then tells each which others it lost."""
+    """Gathers the ranks, then notifies each of them when another is lost."""
 
     def __init__(
         self, launch: Launch, local_peer: Peer, server: socket.socket, own_connection: Connection, store, timeout: float
     ):
         super().__init__(name="shardfield-host", daemon=True)
         self.launch, self.local_peer, self.server, self.timeout = launch, local_peer, server, timeout
-        self.store = store  # lives as long as somebody may ask it
+        self.store = store  # kept alive as long as a rank may use it
         self.peers: dict[Connection, Peer] = {}
         self.leaving: set[Connection] = set()
         self.own_connection, self.own_departure_sent = own_connection, threading.Event()
@@ -54,33 +53,33 @@ class RendezvousServer(threading.Thread):
             self.selector.unregister(self.server)
             self.server.close()
             answer = {"error": error} if error else {"store": self.store.port, "host": vars(self.local_peer)}
-            for wire in self._connections():
-                wire.send(answer)
-                if error or wire not in self.peers:
-                    self._drop(wire)
+            for connection in self._connections():
+                connection.send(answer)
+                if error or connection not in self.peers:
+                    self._drop(connection)
             while self.peers:
                 for key, _ in self.selector.select():
                     self._handle_message(key.data)
         finally:
-            for wire in self._connections():
-                wire.close()
+            for connection in self._connections():
+                connection.close()
             self.selector.close()
 
     def _connections(self) -> list[Connection]:
         return [key.data for key in self.selector.get_map().values() if key.data]
 
-    def _accept(self, wire: Connection) -> None:
-        wire.sock.settimeout(5.0)
-        wire.send(GREETING)
-        self.selector.register(wire.sock, selectors.EVENT_READ, wire)
+    def _accept(self, connection: Connection) -> None:
+        connection.sock.settimeout(5.0)
+        connection.send(GREETING)
+        self.selector.register(connection.sock, selectors.EVENT_READ, connection)
 
-    def _drop(self, wire: Connection) -> Peer | None:
-        self.selector.unregister(wire.sock)
-        wire.close()
-        return self.peers.pop(wire, None)
+    def _drop(self, connection: Connection) -> Peer | None:
+        self.selector.unregister(connection.sock)
+        connection.close()
+        return self.peers.pop(connection, None)
 
     def _wait_for_ranks(self) -> str | None:
-        """Wait until all ranks are there; says what went wrong if they never will be."""
+        """Wait until all ranks have connected; return the error if the world cannot form."""
         where, size = f"{self.launch.addr}:{self.launch.port}", self.launch.world_size
         deadline = time.monotonic() + self.timeout
         while len(self.peers) < size:
@@ -101,25 +100,27 @@ class RendezvousServer(threading.Thread):
         return self._check_reachable()
 
     def _check_reachable(self) -> str | None:
-        """Whether a rank would be offered to ranks on other hosts at an address that means themselves there."""
-        far = [wire for wire in self.peers if wire.addresses[0] != wire.addresses[1]]
+        """Return an error if gloo would publish a loopback address to ranks on other hosts."""
+        far = [connection for connection in self.peers if connection.addresses[0] != connection.addresses[1]]
         hidden = next((p for p in self.peers.values() if p.loopback), None)
         if not far or not hidden:
             return None
-        there = next((wire.addresses[1] for wire in far if self.peers[wire] is hidden), far[0].addresses[0])
+        there = next(
+            (connection.addresses[1] for connection in far if self.peers[connection] is hidden), far[0].addresses[0]
+        )
         return (
             f"the world spans several hosts, and gloo would offer {hidden} to the others at {hidden.loopback}, since "
             f"that is what the name of its host stands for there. Set GLOO_SOCKET_IFNAME on that host to the interface "
             f"that has {there.removeprefix('::ffff:')}, or mend its /etc/hosts"
         )
 
-    def _register_peer(self, wire: Connection) -> str | None:
-        """Hear one that has come; says what went wrong if the world can no longer form."""
+    def _register_peer(self, connection: Connection) -> str | None:
+        """Read the registration of a rank; return the error if the world can no longer form."""
         try:
-            there = wire.read_available()
+            there = connection.read_available()
         except (ValueError, TimeoutError):
             there = False
-        for hello in wire.messages:
+        for hello in connection.messages:
             try:
                 peer, size = Peer(**hello["peer"]), hello["world_size"]
                 other_job = hello["job"] != self.launch.job
@@ -128,7 +129,7 @@ class RendezvousServer(threading.Thread):
                 continue
             if other_job:
                 where = f"{self.launch.addr}:{self.launch.port}"
-                wire.send({"error": f"the port {where} is taken by another job; set MASTER_PORT to a free one"})
+                connection.send({"error": f"the port {where} is taken by another job; set MASTER_PORT to a free one"})
                 there = False
                 continue
             if size != self.launch.world_size:
@@ -138,29 +139,29 @@ class RendezvousServer(threading.Thread):
             if twin:
                 places = [f"pid {p.pid} on {p.host}" for p in (twin, peer)]
                 return f"two processes have rank {peer.rank}: {' and '.join(places)}"
-            self.peers[wire] = peer
-        wire.messages.clear()
-        if not there and (gone := self._drop(wire)):
+            self.peers[connection] = peer
+        connection.messages.clear()
+        if not there and (gone := self._drop(connection)):
             return f"{gone} ended while the others were still coming"
         return None
 
-    def _handle_message(self, wire: Connection) -> None:
-        """A rank says that it leaves, or is gone without a word: tell the others."""
+    def _handle_message(self, connection: Connection) -> None:
+        """Notify the other ranks that a rank leaves, or that its connection is closed."""
         try:
-            there = wire.read_available()
+            there = connection.read_available()
         except (ValueError, TimeoutError):
             there = False
-        how = next((m["leave"] for m in wire.messages if "leave" in m), None if there else "died")
-        wire.messages.clear()
-        peer, news = self.peers[wire], how is not None and wire not in self.leaving
+        how = next((m["leave"] for m in connection.messages if "leave" in m), None if there else "died")
+        connection.messages.clear()
+        peer, news = self.peers[connection], how is not None and connection not in self.leaving
         if how == "left" and there:
-            self.leaving.add(wire)
+            self.leaving.add(connection)
         elif how is not None:
-            self._drop(wire)
+            self._drop(connection)
         if news:
-            for other in self.peers.keys() - {wire}:
+            for other in self.peers.keys() - {connection}:
                 other.send({"gone": vars(peer), "how": how})
-            if wire is self.own_connection:
+            if connection is self.own_connection:
                 self.own_departure_sent.set()
         if how is not None and self.peers.keys() <= self.leaving:
             for other in self.peers:

@@ -1,4 +1,4 @@
-"""Parameters that several ranks use, each on its own part of the data: their gradients are summed."""
+"""Parameters that several ranks share, each on its own part of the data: sum their gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def mark_module_as_shared(
 ) -> nn.Module:
     """Sum the gradients of the module's parameters over the group of that name (None: all ranks), in backward.
 
-    Every backward pass adds to `.grad` what all ranks contribute in it, so passes may be accumulated; DDP over other
-    ranks comes after. A module may be marked for several groups. Every rank of a group must use the same parameters
-    in a backward pass. Half precision is summed in fp32; with `use_fp32_reduction=False` it travels as it is, which
-    halves the bytes and rounds once more on the way.
+    Every backward pass adds the sum over all ranks to `.grad`, so passes may be accumulated; DDP over other ranks
+    reduces afterwards. A module may be marked for several groups. Every rank of a group must use the same parameters in
+    a backward pass. Half precision is summed in fp32; with `use_fp32_reduction=False` it is sent in half precision,
+    which halves the bytes and rounds once more.
     """
     group, size, _ = resolve_group(DistributedManager().group(process_group))
     named = list(module.named_parameters(recurse=recurse))
@@ -49,14 +49,14 @@ def unmark_module_as_shared(module: nn.Module, recurse: bool = True) -> nn.Modul
 
 
 def _register_reduce_hook(parameter: nn.Parameter, group: ProcessGroup | None, use_fp32: bool) -> RemovableHandle:
-    """A hook on the gradient on its way to `.grad`; one on `.grad` itself would sum earlier passes once more."""
+    """Register a hook on the gradient before it is added to `.grad`; a later hook would sum earlier passes again."""
 
     def hook(grad: Tensor) -> Tensor:
         if group is None:
             return grad
         return collectives.all_reduce(grad, group) if use_fp32 else collectives.all_reduce_half(grad, group)
 
-    # A frozen parameter may be thawed later, and torch takes hooks only while it is not frozen.
+    # A frozen parameter may be unfrozen later, and torch refuses hooks on frozen ones.
     frozen = not parameter.requires_grad
     with torch.no_grad():
         parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""How a size is cut into a piece for each rank, and what is done to a tensor around a cut. No communication."""
+"""Split sizes and tensors into one shard per rank, pad and truncate them. No communication."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
-    """The length of each of `num_chunks` pieces of `size`.
+    """Return the sizes of `num_chunks` shards of `size`.
 
-    All but the last are equal: rounded up if that leaves something for the last one, else rounded down.
+    All but the last are equal: rounded up if the last one is then not empty, else rounded down.
 
     >>> compute_split_shapes(10, 4), compute_split_shapes(9, 4), compute_split_shapes(2, 3)
     ([3, 3, 3, 1], [2, 2, 2, 3], [0, 0, 2])
@@ -24,12 +24,12 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
 
 
 def split_tensor_along_dim(tensor: Tensor, dim: int, num_chunks: int) -> tuple[Tensor, ...]:
-    """The pieces of a tensor, as views, cut as `compute_split_shapes` says; pieces may be empty."""
+    """Split a tensor into views with the sizes of `compute_split_shapes`; they may be empty."""
     return tensor.split(compute_split_shapes(tensor.shape[_normalize_dim(tensor, dim)], num_chunks), dim)
 
 
 def get_memory_format(tensor: Tensor) -> torch.memory_format:
-    """channels_last (or its 3-D form) for a tensor that lies so and not also in plain order; else contiguous_format."""
+    """Return channels_last (or its 3-D form) if only that describes the memory; else contiguous_format."""
     if not tensor.is_contiguous():
         for ndim, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
             if tensor.dim() == ndim and tensor.is_contiguous(memory_format=form):
@@ -38,10 +38,10 @@ def get_memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> Tensor:
-    """Lengthen `dim` to `new_size` at its end, with zeros or, for mode "conj", by Hermitian symmetry.
+    """Pad `dim` to `new_size` at its end, with zeros or, for mode "conj", by Hermitian symmetry.
 
-    With "conj" the dim holds the first part of a spectrum of `new_size` whose rest is the conjugate in reverse: what
-    `torch.fft.rfft` leaves out.
+    With "conj" the dim has the first part of a spectrum of `new_size`, and the rest is its reversed conjugate, which
+    `torch.fft.rfft` omits.
 
     >>> full = torch.fft.fft(torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0]))
     >>> torch.allclose(pad_helper(full[:3], 0, 5, mode="conj"), full)
@@ -62,7 +62,7 @@ def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> T
 
 
 def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:
-    """Shorten `dim` to `new_size` at its end; the result has memory of its own format's order."""
+    """Truncate `dim` to `new_size` at its end; the result is contiguous in the input's memory format."""
     dim = _normalize_dim(tensor, dim)
     if not 0 <= new_size <= tensor.shape[dim]:
         raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be cut to {new_size}")

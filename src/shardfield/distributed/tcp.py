@@ -1,4 +1,4 @@
-"""Messages between the processes of a world before and beside torch: one JSON object a line over a TCP socket."""
+"""Messages between processes outside of torch: one JSON object per line over a TCP socket."""
 
 import contextlib
 import errno
@@ -11,14 +11,14 @@ from collections import deque
 
 from ..errors import WorldError
 
-# How long a program at the meeting point may keep silent before it is taken for somebody else's.
+# Seconds without a greeting after which the program at the port is taken for another one than rank 0.
 GREETING_SECONDS = 5.0
 
 _open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked data loader must not hold its parent's connections: the end of the parent would go unnoticed."""
+    """Close the parent's connections in a forked data loader: else the end of the parent would go unnoticed."""
     for sock in list(_open_sockets):
         sock.close()
 
@@ -27,38 +27,38 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Connection:
-    """A connection that carries messages."""
+    """A TCP connection for messages."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.messages: deque[dict] = deque()
         self._buffer = b""
         _open_sockets.add(sock)
-        self.addresses = ("", "")  # the addresses here and there
+        self.addresses = ("", "")  # local and remote
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError):  # gone already
                 self.addresses = (sock.getsockname()[0], sock.getpeername()[0])
-            # A host that loses power closes nothing: the kernel asks after it, and gives it up after a minute.
+            # A host that loses power closes no connection: TCP keep-alive detects it after a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
                 if hasattr(socket, option):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, message: dict) -> None:
-        """Send, if the other side is still there; `read_available` finds out that it is not."""
+        """Send a message; if the other side is gone, `read_available` returns False."""
         try:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass
 
     def read_available(self, timeout: float | None = 5.0) -> bool:
-        """Take in what has come: False once the other side is gone, ValueError for what is no message of ours."""
+        """Read available messages. Returns False once the other side is gone; raises ValueError for invalid data."""
         try:
             self.sock.settimeout(timeout)
             data = self.sock.recv(65536)
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
-                raise  # the time is over that the caller set; ETIMEDOUT says that the other host no longer answers
+                raise  # the caller's timeout; ETIMEDOUT means that the other host no longer responds
             return False
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         self.messages += [json.loads(line) for line in lines]
@@ -67,7 +67,7 @@ class Connection:
         return bool(data)
 
     def receive(self, timeout: float | None = None) -> dict | None:
-        """The next message; None once the other side is gone, TimeoutError after `timeout` seconds."""
+        """Return the next message; None once the other side is gone. Raises TimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.messages:
             if not self.read_available(None if deadline is None else max(deadline - time.monotonic(), 1e-3)):
@@ -76,14 +76,14 @@ class Connection:
 
     def close(self) -> None:
         try:
-            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in receive
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in receive
         except OSError:
             pass
         self.sock.close()
 
 
 def listen(addr: str, port: int) -> socket.socket:
-    """A socket that takes connections on every interface; port 0 takes any free port."""
+    """Open a socket that accepts connections on every interface; port 0 selects any free port."""
     for family in [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]:
         try:
             both = family == socket.AF_INET6
@@ -100,7 +100,7 @@ def listen(addr: str, port: int) -> socket.socket:
 
 
 def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> Connection:
-    """Connect to rank 0, which may not listen yet, and make sure that it is rank 0 that answers."""
+    """Connect to rank 0, which may not listen yet, and verify its greeting."""
     deadline = time.monotonic() + timeout
     hung_up: float | None = None
     while True:
@@ -116,7 +116,7 @@ def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> 
             continue
         wire = Connection(sock)
         try:
-            # A port that systems hand out themselves can end up connected to itself while nobody listens.
+            # A socket in the ephemeral port range can connect to itself while no process listens.
             own = sock.getsockname() == sock.getpeername()
             answer = None if own else wire.receive(GREETING_SECONDS)
             if answer is not None and answer.items() >= greeting.items():
@@ -130,7 +130,7 @@ def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> 
             stranger = None
         wire.close()
         if stranger is None:
-            # Closed at once: rank 0 of an earlier world on its way out, or a stranger who stays one.
+            # Closed at once: rank 0 of an earlier world that is ending (retry), or another program.
             hung_up = hung_up or time.monotonic()
             stranger = "hangs up"
             if time.monotonic() - hung_up < GREETING_SECONDS:

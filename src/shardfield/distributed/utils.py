@@ -1,4 +1,4 @@
-"""Collectives on plain tensors, without gradients, and what else PhysicsNeMo scripts import from here.
+"""Collectives on plain tensors without gradients, and other names that PhysicsNeMo scripts import from here.
 
 The `*_wrapper`s are the functions of `shardfield.distributed.autograd` without autograd: the same arguments, the
 same checks, the same errors on every rank.
@@ -32,7 +32,7 @@ from .vcollective_args import Sizes, resolve_group, validate_shards
 def all_gather_v_wrapper(
     tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """All pieces of a tensor cut along `dim`, joined, on every rank; `sizes` None: found from the tensors."""
+    """Gather all shards along `dim`, concatenated, on every rank; with `sizes` None, ranks exchange their sizes."""
     return autograd.all_gather_v(tensor.detach(), sizes, dim, group=group)
 
 
@@ -40,18 +40,18 @@ def all_gather_v_wrapper(
 def all_gather_v_bwd_wrapper(
     tensor: Tensor, sizes: Sizes, dim: int = 0, use_fp32: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The adjoint of `all_gather_v_wrapper`: this rank's piece of the sum over ranks of whole tensors."""
-    given = validate_shards("all_gather_v_bwd", tensor.detach(), sizes, dim, group, input_kind="whole")
-    if given.group is None:
-        return given.tensor
-    return autograd_collectives.reduce_scatter(given.tensor, given.dim, given.sizes, given.group)
+    """Adjoint of `all_gather_v_wrapper`: return this rank's shard of the sum over ranks of full tensors."""
+    args = validate_shards("all_gather_v_bwd", tensor.detach(), sizes, dim, group, input_kind="full")
+    if args.group is None:
+        return args.tensor
+    return autograd_collectives.reduce_scatter(args.tensor, args.dim, args.sizes, args.group)
 
 
 @torch.no_grad()
 def gather_v_wrapper(
     tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, dst: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """All pieces, joined, at position `dst` of the group; zeros of that shape elsewhere."""
+    """Gather all shards, concatenated, at position `dst` of the group; zeros of that shape elsewhere."""
     return autograd.gather_v(tensor.detach(), sizes, dim, dst, group)
 
 
@@ -59,7 +59,7 @@ def gather_v_wrapper(
 def scatter_v_wrapper(
     tensor: Tensor, sizes: Sizes | None = None, dim: int = 0, src: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """To each rank its piece of the tensor at position `src`; the others pass one like it but for `dim`."""
+    """Scatter the tensor at position `src`; the others pass a tensor that differs only in `dim`."""
     return autograd.scatter_v(tensor.detach(), sizes, dim, src, group)
 
 
@@ -71,7 +71,7 @@ def indexed_all_to_all_v_wrapper(
     dim: int = 0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Send the slices `indices[r]` to each rank r; `sizes[s][r]` is how many rank s sends to rank r."""
+    """Send the slices `indices[r]` to each rank r; `sizes[s][r]` is the number that rank s sends to rank r."""
     return autograd.indexed_all_to_all_v(tensor.detach(), indices, sizes, dim=dim, group=group)
 
 
@@ -84,7 +84,7 @@ def indexed_all_to_all_v_wrapper_bwd(
     dim: int = 0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The adjoint of `indexed_all_to_all_v_wrapper`: slices go back and are added where they came from."""
+    """Adjoint of `indexed_all_to_all_v_wrapper`: send slices back and add them to their source slices."""
     group, count, coord = resolve_group(group)
     shape = list(tensor.shape)
     problem = None
@@ -105,21 +105,21 @@ def indexed_all_to_all_v_wrapper_bwd(
 def distributed_transpose(
     tensor: Tensor, dim0: int, dim1: int, group: ProcessGroup | None = None, async_op: bool = False
 ) -> tuple[list[Tensor], Any]:
-    """Cut `dim0` over the ranks of a tensor that is cut along `dim1`: `torch.cat(pieces, dim1)` is the new local part.
+    """Reshard a tensor from `dim1` to `dim0`: `torch.cat(blocks, dim1)` of the result is the new local tensor.
 
-    Returns one piece from each rank, and None or, with `async_op`, a handle: the pieces are there once `wait()` has
-    returned. `dim0` is cut as `compute_split_shapes` says; `dim1` may be cut in any way.
+    Returns one block from each rank, and None or, with `async_op`, a handle: the blocks are valid once `wait()` has
+    returned. `dim0` gets the sizes of `compute_split_shapes`; `dim1` may have any shard sizes.
     """
-    given = validate_shards("distributed_transpose", tensor.detach(), None, dim1, group, {"dim0": dim0})
-    if not -tensor.dim() <= dim0 < tensor.dim() or dim0 % tensor.dim() == given.dim:  # the same on all ranks by now
+    args = validate_shards("distributed_transpose", tensor.detach(), None, dim1, group, {"dim0": dim0})
+    if not -tensor.dim() <= dim0 < tensor.dim() or dim0 % tensor.dim() == args.dim:  # the same on all ranks by now
         raise ValueError(f"distributed_transpose: dims {dim0} and {dim1} of a tensor of {tensor.dim()} dims")
-    if given.group is None:
-        return [given.tensor], _CompletedWork() if async_op else None
-    pieces = [p.contiguous() for p in split_tensor_along_dim(given.tensor, dim0, len(given.sizes))]
-    pieces[given.coord] = pieces[given.coord].clone()
-    shape = list(pieces[given.coord].shape)
-    shapes = [[*shape[: given.dim], n, *shape[given.dim + 1 :]] for n in given.sizes]
-    pending = collectives.start_exchange(pieces, shapes, given.group)
+    if args.group is None:
+        return [args.tensor], _CompletedWork() if async_op else None
+    blocks = [p.contiguous() for p in split_tensor_along_dim(args.tensor, dim0, len(args.sizes))]
+    blocks[args.coord] = blocks[args.coord].clone()
+    shape = list(blocks[args.coord].shape)
+    shapes = [[*shape[: args.dim], n, *shape[args.dim + 1 :]] for n in args.sizes]
+    pending = collectives.start_exchange(blocks, shapes, args.group)
     if not async_op:
         return pending.wait(), None
     assert pending.recv_buffers is not None
@@ -128,11 +128,11 @@ def distributed_transpose(
 
 class _CompletedWork:
     def wait(self) -> None:
-        """Nothing is in flight."""
+        """Return at once: no message is in flight."""
 
 
 def reduce_loss(loss: float | Tensor, dst_rank: int = 0, mean: bool = True) -> float | None:
-    """The mean (or sum) of every rank's loss as a float on `dst_rank`, None elsewhere: for logging."""
+    """Return the mean (or sum) of every rank's loss as a float on `dst_rank`, None elsewhere: for logging."""
     manager = DistributedManager()
     if not 0 <= dst_rank < manager.world_size:
         raise ValueError(f"reduce_loss: there is no rank {dst_rank} among {manager.world_size}")

@@ -1,4 +1,4 @@
-"""Arguments of a collective over pieces, the same on every rank or refused on every rank."""
+"""Validate the arguments of a collective over uneven shards: equal on all ranks, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sizes = Sequence[int]
 
 
 class CollectiveArgs(NamedTuple):
-    """The arguments all ranks agree on. `group` is None where there is one rank only, which needs no message."""
+    """The validated arguments, equal on all ranks. `group` is None for a single rank, which needs no message."""
 
     tensor: Tensor
     dim: int
@@ -28,7 +28,7 @@ class CollectiveArgs(NamedTuple):
 
 
 def resolve_group(group: ProcessGroup | None) -> tuple[ProcessGroup | None, int, int]:
-    """The group (None for a process alone), how many ranks it has, and this rank's position in it."""
+    """Return the group (None for a single process), its number of ranks, and this rank's position in it."""
     if group is None:
         if not dist.is_initialized():
             return None, 1, 0
@@ -47,11 +47,11 @@ def validate_shards(
     group: ProcessGroup | None,
     extra: Mapping[str, Any] | None = None,
     root: int = 0,
-    input_kind: Literal["piece", "at root", "whole"] = "piece",
+    input_kind: Literal["shard", "at root", "full"] = "shard",
 ) -> CollectiveArgs:
-    """Check the arguments of a collective over pieces.
+    """Check the arguments of a collective over shards.
 
-    `input_kind` says what a rank passes: its piece, all pieces joined, or the latter at the position `root` alone.
+    `input_kind` is the tensor that a rank passes: its shard, the full tensor, or the full tensor on `root` alone.
     """
     group, count, coord = resolve_group(group)
     at = dim + tensor.dim() if dim < 0 else dim
@@ -64,9 +64,9 @@ def validate_shards(
         here = tensor.shape[at]
         if len(lengths) != count:
             problem = f"{len(lengths)} sizes for {count} ranks"
-        elif (input_kind == "whole" or input_kind == "at root" and coord == root) and here != sum(lengths):
+        elif (input_kind == "full" or input_kind == "at root" and coord == root) and here != sum(lengths):
             problem = f"its tensor has {here} along dim {at}, sizes add up to {sum(lengths)}"
-        elif input_kind == "piece" and here != lengths[coord]:
+        elif input_kind == "shard" and here != lengths[coord]:
             problem = f"its tensor has {here} along dim {at}, sizes says {lengths[coord]}"
     length = tensor.shape[at] if 0 <= at < tensor.dim() else 0
     claim = {"sizes": sizes if lengths is None else list(lengths), "dim": at, **(extra or {})} | _tensor_claim(
@@ -74,14 +74,14 @@ def validate_shards(
     )
     flags = [int(_needs_grad(tensor)), int(torch.is_grad_enabled()), length]
     facts = {"shape": tuple(tensor.shape)}
-    heard = check_arguments(op_name, group, claim, facts, problem, flags, always=sizes is None)
-    tensor = _require_grad_on_all(op_name, tensor, heard)
+    replies = check_arguments(op_name, group, claim, facts, problem, flags, always=sizes is None)
+    tensor = _require_grad_on_all(op_name, tensor, replies)
     if lengths is None:
-        assert heard is not None
+        assert replies is not None
         lengths = (
-            tuple(compute_split_shapes(heard[root][2], count))
+            tuple(compute_split_shapes(replies[root][2], count))
             if input_kind == "at root"
-            else tuple(h[2] for h in heard)
+            else tuple(h[2] for h in replies)
         )
     return CollectiveArgs(tensor, at, lengths, coord, group if count > 1 else None)
 
@@ -106,17 +106,17 @@ def validate_indices(
             problem = f"{len(indices)} lists of indices for {count} ranks"
         elif [i.numel() for i in indices] != table[coord]:
             problem = f"it sends {[i.numel() for i in indices]} slices to the ranks, sizes says {table[coord]}"
-        elif checks_enabled():  # waits for the device
+        elif checks_enabled():  # synchronizes with the device
             problem = _check_indices(indices, tensor.shape[at])
     claim = {"sizes": table or sizes, "dim": at} | _tensor_claim(tensor, at)
     flags = [int(_needs_grad(tensor)), int(torch.is_grad_enabled())]
-    heard = check_arguments("indexed_all_to_all_v", group, claim, {"shape": tuple(tensor.shape)}, problem, flags)
-    tensor = _require_grad_on_all("indexed_all_to_all_v", tensor, heard)
+    replies = check_arguments("indexed_all_to_all_v", group, claim, {"shape": tuple(tensor.shape)}, problem, flags)
+    tensor = _require_grad_on_all("indexed_all_to_all_v", tensor, replies)
     return CollectiveArgs(tensor, at, (), coord, group if count > 1 else None)
 
 
 def _shard_sizes(tensor: Tensor, sizes: Any, dim: int) -> tuple[tuple[int, ...] | None, str | None]:
-    """`sizes` as lengths along `dim`; they may also be the whole shape of every piece. Or what is wrong with them."""
+    """Return `sizes` as shard sizes along `dim` and an error, if any; `sizes` may also be the shapes of all shards."""
     if sizes is None:
         return None, None
     try:
@@ -144,11 +144,11 @@ def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _require_grad_on_all(what: str, tensor: Tensor, heard: list[list[int]] | None) -> Tensor:
-    """Backward is a collective: if one rank's tensor needs a gradient, every rank's result must lead there."""
-    if heard is None or not any(wants for wants, *_ in heard):
+def _require_grad_on_all(what: str, tensor: Tensor, replies: list[list[int]] | None) -> Tensor:
+    """Make the tensor require grad if that of any rank does: backward is a collective, so all ranks must run it."""
+    if replies is None or not any(wants for wants, *_ in replies):
         return tensor
-    if not all(enabled for _, enabled, *_ in heard):
-        off = [c for c, (_, enabled, *_) in enumerate(heard) if not enabled]
+    if not all(enabled for _, enabled, *_ in replies):
+        off = [c for c, (_, enabled, *_) in enumerate(replies) if not enabled]
         raise ShardingError(f"{what}: gradients are off at positions {off} of the group, and wanted at others")
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""How a process gets its place in the world: by starting one with the others, or by taking the one torch has."""
+"""Start a process world, or adopt the one that torch.distributed has."""
 
 import os
 from dataclasses import dataclass
@@ -11,50 +11,50 @@ from ..errors import WorldError
 from .launch import Launch, read_local_rank, read_timeout
 from .membership import Membership
 
-# How long the ranks wait for each other at the start, and how long the others outlive one that died. Collectives
-# keep torch's own limits unless the user sets one (SHARDFIELD_TIMEOUT, setup(timeout=...)), which then holds for all.
+# Seconds that ranks wait for each other at the start, and that the others keep running after one has died. Collectives
+# have torch's timeout unless the user sets one (SHARDFIELD_TIMEOUT, setup(timeout=...)), which then holds for all.
 DEFAULT_TIMEOUT = 300.0
 
 
 @dataclass
 class World:
-    """This process's place: as launched, with its device, and what has to end with it."""
+    """This process's launch, device, process group and membership."""
 
     launch: Launch
     device: torch.device
     local_rank: int = 0
     distributed: bool = True
-    timeout: timedelta | None = None  # of collectives, where the user set one
+    timeout: timedelta | None = None  # of collectives, if the user set one
     group: dist.ProcessGroup | None = None  # torch's default group
     owns_group: bool = False  # whether that group was started here
     membership: Membership | None = None
 
 
 def available_backend() -> str:
-    """The backend for the devices of this machine."""
+    """Return the backend for the devices of this machine."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def single_process(launch: Launch) -> World:
-    """A process that no launcher started."""
+    """Return the world of a process that no launcher started."""
     return World(launch, _select_device(0), distributed=False)
 
 
 def adopt_existing() -> World:
-    """The world that torch.distributed has. gloo alone means that its user works on the CPU."""
+    """Adopt the world that torch.distributed has. gloo alone means that its tensors are on the CPU."""
     rank = dist.get_rank()
     local_rank = read_local_rank(os.environ)
     local_rank = rank if local_rank is None else local_rank
     device = torch.device("cpu")
     if "nccl" in str(dist.get_backend()):
-        # A device that the user has chosen stays; 0 is what one has without choosing.
+        # Keep a device that the user has set; 0 is the default.
         chosen = torch.cuda.current_device()
         device = torch.device("cuda", chosen) if chosen else _select_device(local_rank)
     return World(Launch("existing", rank, dist.get_world_size()), device, local_rank, group=dist.group.WORLD)
 
 
 def start(launch: Launch, backend: str | None = None, timeout: float | None = None) -> World:
-    """Meet the other processes and start torch's process group among them."""
+    """Rendezvous with the other processes and start torch's process group."""
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
             raise WorldError(
@@ -83,7 +83,7 @@ def start(launch: Launch, backend: str | None = None, timeout: float | None = No
 
 
 def start_group(world: World, store, backend: str | None = None) -> None:
-    """Start torch's default process group. The store is ours, so torch reads and needs no environment variable."""
+    """Start torch's default process group with our store, so that torch needs no environment variables."""
     backend = backend or available_backend()
     dist.init_process_group(
         backend,
@@ -100,17 +100,17 @@ def start_group(world: World, store, backend: str | None = None) -> None:
 def wait_until_joined(group: dist.ProcessGroup) -> None:
     """Return once all members of a new gloo group are in it.
 
-    gloo connects all pairs while a group is made; a member that is done and ends its group at once would cut off those
-    that still connect.
+    gloo connects all pairs when a group is created. A member that destroys its group at once would disconnect others
+    that are still connecting.
     """
     if "gloo" in dist.get_backend_config(group) and dist.get_world_size(group) > 1:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
 def shut_down(world: World, barrier: bool, created_groups: list[dist.ProcessGroup]) -> None:
-    """End what was started here: the whole world, or in somebody else's the groups that were made since."""
+    """End the world if it was started here; in an adopted world, destroy the groups that were created since."""
     member = world.membership
-    # With a rank lost, a barrier would wait for it, and so may NCCL on its way out. The end of the process will do.
+    # With a rank lost, a barrier would block forever, and so may NCCL's shutdown. The end of the process is enough.
     broken = member is not None and (member.failed or bool(member.lost_peers))
     ours = dist.is_initialized() and dist.group.WORLD is world.group and not broken
     if barrier and ours:
@@ -128,7 +128,7 @@ def shut_down(world: World, barrier: bool, created_groups: list[dist.ProcessGrou
 
 
 def _select_device(local_rank: int) -> torch.device:
-    """This process's device. A launcher that shows each process its own device alone makes that one cuda:0."""
+    """Select this process's device. If the launcher makes one device visible per process, it is cuda:0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
