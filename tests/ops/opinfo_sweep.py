@@ -305,6 +305,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write docs/op-coverage.md")
     parser.add_argument("--show", default="WRONG,ranks disagree,hang,error,refused")
     args = parser.parse_args()
+    if args.page and (args.only or args.stride > 1):
+        parser.error("--page needs the whole database: leave out --only and --stride")
     begin = time.time()
     if args.merge:
         files = [json.loads(path.read_text()) for path in args.merge]

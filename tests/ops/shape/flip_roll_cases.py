@@ -71,6 +71,7 @@ CASES = [
     case(torch.triu, T(5), options=FEW | raises(RuntimeError, "triu: input tensor must have at least 2 dimensions")),
     named("tril of a merged dim", lambda x: torch.sin(x.flatten(1)).tril(), T(4, 2, 3)),
     named("tril_", lambda x: x.clone().tril_(), T(5, 6)),
+    named("triu_", lambda x: x.clone().triu_(1), T(5, 6)),
     case(F.pixel_shuffle, T(2, 8, 3, 4), 2, options=FEW),
     case(
         F.pixel_shuffle,

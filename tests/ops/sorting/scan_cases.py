@@ -130,6 +130,8 @@ CASES = [
     case(torch.cumulative_trapezoid, T(3, 1), options={"layouts": 3}),
     case(torch.cumulative_trapezoid, *[T(6, fill="ints", high=99, dtype=torch.uint8)] * 2, options=FEW),
     case(in_place("cumsum_"), T(3, 6), 1, options=FEW),
+    case(in_place("cumprod_"), T(3, 6), 1, options=FEW),
+    case(in_place("cumprod_"), T(5, 4), 0),
     case(in_place("cumprod_"), T(6, 2), 0, options=FEW | {"grad": False}),
     case(into(torch.cumsum), T(3, 6), 1, options=FEW),
     case(into(torch.cummax), T(6), 0, options=FEW),

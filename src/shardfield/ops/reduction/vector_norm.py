@@ -16,8 +16,9 @@ from torch import Tensor
 from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import composed, handler, rule
+from ...dispatch.registry import composed, rule
 from .._common.autocast import HALF_DTYPES
+from .._common.inplace import register_inplace
 from .._common.probe import probe
 from .common import reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 from .minmax import global_minmax
@@ -164,11 +165,4 @@ def renorm(input: Operand, p, dim, maxnorm, *, fn):
     return Plan(local=local, layout=layout)
 
 
-@handler("renorm_")
-def renorm_(func, types, args, kwargs):
-    """Compute out of place, then write."""
-    target, *rest = args
-    target._check_writable()
-    # backward reads the values before the write
-    source = target.clone() if target.requires_grad else target
-    return target._write(torch.renorm(source, *rest, **kwargs))
+register_inplace("renorm_")

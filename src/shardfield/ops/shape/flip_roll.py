@@ -20,6 +20,7 @@ from ...dispatch.registry import composed, gather_fallback, handler, handler_of,
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
+from .._common.inplace import register_inplace
 from .._common.probe import meta_tensor
 
 LocalFn = Callable[[Tensor], Tensor]
@@ -256,11 +257,7 @@ def tril_triu(input: Operand, diagonal=0, *, fn):
     return Plan(local=lambda input: fn(input, local_diagonal), operands={"input": source}, layout=source)
 
 
-@handler("tril_", "triu_")
-def tril_triu_(func, types, args, kwargs):
-    target = args[0]
-    out_of_place = torch.tril if func.__name__ == "tril_" else torch.triu
-    return target._write(out_of_place(target, *args[1:], **kwargs))
+register_inplace("tril_", "triu_")
 
 
 # ---------------------------------------------------------------------- pixel and channel shuffles

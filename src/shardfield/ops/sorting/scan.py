@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan
-from ...dispatch.registry import composed, handler, rule
+from ...dispatch.registry import composed, rule
 from .._common.autocast import HALF_DTYPES
 from .._common.blockwise import Blocks, simplify_dim
+from .._common.inplace import register_inplace
 from .._common.probe import probe
 
 INF = float("inf")
@@ -53,11 +54,7 @@ def cumsum_cumprod(input: Operand, dim, *, dtype=None, fn):
     return Plan(local=local, operands={"input": layout}, layout=layout)
 
 
-@handler("cumsum_", "cumprod_")
-def cumsum_cumprod_(func, types, args, kwargs):
-    target, *rest = args
-    target._check_writable()
-    return target._write(getattr(torch, func.__name__[:-1])(target, *rest, **kwargs))
+register_inplace("cumsum_", "cumprod_")
 
 
 @rule("logcumsumexp", merged=True)
