@@ -109,6 +109,14 @@ def test_imports_go_down(module):
     assert not wrong_imports(module, tree)
 
 
+def test_the_active_runtime_is_not_imported_by_name():
+    """`runtime.active` is replaced when a new world begins; a copy of the name would be the runtime of an ended one."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] == "runtime":
+                assert "active" not in {a.name for a in node.names}, f"{module}: use `runtime.active`"
+
+
 def torch_names(tree: ast.AST) -> dict[str, str]:
     """Return the dotted path of each imported name: {"F": "torch.nn.functional"}."""
     names = {}
