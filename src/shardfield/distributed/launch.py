@@ -1,8 +1,7 @@
-"""Who a process is, read from what its launcher left in the environment.
+"""Read rank and world size of a process from the environment variables of its launcher.
 
-Pure: a mapping goes in, a `Launch` comes out, nothing is opened or set. The readers are tried in the order
-torchrun (or anything else that sets torch's own variables), SLURM, Open MPI; a process that no launcher
-started is a world of one.
+Pure: from a mapping to a `Launch`, without side effects. The order of detection is torchrun (or anything else that sets
+torch's variables), SLURM, Open MPI; a process without a launcher is a world of one.
 """
 
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import WorldError
 
-# The second name is the one PhysicsNeMo reads: scripts and job files carry over.
+# The second name is that of PhysicsNeMo, so that its scripts and job files work.
 METHOD_VARIABLES = ("SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD", "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD")
 TIMEOUT_VARIABLE = "SHARDFIELD_TIMEOUT"
 DEFAULT_PORT = 12355
@@ -23,10 +22,10 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among `world_size`, and where they meet: rank 0 listens at `addr:port`.
+    """One process of `world_size`, and the address of the rendezvous: rank 0 listens at `addr:port`.
 
-    `local_rank` is None where the launcher does not tell. `job` is the same on all processes of a launch and
-    differs between launches as far as the launcher says, so that two jobs that meet at one port notice.
+    `local_rank` is None if the launcher does not set it. `job` is the same on all processes of a launch and differs
+    between launches if the launcher has an id for them, so that two jobs at one port are detected.
     """
 
     method: str
@@ -36,7 +35,7 @@ class Launch:
     addr: str = "localhost"
     port: int = DEFAULT_PORT
     job: str = ""
-    store_prefix: str = ""  # see agent_at
+    store_prefix: str = ""  # see agent_store_prefix
 
     def __post_init__(self):
         if not 0 < self.port < 65536:
@@ -46,7 +45,7 @@ class Launch:
 
 
 def detect(env: Env) -> Launch:
-    """The launch that `env` describes; an error where it describes half of one."""
+    """Return the launch that `env` describes; raise if variables are missing."""
     name, forced = next(((n, env[n]) for n in METHOD_VARIABLES if env.get(n)), (None, None))
     if forced:
         if forced.upper() not in LAUNCHERS:
@@ -54,19 +53,19 @@ def detect(env: Env) -> Launch:
         return LAUNCHERS[forced.upper()](env)
     if "RANK" in env and "WORLD_SIZE" in env:
         return from_env(env)
-    # mpirun inside a SLURM job hands on the variables of the batch script, or of the daemons it starts with srun:
-    # they are there, and they are not about this process. srun does not set Open MPI's.
+    # mpirun inside a SLURM job passes on the variables of the batch script, or of the daemons that it starts with srun.
+    # They do not describe this process. srun does not set Open MPI's variables.
     if "SLURM_PROCID" in env and "OMPI_COMM_WORLD_RANK" not in env:
         return from_slurm(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return from_open_mpi(env)
     if "RANK" in env or "WORLD_SIZE" in env:
-        return from_env(env)  # says what is missing
+        return from_env(env)  # raises: some variables are missing
     return Launch("single")
 
 
 def from_env(env: Env) -> Launch:
-    """Torch's own variables, as torchrun sets them or a user by hand."""
+    """Read torch's variables, set by torchrun or by the user."""
     world_size = _read_int(env, "WORLD_SIZE", default=None)
     needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if world_size != 1 else [])
     missing = [n for n in needed if not env.get(n)]
@@ -85,12 +84,12 @@ def from_env(env: Env) -> Launch:
 
 
 def from_slurm(env: Env, port: int | None = None) -> Launch:
-    """A task that srun started, or the one process of a batch script."""
+    """Read the variables of a task that srun started, or of the process of a batch script."""
     rank = _read_int(env, "SLURM_PROCID")
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world_size = _read_int(env, next((n for n in sizes if env.get(n)), "SLURM_NTASKS"))
     if world_size > 1 and "SLURM_STEP_ID" not in env and env.get("ENVIRONMENT") == "BATCH":
-        # Waiting for the other tasks would never end: sbatch reserves them and starts one process, the script.
+        # A rendezvous would never complete: sbatch reserves the tasks, but starts only the script.
         warnings.warn(
             f"sbatch reserved {world_size} tasks and started one process; `srun python ...` starts them all",
             RuntimeWarning,
@@ -103,7 +102,7 @@ def from_slurm(env: Env, port: int | None = None) -> Launch:
 
 
 def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) -> Launch:
-    """A process that Open MPI's mpirun started."""
+    """Read the variables of a process that Open MPI's mpirun started."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     rank, world_size, local_rank = (_read_int(env, n) for n in names)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
@@ -125,20 +124,20 @@ LAUNCHERS: dict[str, Callable[[Env], Launch]] = {"ENV": from_env, "SLURM": from_
 
 
 def agent_store_prefix(port: int, env: Env) -> str:
-    """Our place in torchrun's own store, if that is what listens on `port`; it has one per restart of the ranks."""
+    """Return our key prefix in torchrun's store if it listens on `port`, else ""; each restart has its own prefix."""
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("MASTER_PORT") != str(port):
         return ""
     return f"shardfield/attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def read_local_rank(env: Env) -> int | None:
-    """The place on its host of a process whose world was set up by somebody else."""
+    """Return the local rank of a process in an adopted world."""
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
     return next((_read_int(env, n) for n in names if env.get(n)), None)
 
 
 def read_timeout(env: Env) -> float | None:
-    """The user's time limit in seconds, if one is set."""
+    """Return the user's timeout in seconds, if one is set."""
     text = env.get(TIMEOUT_VARIABLE)
     if not text:
         return None
@@ -152,7 +151,7 @@ def read_timeout(env: Env) -> float | None:
 
 
 def expand_hosts(nodes: str) -> list[str]:
-    """The hosts of a SLURM node list, in its order.
+    """Expand a SLURM node list to its hosts, in order.
 
     >>> expand_hosts("gpu[08-10,3],login")
     ['gpu08', 'gpu09', 'gpu10', 'gpu3', 'login']
@@ -168,15 +167,15 @@ def expand_hosts(nodes: str) -> list[str]:
 
 
 def _expand_range(text: str) -> list[str]:
-    """'08-10' as 08, 09, 10: the zeros in front are part of the names."""
+    """Expand '08-10' to 08, 09, 10: leading zeros are part of the names."""
     first, _, last = text.partition("-")
     return [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
 
 
 def _slurm_addr(env: Env) -> str:
-    """Where rank 0 is: on the first node of the step.
+    """Return the host of rank 0: the first node of the step.
 
-    SLURM_LAUNCH_NODE_IPADDR is where srun was typed, often a login node, so it is asked last.
+    SLURM_LAUNCH_NODE_IPADDR is the host on which srun was called, often a login node, so it is the last choice.
     """
     if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES"))) == "1":
         return "localhost"
@@ -186,7 +185,7 @@ def _slurm_addr(env: Env) -> str:
 
 
 def _with_master_address(launch: Launch, env: Env, addr: str | None = None, port: int | str | None = None) -> Launch:
-    """Meet where the caller says, else where the user says, else where the launcher's variables point."""
+    """Set the rendezvous address: that of the caller, else MASTER_ADDR and MASTER_PORT, else the launcher's."""
     master_port = _read_int(env, "MASTER_PORT", default=launch.port)
     return replace(
         launch,
@@ -196,7 +195,7 @@ def _with_master_address(launch: Launch, env: Env, addr: str | None = None, port
 
 
 def _port_for_job(job: str) -> int:
-    """A port that two jobs on one host are unlikely to share, below the range that systems hand out themselves."""
+    """Return a port that two jobs on one host are unlikely to share, below the ephemeral port range."""
     return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
 
 

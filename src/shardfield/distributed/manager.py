@@ -1,4 +1,4 @@
-"""The process world as one object: who this process is, which device it has, which groups and meshes there are."""
+"""The process world as one object: rank, device, process groups and meshes of this process."""
 
 import atexit
 import contextlib
@@ -22,12 +22,11 @@ from .launch import Launch
 
 
 class DistributedManager:
-    """The process world. All instances share one state, so any code can ask `DistributedManager()`.
+    """The process world. All instances share one state, so any code can use `DistributedManager()`.
 
-    `initialize()` finds out how the program was started (torchrun or anything else that sets torch's variables,
-    SLURM's srun, Open MPI's mpirun, plain python) and brings the processes together, with NCCL where there are
-    CUDA devices and gloo otherwise. A world that torch.distributed has already is taken as it is. Nothing else is
-    touched: no seed, no environment variable.
+    `initialize()` detects how the program was started (torchrun or anything else that sets torch's variables, SLURM's
+    srun, Open MPI's mpirun, plain python) and connects the processes, with NCCL if there are CUDA devices and gloo
+    otherwise. An existing world of torch.distributed is adopted. Seeds and environment variables do not change.
 
     >>> DistributedManager.initialize()
     >>> dm = DistributedManager()
@@ -39,7 +38,7 @@ class DistributedManager:
     """
 
     _shared_state: dict[str, Any] = {}
-    # What the shared state holds.
+    # Attributes of the shared state.
     _world: worlds.World
     _broadcast_buffers: bool
     _find_unused_parameters: bool
@@ -61,7 +60,7 @@ class DistributedManager:
             raise WorldError("DistributedManager() before DistributedManager.initialize(): call that first")
 
     def __getattr__(self, name: str):
-        # Reached for what is missing alone: a manager that is kept beyond cleanup() has lost its state.
+        # Called only for missing attributes: after cleanup() a manager has lost its state.
         if name.startswith("_") and not name.startswith("__") and not self.is_initialized():
             raise WorldError("this DistributedManager was cleaned up; call DistributedManager.initialize() again")
         raise AttributeError(f"DistributedManager has no attribute {name!r}")
@@ -69,26 +68,26 @@ class DistributedManager:
     def __str__(self) -> str:
         return f"process {self.rank} of {self.world_size} on {self.device}, started by {self.method!r}"
 
-    # Who this process is.
+    # This process.
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """The global rank of this process."""
         return self._world.launch.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those on its host."""
+        """The rank of this process on its host."""
         return self._world.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._world.launch.world_size
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: its own CUDA device where there are any, else the CPU."""
+        """The device of this process: its CUDA device if there are any, else the CPU."""
         return self._world.device
 
     @property
@@ -98,17 +97,17 @@ class DistributedManager:
 
     @property
     def cuda(self) -> bool:
-        """Whether this process works on a CUDA device."""
+        """Whether this process uses a CUDA device."""
         return self._world.device.type == "cuda"
 
     @property
     def method(self) -> str:
-        """How the world was found: env, slurm, openmpi, single, or existing for one that torch had already."""
+        """The launch method: env, slurm, openmpi, single, or existing for an adopted world of torch."""
         return self._world.launch.method
 
     @property
     def broadcast_buffers(self) -> bool:
-        """What to hand to DistributedDataParallel; False unless set."""
+        """An argument for DistributedDataParallel; False unless set."""
         return self._broadcast_buffers
 
     @broadcast_buffers.setter
@@ -117,7 +116,7 @@ class DistributedManager:
 
     @property
     def find_unused_parameters(self) -> bool:
-        """What to hand to DistributedDataParallel; False unless set."""
+        """An argument for DistributedDataParallel; False unless set."""
         return self._find_unused_parameters
 
     @find_unused_parameters.setter
@@ -128,11 +127,11 @@ class DistributedManager:
 
     @property
     def group_names(self) -> list[str]:
-        """The names of the process groups made so far."""
+        """The names of the process groups created so far."""
         return list(self._groups)
 
     def group(self, name: str | None = None) -> dist.ProcessGroup | None:
-        """The group of that name that this rank is in; None, torch's word for all ranks, for no name."""
+        """Return the group of that name that contains this rank; without a name None, torch's value for all ranks."""
         if name is None:
             return None
         if name not in self._groups:
@@ -140,15 +139,15 @@ class DistributedManager:
         return self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
-        """How many ranks are in a group."""
+        """Return the number of ranks in a group."""
         return self.world_size if name is None else dist.get_world_size(self.group(name))
 
     def group_rank(self, name: str | None = None) -> int:
-        """This rank's place in a group."""
+        """Return this rank's position in a group."""
         return self.rank if name is None else dist.get_rank(self.group(name))
 
     def group_name(self, group: dist.ProcessGroup | None = None) -> str | None:
-        """The name a group was made under; None for None."""
+        """Return the name of a group; None for None."""
         if group is None:
             return None
         if group not in self._group_names:
@@ -159,26 +158,26 @@ class DistributedManager:
 
     @property
     def mesh_dims(self) -> dict[str, int]:
-        """The axes of the mesh: name to size."""
+        """The axes of the mesh, from name to size."""
         return self._mesh_dims
 
     def mesh_names(self) -> list[str]:
-        """The names of the mesh's axes."""
+        """Return the names of the mesh's axes."""
         return list(self._mesh_dims)
 
     def mesh_sizes(self) -> list[int]:
-        """The sizes of the mesh's axes."""
+        """Return the sizes of the mesh's axes."""
         return list(self._mesh_dims.values())
 
     @property
     def global_mesh(self) -> DeviceMesh:
-        """The mesh over all ranks; one axis "world" if none was initialised."""
+        """The mesh over all ranks; one axis "world" if none was initialized."""
         if self._global_mesh is None:
             self.initialize_mesh((-1,), ("world",))
         return self._global_mesh
 
     def mesh(self, name: str | Sequence[str] | None = None) -> DeviceMesh:
-        """The mesh along one axis, along several in the mesh's order, or the whole of it for no name."""
+        """Return the submesh of one axis, or of several in mesh order; without a name the global mesh."""
         if self._global_mesh is None:
             raise WorldError("there is no mesh yet: call initialize_mesh(mesh_shape, mesh_dim_names) first")
         if name is None:
@@ -196,10 +195,10 @@ class DistributedManager:
         return self._global_mesh[names]
 
     def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """One process group of all ranks of a mesh of any number of axes.
+        """Return one process group of all ranks of a mesh with any number of axes.
 
-        For several axes of the manager's mesh the first call makes the groups of all ranks, so all ranks call it;
-        for a mesh made elsewhere, all ranks of that mesh do.
+        For several axes of the manager's mesh the first call creates the groups of all ranks, so all ranks must call
+        it; for another mesh, all ranks of that mesh must.
         """
         if mesh.ndim == 1:
             return mesh.get_group()
@@ -212,7 +211,7 @@ class DistributedManager:
         key = tuple(map(tuple, siblings or [ranks]))
         if key not in self._mesh_groups:
             made = functools.partial(dist.new_group, timeout=self._world.timeout)
-            if siblings:  # torch names groups by counting them: every rank makes them all, in the same order
+            if siblings:  # torch numbers groups, so every rank must create all of them in the same order
                 groups = {members: made(list(members)) for members in key}
                 group = next(group for members, group in groups.items() if self.rank in members)
             else:
@@ -223,7 +222,7 @@ class DistributedManager:
         return self._mesh_groups[key]
 
     def _sibling_ranks(self, mesh: DeviceMesh) -> RankLists | None:
-        """The ranks of this part of the manager's mesh and of all parts like it; None for any other mesh."""
+        """Return the ranks of this submesh of the manager's mesh and of its parallel ones; None for another mesh."""
         names = tuple(mesh.mesh_dim_names or ())
         if not names or names != tuple(n for n in self._mesh_dims if n in names) or mesh != self.mesh(names):
             return None
@@ -231,7 +230,7 @@ class DistributedManager:
 
     @staticmethod
     def initialize_mesh(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-        """Lay all ranks out as a mesh with named axes; one size may be -1. All ranks call this together."""
+        """Arrange all ranks as a mesh with named axes; one size may be -1. All ranks must call it together."""
         self = DistributedManager()
         names = tuple(mesh_dim_names)
         shape = complete_shape(mesh_shape, names, self.world_size)
@@ -245,11 +244,11 @@ class DistributedManager:
         self._mesh_dims = dict(zip(names, shape, strict=True))
         return self._global_mesh
 
-    # Making groups. All ranks call these together, with the same arguments.
+    # Creating groups. All ranks must call these together, with the same arguments.
 
     @staticmethod
     def create_process_subgroup(name: str, size: int, group_name: str | None = None, verbose: bool = False) -> None:
-        """Cut the group `group_name` (all ranks, for None) into groups of `size` neighbours."""
+        """Split the group `group_name` (None: all ranks) into groups of `size` consecutive ranks."""
         self = DistributedManager()
         if group_name is None:
             parents = [list(range(self.world_size))]
@@ -260,38 +259,38 @@ class DistributedManager:
 
     @staticmethod
     def create_orthogonal_process_group(orthogonal_group_name: str, group_name: str, verbose: bool = False) -> None:
-        """Group the ranks that have the same place in their groups `group_name`."""
+        """Group the ranks at the same position in their groups `group_name`."""
         self = DistributedManager()
         self.group(group_name)
         self._make_groups(orthogonal_group_name, orthogonal_groups(self._group_ranks[group_name]), verbose)
 
     @staticmethod
     def create_group_from_node(node: ProcessGroupNode, parent: str | None = None, verbose: bool = False) -> str:
-        """Make the group of a node, and the group orthogonal to it, whose name is returned."""
+        """Create the group of a node and the group orthogonal to it; return the name of the latter."""
         if node.size is None:
             raise WorldError(f"process group {node.name!r} has no size yet: call config.set_leaf_group_sizes first")
         DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
-        across = f"__orthogonal_to_{node.name}"
-        DistributedManager.create_orthogonal_process_group(across, node.name, verbose)
-        return across
+        orthogonal = f"__orthogonal_to_{node.name}"
+        DistributedManager.create_orthogonal_process_group(orthogonal, node.name, verbose)
+        return orthogonal
 
     @staticmethod
     def create_groups_from_config(config: ProcessGroupConfig, verbose: bool = False) -> None:
-        """Make all groups of a tree. The children of a node are orthogonal to each other."""
+        """Create all groups of a tree. The children of a node are orthogonal to each other."""
         DistributedManager.create_group_from_node(config.root, verbose=verbose)
         pending = [config.root_id]
         while pending:
             parent = pending.pop(0)
             for child in config.children(parent):
                 pending.append(child.name)
-                # Each child is cut from what is orthogonal to the one before.
+                # Each child splits the group that is orthogonal to the previous child.
                 parent = DistributedManager.create_group_from_node(child, parent, verbose)
 
     def _make_groups(self, name: str, ranks_of_groups: RankLists, verbose: bool) -> None:
         if name in self._groups:
             raise WorldError(f"there is a process group {name!r} already")
         self._ensure_process_group()
-        # Every rank makes every group, in the same order, also those it is not in: torch asks for that.
+        # torch requires that every rank creates every group in the same order, even groups without this rank.
         for ranks in ranks_of_groups:
             group = dist.new_group(ranks, timeout=self._world.timeout)
             if self.rank in ranks:
@@ -303,11 +302,11 @@ class DistributedManager:
             print(f"Process group '{name}':", *ranks_of_groups, sep="\n    ")
 
     def _ensure_process_group(self) -> None:
-        """A single process gets a process group when something asks for one; it opens no connection."""
+        """Start the process group of a single process when it is first needed; it opens no connection."""
         if not dist.is_initialized():
             worlds.start_group(self._world, dist.HashStore())
 
-    # Beginning and end.
+    # Setup and cleanup.
 
     @staticmethod
     def is_initialized() -> bool:
@@ -316,12 +315,12 @@ class DistributedManager:
 
     @staticmethod
     def get_available_backend() -> str:
-        """The backend for the devices of this machine."""
+        """Return the backend for the devices of this machine."""
         return worlds.available_backend()
 
     @staticmethod
     def initialize() -> None:
-        """Set the world up as the launcher of this program has it; see `shardfield.distributed.launch.detect`.
+        """Set up the world from the variables of the launcher; see `shardfield.distributed.launch.detect`.
 
         SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD=ENV|SLURM|OPENMPI forces one launcher's variables. A second
         call does nothing.
@@ -338,17 +337,17 @@ class DistributedManager:
 
     @staticmethod
     def initialize_env() -> None:
-        """Set the world up from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+        """Set up the world from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
         DistributedManager._start(launching.from_env(os.environ))
 
     @staticmethod
     def initialize_slurm(port: int | str | None = None) -> None:
-        """Set the world up from SLURM's variables; without `port`, on one that follows from the job."""
+        """Set up the world from SLURM's variables; the default port follows from the job id."""
         DistributedManager._start(launching.from_slurm(os.environ, _parse_port(port)))
 
     @staticmethod
     def initialize_open_mpi(addr: str | None = None, port: int | str | None = None) -> None:
-        """Set the world up from Open MPI's variables; `addr` is the host of rank 0."""
+        """Set up the world from Open MPI's variables; `addr` is the host of rank 0."""
         DistributedManager._start(launching.from_open_mpi(os.environ, addr, _parse_port(port)))
 
     @staticmethod
@@ -362,10 +361,10 @@ class DistributedManager:
         method: str = "env",
         timeout: float | None = None,
     ) -> None:
-        """Set the world up as told: rank 0 listens at addr:port until all have come.
+        """Set up the world from the arguments: rank 0 listens at addr:port until all ranks have connected.
 
-        `timeout` is in seconds: how long to wait for the others, how long a collective may take, and how long
-        the others outlive a rank that dies. Without it SHARDFIELD_TIMEOUT holds, else each has its default.
+        `timeout`, in seconds, limits the rendezvous, each collective, and the time that the other ranks keep running
+        after one has died. By default it is SHARDFIELD_TIMEOUT, else each of the three has its own default.
         """
         number = _parse_port(port) or launching.DEFAULT_PORT
         agent = launching.agent_store_prefix(number, os.environ)
@@ -380,7 +379,7 @@ class DistributedManager:
 
     @staticmethod
     def _set_world(world: worlds.World) -> None:
-        """Fill the shared state: from here on the manager is initialised."""
+        """Fill the shared state: from here on the manager is initialized."""
         DistributedManager._shared_state.update(
             _world=world,
             _broadcast_buffers=False,
@@ -398,9 +397,9 @@ class DistributedManager:
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
-        """Leave the world and end what this class set up; what was there before it is left as it was.
+        """Leave the world and end what this class set up; an adopted process group stays as it was.
 
-        Called at exit by itself. After it, `initialize` may be called again; a second call does nothing.
+        Also called at exit. After it, `initialize` may be called again; a second call does nothing.
         """
         if not DistributedManager.is_initialized():
             return
