@@ -140,9 +140,11 @@ def case(fn: Callable, *args: Any, options: dict | None = None, **kwargs: Any) -
     return Case(fn, args, kwargs, **(options or {}))
 
 
-def raises(type: type[Exception], text: str, ours: str = "", signature: bool = False) -> dict:
-    """Build the option that declares an error: `options=FEW | raises(RuntimeError, "negative padding")`."""
-    return {"raises": Raises(type, text, ours, signature)}
+def raises(
+    type: type[Exception], text: str, ours: str = "", signature: bool = False, device_asserts: bool = False
+) -> dict:
+    """Build the options that declare an error: `options=FEW | raises(RuntimeError, "negative padding")`."""
+    return {"raises": Raises(type, text, ours, signature), "device_asserts": device_asserts}
 
 
 def double_backward(fn: Callable) -> Callable:

@@ -68,9 +68,12 @@ CASES = [
     at([0, 1], [2, 3]),
     at(torch.tensor([1, 2], dtype=torch.int32)),
     at(I(3), shape=(5,)),
-    at(I(3, high=6), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
-    at(I(40, high=9), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
-    at(I(2, low=-7, high=-6), options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
+    at(I(3, high=6), options=OPTIONS | raises(IndexError, "is out of bounds for dimension", device_asserts=True)),
+    at(I(40, high=9), options=OPTIONS | raises(IndexError, "is out of bounds for dimension", device_asserts=True)),
+    at(
+        I(2, low=-7, high=-6),
+        options=OPTIONS | raises(IndexError, "is out of bounds for dimension", device_asserts=True),
+    ),
     at(I(3), I(2), options=OPTIONS | raises(IndexError, "indexing tensors could not be broadcast")),
     at(
         I(2), I(2), I(2, high=4), I(2), options=OPTIONS | raises(IndexError, "too many indices for tensor of dimension")
@@ -85,7 +88,11 @@ CASES = [
     case(torch.index_select, T(5, 6), 1, I(high=6)),
     case(torch.index_select, T(5, 6), 1, I(0)),
     case(
-        torch.index_select, T(5, 6), 0, I(3, low=-2, high=0), options=raises(IndexError, "index out of range in self")
+        torch.index_select,
+        T(5, 6),
+        0,
+        I(3, low=-2, high=0),
+        options=raises(IndexError, "index out of range in self", device_asserts=True),
     ),
     case(torch.index_select, T(5, 6), 0, I(2, 2), options=raises(IndexError, "Index is supposed to be a vector")),
     case(torch.gather, T(5, 6, 4), 0, I(3, 6, 2), options=OPTIONS),
@@ -97,7 +104,7 @@ CASES = [
         T(5, 6),
         0,
         I(2, 6, high=7),
-        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension", device_asserts=True),
     ),
     case(torch.gather, T(5, 6), 0, I(2, 7), options=OPTIONS | raises(RuntimeError, "to be no larger than self")),
     case(torch.gather, T(5), 0, I(8), options=OPTIONS),
@@ -109,7 +116,12 @@ CASES = [
     case(torch.take_along_dim, T(5, 1), I(1, 6, low=-5), 0, options=OPTIONS),
     case(torch.take_along_dim, T(5, 6), I(7, high=30), options=OPTIONS),
     case(torch.take, T(5, 6), I(3, 4, low=-30, high=30), options=OPTIONS),
-    case(torch.take, T(5, 6), I(3, high=50), options=OPTIONS | raises(IndexError, "tried to access index")),
+    case(
+        torch.take,
+        T(5, 6),
+        I(3, high=50),
+        options=OPTIONS | raises(IndexError, "tried to access index", device_asserts=True),
+    ),
     case(torch.take, T(5, 6), I(), options=OPTIONS),
     case(torch.take, T(), I(2, high=1), options=OPTIONS),
     case(torch.Tensor.take, T(5, 6), I(0), options=OPTIONS),

@@ -92,7 +92,11 @@ CASES = [
     at(S(1, 4), P(3, 6), 1, value=T(3, 3)),
     at([0, 2], value=T(2, 6, 4)),
     at([], value=T(1)),
-    at(I(3, low=5, high=9), value=1.0, options=OPTIONS | raises(IndexError, "is out of bounds for dimension")),
+    at(
+        I(3, low=5, high=9),
+        value=1.0,
+        options=OPTIONS | raises(IndexError, "is out of bounds for dimension", device_asserts=True),
+    ),
     at(P(3), value=T(2, 6, 4), options=OPTIONS | raises(RuntimeError, "cannot be broadcast to indexing result")),
     at(
         P(3),
@@ -151,7 +155,7 @@ CASES = [
         0,
         I(3, low=5, high=8),
         T(3, 6),
-        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension", device_asserts=True),
     ),
     case(
         torch.index_add,

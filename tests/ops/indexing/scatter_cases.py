@@ -92,7 +92,7 @@ CASES = [
         T(5, 3),
         I(9, low=3, high=9),
         T(9, 3),
-        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension", device_asserts=True),
     ),
     *(
         case(by_rows(torch.scatter_reduce), SRC, I(9), ROWS, reduce, include_self=own, options=OPTIONS)
@@ -123,7 +123,7 @@ CASES = [
         0,
         I(3, 6, high=7),
         T(3, 6),
-        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension"),
+        options=OPTIONS | raises(RuntimeError, "is out of bounds for dimension", device_asserts=True),
     ),
     case(
         torch.scatter, T(5, 6), 0, I(3, 7), T(3, 7), options=OPTIONS | raises(RuntimeError, "to be no larger than self")

@@ -198,7 +198,7 @@ CASES = [
         D(6, 2),
         T(2, fill=lambda s, g: torch.tensor([0.5, 1.5]).double()),
         0,
-        options=FEW | raises(RuntimeError, "quantile() q values must be in the range"),
+        options=FEW | raises(RuntimeError, "quantile() q values must be in the range", device_asserts=True),
     ),
     case(torch.quantile, T(0, 3), 0.5, options=TWO | raises(RuntimeError, "quantile() input tensor must be non-empty")),
     case(

@@ -116,7 +116,7 @@ CASES = [
         T(2, 3, 4, 3),
         T(2, 3, 4, 3, fill=places(99)),
         2,
-        options=FEW | raises(RuntimeError, "Found an invalid max index"),
+        options=FEW | raises(RuntimeError, "Found an invalid max index", device_asserts=True),
     ),
     case(
         F.max_unpool2d,
