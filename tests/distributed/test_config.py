@@ -62,7 +62,7 @@ def test_ranks_of_groups():
     assert orthogonal_groups(model) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert orthogonal_groups(world) == [[r] for r in range(8)]
     for size in (3, 0, -1, 16):
-        with pytest.raises(WorldError, match=f"8 ranks cannot be cut into groups of {size}"):
+        with pytest.raises(WorldError, match=f"8 ranks cannot be split into groups of {size}"):
             split_groups(world, size)
 
 

@@ -144,7 +144,7 @@ def test_second_setup_is_refused(alone):
     DistributedManager.cleanup()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(WorldError, match="rank 0 of 1; asked for was rank 1 of 2"):
+        with pytest.raises(WorldError, match="rank 0 of 1; requested was rank 1 of 2"):
             DistributedManager.setup(rank=1, world_size=2)
         DistributedManager.setup(rank=0, world_size=1)
         assert DistributedManager().method == "existing"
@@ -175,7 +175,7 @@ def wrong_requests(dm):
         lambda: dm.initialize_mesh((3, -1), ("a", "b")): "must divide the number of processes",
         lambda: dm.initialize_mesh((-1, -1), ("a", "b")): "only one size can be -1",
         lambda: dm.create_process_subgroup("pairs", 1): "a process group 'pairs' already",
-        lambda: dm.create_process_subgroup("threes", 3): "cannot be cut into groups of 3",
+        lambda: dm.create_process_subgroup("threes", 3): "cannot be split into groups of 3",
         lambda: dm.create_process_subgroup("x", 1, group_name="nothing"): "no process group is named 'nothing'",
         lambda: dm.create_orthogonal_process_group("x", "nothing"): "no process group is named 'nothing'",
         lambda: dm.create_orthogonal_process_group("pairs", "pairs"): "a process group 'pairs' already",

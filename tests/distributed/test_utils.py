@@ -378,7 +378,7 @@ def test_split_shapes():
             assert len(lengths) == parts and sum(lengths) == size and min(lengths) >= 0
             assert min(lengths) > 0 or size < parts
     assert utils.compute_split_shapes(10, 4) == [3, 3, 3, 1] and utils.compute_split_shapes(9, 4) == [2, 2, 2, 3]
-    with pytest.raises(ValueError, match="cannot cut"):
+    with pytest.raises(ValueError, match="cannot split"):
         utils.compute_split_shapes(3, 0)
     assert [t.shape for t in utils.split_tensor_along_dim(torch.zeros(2, 5), -1, 3)] == [(2, 2), (2, 2), (2, 1)]
     with pytest.raises(ValueError, match="no dim 2"):
@@ -466,7 +466,7 @@ def fused():
     assert isinstance(mean, list) and float(mean[0]) == 1.0
     assert float(utils.fused_all_reduce(torch.tensor(float(rank)), op=dist.ReduceOp.MAX)) == 2.0
     mixed = {"n": torch.tensor(3), "x": torch.tensor(0.5)}
-    with pytest.raises(ValueError, match="torch.int64 beside torch.float32"):
+    with pytest.raises(ValueError, match="torch.int64 together with torch.float32"):
         utils.fused_all_reduce(mixed)
     wide = utils.fused_all_reduce(mixed, buffer_dtype=torch.float64, device="cpu")
     assert wide["n"].dtype == torch.int64 and int(wide["n"]) == 9 and float(wide["x"]) == 1.5

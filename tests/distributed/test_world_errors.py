@@ -189,7 +189,7 @@ def test_ranks_with_different_world_sizes(tmp_path):
     port = free_port()
     envs = [launched("env", 3, port)[0], launched("env", 2, port)[1]]
     for result in run_world(tmp_path, join, envs=envs):
-        assert re.match(r"rank 1 \(pid .*\) was told of a world of 2 .*, and rank 0 of one of 3", error_of(result))
+        assert re.match(r"rank 1 \(pid .*\) has a world size of 2, and rank 0 of 3", error_of(result))
 
 
 def test_two_jobs_at_one_port(tmp_path):

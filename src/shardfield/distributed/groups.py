@@ -18,7 +18,7 @@ def split_groups(parents: RankLists, size: int) -> RankLists:
     """
     length = len(parents[0])
     if size < 1 or length % size:
-        raise WorldError(f"{length} ranks cannot be cut into groups of {size}")
+        raise WorldError(f"{length} ranks cannot be split into groups of {size}")
     return [ranks[i : i + size] for ranks in parents for i in range(0, length, size)]
 
 

@@ -203,7 +203,7 @@ def _read_int(env: Env, name: str, default=...):
     text = env.get(name)
     if not text:
         if default is ...:
-            raise WorldError(f"{name} is not set: the program was not started by the launcher that was asked for")
+            raise WorldError(f"{name} is not set: the program was not started by the selected launcher")
         return default
     try:
         return int(text)

@@ -133,8 +133,7 @@ class RendezvousServer(threading.Thread):
                 there = False
                 continue
             if size != self.launch.world_size:
-                told = f"was told of a world of {size} processes, and rank 0 of one of {self.launch.world_size}"
-                return f"{peer} {told}"
+                return f"{peer} has a world size of {size}, and rank 0 of {self.launch.world_size}"
             twin = next((p for p in self.peers.values() if p.rank == peer.rank), None)
             if twin:
                 places = [f"pid {p.pid} on {p.host}" for p in (twin, peer)]

@@ -16,7 +16,7 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
     ([3, 3, 3, 1], [2, 2, 2, 3], [0, 0, 2])
     """
     if size < 0 or num_chunks < 1:
-        raise ValueError(f"compute_split_shapes: cannot cut {size} into {num_chunks} pieces")
+        raise ValueError(f"compute_split_shapes: cannot split {size} into {num_chunks} chunks")
     length = -(-size // num_chunks)
     if size - length * (num_chunks - 1) <= 0:
         length = size // num_chunks
@@ -65,7 +65,7 @@ def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:
     """Truncate `dim` to `new_size` at its end; the result is contiguous in the input's memory format."""
     dim = _normalize_dim(tensor, dim)
     if not 0 <= new_size <= tensor.shape[dim]:
-        raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be cut to {new_size}")
+        raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be truncated to {new_size}")
     return tensor.narrow(dim, 0, new_size).contiguous(memory_format=get_memory_format(tensor))
 
 

@@ -59,7 +59,7 @@ def start(launch: Launch, backend: str | None = None, timeout: float | None = No
         if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
             raise WorldError(
                 f"torch.distributed runs already, with this process as rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}; asked for was rank {launch.rank} of {launch.world_size}"
+                f"{dist.get_world_size()}; requested was rank {launch.rank} of {launch.world_size}"
             )
         return adopt_existing()
     if timeout is not None and timeout <= 0:
