@@ -279,7 +279,7 @@ def refusals():
 
 def test_all_ranks_refuse():
     told = run_on_ranks(refusals, 4, timeout=60)
-    assert told == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbours"]] * 4
+    assert told == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbors "]] * 4
 
 
 # ---------------------------------------------------------------------- messages

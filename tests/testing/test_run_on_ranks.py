@@ -271,7 +271,7 @@ def test_deadlock_names_ranks_and_call(ranks):
     error = failure(reduce_twice_on, ranks, timeout=1.0)
     assert sorted(error.errors) == ranks
     lines = Path(__file__).read_text().splitlines()
-    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the line that a report has to name"))
+    line = 1 + next(i for i, text in enumerate(lines) if text.endswith("# the line that the report must name"))
     expected = (
         f"  {format_ranks(ranks)}: not done after 1 s, in all_reduce, called from {__file__}:{line} in reduce_twice_on"
     )
