@@ -265,11 +265,14 @@ register_inplace("tril_", "triu_")
 
 @composed("pixel_shuffle")
 def pixel_shuffle(input, upscale_factor):
-    shape = F.pixel_shuffle(meta_tensor(input), upscale_factor).shape
+    # one pixel of each channel tells what torch raises; the meta kernel of torch 2.11 raises another type
+    F.pixel_shuffle(
+        torch.empty([*([1] * (input.ndim - 3)), *input.shape[-3:-2], *([1] * min(input.ndim, 2))]), upscale_factor
+    )
     *lead, c, h, w = input.shape
     r, n = upscale_factor, len(lead)
     cells = input.reshape(*lead, c // r**2, r, r, h, w)
-    return cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(shape)
+    return cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(*lead, c // r**2, h * r, w * r)
 
 
 @composed("pixel_unshuffle")
