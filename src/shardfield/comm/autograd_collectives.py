@@ -51,9 +51,9 @@ def reduce(tensor: Tensor, groups: Groups) -> Tensor:
 def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:
     """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
 
-    For max and min it is that of amax over the stacked parts of all groups: ranks whose parts are equal share alike.
-    Where a part is itself the extreme of several elements, one device shares among those: ops that make such parts
-    count elements and do not come here.
+    For max and min it is that of amax over the stacked parts of all groups: ranks with equal parts get equal shares of
+    the gradient. Where a part is itself the extreme of several elements, one device divides the gradient among those
+    elements: ops with such parts count elements and do not use this function.
     """
     if op == "sum":
         return reduce(tensor, groups)

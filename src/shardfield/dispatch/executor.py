@@ -183,7 +183,7 @@ class BoundPlan:
 def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_function: bool = False) -> Handler:
     """Return the handler that runs calls by a planner; the flags say if it takes Partial operands and merged dims.
 
-    torchs: what is called is always a function of torch, so that one rank may leave a call to the function itself.
+    is_torch_function: only functions of torch have this handler, so that a mesh of one rank may call them directly.
     """
     signature = inspect.signature(planner)
     wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
@@ -305,8 +305,8 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
 def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Return the call with numbers in place of 0-dim tensors, except the first argument; None if there are none.
 
-    Where torch wants a number it reads a tensor of no dims as one: `x.reshape(n, -1)` with an `n` that was computed. A
-    rule that finds an operand in such a place cannot go on.
+    torch accepts a 0-dim tensor in the place of a number: `x.reshape(n, -1)` with a computed `n`. A rule cannot plan
+    with an operand there.
     """
     found = []
 

@@ -1,9 +1,10 @@
 """Dispatch a torch call on ShardTensors: run a rule, fall back to a gather, or refuse.
 
 The registry (`runtime.Registry`) maps a function object to its handler. `@rule` registers a pure planner (see
-`dispatch/plan.py`); `dispatch/executor.py` looks its plans up and runs them. `@handler` registers a function that is
-written in terms of other ShardTensor calls. A Python function of torch without either is opened, so that the calls
-inside it dispatch. The operands of any other function are gathered.
+`dispatch/plan.py`); `dispatch/executor.py` looks its plans up and runs them. `@composed` registers a function with the
+parameters of the torch function, written in terms of other torch calls. `@handler` does the same with the arguments as
+`__torch_function__` receives them. A torch function that is implemented in Python and has no entry runs its own body,
+so that the calls inside it dispatch. The operands of any other function are gathered.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def rule(
 ) -> Callable[[Callable], Callable]:
     """Register a pure planner for torch functions (and their method forms; `exact`: for these objects alone).
 
-    The planner's parameters are the function's; a keyword-only `fn` receives the function that was called. Partial
-    operands are reduced and merged dims are laid out simply before it is asked, unless it says it can do with them.
+    The planner's parameters are the function's; a keyword-only `fn` receives the function that was called. Before the
+    planner runs, Partial operands are reduced, unless `partial`, and dims that merge several sharded ones are resharded
+    to one contiguous sharding, unless `merged`.
 
     `accepts_deferred`: class of a deferred value -> the handler of calls whose first tensor is such a value. `around`
     gets the planner's handler and returns the one to register, for operands that no plan takes (sparse matrices).
@@ -105,7 +107,7 @@ def handler(
 
 
 def composed(*functions: Any, exact: bool = False) -> Callable[[Callable], Callable]:
-    """Register a plain Python function with the torch function's own parameters, made of other ShardTensor calls."""
+    """Register a Python function with the torch function's parameters, written in terms of other torch calls."""
 
     def register(body: Callable) -> Callable:
         def call_body(func, types, args, kwargs):
