@@ -1,4 +1,4 @@
-"""What shardfield raises."""
+"""Exception types."""
 
 
 class ShardfieldError(RuntimeError):
@@ -6,11 +6,11 @@ class ShardfieldError(RuntimeError):
 
 
 class ShardingError(ShardfieldError):
-    """An operation cannot be done on the layouts it was given; raised on every rank alike."""
+    """An operation is not possible with the layouts of its operands; raised on every rank."""
 
 
 class WorldError(ShardfieldError):
-    """The process world cannot be set up, or has no group or mesh of the name that was asked for."""
+    """The process world cannot be set up, or has no group or mesh of the requested name."""
 
 
 class Untraceable(ShardingError):

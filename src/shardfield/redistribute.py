@@ -174,7 +174,7 @@ def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
 
 
 def _identity(tensor: Tensor) -> Tensor:
-    """The step along an axis of one rank."""
+    """Return the tensor itself: the step along an axis of one rank."""
     return tensor
 
 

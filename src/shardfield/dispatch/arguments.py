@@ -13,7 +13,7 @@ from ..tensor import as_operand as as_operand
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every tensor in its nested lists, tuples and dicts changed."""
+    """Return `value` with `change` applied to every tensor in its nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -25,7 +25,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def mesh_of(args: Any, kwargs: Any) -> Any:
-    """The mesh of the first ShardTensor among the arguments."""
+    """Return the mesh of the first ShardTensor among the arguments."""
     for value in args:
         if isinstance(value, ShardTensor):
             return value._layout.mesh

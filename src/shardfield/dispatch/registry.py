@@ -182,7 +182,7 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
 
 
 def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
-    """An output's local tensor and the local tensor of the gradient that backward starts from."""
+    """Return the local tensor of an output and the local tensor of the gradient that backward starts from."""
     if not isinstance(output, ShardTensor):
         return output, to_full_tensor(gradient) if isinstance(gradient, ShardTensor) else gradient
     if gradient is None:

@@ -310,7 +310,7 @@ class DistributedManager:
 
     @staticmethod
     def is_initialized() -> bool:
-        """Whether `initialize` was called, and no `cleanup` since."""
+        """Return whether `initialize` was called, and no `cleanup` since."""
         return DistributedManager._shared_state.get("_is_initialized", False)
 
     @staticmethod
