@@ -59,8 +59,8 @@ class T:
 class Raises:
     """Declare the error of a call: its type, and a fragment of torch's text on one device.
 
-    Ours must be of exactly this type on every rank; `ours` is a fragment of our text, where that matters. A TypeError
-    usually means that the row itself is wrong: it must be confirmed with `signature=True`.
+    The sharded call must raise exactly this type on every rank. `ours` is a fragment of its text, if the text is
+    checked. A TypeError usually means that the row itself is wrong, so `signature=True` must confirm it.
     """
 
     type: type[Exception]
@@ -88,11 +88,13 @@ class Case:
     """Describe the call `fn(*args, **kwargs)` with T for tensors, and how it is checked.
 
     layouts: number of layout assignments drawn on each mesh. try_partial: also draw Partial operands.
-    no_messages: the forward sends none for any drawn layout. may_gather: the op has no rule; the fallback is right.
-    may_refuse: ShardingError is right (on all ranks). raises: the call is invalid; the error of torch and of ours.
-    refuses: ours raises ShardingError with this text whatever torch does.
-    device_asserts: neither torch nor ours finds the invalid value before a device kernel asserts, which ends the
-    process: the row is skipped on devices.
+    no_messages: the forward sends no message for any drawn layout.
+    may_gather: the op has no rule, and the fallback to a gather is accepted.
+    may_refuse: a ShardingError on all ranks is accepted.
+    raises: the call is invalid; the error that torch and the sharded call raise.
+    refuses: the sharded call raises ShardingError with this text, whatever torch does.
+    device_asserts: an invalid value is first found by an assert in a GPU kernel, which ends the process. The row is
+    skipped on GPUs.
     """
 
     fn: Callable

@@ -17,7 +17,7 @@ from .draw import DEVICE
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what a call gave: a value or an error, the tensors it was called with, and the number of its messages."""
+    """Hold the outcome of a call: its value or error, the tensors it was called with, and the number of messages."""
 
     inputs: list[Any]
     value: Any = None
@@ -32,7 +32,7 @@ def to_full_tensor(value: Any) -> Any:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank. A rank that stopped alone would leave the others in a collective."""
+    """Return whether the flag is set on any rank. If one rank stopped alone, the others would hang."""
     said = torch.tensor(int(flag))
     dist.all_reduce(said, dist.ReduceOp.MAX)
     return bool(said)
@@ -71,7 +71,7 @@ def _flatten(out: Any) -> list[Any]:
 
 
 def _differ(case: Case, got: Any, expected: Any, also: Any) -> str | None:
-    """Return why `got` equals neither the device's value nor, where there is one, the CPU's."""
+    """Return why `got` differs from the device's value `expected` and from the CPU's value `also` (None: no value)."""
     if isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor):
         got = got.to(expected.device)
     why = describe_mismatch(got, expected, case.tolerance)
@@ -84,7 +84,7 @@ def _differ(case: Case, got: Any, expected: Any, also: Any) -> str | None:
 def compare(case: Case, label: str, expected: Outcome, got: Outcome, also: Outcome | None = None) -> list[str]:
     """Return the differences in values and gradients.
 
-    `also` is the outcome on the CPU where `expected` is a device's: where torch's two kernels differ, either is right.
+    `also` is the outcome on the CPU if `expected` is that of a GPU. If torch's two kernels differ, either is accepted.
     """
     refs, gots = _flatten(expected.value), _flatten(got.value)
     if len(refs) != len(gots):
@@ -102,7 +102,7 @@ def _compare_values(case: Case, label: str, refs: list, gots: list, others: list
         if isinstance(g, ShardTensor) and g._local_tensor.shape != g._layout.local_shape:
             held, local_shape = tuple(g._local_tensor.shape), g._layout.local_shape
             out.append(f"{label}: result {i} holds {held}, its layout has local shape {local_shape}")
-        if any_rank(bool(out)):  # full_tensor would wait for the rank that stopped
+        if any_rank(bool(out)):  # full_tensor would hang if one rank returned alone
             return out
         why = _differ(case, to_full_tensor(g), r, others[i])
         if why:
@@ -132,7 +132,7 @@ def _compare_gradients(
     raised = False
     try:
         run_backward([g for _, g in pairs], [s.to(DEVICE) for s in seeds], None, False, None)
-    except RuntimeError:  # ours may call the same missing kernel, on all ranks
+    except RuntimeError:  # the sharded backward may need the same missing kernel, on all ranks
         if not missing_kernel:
             raise
         raised = True
@@ -151,7 +151,7 @@ def _compare_gradients(
 
 
 def _cpu_gradients(seeds: list[torch.Tensor], also: Outcome | None) -> list[torch.Tensor | None] | None:
-    """Return the gradients of the CPU's inputs; None without a CPU outcome or where its results differ in shape."""
+    """Return the gradients of the CPU's inputs; None without a CPU outcome or if its results differ in shape."""
     if also is None:
         return None
     results = [t for t in _flatten(also.value) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -1,4 +1,4 @@
-"""Draw what a case is checked on: values, meshes, placements and shard sizes. The draw is the same on all ranks."""
+"""Draw the inputs of a case: values, meshes, placements and shard sizes. The draw is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def local_shard(full: torch.Tensor, layout: Layout) -> torch.Tensor:
     local = redistribute(full, Layout.replicate(layout.mesh, full.shape), summed).clone()
     for axis in layout.partial_axes:
         size, coord = layout.mesh.size(axis), layout.coords[axis]
-        # partial sums of different sizes: a rank that takes its own for a share of the value is found out
+        # Partial sums differ between ranks: a rule that treats them as equal shares of the value then fails.
         local = local * (coord + 1) / (size * (size + 1) / 2)
     return local
 

@@ -110,10 +110,10 @@ def _check_operands(case: Case, operands: Operands, transform: Callable | None) 
 
 
 def _reference(case: Case, operands: Operands, cpu: Outcome) -> tuple[Outcome, Outcome | None]:
-    """Return the outcome on one device, and the CPU's where that ran too.
+    """Return the outcome on `DEVICE`, and the CPU's as well if that is another device and its call succeeded.
 
-    The CPU goes first: a device kernel that meets a value out of bounds ends the process with an assert. Where the CPU
-    raises, torch is called on the device only if the CPU merely lacks the kernel; ours is called in any case.
+    The CPU runs first: a GPU kernel that reads a value out of bounds ends the process with an assert. If the CPU
+    raises, torch is called on the GPU only if the CPU has no kernel for the call. The sharded call runs in any case.
     """
     if DEVICE == "cpu" or (cpu.error is not None and not _lacks_cpu_kernel(cpu)):
         return cpu, None
@@ -121,7 +121,7 @@ def _reference(case: Case, operands: Operands, cpu: Outcome) -> tuple[Outcome, O
 
 
 def _lacks_cpu_kernel(outcome: Outcome) -> bool:
-    """Return whether a call failed on the CPU for want of a kernel that a device may have."""
+    """Return whether a call failed because the CPU has no kernel for it, which a GPU may have."""
     if DEVICE == "cpu" or not isinstance(outcome.error, NotImplementedError):
         return False
     text = str(outcome.error)
@@ -131,12 +131,12 @@ def _lacks_cpu_kernel(outcome: Outcome) -> bool:
 def _judge_errors(
     case: Case, label: str, expected: Outcome, got: Outcome, also: Outcome | None, wrapped: bool
 ) -> tuple[list[str], bool]:
-    """Return failures, and whether the check ends here: on all ranks or on none."""
+    """Return failures, and whether the check ends here, which is equal on all ranks."""
     names = every_rank("" if got.error is None else type(got.error).__name__)
     if len(set(names)) > 1:
         return [f"{label}: ranks differ, they raised {[n or 'nothing' for n in names]}\n{got.traceback}"], True
     if expected.error is not None and wrapped and isinstance(expected.error, NotImplementedError):
-        return [], True  # a compiled kernel may have what an eager one lacks
+        return [], True  # compiled code may support what no eager kernel does
     if got.error is None:
         if expected.error is not None and also is None:
             return [f"{label}: one device raises {expected.error!r}, this did not"], True

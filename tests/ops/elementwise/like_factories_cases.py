@@ -16,7 +16,7 @@ def filled(fn, *args, **kwargs):
 
 def copy_constructed(x):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises against it
+        warnings.simplefilter("ignore")  # torch warns about it
         return x.new_tensor(x.long())
 
 

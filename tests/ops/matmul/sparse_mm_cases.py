@@ -66,7 +66,7 @@ CASES = [
         T(9, 5, dtype=torch.float32),
         options=OPTIONS | raises(RuntimeError, "expected scalar type Double but found Float"),
     ),
-    case(  # a maximum in the place of the sum has no rule
+    case(  # a maximum instead of the sum has no rule
         lambda x: torch.sparse.mm(matrix(torch.ones(COUNT, dtype=x.dtype), torch.sparse_csr), x, "amax"),
         T(9, 5),
         options=OPTIONS | {"may_gather": True, "name": "sparse.mm by maxima"},

@@ -178,7 +178,7 @@ CASES = [
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
     case(F.instance_norm, T(3, 4, 1), options=FEW | raises(ValueError, "Expected more than 1 spatial element")),
     case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
-    # nn.SyncBatchNorm calls this and would take local statistics for global ones
+    # nn.SyncBatchNorm calls this and would use local statistics as global ones
     case(torch.batch_norm_stats, T(5, 4, 3), 0.1, options=FEW | {"refuses": "nn.SyncBatchNorm", "grad": False}),
     # over adjacent channels
     case(F.local_response_norm, T(2, 7, 3), 3, 0.5),

@@ -1,4 +1,4 @@
-"""Lazy spectra: modes kept as models write it, and every other use of a spectrum."""
+"""Lazy spectra: keeping some modes as models do, and every other use of a spectrum."""
 
 import torch
 

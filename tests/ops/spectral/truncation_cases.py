@@ -55,7 +55,7 @@ def plain_layer(x, weight, n_modes, output_shape=None, norm="forward", compat=Fa
 
 
 def layer(x, weight, n_modes, **more):
-    """Call ours on ShardTensors and torch's on plain tensors: the row compares the two."""
+    """Call spectral_conv on ShardTensors and `plain_layer` on plain tensors: the row compares the two."""
     ours = isinstance(x, ShardTensor) or isinstance(weight, ShardTensor)
     return spectral_conv(x, weight, n_modes, **more) if ours else plain_layer(x, weight, n_modes, **more)
 

@@ -59,8 +59,8 @@ CASES = [
         for mode, kwargs in MODES
         for factor in [(0.5, 2), (1 / 3, 3), (1.7, 0.6)]
     ),
-    # ---- a size that a factor does not change: torch ignores the factor in some modes (and, antialiased, its backward
-    # does not, so that its gradient is that of another function)
+    # ---- a size that a factor does not change: torch ignores the factor in some modes. Antialiased, its backward does
+    # not ignore it, so the gradient does not match the forward
     *(
         case(
             F.interpolate,

@@ -13,7 +13,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 def autocast_to_fp32(*tensors: Any) -> list[Any]:
     """Return the arguments of a function that autocast runs in fp32, with half-precision tensors cast if it is enabled.
 
-    Autocast knows torch's function, but not the ops that compute it here.
+    Autocast recognizes torch's function, but not the ops that it is composed of here.
     """
 
     def cast(value: Any) -> Any:

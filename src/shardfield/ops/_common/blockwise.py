@@ -53,7 +53,7 @@ def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layou
 
 
 def nested_balanced(size: int, parts: list[int]) -> list[int]:
-    """Split a size evenly into the first number of parts, each part into the second number, and so on; row-major."""
+    """Return the sizes, row-major, of `size` split evenly into parts[0], each of these into parts[1], and so on."""
     return [n for part in balanced(size, parts[0]) for n in nested_balanced(part, parts[1:])] if parts else [size]
 
 

@@ -87,7 +87,7 @@ def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[in
 
 
 def _align(result: Layout, layouts: Sequence[Layout], partial: Any, keep_partial: Sequence[int]) -> Alignment:
-    """Build the alignment of operands with a result; an operand that is already in place keeps its own origins."""
+    """Build the alignment of operands with a result; an operand that has its target layout keeps its own origins."""
     targets = []
     for i, layout in enumerate(layouts):
         target = broadcast_layout(result, layout.shape, partial if i in keep_partial else ())

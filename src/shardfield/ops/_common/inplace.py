@@ -13,7 +13,7 @@ from ...dispatch.registry import handler
 def register_inplace(*names: str) -> None:
     """Register in-place methods (`"renorm_"`) by their out-of-place functions (`torch.renorm`).
 
-    The function runs on a copy where gradients are needed: its backward may read its input, which the write changes.
+    If gradients are needed, the function runs on a copy: its backward may read its input, which the write changes.
     """
     for name in names:
         handler(name)(_write_result_of(getattr(torch, name[:-1])))

@@ -20,7 +20,7 @@ from .autocast import HALF_DTYPES
 def probe(fn: Callable, *args: Any, meta: bool = False, single: bool = False, **kwargs: Any) -> Any:
     """Call `fn` with a stand-in for each operand, without gradients or warnings; return its result or raise its error.
 
-    The stand-ins depend on the question:
+    The kind of stand-in determines what is checked:
 
     - Default: tensors on the operand's device with at most 2 elements per dim. The kernel and autocast run, so dtypes
       of results and errors about dtypes, dims and empty dims are those of the real call. Sizes are not checked.

@@ -22,7 +22,7 @@ def raise_if_any_rank(bad: Tensor, over: Groups, error: type[Exception], why: st
 
 
 def raise_if(flag: Tensor, error: type[Exception], why: str) -> None:
-    """Raise if `flag`, which is equal on all ranks, is set; in a traced program, whenever the program runs."""
+    """Raise if `flag`, which is equal on all ranks, is set. A traced program checks the flag on every run."""
     if runtime.active.tracer is not None:
         runtime.active.tracer.raise_if(flag, error, why)
     elif not runtime.active.fake_tensors and flag:

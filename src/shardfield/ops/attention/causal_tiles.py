@@ -1,7 +1,7 @@
 """Which scores a rank computes: spans of rows and columns, and the tiles that a causal mask leaves of them. Pure.
 
-The scores of causal attention are a triangle, so that shards of equal length have unequal work. Rows and columns are
-therefore distributed in zigzag order: the sequence is split into 2P chunks, of which coord c takes the c-th from each
+The scores of causal attention are a triangle, so shards of equal length have unequal work. Rows and columns are
+therefore distributed in zigzag order. The sequence is split into 2P chunks, and coord c takes the c-th chunk from each
 end. Every rank then has equal work, in total and against every block of columns.
 """
 

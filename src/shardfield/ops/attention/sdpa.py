@@ -51,7 +51,7 @@ def sdpa(
     enable_gqa=False,
     fn,
 ):
-    """Plan by the cheapest strategy: mostly, queries stay and keys and values circulate."""
+    """Plan the cheapest strategy. Usually queries stay on their ranks, and keys and values circulate."""
     dtype = _validate(fn, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and key.shape[-3] != value.shape[-3]:
         return None  # key and value groups of different sizes: no sharding of the heads fits both

@@ -38,8 +38,8 @@ def new_like(func, types, args, kwargs):
 def new_with_shape(func, types, args, kwargs):
     """Return a tensor with the input's layout if the shape is the same, else one sharded by origins, or replicated.
 
-    A tensor whose entries were selected from a dim of the new size (messages along edges, and the nodes they come from)
-    gives the new dim the sharding of that dim: rows that are written to it then need no other hint.
+    If the input's entries were selected from a dim of the new size (messages along edges are selected from nodes), the
+    new dim takes the sharding of that dim. Rows that are written to the new tensor then need no other hint.
     """
     x, *rest = args
     kwargs = {k: as_number(v) for k, v in kwargs.items()}
@@ -59,7 +59,7 @@ def new_with_shape(func, types, args, kwargs):
 
 
 def _layout_by_origins(like: Layout, shape: Sequence[int]) -> Layout:
-    """Build a layout of `shape`: a dim is sharded as the origin that `like` has of its size along it."""
+    """Build a layout of `shape`. A dim takes the sharding of the origin of its size that `like` has along this dim."""
     layout = Layout.replicate(like.mesh, shape)
     for dim in range(min(like.ndim, len(shape))):
         origin = find_row_origin(shape[dim], like.origins(dim))

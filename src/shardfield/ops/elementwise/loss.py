@@ -80,7 +80,7 @@ def l1_loss(func, types, args, kwargs):
 
 @handler(*filter(None, [getattr(F, "linear_cross_entropy", None)]), exact=True)  # new in torch 2.13
 def linear_cross_entropy(func, types, args, kwargs):
-    """Run torch's body without `options` (chunks of the batch that save memory): the batch is sharded already."""
+    """Run torch's body without `options`, which split the batch to save memory: the batch is sharded already."""
     return without_override_check(func)(*args, **kwargs | {"options": None})
 
 

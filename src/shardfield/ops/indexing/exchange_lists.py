@@ -1,8 +1,9 @@
 """Exchange lists: the rows that each rank needs from every other, computed once per index tensor and cached.
 
 A rank fetches each distinct row once, however many of its entries name it, and sums the rows that it writes to one
-place before it sends them. For a graph, bytes follow the nodes along shard boundaries, not the edges. Lists are cached
-as long as the index tensor is alive and not written: later calls with it, and with views of it, send rows only.
+place before it sends them. For a graph, the bytes sent depend on the number of nodes along shard boundaries, not on the
+number of edges. Lists are cached as long as the index tensor is alive and not written. Later calls with this tensor, or
+with views of it, send rows only.
 
 Each rank checks by itself whether its cached lists are valid, but building lists communicates, so all ranks must decide
 the same: they agree with a few bytes first. With SHARDFIELD_CHECK_SIZES=0, on all ranks, cached lists are used without
@@ -224,7 +225,7 @@ def _any_rank(flags: Sequence[bool], where: Layout) -> list[bool]:
 def as_row_index(index: Tensor, dim: int) -> Tensor | None:
     """Return the vector that an index of elements repeats along all dims but `dim`: it names rows. Else None.
 
-    A constant index of a traced program stays one: a select that is traced would hide its values.
+    A constant index of a traced program stays a constant: a traced select would hide its values.
     """
     with concrete_for(index):
         for d in reversed(range(index.ndim)):

@@ -145,7 +145,7 @@ def index_result_dim(dims: Sequence[int]) -> int:
 
 
 def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """Return `x` indexed by tensors along `dims`; at least one of them all is a ShardTensor."""
+    """Return `x` indexed by tensors along `dims`; `x` or at least one index is a ShardTensor."""
     return _run_advanced_getitem(
         torch.Tensor.__getitem__, (), (x, torch.Size(dims), index_result_dim(dims), *indices), {}
     )

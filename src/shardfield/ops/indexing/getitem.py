@@ -123,7 +123,7 @@ def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool
 
 
 def index_dims_first(value: Tensor, shape: Sequence[int], indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """Return the value of `x[indices] = value`, x of this shape, with the index dims first, then the others of x."""
+    """Permute the value of `x[indices] = value`, for x of `shape`: index dims first, then the other dims of x."""
     entries = broadcast_index_shapes([i.shape for i in indices])
     at = index_result_dim(dims)
     rest = [n for d, n in enumerate(shape) if d not in dims]
@@ -180,8 +180,9 @@ def _setitem_on_plain(func, types, args):
     """Write a ShardTensor into a plain tensor: `x` itself becomes a ShardTensor, sharded as the value.
 
     If another tensor or autograd refers to the memory of `x`, on any rank, the value is gathered on all ranks instead:
-    after a swap the other tensor would not see the write. Ranks agree on this in one small message, with the call that
-    they make. A rank that decided alone, from its own references, would block in a collective that the others skip.
+    after a swap the other tensor would not see the write. Ranks agree on this in one small message, which also checks
+    that all of them make the same call. A rank that decided alone, from its own references, would block in a collective
+    that the others skip.
     """
     x, index, value = args
     mesh = mesh_of(args, None)
@@ -204,7 +205,7 @@ def _setitem_on_plain(func, types, args):
 
 
 def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor, mesh: Any) -> Layout:
-    """Build the layout of a plain tensor that masks and a value are written into without being redistributed."""
+    """Build a layout for a plain tensor, so that masks and a value written into it need no redistribute."""
     layout = Layout.replicate(mesh, shape)
     # for each dim after the basic index: the dim of the tensor that it is a slice of, and the slice
     parts: list[tuple[int, tuple[int, int, int]] | None] = []

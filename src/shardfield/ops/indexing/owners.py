@@ -81,7 +81,7 @@ class Owners:
         return found
 
     def flat(self, indices: Sequence[Tensor]) -> Tensor:
-        """Return the flat index of global indices that are given dim by dim."""
+        """Return the flat index of global indices, which are passed dim by dim."""
         total = indices[0]
         for index, size in zip(indices[1:], self.sizes[1:], strict=True):
             total = total * size + index

@@ -1,9 +1,10 @@
-"""Choose the sharding of a replicated tensor that sharded rows are written into, as zeros that messages are added to.
+"""Choose the sharding of a replicated tensor that sharded rows are written into.
 
-The zeros have the length of a graph's nodes and nothing else that tells how nodes are sharded. The rows do: those that
-were taken from nodes carry their `Origin` through products, norms and concatenations, and a target of that size is
-sharded as the nodes are. Rows without an origin are placed by the bytes sent: the target becomes Partial, or is
-chunked along the indexed dim. Both follow from the layouts of the operands alone, so all ranks choose the same.
+The common case is message passing on a graph: messages along edges are added to zeros, one row per node. The zeros do
+not show how the nodes are sharded, but the messages do. Rows that were selected from nodes carry an `Origin` through
+products, norms and concatenations. A target of the origin's size takes the sharding of the nodes. Rows without an
+origin are placed by the bytes sent: the target becomes Partial, or is chunked along the indexed dim. Both decisions
+depend only on the layouts of the operands, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def with_row_origins(factors: Sequence[DimSharding], source: Layout, dims: Itera
 
 
 def find_row_origin(size: int, *entry_dims: Iterable[Origin]) -> Origin | None:
-    """Return the dim of `size` that rows came from: of the first of `entry_dims` that has one such origin.
+    """Return the dim of `size` that rows were selected from: the origin in the first of `entry_dims` that has one.
 
-    Two different shardings of one size are no answer: which of them the target has is not known.
+    Return None if there are two with different shardings: the target could have either.
     """
     for origins in entry_dims:
         fitting = [o for o in origins if o.kind == "rows" and o.size == size]
@@ -62,7 +63,7 @@ def choose_result_layout(
     """Choose the layout of a target unsharded along `dim`, for `count` entries that are sharded over `entry_axes`.
 
     `origin` is the dim that the rows came from. With `accumulate`, rows of one place are summed, so that the result may
-    be Partial; else a Partial would add up what should be overwritten.
+    be Partial. Without it, rows overwrite the target, and a Partial would add them.
     """
     size, parts = target.shape[dim], [target.mesh.size(a) for a in entry_axes]
     used = {*target.shard_axes, *target.partial_axes}
@@ -72,7 +73,7 @@ def choose_result_layout(
             sharded = target.with_dim(dim, DimSharding(size, origin.axes, origin.shard_sizes))
             return Layout.make(target.mesh, sharded.dims, [*target.partial, *over])
     row = target.numel // max(size, 1) * item
-    # an all-reduce of the target, against an exchange of at most all distinct rows and the three messages it needs
+    # Compare an all_reduce of the target with an exchange of the distinct rows, which needs three messages.
     exchanged = min(count // math.prod(parts), size) * (row + 8) + 3 * MESSAGE_COST_BYTES
     if accumulate and (size < 2 or 2 * size * row <= exchanged):
         return Layout.make(target.mesh, target.dims, [*target.partial, *((a, "sum") for a in entry_axes)])
@@ -91,9 +92,9 @@ def report_placement(before: Layout, after: Layout) -> None:
 def may_reshard(target: Tensor, written: Sequence[Tensor], mesh: Any) -> bool:
     """Return whether a replicated tensor that is written in place may be resharded: nothing else refers to its memory.
 
-    All ranks agree in one small message. One rank may hold a reference that others do not: a backend's thread drops a
-    tensor that was sent when it gets to it, a cycle waits for garbage collection, a log keeps a view on one rank. A
-    rank that decided alone would send the result elsewhere than the others expect it.
+    All ranks agree in one small message, as one rank may hold a reference that others do not. A backend's thread may
+    not have dropped a sent tensor yet, a reference cycle may not be collected yet, or a log may keep a view on one
+    rank. If each rank decided alone, ranks would choose different shardings and issue different collectives.
     """
     sharded = any(isinstance(t, ShardTensor) and t._layout.nontrivial_axes(t._layout.shard_axes) for t in written)
     if not sharded or (isinstance(target, ShardTensor) and not target._layout.is_replicated):
@@ -103,10 +104,10 @@ def may_reshard(target: Tensor, written: Sequence[Tensor], mesh: Any) -> bool:
 
 
 def has_lasting_aliases(target: Tensor) -> bool:
-    """Return whether anything refers to the memory of a tensor on this rank, for longer than a backend's thread does.
+    """Return whether anything else refers to the memory of a tensor on this rank, after waiting for backend threads.
 
-    A thread that has sent a tensor drops it a moment later. Without this delay the same program would sometimes find an
-    alias and sometimes none.
+    A backend's thread drops a tensor shortly after sending it. Without the wait, the same program would sometimes find
+    an alias and sometimes none.
     """
     for _ in range(20):
         if not _has_aliases(target):

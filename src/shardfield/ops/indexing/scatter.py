@@ -137,7 +137,7 @@ def _plan_element_write(
         return target if target.is_contiguous() else target.copy_(out.reshape(shape))
 
     def write_rows(target: Tensor, lists: ExchangeLists, rows: Tensor | None, number: Any) -> Tensor:
-        """Write whole rows."""
+        """Write full rows."""
         if prereduces:
             assert rows is not None
             if not in_place:

@@ -49,9 +49,9 @@ def _parse_labels(text: str, ellipsis_dims: int) -> list[Label]:
 
 @handler("einsum")
 def einsum(func, types, args, kwargs):
-    """Tell the planner which operands are constants if an operand is Partial; layouts do not show it."""
+    """Pass the positions of constant operands to the planner if an operand is Partial; layouts do not show them."""
     constants: tuple[int, ...] = ()
-    # not the form with lists of dims
+    # The form with lists of dims has no equation string.
     has_equation = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])
     if has_equation and any(x.__class__ is ShardTensor and x._layout.partial for x in args[1:]):
         constants = tuple(i for i, x in enumerate(args[1:]) if x.__class__ is Tensor and not x.requires_grad)
@@ -101,7 +101,7 @@ def _narrow_all(tensor: Tensor, slices: Sequence[tuple[int, int, int]]) -> Tenso
 def tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, *, fn):
     """Plan torch.tensordot, or the C function, which takes two lists of dims."""
     if isinstance(dims, Operand):
-        return None  # the dims are data
+        return None  # the values of a tensor decide the dims
     if dims_other is not None:
         dims = dims, dims_other
     validate_args(torch.tensordot, a, b, dims)

@@ -136,7 +136,7 @@ def plan_batch(
     placeholder_shapes = None
     local_shape = plan.result.local_shape
     if 0 in local_shape:
-        # else there are matrices, but no columns of a right-hand side
+        # False if there are matrices, but no columns of a right-hand side
         no_matrices = 0 in local_shape[: len(out_labels)]
         placeholder_shapes = tuple(
             torch.Size(1 if c == "k" else size for c, size in zip(core, x.shape[n:], strict=True))

@@ -76,7 +76,7 @@ def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], mom
 @rule(F.batch_norm, partial=True, merged=True, exact=True)
 def batch_norm(input: Operand, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
                eps=1e-5, *, fn):  # fmt: skip
-    """Exchange one small message per axis in training, forward and backward; the latter has the parameter gradients."""
+    """Exchange one small message per axis each way in training; that of backward includes the parameter gradients."""
     probe(fn, input, running_mean, running_var, weight, bias, training, momentum, eps, meta=True)
     return _plan_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 

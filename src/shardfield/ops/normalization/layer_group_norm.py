@@ -30,7 +30,7 @@ from .stat_groups import GroupStats, RowStats
 
 @rule(F.layer_norm, merged=True)
 def layer_norm(input: Operand, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True, *, fn):
-    """Run torch's kernel along unsharded dims; along sharded ones, one small message per axis, forward and backward."""
+    """Run torch's kernel along unsharded dims. Along sharded dims, exchange one small message per axis each way."""
     return _plan_layer_norm(input, normalized_shape, weight, bias, eps, F.layer_norm)
 
 

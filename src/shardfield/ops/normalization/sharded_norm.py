@@ -1,7 +1,7 @@
 """(x - mean) / std with statistics over several ranks: one small message per axis forward, one backward.
 
-Forward, each rank computes the mean of its elements and the sum of squared deviations; these are merged (Welford,
-Chan), which keeps its digits if the mean is large. Backward sends two sums for each statistic, and the gradients of the
+In forward, each rank computes the mean of its elements and the sum of squared deviations. Merging these (Welford,
+Chan) loses no digits if the mean is large. Backward sends two sums for each statistic, and the gradients of the
 parameters in the same message. The input and the statistics are saved. A double backward differentiates the same
 function composed of autograd collectives (`composite`).
 """

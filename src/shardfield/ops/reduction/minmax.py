@@ -1,7 +1,7 @@
 """Maxima and minima with their global indices. Ties are resolved as torch resolves them.
 
-The extreme over all ranks is one small all-reduce of the local extremes; the index is a second one. The gradient goes
-to the selected element (`max(dim)`), or is divided among all equal elements on all ranks (`amax`, `max()`).
+The extreme over all ranks takes one small all_reduce of the local extremes, and its index takes a second. The gradient
+flows to the selected element (`max(dim)`), or is divided among all equal elements on all ranks (`amax`, `max()`).
 """
 
 from __future__ import annotations

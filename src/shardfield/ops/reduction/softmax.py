@@ -81,5 +81,5 @@ def inf_to_zero(top: Tensor) -> Tensor:
     return torch.where(top.abs() == math.inf, 0, top)
 
 
-for _body in (F.softmax, F.log_softmax):  # their arguments differ; torch's body calls the methods above
+for _body in (F.softmax, F.log_softmax):  # they have other arguments; torch's body calls the methods above
     runtime.active.registry.unregister(_body)

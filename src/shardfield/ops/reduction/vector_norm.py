@@ -145,7 +145,7 @@ RENORM_EPS = 1e-7  # torch's: it keeps the scaled norm just below `maxnorm`
 def renorm(input: Operand, p, dim, maxnorm, *, fn):
     """Run locally where only `dim` is sharded; else all-reduce the norms of the slices: a small message each way."""
     probe(fn, input, p, dim, maxnorm)
-    p, maxnorm = float(p), float(maxnorm)  # for an operand a TypeError, on which the executor passes its value instead
+    p, maxnorm = float(p), float(maxnorm)  # raises TypeError for a tensor: the executor then passes its value
     layout = input.layout
     dims = tuple(d for d in range(layout.ndim) if d != dim % layout.ndim)
     over = process_groups(layout, sharding_axes(layout, dims))

@@ -117,7 +117,7 @@ def cat(tensors, dim=0, *, fn):
         return Layout.make(live[0].layout.mesh, dims, partial)
 
     targets = iter([layout_with(narrow_sharding(cat_sharding, r.offset, r.offset + r.size)) for r in rows])
-    empty = Layout.replicate(live[0].layout.mesh, (0,))  # if sharded, the work would count as divided between ranks
+    empty = Layout.replicate(live[0].layout.mesh, (0,))  # if sharded, its axes would count as dividing the work
     dtype, is_vector = global_out.dtype, global_out.ndim == 1
 
     def local(tensors):

@@ -125,7 +125,7 @@ def unfold(input: Operand, dimension, size, step):
             operands={"input": layout},
             view=ViewKind.view(lost=bool(layout.partial) or layout.bare is not input.layout.bare),
         )
-    if len(axes) > 1:  # a route runs along one axis: give up the sharding by the inner axes
+    if len(axes) > 1:  # an exchange runs along one mesh axis, so the inner axes are unsharded
         sizes = factor.shard_sizes
         for axis in reversed(factor.axes[factor.axes.index(axes[0]) + 1 :]):
             sizes = outer_shard_sizes(sizes, layout.mesh.size(axis))

@@ -215,7 +215,7 @@ _run_interleave_int = handler_of(torch.repeat_interleave)
 
 @handler("repeat_interleave")
 def repeat_interleave(func, types, args, kwargs):
-    """Repeat each element `repeats` times; as a tensor, the values of `repeats` decide the shape."""
+    """Repeat each element `repeats` times. If `repeats` is a tensor, its values determine the shape of the result."""
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     if "repeats" not in named or not isinstance(named.get("input"), Tensor):
         return gather_fallback(func, types, args, kwargs)  # the form that turns repeats into indices
@@ -265,7 +265,7 @@ register_inplace("tril_", "triu_")
 
 @composed("pixel_shuffle")
 def pixel_shuffle(input, upscale_factor):
-    # one pixel of each channel tells what torch raises; the meta kernel of torch 2.11 raises another type
+    # Raise torch's errors from a real call on one pixel: the meta kernel of torch 2.11 raises another type.
     F.pixel_shuffle(
         torch.empty([*([1] * (input.ndim - 3)), *input.shape[-3:-2], *([1] * min(input.ndim, 2))]), upscale_factor
     )

@@ -59,7 +59,7 @@ def permute(input: Operand, *args, fn, **kwargs):
         local = lambda input: input.permute(order)  # noqa: E731
     else:
         local = lambda input: fn(input, *args, **kwargs)  # noqa: E731
-    # without a dropped dim the local result is always a view, and VIEW_OR_COPY saves a look at its memory
+    # Without a dropped dim the local result is always a view. VIEW_OR_COPY then skips a check of its memory.
     returns = Returns.LOST_VIEW if layout.partial else Returns.VIEW if dropped else Returns.VIEW_OR_COPY
     return Plan(local=local, layout=result, view=ViewKind(returns))
 

@@ -1,6 +1,6 @@
 """sort, topk, kthvalue, median and mode along any dim.
 
-Along an unsharded dim all of it is local. Along a sharded dim there are three strategies, none of which gathers
+Along an unsharded dim all work is local. Along a sharded dim there are three strategies, none of which gathers
 the full tensor on one rank:
 - `move_shard_off` moves the sharding to another dim by one all_to_all. torch's function then runs locally, and a sort
   moves the sharding back.
@@ -227,7 +227,7 @@ def mode(input: Operand, dim=-1, keepdim=False, *, fn):
     def column(rows, blocks):
         if not len(rows):
             return rows.new_zeros(0, 1).long()
-        # torch sorts with <, so NaNs spoil the order of other elements: reproduce that
+        # torch sorts with <, so NaNs change the order of other elements. Reproduce torch's result.
         if count_nans(rows, blocks).any():
             return fn(blocks.all_gather(rows.detach(), 1, blocks.shard_sizes), 1, True)[1]
         return longest_run(*sort_rows(rows.detach(), blocks, False), blocks)

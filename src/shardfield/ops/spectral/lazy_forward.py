@@ -40,7 +40,7 @@ class LazySpectrum(Deferred):
     ):
         local = source._local_tensor
         exposed = runtime.active.exposed_storages
-        if local.is_inference() and local.untyped_storage() in exposed:  # writes into it are not counted
+        if local.is_inference() and local.untyped_storage() in exposed:  # it has no version counter to detect writes
             local = local.clone()
         self.source: ShardTensor | None = wrap(local, source._layout)
         self.dims, self.norm, self.real, self.is_inverse = tuple(dims), norm, real, is_inverse
@@ -94,7 +94,7 @@ class LazySpectrum(Deferred):
         return made
 
     def read_block(self, index: Any) -> ShardTensor | None:
-        """Return the modes at an index, replicated or sharded; None if the index is no block, or the block is large."""
+        """Return the modes at an index, replicated or sharded; None if it is not a block, or the block is too large."""
         words = f"{self}{format_index(index)}{'' if self._records_grad() else ', no grad'}"
         with Consensus.start(self.layout.mesh, words, problem=self._write_conflict()) as check:
             return self._read_block(index, check)
@@ -145,8 +145,11 @@ class LazySpectrum(Deferred):
         return self.grad_enabled and torch.is_grad_enabled()
 
     def _with_origins(self, modes: ShardTensor) -> ShardTensor:
-        """Return a block of modes whose mode dims carry the sharding of the field's dims: a spectrum that is assembled
-        from products of it is then inverted into that sharding (`lazy_spectrum.defer_block_write`)."""
+        """Return a block of modes whose mode dims carry the sharding of the field's dims as their `Origin`.
+
+        A spectrum that is assembled from products of the block is then inverted into that sharding
+        (`lazy_spectrum.defer_block_write`).
+        """
         if self.is_inverse:
             return modes
         layout = modes._layout
@@ -157,7 +160,7 @@ class LazySpectrum(Deferred):
         return wrap(modes._local_tensor, layout)
 
     def _write_conflict(self) -> str | None:
-        """Return the error text if the field was written, without an announcement, after its transform was called."""
+        """Return the error text if the field was written after the transform, bypassing `before_write`; else None."""
         if self.version is None or self.field._version == self.version:
             return None
         return (
@@ -230,7 +233,7 @@ class _StaleView(Deferred):
 class SpectrumBlock:
     """A block of modes that was read from a spectrum, and the tensors that are views of it.
 
-    As `_copied_view` of those tensors and of views of them it says whether a write there would be lost.
+    It is the `_copied_view` of these tensors and of their views: `write_is_lost` decides if writes are refused.
     """
 
     def __init__(self, runs: IndexRanges, modes: ShardTensor, grad: bool):
@@ -258,10 +261,10 @@ class SpectrumBlock:
 
 
 def opposite_norm(norm: str | None) -> str | None:
-    """Return the norm with which the opposite transform has the scale of this one."""
+    """Return the norm that gives the opposite transform the scale that `norm` gives this one."""
     return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return a number that tensors with the same storage share."""
+    """Return an id of the storage: tensors that share a storage have the same id."""
     return storage_id(tensor)

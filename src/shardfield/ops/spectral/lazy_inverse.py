@@ -50,7 +50,7 @@ class SparseSpectrum(Deferred):
         return other
 
     def write_block(self, index: Any, value: Any) -> bool:
-        """Add a block; return False if the index is no block, the block is large, or overlaps another."""
+        """Add a block; return False if the index is not a block, or the block is too large or overlaps another."""
         runs = parse_block(self.layout.shape, index)
         if self.shifts or runs is None or value.__class__ is not ShardTensor or not value._dtype.is_complex:
             return False

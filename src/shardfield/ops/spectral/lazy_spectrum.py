@@ -58,7 +58,7 @@ def defer_forward(
 
 
 def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
-    """Return plain zeros with a block of modes as a sparse spectrum; None if `x` is not zero, or the origin unclear."""
+    """Return `x` with a block of modes written, as a sparse spectrum; None if `x` is not zero or no origin fits."""
     if value.__class__ is not ShardTensor or x.dtype not in FLOATS[2:] or x.requires_grad or not x.is_contiguous():
         return None
     found = field_of_modes(value._layout, x.shape)
@@ -73,7 +73,8 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
         raise
     if accepted:
         return wrap_deferred(spectrum, x.dtype, x.device)
-    # ranks that accepted the block compare when its field is computed: that comparison meets this one, and all raise
+    # Ranks that accepted the block start their next comparison when its field is computed. That comparison is matched
+    # with this one and differs from it, so all ranks raise.
     Consensus.start(mesh, f"modes of {value._layout} that {spectrum} did not accept").wait()
     return None
 
@@ -81,8 +82,8 @@ def defer_block_write(x: Tensor, index: Any, value: Any, mesh: Any) -> Any:
 def mark_assembled(layout: Layout) -> Layout:
     """Return the layout of a dense tensor that blocks are written into, so that ranks compare its inverse transform.
 
-    Modes of a `SparseSpectrum` are compared when they are inverted; those of a spectrum that is dense, because its
-    blocks carry no origin, must be too: an inverse of replicated modes with other sizes on one rank would hang there.
+    Ranks compare the modes of a `SparseSpectrum` when they invert it. A spectrum whose blocks carry no origin is dense
+    and needs the same comparison: if one rank inverted replicated modes with other sizes, the ranks would hang.
     """
     dims = [[f.with_origins(f.origins, [ASSEMBLED]) for f in factors] for factors in layout.dims]
     return layout.with_dims(dims)
@@ -123,14 +124,14 @@ def write_block(x: ShardTensor, index: Any, value: Any) -> bool:
 
 
 def lazy_roll(x: Any, by: Mapping[int, int]) -> ShardTensor | None:
-    """Return the deferred spectrum rolled by these shifts; None if `x` has none, or blocks of it were read."""
+    """Return the deferred spectrum rolled by these shifts; None if `x` is not deferred, or blocks of it were read."""
     spectrum = lazy_spectrum_of(x)
     other = None if spectrum is None else spectrum.roll(by)
     return None if other is None else wrap_deferred(other, x._dtype, x._device)
 
 
 def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
-    """Start comparing a transform over the ranks, if it has sizes or its field is computed without a message."""
+    """Start to compare a transform across ranks, if it has sizes or its field is computed without a message."""
     spectrum = lazy_spectrum_of(x)
     sparse = isinstance(spectrum, SparseSpectrum)
     if x.__class__ is not ShardTensor or not (has_sizes or sparse or _is_assembled(x._layout)):
@@ -142,7 +143,7 @@ def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
 
 
 def defer_inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
-    """Return the field of a sparse spectrum, evaluated from its blocks; None if `x` is none, or they do not suffice."""
+    """Return the field of a sparse spectrum, from its blocks; None for other `x`, or if the blocks do not suffice."""
     spectrum = lazy_spectrum_of(x)
     found = spectrum.inverse(dims, sizes, norm, real) if isinstance(spectrum, SparseSpectrum) else None
     return wrap_deferred(found, x._dtype, x._device) if isinstance(found, SparseSpectrum) else found

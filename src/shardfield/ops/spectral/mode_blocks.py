@@ -49,7 +49,7 @@ def overlaps(one: IndexRanges, other: IndexRanges) -> bool:
 def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], ranges: IndexRanges) -> bool:
     """Return whether an all_reduce of a block of modes sends less than the all_to_all of the full spectrum.
 
-    It does whenever the spectrum would have to be gathered, as no dim can take the sharding of the transformed dims.
+    Always True if no other dim can take the sharding of the transformed dims: the spectrum would then be gathered.
     """
     if spectrum_layout(field, dims, False).is_replicated:
         return True

@@ -2,7 +2,7 @@
 
 The result is sharded like the grid. Along each sharded spatial dim of the field, the ranks all-gather the range of
 cells that their points read (two integers per rank and dim), and each rank then receives this range of the field. The
-range is small if points stay near their own cells, and the full dim if they are anywhere. The adjoint of the exchange
+range is small if points are near the cells of their own rank, and at most the full dim. The adjoint of the exchange
 sends the gradients of the received cells back to their owners.
 """
 
@@ -62,7 +62,7 @@ def grid_sampler(func, types, args, kwargs):
 def validate(
     func: Any, field: Tensor, shape: torch.Size, grid: Tensor, grid_shape: torch.Size, options: tuple
 ) -> torch.dtype:
-    """Raise torch's errors, on all ranks whatever their shards; return the result dtype."""
+    """Raise torch's errors on all ranks, also on ranks with empty shards; return the result dtype."""
 
     def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return torch.zeros([1], dtype=tensor.dtype, device=tensor.device).expand(shape)

@@ -46,7 +46,7 @@ class LazyPad(Deferred):
         return self.grad_enabled and self.source.requires_grad
 
     def field(self) -> ShardTensor:
-        """Return the field as it was when it was padded; raise if it was written since without an announcement."""
+        """Return the field as it was when it was padded; raise if it was written since, bypassing `before_write`."""
         if self.source._version != self.version:
             raise ShardingError(
                 "F.pad: the local tensor of the padded field was written after the call and before the result was "
@@ -86,7 +86,7 @@ class SavedInput(WriteObserver):
             self.version = self.tensor._version
 
     def checked_tensor(self) -> Tensor:
-        """Return the saved tensor; raise if it was written without an announcement."""
+        """Return the saved tensor; raise if it was written since, bypassing `before_write`."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "the local tensor of a field that backward needs has been modified by an inplace operation"
@@ -127,7 +127,7 @@ def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) 
         exchanges = any(map(layout.is_sharded, {*paddings, *range(2, layout.ndim)}))
         if mode == "constant" or not paddings or not exchanges or not layout.is_simple or layout.partial:
             return None
-        if input._local_tensor.is_inference():  # its writes are not counted
+        if input._local_tensor.is_inference():  # it has no version counter to detect writes
             return None
         source, steps = input, ()
     goal = _padded_layout(layout, input._dtype, input._device, tuple(pad), mode, value)

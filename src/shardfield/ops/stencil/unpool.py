@@ -1,4 +1,4 @@
-"""Pools whose windows are given by data: max_unpool (global indices) and fractional_max_pool (random windows)."""
+"""Pools whose windows depend on data: max_unpool (global indices) and fractional_max_pool (random windows)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
 
 @handler(*FRACTIONAL.values(), *FRACTIONAL_WITH_INDICES, exact=True)
 def fractional_max_pool(func, types, args, kwargs):
-    """Draw the random samples that place the windows on the first rank, as torch draws them, and broadcast them."""
+    """Draw the random window positions on the first rank, as torch does, and broadcast them."""
     names = ("input", "kernel_size", "output_size", "output_ratio", "return_indices", "_random_samples")
     arguments = dict.fromkeys(names[2:]) | dict(zip(names, args, strict=False)) | kwargs
     input, samples = arguments["input"], arguments["_random_samples"]
