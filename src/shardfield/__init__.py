@@ -31,8 +31,8 @@ if _TYPE_CHECKING:
     from .ops.matmul.opt_einsum import transpose as transpose
     from .train import parallelize as parallelize
 
-# Names that are imported when they are first read: what they need of torch (FSDP, checkpoints, the tracer) takes longer
-# to import than all the rest. The block above shows the same names to type checkers.
+# Names that are imported when they are first read: the parts of torch that they need (FSDP, checkpoints, the tracer)
+# take longer to import than everything else. The block above shows the same names to type checkers.
 _LAZY = {
     "compile": "compiler",
     "lockstep": "debug.lockstep",

@@ -41,8 +41,8 @@ MOVED = {
 class CallableModule(ModuleType):
     """A module that calls its function of the same name.
 
-    Importing the former path `shardfield.lockstep` sets that attribute of the package to the module, in the
-    place of the public function.
+    Importing the former path `shardfield.lockstep` sets that attribute of the package to the module. The module
+    then replaces the public function of that name, so it must be callable too.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +65,10 @@ class MovedFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import system has put the old path's spec there
+        module.__spec__ = self._own_spec  # undo: the import system has set the old path's spec
 
 
 def install() -> None:
-    """Let former paths be imported."""
+    """Install the finder, so that former paths can be imported."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedFinder())

@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     shard_sizes: tuple[int, ...]
 
 
-MAX_ORIGINS = 4  # per dim: results of many operands would collect them without bound
+MAX_ORIGINS = 4  # per dim; without a limit, results of many operands would accumulate origins
 
 
 class _ShardingFields(NamedTuple):
@@ -46,11 +46,11 @@ class _ShardingFields(NamedTuple):
 
 
 class DimSharding(_ShardingFields):
-    """The sharding of one index of a tensor dim: global size and, if sharded, mesh axes and shard sizes.
+    """The sharding of one factor of a tensor dim: global size and, if sharded, mesh axes and shard sizes.
 
     `shard_sizes` holds one size per coordinate over `axes`, row-major. Two axes on one dim nest: the first axis shards
-    the dim, the second shards each shard. A dim that merges several others, as (H, W) -> (HW,), keeps one factor for
-    each of them, so that a sharded inner factor keeps its shards.
+    the dim, the second shards each shard. Most dims have one factor. A dim that merges several
+    others, as (H, W) -> (HW,), has one factor for each of them, so that a sharded inner factor keeps its shards.
 
     `origins` says which dims the entries were selected from. Equality and hash ignore it, because it does not change
     where data is; `Layout.make` interns layouts with different origins as different objects.
@@ -156,7 +156,7 @@ class Layout:
         shape: Sequence[int],
         shard_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> Layout:
-        """Return the layout of DTensor placements. `shard_sizes`: by tensor dim, else those of torch.chunk."""
+        """Return the layout of DTensor placements. `shard_sizes` maps tensor dims to sizes; default: torch.chunk."""
         shape = tuple(int(n) for n in shape)
         if len(placements) != mesh.ndim:
             raise ShardingError(f"{len(placements)} placements for a mesh of {mesh.ndim} axes: one each is needed")
@@ -315,7 +315,7 @@ class Layout:
         return self.with_dims([[f.with_origins() for f in d] for d in self.dims])
 
     def origins(self, dim: int) -> tuple[Origin, ...]:
-        """Return the origins of a simple dim; none of a merged dim."""
+        """Return the origins of a simple dim; a merged dim has none."""
         return self.dims[dim][0].origins if len(self.dims[dim]) == 1 else ()
 
     # ------------------------------------------------------------------ transforms
@@ -366,7 +366,7 @@ class Layout:
     # ------------------------------------------------------------------ the documented spec surface
 
     def sharding_shapes(self) -> list[list[torch.Size]]:
-        """Return `[axis][coord]` -> local shape of the rank at that coord; its other coords are this rank's."""
+        """Return the local shapes as `[axis][coord]`, of ranks that share all other coords with this rank."""
         table = []
         for axis in range(self.mesh.ndim):
             at = [self.coords[:axis] + (c,) + self.coords[axis + 1 :] for c in range(self.mesh.size(axis))]
@@ -415,7 +415,7 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
     """Return the shortest list of factors of a dim: merge a factor into the one before where shards stay contiguous.
 
     (A sharded, B unsharded) is (AB sharded): the shards of A times all of B are contiguous in AB. The same holds if one
-    rank holds all of a sharded B (as of a dim of size 1), and if A has a single index.
+    rank holds all of a sharded B (for example if B has size 1), and if A has size 1.
     """
     found: list[DimSharding] = []
     for factor in factors:
@@ -475,7 +475,7 @@ def regroup(
 
 
 def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shard sizes of torch.chunk by the first number of parts, each shard by the second, ...; row-major."""
+    """Return row-major shard sizes of nested torch.chunks: into `parts[0]` shards, each into `parts[1]`, and so on."""
     if not parts:
         return (size,)
     return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))

@@ -89,7 +89,7 @@ def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
 
 
 def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
-    """Plan an exchange of a merged dim between two shardings by the same axis, if there is one."""
+    """Plan one exchange that reshards a merged dim over the same mesh axis; None if one is not enough."""
     axes = source.axes_of(dim)
     wide = source.nontrivial_axes(axes)
     if len(wide) != 1 or set(axes) != set(target.axes_of(dim)):
@@ -251,7 +251,7 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
 def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
     """Return a layout without merged dims, or without those in `dims`: all axes of a merged dim shard its first factor.
 
-    One exchange leads there."""
+    One exchange reaches this layout."""
     chosen = range(layout.ndim) if dims is None else set(dims)
     found = []
     for dim, factors in enumerate(layout.dims):

@@ -1,7 +1,7 @@
 """The state of the process: the registry of rules, the caches of the current world, the active observers.
 
 `runtime.active` is the one mutable module attribute of the package. Read it once per call (`rt = runtime.active`);
-never import it by name, since it is replaced when a new world begins. Plans, layouts and memoized results know process
+never import it by name, since it is replaced when a new world begins. Plans, layouts and memoized results hold process
 groups and the coordinates of this rank, so they belong to one world. A new world gets a new `Runtime`:
 
 - on the first `Layout` on a mesh, when `torch.distributed`'s default group is not the one of the last mesh;
@@ -28,7 +28,7 @@ from .errors import ShardingError
 
 F = TypeVar("F", bound=Callable)
 
-PLANS = 2048  # entries of the plan cache that are sure to stay; up to twice as many are held
+PLANS = 2048  # size of one generation of the plan cache, which holds two
 
 
 class Cache(dict):
@@ -71,10 +71,10 @@ class Registry:
     def __init__(self) -> None:
         self.handlers: dict[Any, Callable] = {}
         self.rules: dict[Any, Callable] = {}  # function -> the planner or handler written for it
-        self.named: dict[str, Callable] = {}  # users' handlers of functions given by name
+        self.named: dict[str, Callable] = {}  # users' handlers of functions, registered by name
         self.dispatch_handlers: dict[Any, Callable] = {}  # users' handlers of aten operators
         self.elementwise: Callable | None = None  # the handler of functions that map single elements
-        # Functions of the dispatcher that ShardTensor calls; dispatch/registry.py, which is built on it, sets them.
+        # Dispatcher functions that ShardTensor calls. dispatch/registry.py sets them: tensor.py cannot import it.
         self.resolve: Callable[[Any], Callable] | Any = None
         self.torch_dispatch: Callable[..., Any] | Any = None
         self.run_backward: Callable[..., None] | Any = None
@@ -83,7 +83,7 @@ class Registry:
         self._runtimes: WeakSet[Runtime] = WeakSet()
 
     def register(self, func: Any, handler: Callable, rule: Callable | None = None) -> None:
-        """Set the handler of `func` and drop what was planned for it."""
+        """Set the handler of `func` and drop its cached plans."""
         self.handlers[func] = handler
         if rule is not None:
             self.rules[func] = rule
@@ -105,7 +105,7 @@ class Registry:
         self.changed(func)
 
     def changed(self, func: Any = None) -> None:
-        """Have all runtimes drop the plans of `func`, and what functions without a handler resolved to."""
+        """Drop the plans of `func`, and the resolved handlers of unregistered functions, in all runtimes."""
         self.version += 1
         for runtime in list(self._runtimes):
             runtime.forget(func)
@@ -148,7 +148,7 @@ class Runtime:
         messages are sent; collectives keep it for their backward. on_send: called with the ids of a compiled
         program's calls before it sends a message for them. tracer: records collectives while a program is traced.
         fake_tensors: tensors have no data. bridge_depth: depth inside users' autograd.Functions on ShardTensors.
-        transport_override: carries all messages. before_collective: called with the group before each message.
+        transport_override: the transport of all messages. before_collective: called with the group before each message.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -159,11 +159,11 @@ class Runtime:
         plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name.
         readers: (function, argument types) -> ArgumentReader. resolved: handlers of functions without an entry.
         dft_matrices: DFT matrices on their device.
-        exchange_lists: index tensor -> (version, {request: lists}). A miss communicates: never evicted.
-        transports: (group, device type) -> Transport; the choice is a collective: never evicted.
+        exchange_lists: index tensor -> (version, {request: lists}). Never evicted, since a miss communicates.
+        transports: (group, device type) -> Transport. Never evicted, since the choice communicates.
         transports_by_backend: (backend class, device type) -> Transport.
         deferring_groups: groups over which a wrapper averages gradients. trace_counts: group ->
-        (number of this world in its store, joint traces).
+        (number of this world in its store, number of joint traces).
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
     """
 
@@ -190,7 +190,7 @@ class Runtime:
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.reduce_hooks: Any = WeakTensorKeyDictionary()
-        self.world: ref[Any] | None = None  # the default group; weak, to let the threads of a destroyed one end
+        self.world: ref[Any] | None = None  # the default group; weak, so that the threads of a destroyed group can end
         self.meshes = Cache(256)  # id(mesh) -> (mesh, MeshState)
         self.mesh_states: dict[Any, MeshState] = {}  # by value: equal meshes share groups
         self.ended_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -208,15 +208,15 @@ class Runtime:
         self.warned: set[str] = set()
 
     def forget(self, func: Any) -> None:
-        """Drop what was planned for `func` and what functions without a handler resolved to."""
+        """Drop the plans of `func`, and the resolved handlers of unregistered functions."""
         if not (self.resolved or self.readers or self.plans):
-            return  # as while the package registers its own rules
+            return  # nothing is cached, as at import, when the package registers its own rules
         self.resolved = Cache(self.resolved.size)
         self.readers.drop(lambda key: key[0] is func)
         self.plans.drop(lambda key: any(part is func for part in key) or getattr(key[0], "func", self) is func)
 
     def successor(self, registry: Registry | None = None) -> Runtime:
-        """Return an empty Runtime with the same registry, unless given, observers and tables by tensor."""
+        """Return an empty Runtime with the same observers and tables by tensor, and `registry` or the same one."""
         made = Runtime(registry or self.registry)
         for name in (*_OBSERVERS, *_BY_TENSOR):
             setattr(made, name, getattr(self, name))
@@ -243,7 +243,7 @@ def _first_sight(mesh: Any) -> MeshState:
     state = runtime.mesh_states.get(mesh)
     if state is None:
         state = runtime.mesh_states[mesh] = MeshState(mesh)
-    runtime.meshes[id(mesh)] = (mesh, state)  # holds the mesh, so that no other gets its id
+    runtime.meshes[id(mesh)] = (mesh, state)  # the mesh is kept alive, so that no other mesh gets its id
     return state
 
 
@@ -255,7 +255,7 @@ def _world_has_ended() -> bool:
 
 
 def renew() -> None:
-    """Begin a new world: `active` becomes an empty Runtime, and the meshes of the former one are refused."""
+    """Begin a new world: `active` becomes an empty Runtime, and meshes of the previous world are refused."""
     global active
     before = active
     active = before.successor()
@@ -286,7 +286,7 @@ def _has_groups(mesh: Any) -> bool:
 
 @contextmanager
 def fresh(*, registry: Registry | None = None, **fields: Any) -> Iterator[Runtime]:
-    """Run the body with a Runtime of its own, with these `fields`; the former one is active again after it."""
+    """Run the body with a new Runtime that has these `fields`; the previous one is active again afterwards."""
     global active
     before = active
     active = before.successor(registry)
@@ -314,7 +314,7 @@ def observing(**fields: Any) -> Iterator[None]:
 
 
 def memo(function: F) -> F:
-    """Keep results of a pure function of positional, hashable arguments in the plan cache."""
+    """Cache the results of a pure function of positional, hashable arguments in the plan cache."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

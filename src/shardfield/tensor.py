@@ -1,8 +1,8 @@
 """ShardTensor: a torch.Tensor that is sharded over the ranks of a device mesh.
 
 A ShardTensor has a layout and either a local tensor or a `Deferred` value, which computes the local tensor when it is
-first read. The wrapper takes no part in autograd: the local tensor carries the graph and answers every question about
-gradients. Calls on ShardTensors are dispatched to the handlers of `runtime.Registry`; `dispatch/registry.py` fills it.
+first read. The wrapper takes no part in autograd: the local tensor carries the graph and all gradient state. Calls on
+ShardTensors are dispatched to the handlers of `runtime.Registry`, which `dispatch/registry.py` fills.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def torch_function(cls, func, types, args=(), kwargs=None):
     if found is rt.registry.elementwise and len(args) == 1 and not kwargs:
         x = args[0]
         if x.__class__ is cls and not x._layout.partial:
-            return wrap(func(x._local_tensor), x._layout)  # what the handler does, one call less
+            return wrap(func(x._local_tensor), x._layout)  # same result as the handler, with one Python call less
     return found(func, types, args, kwargs)
 
 
@@ -70,8 +70,8 @@ class Deferred(WriteObserver):
         raise NotImplementedError
 
 
-# The attributes of a deferred tensor that are answered from the deferred value. Every other read of its local tensor
-# materializes, which communicates: all ranks must then do the same.
+# Attributes of a deferred tensor that are read without materializing it. Every other read of its local tensor
+# materializes, which communicates: all ranks must then read it.
 DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
     {
         "requires_grad": lambda deferred: deferred.requires_grad,
@@ -84,10 +84,10 @@ DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
 
 
 class _MaterializeOnRead:
-    """`_local_tensor` of a ShardTensor that has none in its `__dict__`: compute the deferred value.
+    """The descriptor `_local_tensor`: it materializes a deferred value when the local tensor is first read.
 
-    Not a data descriptor, so a local tensor in `__dict__` is found first and its reads cost nothing more. (With a
-    `__getattr__` every attribute of every ShardTensor would take longer.)
+    It is not a data descriptor, so a local tensor in `__dict__` takes precedence and is read at no extra cost. A
+    `__getattr__` would slow down every attribute of every ShardTensor.
     """
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
@@ -101,7 +101,7 @@ class _MaterializeOnRead:
 
 
 def _local_attribute(name: str, doc: str) -> property:
-    """Build the property that reads `name` off the local tensor, or off the deferred value where that can tell."""
+    """Build the property that reads `name` from the local tensor, or from the deferred value if that has it."""
     read, answer = attrgetter(f"_local_tensor.{name}"), DEFERRED_ATTRIBUTES.get(name)
     if answer is None:
         return property(read, doc=f"{doc} Communicates if the tensor is deferred.")
@@ -120,7 +120,7 @@ class ShardTensor(torch.Tensor):
     """A drop-in tensor that is sharded, evenly or not, over the ranks of a `DeviceMesh`.
 
     Make one with `scatter_tensor` (one rank has the data) or `ShardTensor.from_local` (each rank has its shard), and
-    use it as a tensor. Calls give what the same calls give on one device, forward and backward, or raise a
+    use it as a tensor. Calls return the results and gradients of the same calls on one device, or raise a
     `ShardingError` on every rank.
 
     Shape, dtype, device, layout, `requires_grad` and `repr` never communicate. Reading values does: `item`, `tolist`,
@@ -191,7 +191,7 @@ class ShardTensor(torch.Tensor):
         return self._layout.shape[0]
 
     def stride(self, dim: int | None = None):
-        """Return the strides of the global tensor if its dims were stored in the order of the local tensor's dims.
+        """Return strides for the global tensor: contiguous, with its dims in the memory order of the local tensor's.
 
         Communicates if the tensor is deferred.
         """
@@ -271,7 +271,7 @@ class ShardTensor(torch.Tensor):
         return self._local_for_grad().register_hook(_wrap_hook(hook, layout))
 
     def _local_for_grad(self) -> Tensor:
-        """Return the local tensor; refuse where its gradient would be incomplete."""
+        """Return the local tensor; raise if its gradient would be incomplete."""
         if self._grad_incomplete:
             raise ShardingError(INCOMPLETE_GRAD)
         return self._local_tensor
@@ -394,7 +394,7 @@ class ShardTensor(torch.Tensor):
         if not self._layout.partial:
             return self
         local = self._local_tensor
-        if local.is_inference():  # its writes are not counted
+        if local.is_inference():  # it has no version counter, so the result cannot be cached
             return self._redistribute_to(self._layout.with_partial(()))
         key = (local._version, torch.is_grad_enabled())
         cached = self._reduced_cache
@@ -414,7 +414,7 @@ class ShardTensor(torch.Tensor):
         return self
 
     def _check_writable(self) -> None:
-        """Announce a write into the local tensor; refuse it where it would be lost."""
+        """Notify the write observers of a write into the local tensor; raise if the write would be lost."""
         observers = runtime.active.write_observers
         for observer in list(observers) if observers else ():
             observer.before_write(self._local_tensor)
@@ -516,7 +516,7 @@ def _rebuild(local: Tensor, layout: Layout) -> ShardTensor:
 def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     """Return the ShardTensor with this local tensor under this layout; nothing is checked."""
     dtype, device = local.dtype, local.device
-    # by position (strides, offset and memory format are None): torch takes a third longer to read names
+    # Positional (strides, offset and memory format are None): keyword arguments take a third longer.
     made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, device)
     made.__dict__ = {"_local_tensor": local, "_layout": layout, "_dtype": dtype, "_device": device}
     return made

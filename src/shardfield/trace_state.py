@@ -16,7 +16,8 @@ from ._compat.fake import drop_from_fake_memo, has_no_data
 def concrete() -> Iterator[None]:
     """Use real tensors and real collectives inside the context, even while a program is traced.
 
-    For results of layouts and sizes, which are the same in every run of the program: plans, tables, consensus.
+    For values that follow from layouts and sizes and are the same in every run of the program: plans, tables,
+    consensus.
     """
     rt = runtime.active
     if rt.tracer is None and not rt.fake_tensors:
@@ -39,7 +40,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def is_concrete(tensor: Tensor) -> bool:
-    """Return whether a tensor has values though a program is traced: it is a constant of the program."""
+    """Return whether a program is traced and this tensor has values: it is a constant of the program."""
     return runtime.active.tracer is not None and unwrap_functional(tensor) is tensor and not _compat.is_fake(tensor)
 
 
@@ -49,7 +50,7 @@ def concrete_for(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain one: of no subclass, or of the subclass that a trace wraps all tensors in."""
+    """Return whether a tensor is plain: of no subclass, or of one in which a trace or simulation wraps all tensors."""
     if tensor.__class__ is Tensor:
         return True
     rt = runtime.active

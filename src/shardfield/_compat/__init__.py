@@ -137,7 +137,7 @@ NAMESPACES = (
 
 
 def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with storage: some backward formulas (of sgn, say) return "efficient zeros", which have none.
+    """Return a tensor with storage: some backward formulas (of sgn, for example) return "efficient zeros" without.
 
     torch 2.11-2.15; no public name identifies them.
     """
@@ -271,8 +271,8 @@ def is_sole_reference(tensor: torch.Tensor) -> bool:
 def is_sole_holder(attributes: dict[str, Any], name: str) -> bool:
     """Return whether no Python object but this dict refers to its entry `name`.
 
-    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. A new object,
-    held in the same manner, sets the measure.
+    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. The count of a
+    new object, referred to in the same way, is the baseline.
     """
     return _references(attributes, name) <= _references({name: object()}, name)
 
@@ -311,7 +311,7 @@ def caller_argument(func: Any, name: str) -> Any:
     """Return an argument of the current call of `func` that it did not pass to `__torch_function__`.
 
     torch 2.11-2.15: F.l1_loss omits its `weight`. It is read from the frame of `func`, some calls up; modes that repeat
-    the call, as a trace does, repeat it without. Can go with the bug.
+    the call, as a trace does, drop it again. Can go when F.l1_loss passes it.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -33,9 +33,9 @@ def fake_tensor_mode() -> Any:
 
 
 def drop_from_fake_memo(tensor: Any) -> None:
-    """Drop the fake tensor mode's weak reference to a tensor, with which it could not be swapped.
+    """Drop the fake tensor mode's weak reference to a tensor: `swap_tensors` refuses tensors with weak references.
 
-    torch 2.15 keeps one to the first result of each kind. 2.11-2.15 have the table; nothing public empties it.
+    torch 2.15 keeps a reference to the first result of each kind. 2.11-2.15 have the table; no public name empties it.
     """
     mode = getattr(tensor, "fake_mode", None)
     if mode is not None:

@@ -1,6 +1,6 @@
 """The attributes of torch that shardfield replaces: declared at import, installed with the first Layout.
 
-Importing shardfield changes nothing in torch. `Layout.make` installs the patches, so before any ShardTensor exists, and
+Importing shardfield changes nothing in torch. `Layout.make` installs the patches, before any ShardTensor can exist, and
 `uninstall` puts torch's own attributes back. docs/architecture.md lists the patches; a test compares that list with
 `patches`.
 """

@@ -12,7 +12,7 @@ import torch.distributed
 
 from . import without_modes
 
-# torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Until 2.13 is the oldest.
+# torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Can go with 2.12.
 all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
 

@@ -55,7 +55,7 @@ def time_steps(device: str, path: str, batch: int, rounds: int) -> list[list[flo
     loader = ShardedLoader({name: open_field(path, name=name) for name in "xy"}, batch, mesh)
     unit = UnitGaussian(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
     model = NormalizedModel(models.tfno(24, 16), unit, unit).to(device)
-    model = parallelize(model, mesh)  # as the recipe has it
+    model = parallelize(model, mesh)  # as in the recipe
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     criterion = H1Loss(d=2, reduction="mean")
 

@@ -1,1 +1,1 @@
-"""Moving plain tensors between ranks: `wire` sends, `route` says what goes where, `moves` are differentiable."""
+"""Send plain tensors from rank to rank: transports, collectives and routes, with and without autograd."""

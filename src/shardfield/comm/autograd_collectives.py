@@ -1,7 +1,11 @@
 """Differentiable collectives on plain local tensors over the ranks of one mesh axis.
 
-What a local tensor and its cotangent hold (see the architecture page). Shard: a slice, the same slice of the gradient.
-Replicate: the full value, the full gradient on every rank. Partial: a partial sum, the full gradient on every rank.
+The placement defines what a local tensor and its gradient hold (see the architecture page):
+
+- Shard: a slice, and the same slice of the gradient;
+- Replicate: the full value, and the full gradient on every rank;
+- Partial: a partial sum, and the full gradient on every rank.
+
 Every collective below is the identity on the global value. Its docstring states forward and adjoint. Its backward is
 again one of them, so derivatives of any order work. Collectives over a group of one rank are skipped.
 """
@@ -29,8 +33,8 @@ Groups = tuple[ProcessGroup, ...]
 def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """Use Replicate values in work that differs from rank to rank. Forward: identity. Adjoint: all_reduce (sum).
 
-    All tensors share one message per group in backward, a flat buffer of their gradients; none is sent where the
-    gradients are averaged over the group later (see `defer`).
+    All tensors share one message per group in backward, a flat buffer of their gradients; none is sent if a
+    wrapper averages the gradients over the group later (see `grad_deferral`).
     """
     wanted = [t for t in tensors if t.requires_grad]
     if not groups or not wanted or not torch.is_grad_enabled():
@@ -44,16 +48,16 @@ def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
 
 
 def reduce(tensor: Tensor, groups: Groups) -> Tensor:
-    """Partial -> Replicate. Forward: all-reduce (sum). Adjoint: identity."""
+    """Reduce Partial -> Replicate. Forward: all-reduce (sum). Adjoint: identity."""
     return _Reduce.apply(groups, tensor)[0] if groups else tensor
 
 
 def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:
-    """Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
+    """Reduce Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
 
-    For max and min it is that of amax over the stacked parts of all groups: ranks with equal parts get equal shares of
-    the gradient. Where a part is itself the extreme of several elements, one device divides the gradient among those
-    elements: ops with such parts count elements and do not use this function.
+    For max and min, the adjoint is that of amax over the stacked local values of all ranks: ranks with equal values get
+    equal shares of the gradient. If local values are themselves maxima of several elements, the shares must be counted
+    in elements, as one device does. Such ops do not use this function.
     """
     if op == "sum":
         return reduce(tensor, groups)
@@ -69,12 +73,12 @@ def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:
 
 
 def gather(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Shard(dim) -> Replicate. Forward: all-gather. Adjoint: this rank's slice."""
+    """Gather Shard(dim) -> Replicate. Forward: all-gather. Adjoint: this rank's slice."""
     return _Gather.apply(tensor, dim, tuple(shard_sizes), group)
 
 
 def split(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Replicate -> Shard(dim). Forward: this rank's slice (a view of it). Adjoint: all-gather."""
+    """Split Replicate -> Shard(dim). Forward: this rank's slice (a view of the input). Adjoint: all-gather."""
     if tensor.requires_grad and torch.is_grad_enabled():
         (tensor,), now = grad_deferral.defer_sums([tensor], (group,))
         return _Split.apply(tensor, dim, tuple(shard_sizes), group) if now else _slice(tensor, dim, shard_sizes, group)
@@ -82,12 +86,12 @@ def split(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGr
 
 
 def reduce_scatter(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather."""
+    """Reduce Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather."""
     return _ReduceScatter.apply(tensor, dim, tuple(shard_sizes), group)
 
 
 def gather_replicate_in(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Shard(dim) -> the full value, for work that differs from rank to rank. all_gather; adjoint: reduce_scatter."""
+    """Gather Shard(dim) for work that differs from rank to rank. Forward: all_gather. Adjoint: reduce_scatter."""
     return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group)
 
 
@@ -105,12 +109,12 @@ def shift(tensor: Tensor, shape: Sequence[int], step: int, group: ProcessGroup) 
 
 
 def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
-    """Replicate -> Partial. Forward: the value on coord 0, zeros elsewhere. Adjoint: identity."""
+    """Convert Replicate -> Partial. Forward: the value on coord 0, zeros elsewhere. Adjoint: identity."""
     return _ToPartial.apply(tensor, groups)
 
 
 def replicate_out(tensor: Tensor, groups: Groups) -> Tensor:
-    """Gradient of a Partial (full on every rank) -> Replicate. Forward: identity. Adjoint: `to_partial`."""
+    """Convert the gradient of a Partial, full on every rank -> Replicate. Forward: identity. Adjoint: `to_partial`."""
     return _ReplicateOut.apply(tensor, groups) if groups and tensor.requires_grad else tensor
 
 
@@ -159,7 +163,7 @@ def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup
 
 def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
     if len(lengths) > 1 and len(set(lengths)) == 1 and math.prod(tensor.shape[:dim]) == 1:
-        # shards are received one behind the other in memory: no copy is needed
+        # Shards are received contiguously in memory, so no concatenation is needed.
         stacked = collectives.all_gather_even(tensor, group)
         return detach_view(stacked.view(*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :]))
     shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
@@ -200,9 +204,9 @@ def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[
 
 
 def detach_view(fresh: Tensor) -> Tensor:
-    """Return the result of a Function that is a view of a tensor made inside it, as a tensor of its own.
+    """Return `fresh`, made inside a Function, as a tensor that is not a view.
 
-    Autograd forbids writing into such views, and an in-place activation may well follow.
+    Autograd forbids in-place writes into a view that a Function returns: an in-place activation would raise.
     """
     return fresh.data if fresh._is_view() else fresh
 
@@ -210,7 +214,7 @@ def detach_view(fresh: Tensor) -> Tensor:
 class Collective(torch.autograd.Function):
     """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
 
-    apply = function_apply  # the bridge for users' Functions need not look at ours
+    apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
 
     def __init_subclass__(cls) -> None:
         forward, backward = cls.forward, cls.backward
@@ -234,7 +238,7 @@ class Collective(torch.autograd.Function):
 def _clone_if_aliased(out: Any, args: tuple) -> Any:
     """Return a result that does not share memory with the inputs, for traces.
 
-    A program returns results that share memory as views of it, and their gradients would go around the move.
+    A traced program would return such a result as a view of its input, and its gradient would bypass the collective.
     """
     if isinstance(out, tuple):
         return tuple(_clone_if_aliased(part, args) for part in out)

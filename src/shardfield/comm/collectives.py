@@ -27,7 +27,7 @@ Shape = Sequence[int]
 class Pending(Generic[T]):
     """Messages in flight. `wait()` returns the received value, the same on every call.
 
-    `recv_buffers`, where there is one, is that value already, but what it holds counts only after `wait()`.
+    `recv_buffers`, if set, is the same value before it is complete: its contents are valid only after `wait()`.
     """
 
     def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T], recv_buffers: T | None = None):
@@ -74,7 +74,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _flat_view(packed: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor in a dtype that backends support."""
-    flat = packed.as_strided((packed.numel(),), (1,))  # not view: a single element may keep an odd stride
+    flat = packed.as_strided((packed.numel(),), (1,))  # view(-1) may keep an odd stride of one element
     return flat if flat.dtype in _SUPPORTED_DTYPES else flat.view(torch.uint8)
 
 
@@ -82,7 +82,7 @@ def _flat_view(packed: Tensor) -> Tensor:
 
 _OPS = {
     "sum": ReduceOp.SUM,
-    "avg": ReduceOp.SUM,  # and a division: gloo has no AVG
+    "avg": ReduceOp.SUM,  # followed by a division: gloo has no AVG
     "max": ReduceOp.MAX,
     "min": ReduceOp.MIN,
     "prod": ReduceOp.PRODUCT,
@@ -157,7 +157,7 @@ def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _as_ordered(tensor: Tensor, op: str) -> Tensor:
-    """Return integers in the order of the floats, with NaN beyond all: backends lose NaN in a max of floats."""
+    """Return integers that sort like the floats, with NaN as the extreme: backends lose NaN in a max of floats."""
     ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
     bits = _contiguous(tensor).view(ints)
     bits = torch.where(bits < 0, bits ^ flip, bits)
@@ -231,9 +231,9 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
 def start_exchange(
     sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup, into: Sequence[Tensor] | None = None
 ) -> Pending[list[Tensor]]:
-    """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message a peer, empty ones none.
+    """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message per non-empty tensor.
 
-    Both ends have the shapes, so a rank with nothing to send or receive takes part without a message. This rank's own
+    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's own
     tensor is not copied. `into`: receive buffers, by coord.
     """
     if len(shapes) == 1:

@@ -1,7 +1,7 @@
 """Compare what ranks are about to do, before a difference hangs them or mixes up their data.
 
-A collective whose ranks pass different arguments blocks forever or moves the wrong elements. Three questions go to all
-ranks, each with a small message, and each has the same answer on all of them:
+A collective whose ranks pass different arguments blocks forever or moves the wrong elements. Three checks
+prevent this. Each costs a small message and has the same outcome on all ranks:
 
 - `Consensus.start(mesh, description)`: do all ranks make the same call? The message overlaps local work until `wait()`.
 - `check_arguments(what, over, must_match)`: do all ranks pass equal arguments, and did none of them find a problem?
@@ -243,7 +243,7 @@ def gather_texts(text: str, over: ProcessGroup | DeviceMesh) -> list[str]:
 def group_device(group: ProcessGroup) -> torch.device:
     """Return the device for the integers of a check: the CPU if the group has a backend for it.
 
-    Integers on an accelerator would wait for all kernels in its queue.
+    Reading integers from an accelerator would block until its queued kernels have finished.
     """
     kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if "cpu" in kinds:

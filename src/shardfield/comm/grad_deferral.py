@@ -1,4 +1,4 @@
-"""Gradient sums that are deferred to a wrapper which averages the parameters' gradients over all ranks.
+"""Defer gradient sums to a wrapper that averages the parameters' gradients over all ranks.
 
 The gradient of a parameter whose use differs from rank to rank is summed over those ranks (`replicate_in`). If a
 data-parallel wrapper averages the gradients over the same ranks later, that message is not needed: each rank passes on
@@ -35,7 +35,10 @@ def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) ->
 
 
 def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
-    """Return whether any parameter's gradient is averaged over all these groups, for plans made before its use."""
+    """Return whether some wrapper averages gradients over all these groups.
+
+    For plans that are built before the parameter is used with them.
+    """
     return runtime.active.deferring_groups.issuperset(groups)
 
 

@@ -43,10 +43,10 @@ class Ring(NamedTuple):
         return tuple(reversed(back))
 
     def route(self, stop: int) -> tuple[int, int, int]:
-        """Return (source, axis, distance): the rank `distance` back on `axis` had the block of `stop` at `source`.
+        """Return (source, axis, distance): where to receive the block of step `stop` from.
 
-        The axis is the innermost one on which the owner has another coord. On a single axis the source is always 0, the
-        peer's own block.
+        The rank `distance` coords back on `axis` had this block at its step `source`. The axis is the innermost one on
+        which the owner has another coord. On a single axis `source` is always 0: the peer sends its own block.
         """
         weight = 1
         for axis in reversed(range(len(self.sizes))):

@@ -2,8 +2,8 @@
 
 A transport works in place on flat tensors in dtypes that backends support (`collectives` converts both).
 `transport_for` chooses one per group: the messages of a backend that cannot send between devices (gloo on CUDA tensors)
-are staged through host memory. The name of a backend does not tell: one that also serves the CPU is staged, any other
-is probed once per group.
+are staged through host memory. The name of a backend is not enough to decide: a backend that also serves the CPU is
+staged, and any other is probed once per group.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
 
 
 def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
-    """Return the transport without a probe, where only some ranks call: that of a group with the same backend class."""
+    """Return the transport of a group with the same backend class. It never probes, so some ranks may call it alone."""
     rt = runtime.active
     if rt.before_collective is not None:
         raise ShardingError(

@@ -43,7 +43,7 @@ class TracedCalls:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record calls in the own report, with all other observers switched off."""
+        """Record calls in the report of this object, with all other observers switched off."""
         hooks = [
             register_module_forward_pre_hook(self._report.enter_module),
             register_module_forward_hook(self._report.leave_module, always_call=True),

@@ -40,7 +40,7 @@ class Row:
     """One call: its module, its outcome, the layouts, and the messages of this rank.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
-    collectives of both by name. `compiled`: the call is part of a program, and the program sent it.
+    collectives of both by name. `compiled`: the call is part of a compiled program, which sent its messages.
     """
 
     def __init__(self, module: str, op: str, inputs: list[Any]):
@@ -146,7 +146,7 @@ class Report:
         self._backward_rows.setdefault(program, []).append(rows)
 
     def backward_rows(self, program: Any) -> list[Row]:
-        """Return the rows of the latest run of a program, for its backward; they stay for a second one."""
+        """Return the rows of the latest run of a program, for its backward. The rows are kept for a second backward."""
         left = self._backward_rows.get(program, [[]])
         return left.pop() if len(left) > 1 else left[0]
 

@@ -32,7 +32,8 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 class Line:
     """One comparison: the largest difference, relative to the largest number on one device.
 
-    A gradient that consists of rounding errors (of a bias before a batch norm) is compared relative to the largest one.
+    A gradient that consists of rounding errors (of a bias before a batch norm) is compared relative to the largest
+    gradient.
     """
 
     kind: str  # "output", "input gradient", "parameter gradient", "buffer"
@@ -157,7 +158,7 @@ def _compare(
         for part in one._apply(_to_float64).train().modules():
             if isinstance(part, DROPOUT):
                 part.eval()
-    with torch.no_grad():  # random numbers that did not come from torch's generator
+    with torch.no_grad():  # equal seeds do not cover random numbers from other generators
         for here, there in zip(_parameters_and_buffers(model), _parameters_and_buffers(other), strict=True):
             if not torch.equal(here, there):
                 there.copy_(here)
@@ -186,7 +187,7 @@ def _compare(
 
 
 def _build_model(name: str, seed: int) -> tuple[nn.Module, Any]:
-    """Return the model and its input tensors, if it has some.
+    """Return the model and its input tensors, or None if the factory returns none.
 
     The model is built twice, not copied: a copy of a model that stores one of its bound methods would call the
     original's submodules.

@@ -1,1 +1,1 @@
-"""From a torch call on ShardTensors to its rule: registry, arguments, call cache, executor, fallback."""
+"""Dispatch a torch call on ShardTensors to its rule: registry, arguments, call cache, executor, fallback."""

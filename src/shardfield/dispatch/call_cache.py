@@ -1,8 +1,8 @@
 """Read the arguments of a call: build the key of its plan and collect its local tensors.
 
 Most of the host time of a call goes into reading its arguments, so a loop over them is too slow. For every list of
-argument types (a ShardTensor, a parameter, two tuples, a number) a reader is generated once: a Python function that
-reads exactly these. It serves meshes of all sizes.
+argument types (a ShardTensor, a parameter, two tuples, a number) a reader is generated once: a Python function for
+arguments of exactly these types. A reader does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .. import runtime
 from ..tensor import ShardTensor
 
 PLAIN_TENSOR_TYPES = frozenset([Tensor, Parameter])
-# Values of these types are part of the key as they are.
+# Values of these types are added to the key unchanged.
 CONSTANT_TYPES = frozenset([int, float, bool, str, complex, type(None), torch.dtype, torch.Size])
 INTS = frozenset([int])
 NON_TORCH_ARGUMENTS = frozenset(["pre_pad", "smoothing"])  # arguments of rules that torch's functions do not take
 
 
 class CallType:
-    """The first element of plan keys of calls of one function with arguments of the same types.
+    """The first element of a plan key. It identifies the function and the types of its arguments.
 
     Types must be part of the key, since 1, 1.0 and True are equal.
     """
@@ -41,9 +41,9 @@ class ArgumentReader:
 
     read: takes the values of all arguments, positional ones first. Returns the plan key and the local tensors in order,
         or None if an argument is not a ShardTensor, plain tensor, parameter, constant, or a list or tuple of these.
-    form: where the tensors are among the arguments, if one rank can call the function on the local tensors. "first":
-        one ShardTensor, then anything without a ShardTensor. "each": all tensors come before all other arguments.
-        "list": the first argument is a list of them. "": none of these.
+    form: how a mesh of one rank replaces the tensors among the arguments by local tensors to call the function.
+        "first": one ShardTensor, then anything without a ShardTensor. "each": all tensors come before all other
+        arguments. "list": the first argument is a list of the tensors. "": it cannot.
     """
 
     __slots__ = ("read", "form")

@@ -1,7 +1,7 @@
 """Run a call that has a rule: look its plan up, or build it, and execute it.
 
 The key of a plan is the function, the layouts and dtypes of the tensors, the autocast state, and the other arguments.
-The common call, ShardTensors and plain tensors that need no preparation, reads each argument once.
+In the common case, ShardTensors and plain tensors that need no preparation, each argument is read once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BoundPlan:
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
         self.tracks_views = plan.view.returns is not Returns.NEW
-        # on one rank the function itself gives the result of the rule
+        # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and not self.tracks_views
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
@@ -125,7 +125,7 @@ class BoundPlan:
     def run_unprepared(
         self, reader: ArgumentReader, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict
     ) -> Any:
-        """Run the plan for arguments that needed no preparation; one rank calls `func` on the local tensors."""
+        """Run the plan for arguments that need no preparation. A mesh of one rank calls `func` on the local tensors."""
         if not self.single_rank or not reader.form:
             return self.run(locals_, args[0] if args else kwargs.get("input"))
         if reader.form == "first":
@@ -158,7 +158,7 @@ class BoundPlan:
         return wrap(out, layout)
 
     def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
-        """Wrap a result that torch returns as a view; a write into it is checked as one into its source is."""
+        """Wrap a result that torch returns as a view, and record whether a write into it would be lost."""
         kind = self.plan.view
         of_shards = source.__class__ is ShardTensor
         before = source._copied_view if of_shards else False
@@ -168,7 +168,7 @@ class BoundPlan:
         if not copied and (kind.ranks_differ or (narrowed and kind.merged)):
             here = dims_are_nested(base, kind.merged) if kind.merged else same_memory(out, base)
             if not here and same_memory(out, base):
-                out = out.clone()  # one device returns a copy here, or raises
+                out = out.clone()  # on one device torch copies here, or raises
             copied = ViewConsensus(layout, always, here if out.numel() else None, before, narrowed)
         elif not copied and (always or before):
             copied = before if same_memory(out, base) else always and out.numel() > 0
@@ -181,9 +181,10 @@ class BoundPlan:
 
 
 def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_function: bool = False) -> Handler:
-    """Return the handler that runs calls by a planner; the flags say if it takes Partial operands and merged dims.
+    """Return the handler that plans calls with a planner and runs them.
 
-    is_torch_function: only functions of torch have this handler, so that a mesh of one rank may call them directly.
+    partial, merged: the planner accepts Partial operands, and merged dims. is_torch_function: the handler serves torch
+    functions only, so a mesh of one rank may call the function on the local tensors.
     """
     signature = inspect.signature(planner)
     wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
@@ -231,7 +232,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
                     raise
                 try:
                     return run(func, types, *numbers)
-                except (TypeError, AttributeError):  # the argument must be a tensor: the first error is the right one
+                except (TypeError, AttributeError):  # the argument must be a tensor: raise the first error
                     if isinstance(error, RuntimeError):
                         raise error from None
                     raise

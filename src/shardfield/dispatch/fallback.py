@@ -1,4 +1,4 @@
-"""The fallback of a call without a rule: gather its operands. Correct but costly, so it warns once per function."""
+"""Fall back to a gather for a call without a rule. Correct but costly, so it warns once per function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .torch_aliases import function_name
 USER_LEVEL_MODULES = (
     "shardfield.models.",
     "shardfield.train.",
-)  # their calls count as the user's
+)  # a fallback warning may point at a line of these modules, as at user code
 
 
 def gather_fallback(func, types, args, kwargs):

@@ -47,7 +47,7 @@ class Operand:
 
 
 class Returns(Enum):
-    """Return kind of a function on one device, with respect to the memory of its first tensor."""
+    """How the result of a function on one device relates to the memory of its first tensor."""
 
     NEW = "a new tensor"
     VIEW = "a view"
@@ -62,7 +62,7 @@ class ViewKind:
     returns: what torch returns. For VIEW, a local result in other memory counts as LOST_VIEW.
     of_slice: the results are slices along a sharded dim, so a local view does not prove that the global one exists.
     merged: groups of dims of the first tensor that become one dim. Strides decide whether that is a view.
-    ranks_differ: local strides may decide differently on different ranks; then ranks agree when someone writes.
+    ranks_differ: local strides may decide differently on different ranks; a write then needs a consensus.
     """
 
     returns: Returns = Returns.NEW
@@ -72,7 +72,7 @@ class ViewKind:
 
     @staticmethod
     def view(*, lost: bool = False, of_slice: bool = False, ranks_differ: bool = False) -> ViewKind:
-        """Return the kind of a function that returns a view; `lost`: this plan returns a copy instead."""
+        """Return the ViewKind of a function that returns a view. `lost`: this plan returns a copy instead."""
         return ViewKind(Returns.LOST_VIEW if lost else Returns.VIEW, of_slice=of_slice, ranks_differ=ranks_differ)
 
 
@@ -85,7 +85,7 @@ class Plan:
 
     local: function of the local tensors; its parameters are a subset of the rule's, under the same names.
     takes: names of the arguments of `local`, in order, where `local` is a function of torch without a signature.
-    layout: layout of the result: a Layout, a tuple of Layouts for several tensors, None for a result that is no tensor.
+    layout: layout of the result: a Layout, a tuple of Layouts for several tensors, None if the result is not a tensor.
     operands: parameter name -> layout to which its tensor is redistributed first (a sequence for a list of tensors);
         the other operands keep their layouts.
     whole: names of Replicate operands that enter replicated work only. All other Replicate operands get their

@@ -73,8 +73,8 @@ def rule(
     """Register a pure planner for torch functions (and their method forms; `exact`: for these objects alone).
 
     The planner's parameters are the function's; a keyword-only `fn` receives the function that was called. Before the
-    planner runs, Partial operands are reduced, unless `partial`, and dims that merge several sharded ones are resharded
-    to one contiguous sharding, unless `merged`.
+    planner runs, Partial operands are reduced, unless `partial` is set. Dims that merge several sharded ones are
+    resharded to one contiguous sharding, unless `merged` is set.
 
     `accepts_deferred`: class of a deferred value -> the handler of calls whose first tensor is such a value. `around`
     gets the planner's handler and returns the one to register, for operands that no plan takes (sparse matrices).
@@ -135,7 +135,7 @@ def handler_of(func: Any) -> Handler:
 
 
 def resolve(func: Any) -> Handler:
-    """Return the handler of a function that is not registered: a user's by name, its opened body, or a gather."""
+    """Return the handler of a function that is not registered: by name, its Python body, or a gather."""
     named = runtime.active.registry.named
     spelled = (function_name(func), str(func), f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}")
     for name in spelled:
@@ -148,15 +148,17 @@ def resolve(func: Any) -> Handler:
 
 
 def torch_dispatch(cls, func, types, args, kwargs):
-    """`__torch_dispatch__`: an aten operator that C++ code called on wrappers, past every rule.
+    """Handle an aten operator that C++ code called on ShardTensors, bypassing `__torch_function__`.
 
-    The graph is on the local tensors and cannot be recorded from here, so a local tensor that needs it is an error.
+    This runs below autograd, where the graph of the local tensors cannot be recorded, so a ShardTensor that requires
+    grad raises.
     """
     rt = runtime.active
     if func in rt.registry.dispatch_handlers:
         return rt.registry.dispatch_handlers[func](*args, **kwargs)
     if rt.bridge_depth and func in ALIAS_OPS and args[0].__class__ is ShardTensor:
-        # C++ makes a view of an input that a Function returns as it is; it keeps the graph, we keep the value
+        # A Function returned its input unchanged. C++ makes a view of it and records the graph; only the value is
+        # needed here.
         return wrap(args[0]._local_tensor.detach(), args[0]._layout)
     tensors: list[Any] = []
     map_tensors((args, kwargs), lambda t: tensors.append(t) if isinstance(t, ShardTensor) else None)
@@ -169,7 +171,7 @@ def torch_dispatch(cls, func, types, args, kwargs):
 
 
 def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None:
-    """`backward` from ShardTensors (and plain tensors): seeds are laid out like the outputs' cotangents."""
+    """Run backward from ShardTensors and plain tensors; redistribute initial gradients to the outputs' layouts."""
     locals_, seeds = [], []
     for output, gradient in zip(outputs, gradients, strict=True):
         local, seed = seed_gradient(output, gradient)
@@ -196,7 +198,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _connect(registry: runtime.Registry) -> None:
-    """Give ShardTensor the functions of the dispatcher that it calls: `tensor.py` cannot import this module."""
+    """Set the dispatcher functions that ShardTensor calls: `tensor.py` cannot import this module."""
     registry.resolve, registry.torch_dispatch, registry.run_backward = resolve, torch_dispatch, run_backward
 
 

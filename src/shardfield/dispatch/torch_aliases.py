@@ -49,7 +49,7 @@ OPERATORS = {
 
 
 def aliases(function: Any) -> Iterator[Any]:
-    """Yield every function object that means the same as `function` (an object, or a name), itself first."""
+    """Yield every function object for the operation of `function` (an object, or a name), itself first."""
     name = function if isinstance(function, str) else function.__name__
     seen = set()
     if not isinstance(function, str):
@@ -66,13 +66,13 @@ def aliases(function: Any) -> Iterator[Any]:
 
 
 def _is_namespaced(function: Any) -> bool:
-    """Return whether the name means another operation elsewhere, as the functions of torch.fft."""
+    """Return whether other namespaces use the name for another operation, as for functions of torch.fft."""
     module = getattr(function, "__module__", None) or ""
     return module.startswith(("torch.fft", "torch.linalg", "torch.special")) or "fft_" in str(function)
 
 
 def _lookup_in(space: Any) -> Callable[[str, Any], Any]:
-    """Return the `get(name, default)` of a namespace; for a module its dict, as a miss in torch is slow otherwise."""
+    """Return the `get(name, default)` of a namespace. A module's dict is used: `getattr` of a missing name is slow."""
     return vars(space).get if isinstance(space, ModuleType) else partial(getattr, space)
 
 

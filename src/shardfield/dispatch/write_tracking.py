@@ -1,9 +1,9 @@
 """Writes into tensors that share memory: observers of writes, and whether a reshaped tensor is a view of its source.
 
-On one device strides decide whether a reshaped tensor is a view or a copy. The strides of a shard may decide otherwise:
-an empty shard, or one of length 1 along a dim, can be viewed in shapes in which the global tensor cannot, and so can a
-shard that a slice takes in full. Ranks may then differ on what a write reaches. They agree when someone writes, by one
-small message: all ranks write, or all refuse.
+On one device, strides decide whether a reshaped tensor is a view or a copy. On a shard, strides may decide differently:
+an empty shard, a shard of size 1 along a dim, and a shard that is entirely inside a slice allow views that the global
+tensor does not allow. A write would then reach the source on some ranks only. Ranks reach a consensus at the first
+write, with one small message: all ranks write, or all raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..layout import Layout
 class WriteObserver:
     """An object that still needs a tensor which others may write: a deferred value, an input saved for backward.
 
-    Both calls let it take a snapshot. Neither may communicate: ranks may differ in which observers are alive.
+    Both methods let it take a snapshot. Neither may communicate: ranks may differ in which observers are alive.
     """
 
     def before_write(self, target: Tensor) -> None:
@@ -30,7 +30,7 @@ class WriteObserver:
     def before_export(self, target: Tensor) -> None:
         """Take a snapshot if `target`, a local tensor that is returned to the user, shares the observed memory.
 
-        Writes into an exported tensor are not announced.
+        Later writes into an exported tensor cannot be observed.
         """
 
 
@@ -53,7 +53,7 @@ def expose_local(local: Tensor) -> Tensor:
 def dims_are_nested(tensor: Tensor, groups: Sequence[Sequence[int]]) -> bool:
     """Return whether the dims of each group are contiguous with one another, so that they can become one dim.
 
-    Unlike torch's own test it looks at dims of size 1 too, whose strides show the memory around this shard.
+    Unlike torch's own test, it compares the strides of dims of size 1 too: the dim may be larger on other ranks.
     """
     shape, strides = tensor.shape, tensor.stride()
     return all(
@@ -65,9 +65,9 @@ class ViewConsensus:
     """A reshaped tensor on ranks that may differ on whether it is a view of its source.
 
     strict: torch returns a view or raises (`view`), else it returns a view or a copy (`reshape`).
-    local_is_view: whether it is a view on this rank; None if the local tensor is empty and cannot tell.
+    local_is_view: whether it is a view on this rank; None if the local tensor is empty, so that either is possible.
     source: whether a write into the source is lost: a bool, or the source's own ViewConsensus.
-    of_slice: the source is a slice along a sharded dim, and shards that it takes in full prove nothing.
+    of_slice: the source is a slice along a sharded dim, so a local view does not prove that the global one exists.
     """
 
     __slots__ = ("layout", "strict", "local_is_view", "source", "of_slice", "result")
@@ -95,13 +95,13 @@ class ViewConsensus:
         return self.result
 
     def add_view(self, tensor: Any) -> None:
-        """Tell the source of a tensor that it is a view of it."""
+        """Register `tensor` with its source, as a view of it."""
         if not isinstance(self.source, bool):
             self.source.add_view(tensor)
 
 
 def set_copied_view(tensor: Any, copied: bool | ViewConsensus) -> None:
-    """Set `_copied_view` of a result; a source that keeps track of its views is told."""
+    """Set `_copied_view` of a result, and register the result with a source that tracks its views."""
     tensor._copied_view = copied
     if not isinstance(copied, bool):
         copied.add_view(tensor)
