@@ -28,7 +28,7 @@ def brute_force(x, y, k):
 
 
 def knn_ring(func, types, args, kwargs):
-    """Pass the points around a ring, while the queries stay. A rank holds one block of points at a time."""
+    """Pass the points around a ring; each rank keeps its queries. A rank holds one block of points at a time."""
     (x, y, k), mesh = args, args[0]._spec.mesh
     ring = RingPassingConfig(mesh_dim=0, mesh_size=mesh.size(0), ring_direction="forward", communication_method="p2p")
     shapes = x._spec.sharding_shapes()[0]

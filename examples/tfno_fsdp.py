@@ -1,4 +1,4 @@
-"""Scaling TFNO training with Fully Sharded Data Parallel (FSDP): samples and parameters are sharded over the ranks.
+"""Scale TFNO training with Fully Sharded Data Parallel (FSDP): samples and parameters are sharded over the ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/tfno_fsdp.py
 """

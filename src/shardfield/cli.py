@@ -27,7 +27,7 @@ Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code. 2: invalid arguments, explained in one line."""
+    """Run a command and return its exit code. Code 2 means invalid arguments, explained in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,

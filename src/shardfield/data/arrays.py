@@ -15,7 +15,7 @@ def open_mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | N
     """Map the array of a .npy file without reading it; return None if it is missing or has another shape or dtype."""
     try:
         found = np.lib.format.open_memmap(path, mode="r")
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # not there; truncated, no array file, or objects
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # missing, truncated, no array file, or objects
         return None
     except OSError as error:
         raise OSError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror or error}") from error
@@ -23,7 +23,7 @@ def open_mapped(path: Path, shape: Sequence[int], dtype: type) -> np.ndarray | N
 
 
 def write_atomic(path: Path, array: np.ndarray) -> None:
-    """Write a .npy file and rename it in one step, so that no reader sees a part and two writers cannot mix."""
+    """Write a .npy file and rename it in one step, so that readers see complete files and writers do not interleave."""
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

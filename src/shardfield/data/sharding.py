@@ -60,7 +60,7 @@ class SampleSharding:
         self._empty: list[Tensor] | None = None
 
     def read(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return this rank's blocks of the samples, stacked, one per tensor; without samples, of batch size 0."""
+        """Return this rank's blocks of each tensor, stacked over the samples; without samples the batch size is 0."""
         rows = [self._read_blocks(i) for i in indices]
         if rows:
             return [torch.stack(column) for column in zip(*rows, strict=True)]

@@ -2,7 +2,8 @@
 
 A tensor is sharded along `dim`, one shard per rank; `sizes` are the shard sizes, and every rank passes the same list.
 Backward is the adjoint: the gradient of a rank's input is the sum of its contributions to the results of all ranks.
-Every rank of the group must make the call and run backward; this is arranged for a rank whose input needs no gradient.
+Every rank of the group must make the call and run backward. If the input of any rank requires grad, the result requires
+grad on all ranks, so that all can run backward.
 If ranks do not agree on the arguments, all raise the same `ShardingError`.
 
 `group` is a process group, None for all ranks; `src` and `dst` are positions in it.

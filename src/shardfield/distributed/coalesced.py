@@ -49,13 +49,14 @@ def fused_all_reduce(
     device: torch.device | str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """All-reduce a tensor, or a mapping or sequence of tensors (nested as you like), with one message.
+    """All-reduce a tensor, or a mapping or sequence of tensors (arbitrarily nested), with one message.
 
     The result has the same structure (dicts and lists), shapes, dtypes and devices; it is detached and shares no
-    memory with the input. The tensors go into one buffer, mappings in the order of their keys, of the dtype they
-    promote to and of fp32 at least for half precision; integers are reduced as integers, and refused together with
-    floats unless `buffer_dtype` is set. `device` is the device of the buffer, by default the first tensor's. With
-    `async_op` it returns `(result, work)`, and `work.wait()` fills the result in. A single process gets its own values.
+    memory with the input. The tensors are packed into one buffer, mappings in the order of their keys. Its dtype is the
+    one that the tensors promote to, and fp32 for half precision. Integers are reduced as integers; a mix of integers
+    and floats is refused unless `buffer_dtype` is set. `device` is the buffer's device, by default the first tensor's.
+    With `async_op` it returns `(result, work)`, and `work.wait()` fills the result in. A single process gets its own
+    values.
 
     >>> sums = fused_all_reduce({"loss": torch.tensor(3.0), "count": torch.tensor(2.0)})
     >>> float(sums["loss"] / sums["count"])

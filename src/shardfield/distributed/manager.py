@@ -131,7 +131,7 @@ class DistributedManager:
         return list(self._groups)
 
     def group(self, name: str | None = None) -> dist.ProcessGroup | None:
-        """Return the group of that name that contains this rank; without a name None, torch's value for all ranks."""
+        """Return this rank's group of that name; without a name return None, which means all ranks in torch."""
         if name is None:
             return None
         if name not in self._groups:
@@ -397,7 +397,7 @@ class DistributedManager:
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
-        """Leave the world and end what this class set up; an adopted process group stays as it was.
+        """Leave the world and destroy the groups that this class created; an adopted process group is kept.
 
         Also called at exit. After it, `initialize` may be called again; a second call does nothing.
         """

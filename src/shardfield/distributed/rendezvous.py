@@ -93,7 +93,7 @@ class RendezvousServer(threading.Thread):
                 )
             for key, _ in self.selector.select(remaining):
                 if key.fileobj is self.server:
-                    with contextlib.suppress(OSError):  # gone again already
+                    with contextlib.suppress(OSError):  # the client has disconnected
                         self._accept(Connection(self.server.accept()[0]))
                 elif error := self._register_peer(key.data):
                     return error

@@ -11,7 +11,7 @@ from collections import deque
 
 from ..errors import WorldError
 
-# Seconds without a greeting after which the program at the port is taken for another one than rank 0.
+# Seconds to wait for a greeting. A program at the port that sends none is not rank 0, and `connect` raises.
 GREETING_SECONDS = 5.0
 
 _open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
@@ -36,7 +36,7 @@ class Connection:
         _open_sockets.add(sock)
         self.addresses = ("", "")  # local and remote
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            with contextlib.suppress(OSError):  # gone already
+            with contextlib.suppress(OSError):  # the other side has disconnected
                 self.addresses = (sock.getsockname()[0], sock.getpeername()[0])
             # A host that loses power closes no connection: TCP keep-alive detects it after a minute.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -92,7 +92,7 @@ def listen(addr: str, port: int) -> socket.socket:
             return server
         except OSError as error:
             problem = error
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # what a host without IPv6 says
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # raised on a host without IPv6
                 break
     taken = problem.errno == errno.EADDRINUSE
     why = "the port is taken by another program" if taken else os.strerror(problem.errno or 0)

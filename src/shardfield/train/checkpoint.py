@@ -71,7 +71,7 @@ class Checkpoints:
         if saving is not None:
             try:
                 saving.result()
-            except (Exception, CheckpointException) as error:  # the latter is no Exception
+            except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
                 raise CheckpointError(
                     f"{self.folder}: a checkpoint could not be written: {_first_error(error)}"
                 ) from error
@@ -103,7 +103,7 @@ class Checkpoints:
                     set_optimizer_state_dict(model, optimizer, state, options=_flat_options())
         except CheckpointError:
             raise
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise CheckpointError(f"{path}: {_first_error(error)}") from error
         return content["run"]
 
@@ -119,7 +119,7 @@ class _PruningWriter(CheckpointWriter):
         super().finish(metadata, results)
         stale = [*list(self.owner.steps().values())[: -self.owner.keep], *self.owner.folder.glob("step-*.part")]
         for path in stale:
-            (path / INDEX).unlink(missing_ok=True)  # first: without its index it is no checkpoint if we are killed here
+            (path / INDEX).unlink(missing_ok=True)  # first: a kill here leaves no damaged checkpoint
             shutil.rmtree(path, ignore_errors=True)
 
 

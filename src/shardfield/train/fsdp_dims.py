@@ -48,7 +48,7 @@ def make_placement_fn(ranks: int) -> Callable[[Tensor], Shard | None]:
 
 
 def warn_about_padding(model: nn.Module, ranks: int) -> None:
-    """Warn about the parameter with the most padding, if it is much: the ranks divide none of its dims."""
+    """Warn about the parameter with the most padding, if the total is large: the ranks divide none of its dims."""
     found = {name: (padding_bytes(p, ranks), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     wasted = {name: extra for name, (extra, own) in found.items() if extra >= MIN_SAVED_BYTES and extra > own}
     total = sum(wasted.values())

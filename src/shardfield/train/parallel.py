@@ -168,7 +168,8 @@ def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: li
         warn_about_padding(model, ranks)
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=make_placement_fn(ranks))
-    # FSDP replaces its sharded parameters by unsharded ones when a module is called, and makes those at the first call.
+    # FSDP creates the unsharded parameters in the first call of a module and swaps them in for each call. They are the
+    # leaves of the autograd graph, so a forward pre-hook marks them; a mark on the sharded ones would not be found.
     held: set[nn.Module] = set()
     for module in [*units, model]:
         inside = [m for m in module.modules() if m not in held]
@@ -191,7 +192,7 @@ def _defer_averaging_hook(named: list[tuple[dict[str, Any], str]], groups: list[
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication inside this context, for all but the last part of an accumulation."""
+    """Accumulate gradients without communication inside this context; use it for all micro-batches but the last."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
             yield

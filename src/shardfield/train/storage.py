@@ -4,7 +4,8 @@
         rank-0.bin, rank-1.bin, ...   the bytes of each rank's chunks, concatenated
         index.json                    dtype, shape, chunks and checksums of each tensor, and the scalars
 
-A folder is written under a temporary name and renamed when every rank is done: under its final name it is complete.
+A folder is written under a temporary name and renamed when every rank is done, so a folder with its final name is
+complete.
 """
 
 from __future__ import annotations
