@@ -162,7 +162,7 @@ class Runtime:
         exchange_lists: index tensor -> (version, {request: lists}). Never evicted, since a miss communicates.
         transports: (group, device type) -> Transport. Never evicted, since the choice communicates.
         transports_by_backend: (backend class, device type) -> Transport.
-        deferring_groups: groups over which a wrapper averages gradients. trace_counts: group ->
+        deferring_groups: ranks of the groups over which a wrapper averages gradients. trace_counts: group ->
         (number of this world in its store, number of joint traces).
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
     """
@@ -201,7 +201,7 @@ class Runtime:
         self.exchange_lists: Any = WeakIdKeyDictionary()
         self.transports: dict[tuple[dist.ProcessGroup, str], Any] = {}
         self.transports_by_backend: dict[tuple[type, str], Any] = {}
-        self.deferring_groups: set[dist.ProcessGroup] = set()
+        self.deferring_groups: set[tuple[int, ...]] = set()
         self.trace_counts: dict[str, tuple[int, int]] = {}
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)

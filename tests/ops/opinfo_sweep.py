@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-import shardfield.dispatch.fallback as gather
 import shardfield.dispatch.registry as dispatch
-from shardfield import ShardingError, ShardTensor
+from shardfield import ShardingError, ShardTensor, runtime
 from shardfield.layout import Layout
 from shardfield.testing import RanksFailed, run_on_ranks
 from tests.harness import describe_mismatch, local_shard, to_full_tensor, world_mesh
@@ -133,7 +132,7 @@ def one(op, call, tensors, which, dim, mesh, turn, where) -> tuple[str, str, str
     layout = Layout.of(mesh, [Shard(dim)], tensors[which].shape, {dim: lengths})
     mine[which] = ShardTensor(local_shard(tensors[which], layout).requires_grad_(mine[which].requires_grad), layout)
     where += f" sharded as {'+'.join(map(str, lengths))}"
-    gather.warned.clear()
+    runtime.active.warned.clear()
     torch.manual_seed(1)
     try:
         got_call = replace(call, mine)
@@ -155,7 +154,7 @@ def is_random(op, ref, again) -> bool:
 
 
 def judge(op, where, ref, got, plain, mine, loose) -> tuple[str, str, str]:
-    ending = "gather" if gather.warned else "rule"
+    ending = "gather" if runtime.active.warned else "rule"
     refs, gots = leaves(ref, []), leaves(got, [])
     if len(refs) != len(gots):
         return "WRONG", where, f"{len(gots)} results, should be {len(refs)}"

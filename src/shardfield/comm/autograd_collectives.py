@@ -40,7 +40,7 @@ def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     if not groups or not wanted or not torch.is_grad_enabled():
         return list(tensors)
     wanted, groups = grad_deferral.defer_sums(wanted, groups)
-    if len(wanted) > 1 and any(grad_deferral.deferred_groups(t) & set(groups) for t in wanted):
+    if len(wanted) > 1 and any(grad_deferral.defers_any(t, groups) for t in wanted):
         entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some sums can be deferred, others cannot
     else:
         entered = iter(_ReplicateIn.apply(groups, *wanted) if groups else wanted)

@@ -24,14 +24,21 @@ from torch.distributed import ProcessGroup
 from .. import runtime
 from .._compat import function_apply
 
-NO_GROUPS: frozenset[ProcessGroup] = frozenset()
+# Groups are compared by their ranks: two equal meshes have different ProcessGroup objects over the same ranks.
+Ranks = tuple[int, ...]
+NO_GROUPS: frozenset[Ranks] = frozenset()
 MAX_GRAPH_NODES = 64  # visited nodes of a graph; the gradient of a larger graph is summed at once
 
 
 def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) -> None:
     """Declare that a wrapper averages the gradient of a parameter over the ranks of all these groups."""
-    parameter._averaged_later = frozenset(groups)
-    runtime.active.deferring_groups.update(groups)
+    parameter._averaged_later = frozenset(map(_ranks, groups))
+    runtime.active.deferring_groups.update(parameter._averaged_later)
+
+
+@runtime.memo
+def _ranks(group: ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
@@ -39,16 +46,26 @@ def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
 
     For plans that are built before the parameter is used with them.
     """
-    return runtime.active.deferring_groups.issuperset(groups)
+    return runtime.active.deferring_groups.issuperset(map(_ranks, groups))
 
 
-def deferred_groups(tensor: Tensor) -> frozenset[ProcessGroup]:
+def defers_all(tensor: Tensor, groups: Iterable[ProcessGroup]) -> bool:
+    """Return whether the gradients of all leaves of a local tensor are averaged later over all these groups."""
+    return _deferred_groups(tensor).issuperset(map(_ranks, groups))
+
+
+def defers_any(tensor: Tensor, groups: Iterable[ProcessGroup]) -> bool:
+    """Return whether the gradients of all leaves of a local tensor are averaged later over any of these groups."""
+    return not _deferred_groups(tensor).isdisjoint(map(_ranks, groups))
+
+
+def _deferred_groups(tensor: Tensor) -> frozenset[Ranks]:
     """Return the groups over which the gradients of all leaves of a local tensor are averaged later."""
     if not runtime.active.deferring_groups or not tensor.requires_grad:
         return NO_GROUPS
     if tensor.is_leaf:
         return getattr(tensor, "_averaged_later", NO_GROUPS)
-    found: frozenset[ProcessGroup] | None = None
+    found: frozenset[Ranks] | None = None
     ahead, seen = [tensor.grad_fn], {tensor.grad_fn}
     while ahead:
         node = ahead.pop()
@@ -73,15 +90,15 @@ def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tup
     """Return tensors whose gradient sums are deferred where possible, and the groups to sum over at once."""
     if not runtime.active.deferring_groups or not groups or not torch.is_grad_enabled():
         return list(tensors), tuple(groups)
-    later = frozenset(groups)
+    later = frozenset(map(_ranks, groups))
     for tensor in tensors:
         if tensor.requires_grad:
-            later &= deferred_groups(tensor)
+            later &= _deferred_groups(tensor)
     if not later:
         return list(tensors), tuple(groups)
-    times = math.prod(dist.get_world_size(g) for g in later)
+    times = math.prod(map(len, later))
     scaled = [_DeferredSum.apply(t, times) if t.requires_grad else t for t in tensors]
-    return scaled, tuple(g for g in groups if g not in later)
+    return scaled, tuple(g for g in groups if _ranks(g) not in later)
 
 
 class _DeferredSum(torch.autograd.Function):

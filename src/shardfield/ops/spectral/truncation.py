@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...comm import autograd_collectives
 from ...comm.consensus import Consensus
-from ...comm.grad_deferral import deferred_groups
+from ...comm.grad_deferral import defers_all
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import mesh_of, rule
 from ...errors import ShardingError
@@ -346,7 +346,7 @@ def _sum_modes(modes: Tensor, weight: Tensor) -> Tensor:
         return modes._redistribute_to(layout.with_partial([a for a in layout.partial_axes if a in weight_axes]))
     grad = torch.is_grad_enabled() and (modes.requires_grad or weight.requires_grad)
     local = weight._local_tensor if isinstance(weight, ShardTensor) else weight
-    deferred = deferred_groups(local).issuperset(process_groups(layout, layout.partial_axes))
+    deferred = defers_all(local, process_groups(layout, layout.partial_axes))
     grad_bytes = weight.nbytes if grad and weight.requires_grad and not deferred else 0
     out_ratio = weight.shape[1] / weight.shape[0] if weight.ndim == modes.ndim else 1.0
     dims = range(2, modes.ndim)
