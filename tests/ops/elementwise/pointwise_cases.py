@@ -40,7 +40,9 @@ NO_GRAD = {
     "special_gammaincc",
     "special_zeta",
 }
-TOLERANCE = dict.fromkeys(("half", "bfloat16", "chalf", "float", "cfloat"), {"tolerance": 1e-2})
+# the sum of a Partial may differ in its last digit, and the cast then rounds to a neighboring number
+TOLERANCE = {name: {"tolerance": 2e-3} for name in ("half", "chalf")}
+TOLERANCE |= {name: {"tolerance": 1e-6} for name in ("float", "cfloat")} | {"bfloat16": {"tolerance": 1e-2}}
 FEW = {"layouts": 2, "no_messages": False}
 
 
