@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardfield import ShardTensor
+from shardfield.comm import consensus
 from shardfield.dispatch.registry import run_backward
 
 from .cases import Case
@@ -32,18 +33,8 @@ def to_full_tensor(value: Any) -> Any:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank. If one rank stopped alone, the others would hang."""
-    said = torch.tensor(int(flag))
-    dist.all_reduce(said, dist.ReduceOp.MAX)
-    return bool(said)
-
-
-def every_rank(name: str) -> list[str]:
-    """Return the names that all ranks pass, in rank order, at most 64 bytes of each."""
-    mine = torch.frombuffer(bytearray(name.encode()[:64].ljust(64)), dtype=torch.uint8)
-    names = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(names, mine)
-    return [bytes(n.tolist()).decode().rstrip() for n in names]
+    """Return whether the flag is set on any rank of the world. If one rank stopped alone, the others would hang."""
+    return consensus.any_rank([flag], [dist.group.WORLD])[0]
 
 
 def describe_mismatch(got: Any, expected: Any, tolerance: float) -> str | None:

@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardfield import ShardingError, runtime, strict
+from shardfield.comm.consensus import gather_texts
 
 from .cases import Case, fold
-from .compare import Outcome, compare, every_rank
+from .compare import Outcome, compare
 from .draw import DEVICE, Operands, draw_operands, world_mesh
 
 
@@ -98,6 +100,8 @@ def _check_operands(case: Case, operands: Operands, transform: Callable | None) 
         return [f"{operands.label}: {why}"]
     expected, also = _reference(case, operands, cpu)
     got = run_sharded(case, operands.sharded(), transform)
+    if DEVICE != "cpu" and cpu.error is not None and type(got.error) is not type(cpu.error):
+        expected = run_plain(case, operands.plain())  # the device may raise another type than the CPU, or nothing
     failures, finished = _judge_errors(case, operands.label, expected, got, also, transform is not None)
     if failures or finished:
         return failures
@@ -113,7 +117,8 @@ def _reference(case: Case, operands: Operands, cpu: Outcome) -> tuple[Outcome, O
     """Return the outcome on `DEVICE`, and the CPU's as well if that is another device and its call succeeded.
 
     The CPU runs first: a GPU kernel that reads a value out of bounds ends the process with an assert. If the CPU
-    raises, torch is called on the GPU only if the CPU has no kernel for the call. The sharded call runs in any case.
+    raises, torch is called on the GPU only if the CPU has no kernel for the call, or if the sharded call ends
+    otherwise.
     """
     if DEVICE == "cpu" or (cpu.error is not None and not _lacks_cpu_kernel(cpu)):
         return cpu, None
@@ -132,7 +137,7 @@ def _judge_errors(
     case: Case, label: str, expected: Outcome, got: Outcome, also: Outcome | None, wrapped: bool
 ) -> tuple[list[str], bool]:
     """Return failures, and whether the check ends here, which is equal on all ranks."""
-    names = every_rank("" if got.error is None else type(got.error).__name__)
+    names = gather_texts("" if got.error is None else type(got.error).__name__, dist.group.WORLD)
     if len(set(names)) > 1:
         return [f"{label}: ranks differ, they raised {[n or 'nothing' for n in names]}\n{got.traceback}"], True
     if expected.error is not None and wrapped and isinstance(expected.error, NotImplementedError):
@@ -156,7 +161,7 @@ def _judge_errors(
 
 def _judge_refusal(case: Case, operands: Operands, got: Outcome) -> list[str]:
     """Return failures of a case that must be refused on every rank."""
-    names = every_rank("" if got.error is None else type(got.error).__name__)
+    names = gather_texts("" if got.error is None else type(got.error).__name__, dist.group.WORLD)
     if set(names) != {"ShardingError"} or case.refuses not in fold(got.error or Exception()):
         return [f"{operands.label}: should refuse with {case.refuses!r}, ranks raised {names}: {got.error}"]
     return []

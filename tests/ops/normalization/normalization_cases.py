@@ -173,6 +173,7 @@ CASES = [
     case(half(F.batch_norm, None, None, None, None, True), T(5, 4, 3), options=FEW | {"tolerance": 4e-2}),
     case(F.instance_norm, T(3, 4, 5), weight=T(4), bias=T(4)),
     case(F.instance_norm, T(2, 4, 3, 2)),
+    case(F.instance_norm, T(3, 4, 5), weight=T(4), options=FEW),
     case(tracking(F.instance_norm), T(3, 4, 5), *BUFFERS, T(4), T(4)),
     case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),

@@ -27,22 +27,37 @@ def probe(fn: Callable, *args: Any, meta: bool = False, single: bool = False, **
     - `single=True`: the same with exactly 1 element per dim, for kernels that refuse empty tensors or check sizes.
     - `meta=True`: meta tensors of the global shape. Shapes of results and errors about shapes are those of the real
       call. No kernel runs, so errors about dtypes may be missing.
+    - A call that needs another shape passes `stand_in(operand, shape)` itself.
 
-    Keyword arguments that are None are left out: not every overload has them.
+    Operands in lists are replaced too. Keyword arguments that are None are left out: not every overload has them.
 
         result = probe(torch.sum, input, dim=dim, dtype=dtype).dtype
         out = probe(F.conv2d, input, weight, bias, stride, padding, meta=True).shape
+        probe(F.max_pool2d, stand_in(input, (1, 1, 1, 1)), 1)
     """
 
-    def stand_in(value: Any) -> Any:
+    def replace(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
+            return type(value)(map(replace, value))
         if meta:
             return _meta_stand_in(value) if isinstance(value, (Operand, Tensor)) else value
-        return _small_tensor(value, single) if isinstance(value, Operand) else value
+        if not isinstance(value, Operand):
+            return value
+        return stand_in(value, [1 if single else min(n, 2) for n in value.shape])
 
-    passed = {key: stand_in(value) for key, value in kwargs.items() if value is not None}
+    passed = {key: replace(value) for key, value in kwargs.items() if value is not None}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fn(*map(stand_in, args), **passed)
+        return fn(*map(replace, args), **passed)
+
+
+def stand_in(value: Operand | Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+    """Return a tensor of another shape in the operand's dtype, on its device: ones, or zeros of an integer dtype.
+
+    Integers may be indices, and 0 is in range for any dim that is not empty.
+    """
+    make = torch.ones if value.dtype.is_floating_point or value.dtype.is_complex else torch.zeros
+    return make(tuple(shape), dtype=value.dtype, device=value.device if device is None else device)
 
 
 def meta_tensor(operand: Operand | Tensor, strides: Sequence[int] | None = None) -> Tensor:
@@ -60,10 +75,3 @@ def _meta_stand_in(value: Operand | Tensor) -> Tensor:
     if value.dtype in HALF_DTYPES and torch.is_autocast_enabled(value.device.type):
         return torch.empty(value.shape, device="meta", dtype=torch.float32)
     return meta_tensor(value)
-
-
-def _small_tensor(operand: Operand, single: bool) -> Tensor:
-    shape = [1 if single else min(n, 2) for n in operand.shape]
-    # Integers may be indices: 0 is in range for any dim that is not empty.
-    make = torch.ones if operand.dtype.is_floating_point or operand.dtype.is_complex else torch.zeros
-    return make(shape, dtype=operand.dtype, device=operand.device)

@@ -31,7 +31,7 @@ from ...dispatch.registry import handler, handler_of, rule
 from ...layout import Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import Coords, Spans, ZigzagExchange, causal_tiles, full_tiles, plan_zigzag
 from .ring import Dropout, RingPlan, attend
@@ -134,23 +134,13 @@ def _validate(fn, query, key, value, mask, dropout_p, is_causal, scale, gqa) -> 
 
     probe(call, query, key, value, mask, meta=True)
 
-    def small(x: Operand) -> Tensor:
-        shape = [*(min(n, 2) for n in x.shape[:-3]), *x.shape[-3:-2], *(min(n, 2) for n in x.shape[-2:-1]), x.shape[-1]]
-        return torch.ones(shape, dtype=x.dtype, device=x.device)
+    def small(x: Operand, full_dims: Sequence[int]) -> Tensor:
+        return stand_in(x, [n if d - x.ndim in full_dims else min(n, 2) for d, n in enumerate(x.shape)])
 
-    small_operands = [
-        small(x) if x.ndim > 1 else torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
-    ]
-    bias = None if mask is None else probe(lambda m: m, mask)
-    with torch.no_grad():
-        return fn(*small_operands, _probe_mask(bias, mask), 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
-
-
-def _probe_mask(bias: Any, mask: Any) -> Any:
-    """Return a small mask for small operands, with all heads."""
-    if bias is None or mask.ndim < 3:
-        return bias
-    return bias.narrow(-3, 0, 1).expand(*bias.shape[:-3], mask.shape[-3], *bias.shape[-2:])
+    # Kernels check the number of heads and of features, so the stand-ins have all of them.
+    tensors = [small(x, (-3, -1)) for x in (query, key, value)]
+    bias = None if mask is None else small(mask, (-3,))
+    return probe(fn, *tensors, bias, 0.0, is_causal, scale=scale, enable_gqa=gqa).dtype
 
 
 def _has_empty_shard(layout: Layout) -> bool:

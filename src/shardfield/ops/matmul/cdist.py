@@ -21,7 +21,7 @@ from .._common.broadcast import align
 from .._common.probe import probe
 from ..reduction.common import all_reduce_minmax, known_sum, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 from .contraction_strategy import plan_contraction
-from .matmul import batch_labels, make_term, validate_args
+from .matmul import batch_labels, make_term
 
 MODES = {
     None: "use_mm_for_euclid_dist_if_necessary",
@@ -34,7 +34,7 @@ MODES = {
 def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
     """Replicate the smaller set of points and keep the larger sharded; sharded features are combined by all_reduce."""
     compute_mode = MODES.get(compute_mode, compute_mode)
-    validate_args(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
+    probe(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
     if compute_mode == MODES[None]:  # torch decides by the number of points, which must be the global one
         compute_mode = MODES[1] if max(x1.shape[-2], x2.shape[-2]) > 25 else MODES[2]
     left, right = batch_labels(x1.ndim - 2), batch_labels(x2.ndim - 2)

@@ -15,8 +15,9 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, rule
 from ...layout import Layout
 from ...tensor import ShardTensor
+from .._common.probe import probe
 from .contraction_strategy import Label, plan_contraction
-from .matmul import make_term, validate_args
+from .matmul import make_term
 
 
 def parse_equation(equation: str, ndims: Sequence[int]) -> tuple[list[list[Label]], list[Label]]:
@@ -62,7 +63,7 @@ def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (
     """Shard one label per mesh axis in all operands and contract the local tensors."""
     if not all(isinstance(x, Operand) for x in operands):
         return None
-    validate_args(fn, equation, *operands)
+    probe(fn, equation, *operands)
     rows, out = parse_equation(equation, [x.ndim for x in operands])
     terms = [make_term(x, row) for x, row in zip(operands, rows, strict=True)]
     plan = plan_contraction(terms, out, broadcast=True, constants=constants)
@@ -104,7 +105,7 @@ def tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, *, 
         return None  # the values of a tensor decide the dims
     if dims_other is not None:
         dims = dims, dims_other
-    validate_args(torch.tensordot, a, b, dims)
+    probe(torch.tensordot, a, b, dims)
     contracted = dims if isinstance(dims, (list, tuple)) else (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
     first = [d % a.ndim for d in ([contracted[0]] if isinstance(contracted[0], int) else contracted[0])]
     second = [d % b.ndim for d in ([contracted[1]] if isinstance(contracted[1], int) else contracted[1])]

@@ -1,8 +1,9 @@
 """Products of vectors, matrices and batches of them.
 
 Each function is a contraction: a table row or a rule gives the labels of its operands' dims, and `plan_contraction`
-chooses the layouts. The local work is torch's function. Contracting a sharded label leaves a Partial result. The
-adjoint redistributes the gradients back to the operands' layouts.
+chooses the layouts. `probe` raises torch's errors about dims and dtypes on all ranks; `plan_contraction` finds sizes
+that do not match. The local work is torch's function. Contracting a sharded label leaves a Partial result. The adjoint
+redistributes the gradients back to the operands' layouts.
 """
 
 from __future__ import annotations
@@ -19,28 +20,9 @@ from ...dispatch.registry import handler, rule, write_out
 from ...layout import Layout
 from ...redistribute import redistribute
 from .._common.broadcast import broadcast_layout
+from .._common.probe import probe, stand_in
 from .contraction_strategy import Label, Term, plan_contraction
 from .sparse_mm import AROUND_SPARSE
-
-
-def validate_args(fn: Callable, *args: Any, **kwargs: Any) -> None:
-    """Raise torch's errors for such arguments on every rank, before any rank works on its local tensors.
-
-    Runs `fn` on tensors with no dim longer than 3. Sizes that do not match pass this check; `plan_contraction` finds
-    them. The tensors are float32, since autocast may accept different dtypes. Integer tensors on a device keep their
-    dtype, so that torch raises its error: devices have no integer products.
-    """
-
-    def small(value: Any) -> Any:
-        if isinstance(value, Operand):
-            shape = [min(n, 3) for n in value.shape]
-            if value.device.type == "cpu" or value.dtype.is_floating_point or value.dtype.is_complex:
-                return torch.zeros(shape)
-            return torch.zeros(shape, dtype=value.dtype, device=value.device)
-        return type(value)(map(small, value)) if isinstance(value, (list, tuple)) else value
-
-    with torch.no_grad():
-        fn(*map(small, args), **kwargs)
 
 
 def make_term(operand: Operand, labels: Sequence[Label | None]) -> Term:
@@ -78,7 +60,7 @@ PAIRS = {
 
 def _pair_rule(first: str, left: str, second: str, right: str, out: str) -> Callable:
     def planner(a: Operand, b: Operand, *, fn: Callable) -> Plan:
-        validate_args(fn, a, b)
+        probe(fn, a, b)
         plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
         targets = dict(zip((first, second), plan.targets, strict=True))
         return Plan(local=fn, takes=(first, second), operands=targets, layout=plan.result)
@@ -103,7 +85,7 @@ ADD_PRODUCTS: dict[str, tuple[str, str, str, str, str, Callable[[Tensor, Tensor]
 
 def _add_product_rule(first: str, left: str, second: str, right: str, out: str, multiply: Callable) -> Callable:
     def planner(input: Operand, a: Operand, b: Operand, *, beta: Any, alpha: Any, fn: Callable) -> Plan:
-        validate_args(fn, input, a, b, beta=beta, alpha=alpha)
+        probe(fn, input, a, b, beta=beta, alpha=alpha)
         plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
         result = _reduce_into_shards(plan.result, input.layout) if beta != 0 else plan.result
 
@@ -157,7 +139,7 @@ for _name, _more in ADD_PRODUCTS.items():
 @rule("linear", partial=True, merged=True, around=AROUND_SPARSE["linear"])
 def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     """Run locally if features are unsharded; else the product is a partial sum, and one coord adds the bias."""
-    validate_args(fn, input, weight, bias)
+    probe(fn, input, weight, bias)
     batch = batch_labels(input.ndim - 1)
     out = ("o",) if weight.ndim == 2 else ()
     plan = plan_contraction([make_term(input, (*batch, "c")), make_term(weight, (*out, "c"))], (*batch, *out))
@@ -170,9 +152,7 @@ def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
 @rule("bilinear", partial=True, merged=True)
 def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     """Plan `bilinear` like `linear`, with two inputs."""
-    validate_args(fn, input1, input2, weight, bias)
-    if not input1.dtype == input2.dtype == weight.dtype:  # torch's kernel does not check empty shards
-        raise RuntimeError(f"bilinear: dtypes must be equal, got {input1.dtype}, {input2.dtype} and {weight.dtype}")
+    probe(fn, input1, input2, weight, bias)
     batch = batch_labels(input1.ndim - 1)
     terms = [make_term(input1, (*batch, "i")), make_term(input2, (*batch, "j")), make_term(weight, "oij")]
     plan = plan_contraction(terms, (*batch, "o"))
@@ -192,7 +172,7 @@ def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | 
 @rule("matmul", torch.linalg.matmul, partial=True, merged=True, around=AROUND_SPARSE["matmul"])
 def matmul(input: Operand, other: Operand, *, fn):
     """Plan a matrix product with broadcast batch dims. A vector operand has no row or column dim."""
-    validate_args(fn, input, other)
+    probe(fn, input, other)
     left, right = batch_labels(max(input.ndim - 2, 0)), batch_labels(max(other.ndim - 2, 0))
     rows, columns = ("m",) if input.ndim > 1 else (), ("n",) if other.ndim > 1 else ()
     out = (*max(left, right, key=len), *rows, *columns)
@@ -204,7 +184,7 @@ def matmul(input: Operand, other: Operand, *, fn):
 @rule("inner", partial=True, merged=True)
 def inner(input: Operand, other: Operand, *, fn):
     """Sum over the last dims of both operands; a scalar operand multiplies."""
-    validate_args(fn, input, other)
+    probe(fn, input, other)
     left, right = [f"m{d}" for d in range(input.ndim)], [f"n{d}" for d in range(other.ndim)]
     if input.ndim and other.ndim:
         left[-1] = right[-1] = "k"
@@ -216,7 +196,7 @@ def inner(input: Operand, other: Operand, *, fn):
 @rule("vecdot", torch.linalg.vecdot, partial=True, merged=True)
 def vecdot(x: Operand, y: Operand, *, dim=-1, fn):
     """Multiply with broadcasting and sum over one dim."""
-    validate_args(fn, x, y, dim=dim)
+    probe(fn, x, y, dim=dim)
     labels = batch_labels(max(x.ndim, y.ndim))
     summed = labels[dim]
     terms = [make_term(x, batch_labels(x.ndim)), make_term(y, batch_labels(y.ndim))]
@@ -240,7 +220,7 @@ def multi_dot(tensors: Sequence[Operand], *, fn):
 def _plan_chain(name: str, factors: Sequence[Operand], local: Callable) -> Plan | None:
     if not all(isinstance(f, Operand) for f in factors):
         return None
-    validate_args(local, list(factors))
+    probe(local, list(factors))
     labels: list[tuple[int, ...]] = [(i, i + 1) for i in range(len(factors))]
     if factors[0].ndim == 1:
         labels[0] = (1,)
@@ -254,7 +234,7 @@ def _plan_chain(name: str, factors: Sequence[Operand], local: Callable) -> Plan 
 @rule("kron", partial=True, merged=True)
 def kron(input: Operand, other: Operand, *, fn):
     """Merge one dim of each operand, with their shardings, into every dim of the result."""
-    validate_args(fn, input, other)
+    probe(fn, input, other)
     left, right = {d: f"m{d}" for d in batch_labels(input.ndim)}, {d: f"n{d}" for d in batch_labels(other.ndim)}
     out = [tuple(x[d] for x in (left, right) if d in x) for d in batch_labels(max(input.ndim, other.ndim))]
     plan = plan_contraction([make_term(input, tuple(left.values())), make_term(other, tuple(right.values()))], out)
@@ -265,7 +245,7 @@ def kron(input: Operand, other: Operand, *, fn):
 @rule("trace", partial=True)
 def trace(input: Operand, *, fn):
     """Sum the diagonal of the local block at the block's offset; the result is a partial sum."""
-    validate_args(fn, input)
+    probe(fn, input)
     layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else input.layout.with_partial(())
     rows, columns = layout.span(0), layout.span(1)
     partial = [(a, "sum") for a in (*layout.shard_axes, *layout.partial_axes)]
@@ -281,7 +261,7 @@ def cross(input: Operand, other: Operand, dim: int | None = None, *, fn):
     """Unshard the dim of size 3; its sharding moves to the largest other dim."""
     if dim is None and fn is torch.linalg.cross:
         dim = -1
-    validate_args(fn, input, other, dim=dim)
+    probe(fn, *(stand_in(x, [min(n, 3) for n in x.shape]) for x in (input, other)), dim=dim)
     shape = torch.broadcast_shapes(input.shape, other.shape)
     dim = shape.index(3) if dim is None else dim  # torch.cross takes the first dim of three
     labels = batch_labels(len(shape))

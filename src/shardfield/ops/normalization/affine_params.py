@@ -76,6 +76,16 @@ def empty_result(input: Tensor, parameters: Sequence[Tensor | None], result: tor
     return out
 
 
+def kernel_params(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias for torch's batch_norm; a missing bias on a device becomes zeros.
+
+    CUDA's backward with a weight and no bias raises. Only ranks with data would raise; the others would wait for them.
+    """
+    if weight is None or bias is not None or weight.device.type == "cpu":
+        return weight, bias
+    return weight, torch.zeros_like(weight)
+
+
 def kernel_memory_format(input: Tensor) -> torch.memory_format | None:
     """Return the memory format that torch's CPU kernels detect for `input`; None if it has none of them."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim)

@@ -20,7 +20,7 @@ from ...layout import Layout
 from ...redistribute import redistribute
 from .._common.probe import probe
 from ..reduction.common import sharding_axes
-from .affine_params import AffineParams, empty_result, fix_grad_format, norm_plan, probe_results
+from .affine_params import AffineParams, empty_result, fix_grad_format, kernel_params, norm_plan, probe_results
 from .sharded_norm import ShardedNorm
 from .stat_groups import BatchStats, InstanceStats
 
@@ -101,8 +101,11 @@ def _plan_batch_norm(
 ):
     native = fn is not torch.batch_norm
 
-    def call(input, *tensors):
-        out = fn(input, *tensors, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,)))
+    def call(input, weight, bias, *buffers):
+        weight, bias = kernel_params(weight, bias)
+        out = fn(
+            input, weight, bias, *buffers, training, momentum, eps, *(() if native else (torch.backends.cudnn.enabled,))
+        )
         fix_grad_format(out[0] if native else out, input)
         return out
 
@@ -189,10 +192,11 @@ def _plan_instance_norm(
     if not use_input_stats:  # with running statistics it is batch norm
         return _plan_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
-    def call(input, *tensors):
+    def call(input, weight, bias, *buffers):
         # torch reshapes the input to one sample, which fixes its memory format
         input = input.contiguous()
-        out = torch.instance_norm(input, *tensors, True, momentum, eps, torch.backends.cudnn.enabled)
+        weight, bias = kernel_params(weight, bias)
+        out = torch.instance_norm(input, weight, bias, *buffers, True, momentum, eps, torch.backends.cudnn.enabled)
         return fix_grad_format(out, input)
 
     result = probe_results(call, input, weight, bias, running_mean, running_var)[0].dtype

@@ -20,12 +20,12 @@ from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout, Span, starts
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..reduction.common import all_reduce_minmax, known_sum
 from ..reduction.minmax import NO_INDEX
 from ..shape.flip_roll import shard_by_one_axis
 from .padded_block import PaddedBlockPlan, empty_result
-from .pool import broadcast_along, keep_partial_sums, result_dtype, to_global_flat_index
+from .pool import broadcast_along, keep_partial_sums, to_global_flat_index
 
 ADAPTIVE_AVG_POOL: dict[int, Callable] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 ADAPTIVE_MAX_POOL: dict[int, Callable] = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
@@ -162,7 +162,7 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     call = ADAPTIVE_AVG_POOL[nd]
     out_size = probe(call, input, output_size, meta=True).shape[-nd:]
     # For output size 1 torch calls mean, whose kernels support other dtypes than those of adaptive pooling.
-    dtype = result_dtype(input, nd, lambda x: call(x, 1 if set(out_size) == {1} else 2))
+    dtype = probe(call, stand_in(input, (1,) * (nd + 2)), 1 if set(out_size) == {1} else 2).dtype
     plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
     shape = plan.result.local_shape
 
@@ -193,7 +193,7 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
     nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
     call, with_indices = ADAPTIVE_MAX_POOL[nd], fn in WITH_INDICES
     out = probe(call, input, output_size, meta=True).shape[-nd:]
-    dtype = result_dtype(input, nd, lambda x: call(x, 1))
+    dtype = probe(call, stand_in(input, (1,) * (nd + 2)), 1).dtype
     plan = AdaptivePoolPlan(input.layout, out, reduce_cost=2)  # an output is a value and an index
     layout, result, groups = plan.source, plan.result, process_groups(plan.source, plan.axes)
     shape, sizes = result.local_shape, layout.shape[-nd:]

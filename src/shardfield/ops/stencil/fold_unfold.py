@@ -19,13 +19,13 @@ from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding
-from .._common.probe import meta_tensor, probe
+from .._common.probe import meta_tensor, probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
 from .lazy_pad import accept_lazy_pad
 from .pad import dim_paddings_of, padded_operand
 from .padded_block import PaddedBlockPlan, empty_result
-from .pool import keep_partial_sums, result_dtype
+from .pool import keep_partial_sums
 from .window import Window
 
 
@@ -42,7 +42,7 @@ def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, pre_
     """Return columns along one merged dim (row, column in the row), sharded like the patches' centers."""
     source, input = input.layout, padded_operand(input, pre_pad)
     probe(F.unfold, input, kernel_size, dilation, padding, stride, meta=True)
-    dtype = result_dtype(input, 2, lambda x: F.unfold(x, 1))
+    dtype = probe(F.unfold, stand_in(input, (1, 1, 1, 1)), 1).dtype
     dims = (input.ndim - 2, input.ndim - 1)
     layout = shard_by_one_axis(keep_partial_sums(source), dims)
     windows = unfold_windows(input.shape[-2:], kernel_size, dilation, padding, stride)
@@ -79,7 +79,7 @@ def fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1):
 
 def _plan_fold(input: Operand, size: torch.Size, kernel_size, dilation, padding, stride) -> Plan:
     """Plan the sum of columns (..., channels, cells, rows, columns in a row) to a field of `size`."""
-    dtype = result_dtype(input, 1, lambda x: F.fold(x, 1, 1))
+    dtype = probe(F.fold, stand_in(input, (1, 1, 1)), 1, 1).dtype
     dims = (input.ndim - 2, input.ndim - 1)
     source = shard_by_one_axis(keep_partial_sums(input.layout).unshard([-3]), dims)
     windows = dict(

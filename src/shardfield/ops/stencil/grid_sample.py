@@ -25,7 +25,7 @@ from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from ...tensor import wrap
 from .._common.autocast import HALF_DTYPES
 from .._common.broadcast import Alignment, find_grad_reductions
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
 from .grid_sample_local import BICUBIC, GridAxis, Tap, gather_samples
 
@@ -64,15 +64,13 @@ def validate(
 ) -> torch.dtype:
     """Raise torch's errors on all ranks, also on ranks with empty shards; return the result dtype."""
 
-    def like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return torch.zeros([1], dtype=tensor.dtype, device=tensor.device).expand(shape)
-
     same_batch = len(shape) > 0 and len(grid_shape) > 0 and shape[0] == grid_shape[0]
-    with torch.no_grad(), trace_state.concrete():
-        empty = [(0, *s[1:]) if same_batch else s for s in (shape, grid_shape)]  # batch size 0: nothing is computed
-        func(like(field, empty[0]), like(grid, empty[1]), *options)
+    with trace_state.concrete():
+        # With batch size 0 nothing is computed; other shapes are expanded and take no memory.
+        empty = [(0, *s[1:]) if same_batch else s for s in (shape, grid_shape)]
+        probe(func, *(stand_in(t, [1]).expand(s) for t, s in zip((field, grid), empty, strict=True)), *options)
         one = [1] * len(shape)
-        return func(like(field, one), like(grid, [*one[:-1], len(shape) - 2]), *options).dtype
+        return probe(func, stand_in(field, one), stand_in(grid, [*one[:-1], len(shape) - 2]), *options).dtype
 
 
 # ---------------------------------------------------------------------- layouts

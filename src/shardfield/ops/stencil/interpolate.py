@@ -20,6 +20,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import DimSharding, shard_sizes_of
 from .._common.autocast import HALF_DTYPES
+from .._common.probe import probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
 from .halo_plan import HaloPlan, is_subspan
 from .resample_weights import ANTIALIASED_TAPS, CHANNELS_LAST, TAPS, Taps, nearest
@@ -68,7 +69,8 @@ def interpolate(
 ):
     """Exchange halos along sharded spatial dims; no communication for other dims."""
     options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-    out = fn(empty_probe(input), size, scale_factor, recompute_scale_factor=recompute_scale_factor, **options).shape[2:]
+    options["recompute_scale_factor"] = recompute_scale_factor
+    out = probe(fn, without_samples(input), size, scale_factor, **options).shape[2:]
     factors = None
     if scale_factor is not None and not recompute_scale_factor and mode != "area":
         per_dim = scale_factor if isinstance(scale_factor, (list, tuple)) else (scale_factor,) * len(out)
@@ -94,7 +96,7 @@ KERNELS = {
 def upsample(input: Operand, output_size, *rest, fn, **named):
     """Plan an op of `KERNELS`. It takes the scale factors as one list or as one argument per dim."""
     mode, antialias = KERNELS[fn.__name__]
-    out = fn(empty_probe(input), output_size, *rest, **named).shape[2:]
+    out = probe(fn, without_samples(input), output_size, *rest, **named).shape[2:]
     arguments = [*rest, *named.values()]
     corners = None if mode.startswith("nearest") else named.get("align_corners", next(iter(rest), None))
     scales = [n for v in arguments if not isinstance(v, bool) for n in (v if isinstance(v, (list, tuple)) else [v])]
@@ -104,14 +106,12 @@ def upsample(input: Operand, output_size, *rest, fn, **named):
     return plan_resample(input, out, ResampleArgs(mode, corners, antialias, factors))
 
 
-def empty_probe(input: Operand) -> Tensor:
-    """Return a tensor for checking a call without computing: with batch size 0, or on the meta device.
+def without_samples(input: Operand) -> Tensor:
+    """Return a stand-in with batch size 0: the kernel checks the call and computes nothing.
 
-    Kernels of other devices than the CPU refuse batch size 0.
+    It is on the CPU. Kernels of other devices refuse batch size 0, and shape functions check less than kernels do.
     """
-    if input.device.type == "cpu":
-        return torch.empty((0, *input.shape[1:]), dtype=input.dtype)
-    return torch.empty((1, *input.shape[1:]), dtype=input.dtype, device="meta")
+    return stand_in(input, (0, *input.shape[1:]), "cpu")
 
 
 def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Plan | None:
@@ -121,8 +121,8 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
         # torch's kernel copies a dim of unchanged size whatever the factor; its decomposition in a trace does not.
         sizes = zip(input.shape[2:], out, call.factors, strict=True)
         call = call._replace(factors=tuple(1.0 if n == m else f for n, m, f in sizes))
-    one = torch.ones([1] * input.ndim, dtype=input.dtype, device=input.device)
-    dtype = call._replace(factors=None).run(one, [1] * len(out)).dtype  # raises torch's error for an unsupported dtype
+    one_cell = stand_in(input, [1] * input.ndim)
+    dtype = probe(call._replace(factors=None).run, one_cell, [1] * len(out)).dtype
     if dtype == torch.uint8 and not call.mode.startswith("nearest"):
         # torch's rounding of uint8 depends on the number of channels, so every rank needs all channels and cells.
         if call.factors and any(int(n * f) != m for n, f, m in zip(input.shape[2:], call.factors, out, strict=True)):

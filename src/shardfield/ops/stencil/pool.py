@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..reduction.minmax import reduction_identity
 from ..shape.flip_roll import shard_by_one_axis
 from .conv import to_ntuple
@@ -29,15 +29,6 @@ from .window import Window
 
 MAX_POOL: dict[int, Callable] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL: dict[int, Callable] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
-def result_dtype(input: Operand, nd: int, call: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the result dtype of `call`, or raise torch's error on all ranks if it does not support the input dtype.
-
-    A rank with an empty shard does not call the kernel and would not raise otherwise.
-    """
-    with torch.no_grad():
-        return call(torch.zeros((1,) * (nd + 2), dtype=input.dtype, device=input.device)).dtype
 
 
 class PoolArgs:
@@ -81,7 +72,8 @@ def max_pool(
     with_indices = return_indices or fn.__name__.endswith("with_indices")
     call = MAX_POOL[nd]
     meta = probe(call, input, kernel_size, stride, padding, dilation, ceil_mode, meta=True)
-    dtype = result_dtype(input, nd, lambda x: call(x, 1, return_indices=True)[0] if with_indices else call(x, 1))
+    one_cell = stand_in(input, (1,) * (nd + 2))
+    dtype = (probe(call, one_cell, 1, return_indices=True)[0] if with_indices else probe(call, one_cell, 1)).dtype
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, dilation)
     layout = shard_by_one_axis(source, pool.dims)
     block_plan = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))
@@ -155,7 +147,7 @@ def avg_pool(
     stride = None if stride is None or not to_ntuple(stride, nd) else stride
     stride = kernel_size if stride is None else stride
     meta = probe(call, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor, meta=True)
-    dtype = result_dtype(input, nd, lambda x: call(x, 1))
+    dtype = probe(call, stand_in(input, (1,) * (nd + 2)), 1).dtype
     pool = PoolArgs(input, meta.shape[-nd:], kernel_size, stride, padding, 1)
     layout = shard_by_one_axis(keep_partial_sums(source), pool.dims)
     block_plan = PaddedBlockPlan(layout, pool.windows, dim_paddings=dim_paddings_of(layout, pre_pad))

@@ -16,12 +16,11 @@ from ...dispatch.registry import handler, mesh_of, rule
 from ...dispatch.torch_aliases import aliases
 from ...layout import DimSharding, Layout, balanced
 from .._common.broadcast import align
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..indexing.exchange_lists import deliver_rows
 from ..indexing.owners import Owners, validate_index
 from .adaptive_pool import AdaptiveWindow
 from .padded_block import empty_result
-from .pool import result_dtype
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
 # the ops that F.max_unpool2d and F.max_unpool3d call with the size of the result
@@ -42,7 +41,8 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     """
     size = probe(fn, input, indices, output_size, *more, meta=True).shape[-len(output_size) :]
     nd = len(size)
-    result_dtype(input, nd, lambda x: UNPOOL[nd](x, x.to(indices.dtype), 1))
+    one_cell = (1,) * (nd + 2)
+    probe(UNPOOL[nd], stand_in(input, one_cell), stand_in(indices, one_cell), 1)
     alignment = align((input.layout, indices.layout))
     source = result = alignment.result
     first = source.ndim - nd
@@ -107,9 +107,8 @@ def _plan_fractional(
     nd = int(fn.__name__.removeprefix("fractional_max_pool")[0])
     options = (kernel_size, output_size, output_ratio, True)
     out = probe(fn, input, *options, samples, meta=True)[0].shape
-    dtype = result_dtype(
-        input, nd, lambda x: fn(x.new_zeros(1, 1, *[3] * nd), 1, 1, _random_samples=x.new_zeros(1, 1, nd))
-    )
+    small, sample = stand_in(input, (1, 1, *[3] * nd)), stand_in(samples, (1, 1, nd))
+    dtype = probe(fn, small, 1, 1, _random_samples=sample).dtype
     source = shard_lead_dims(input.layout, nd)
     result = source.with_dims([*source.dims[:-nd], *((DimSharding(n),) for n in out[-nd:])])
     lead = source.dims[:-nd] if input.ndim == nd + 2 else [(DimSharding(1),), *source.dims[:-nd]]
