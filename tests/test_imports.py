@@ -26,7 +26,7 @@ LAYERS = [
         "distributed." + x
         for x in ("__init__", "vcollective_args", "utils", "autograd", "mappings", "fft", "coalesced", "shared_params")
     },
-    {"dispatch.plan", "spec"},
+    {"dispatch.plan", "spec", "pickling"},
     {"redistribute", "dispatch.write_tracking"},
     {"tensor"},
     {"dispatch.arguments"},

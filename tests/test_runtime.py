@@ -144,12 +144,46 @@ def late_rule():
             assert torch.equal(call().to_local(), torch.full(layout.local_shape, value)), function
         assert torch.equal(compiled(x).to_local(), torch.ones(layout.local_shape))
         ShardTensor.register_function_handler(torch.sin, lambda func, types, args, kwargs: "mine")
-        assert torch.sin(x) == "mine"
+        assert torch.sin(x) == x.sin() == "mine"
     assert torch.equal(torch.sin(x).to_local(), torch.ones(layout.local_shape).sin())
 
 
 def test_a_rule_registered_after_its_op_was_called_takes_effect():
     run_on_ranks(late_rule, 2)
+
+
+def spellings():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("h",))
+    x = ShardTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])
+
+    def sin(x):  # of another library
+        return torch.overrides.handle_torch_function(sin, (x,), x)
+
+    calls = {
+        torch.sin: [lambda: torch.sin(x), lambda: x.sin()],
+        torch.Tensor.cos: [lambda: torch.cos(x), lambda: x.cos()],
+        torch.add: [lambda: x + 1, lambda: 1 + x, lambda: x.add(1), lambda: torch.add(x, 1)],
+        F.layer_norm: [lambda: F.layer_norm(x, (2,)), lambda: torch.layer_norm(x, (2,))],
+        torch.logdet: [lambda: x.logdet(), lambda: torch.logdet(x)],
+        torch.fft.fft: [lambda: torch.fft.fft(x)],
+        F.batch_norm: [lambda: F.batch_norm(x, None, None, training=True)],
+        sin: [lambda: sin(x)],
+    }
+    for function, spelled in calls.items():
+        with runtime.fresh(registry=runtime.active.registry.copy()):
+            ShardTensor.register_function_handler(function, lambda func, types, args, kwargs: "mine")
+            assert [call() for call in spelled] == ["mine"] * len(spelled), function
+            others = [calls[other][0] for other in calls if other is not function]
+            assert not any(isinstance(call(), str) for call in others[:-1]), function
+    with runtime.fresh(registry=runtime.active.registry.copy()):
+        ShardTensor.register_function_handler(sin, lambda func, types, args, kwargs: "mine")
+        ShardTensor.register_function_handler(F.batch_norm, lambda func, types, args, kwargs: "mine")
+        assert isinstance(torch.sin(x), ShardTensor)
+        assert isinstance(torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False), ShardTensor)
+
+
+def test_a_handler_serves_all_spellings_of_its_function():
+    run_on_ranks(spellings, 1)
 
 
 def late_name():

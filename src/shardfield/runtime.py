@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -78,6 +78,7 @@ class Registry:
         self.resolve: Callable[[Any], Callable] | Any = None
         self.torch_dispatch: Callable[..., Any] | Any = None
         self.run_backward: Callable[..., None] | Any = None
+        self.aliases: Callable[[Any], Iterable[Any]] | Any = None
         self.version = 0
         self._epochs = itertools.count()
         self._runtimes: WeakSet[Runtime] = WeakSet()
@@ -88,6 +89,16 @@ class Registry:
         if rule is not None:
             self.rules[func] = rule
         self.changed(func)
+
+    def register_spellings(self, func: Any, handler: Callable) -> None:
+        """Set the handler of all spellings of `func`: `torch.sin`, `Tensor.sin`.
+
+        Functions of one name that have another rule take other arguments, as `F.batch_norm` and `torch.batch_norm`.
+        """
+        rule = self.rules.get(func)
+        for alias in self.aliases(func):
+            if self.rules.get(alias) is rule:
+                self.register(alias, handler)
 
     def register_named(self, name: str, handler: Callable) -> None:
         """Set the handler of the function with this name."""
@@ -116,6 +127,7 @@ class Registry:
         made.handlers, made.rules, made.named = dict(self.handlers), dict(self.rules), dict(self.named)
         made.dispatch_handlers, made.elementwise = dict(self.dispatch_handlers), self.elementwise
         made.resolve, made.torch_dispatch, made.run_backward = self.resolve, self.torch_dispatch, self.run_backward
+        made.aliases = self.aliases
         return made
 
 

@@ -24,6 +24,7 @@ from .dispatch.plan import process_groups
 from .dispatch.write_tracking import INCOMPLETE_GRAD, ViewConsensus, WriteObserver, expose_local, write_is_lost
 from .errors import ShardingError
 from .layout import Layout
+from .pickling import layout_values, rebuild_layout
 from .redistribute import redistribute, unmerge_dims
 from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 
@@ -429,8 +430,12 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def register_function_handler(cls, func: Any, function_handler: Callable) -> None:
-        """Dispatch calls of `func` on ShardTensors to `function_handler(func, types, args, kwargs)`."""
-        runtime.active.registry.register(func, function_handler)
+        """Dispatch calls of `func` on ShardTensors to `function_handler(func, types, args, kwargs)`.
+
+        One handler serves all spellings of a torch function: that of `torch.sin` also gets `x.sin()`. Its argument
+        `func` is the one that was called.
+        """
+        runtime.active.registry.register_spellings(func, function_handler)
 
     @classmethod
     def register_named_function_handler(cls, name: str, function_handler: Callable) -> None:
@@ -504,13 +509,24 @@ class ShardTensor(torch.Tensor):
         return memo.setdefault(id(self), wrap(copy.deepcopy(self._local_tensor, memo), self._layout))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._local_tensor, self._layout)
+        return rebuild, (self._local_tensor, *layout_values(self._layout))
 
     __hash__ = object.__hash__
 
 
-def _rebuild(local: Tensor, layout: Layout) -> ShardTensor:
+def rebuild(local: Tensor, *saved_layout: Any) -> ShardTensor:
+    """Return a ShardTensor that was pickled or saved with torch.save; all ranks load together, each its own shard."""
+    layout = rebuild_layout(*saved_layout)
+    if local.shape != layout.local_shape or local.device.type != layout.mesh.device_type:
+        raise ShardingError(
+            f"the saved shard has shape {tuple(local.shape)} and is loaded to {local.device.type}: {layout} holds "
+            f"{tuple(layout.local_shape)} on {layout.mesh.device_type} here"
+        )
     return wrap(local, layout)
+
+
+# torch.load reads only these with weights_only=True, its default.
+torch.serialization.add_safe_globals([rebuild])
 
 
 def wrap(local: Tensor, layout: Layout) -> ShardTensor:

@@ -25,7 +25,7 @@ from .arguments import mesh_of as mesh_of
 from .arguments import write_out as write_out
 from .executor import Handler, make_handler
 from .fallback import gather_fallback as gather_fallback
-from .torch_aliases import aliases, function_name
+from .torch_aliases import aliases, function_name, torch_aliases
 
 ALIAS_OPS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 
@@ -200,6 +200,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
 def _connect(registry: runtime.Registry) -> None:
     """Set the dispatcher functions that ShardTensor calls: `tensor.py` cannot import this module."""
     registry.resolve, registry.torch_dispatch, registry.run_backward = resolve, torch_dispatch, run_backward
+    registry.aliases = torch_aliases
 
 
 _connect(runtime.active.registry)

@@ -65,6 +65,13 @@ def aliases(function: Any) -> Iterator[Any]:
                 yield found
 
 
+def torch_aliases(function: Any) -> list[Any]:
+    """Return the aliases of a torch function; a function of another library is its only alias."""
+    name = getattr(function, "__name__", None)
+    known = name is not None and any(look_up(name, None) is function for look_up in _LOOKUPS)
+    return list(aliases(function)) if known else [function]
+
+
 def _is_namespaced(function: Any) -> bool:
     """Return whether other namespaces use the name for another operation, as for functions of torch.fft."""
     module = getattr(function, "__module__", None) or ""
