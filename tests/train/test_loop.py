@@ -62,8 +62,7 @@ def run(name: str, config, stop_after: int | None = None):
     config.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(RECIPES[name][1](config, mesh, log), config, mesh, log)
     if stop_after is not None:  # as after SIGTERM
-        together = trainer._reduce_step_stats
-        trainer._reduce_step_stats = lambda *told: (*together(*told)[:2], trainer.step + 1 >= stop_after, False)
+        trainer._sync_ranks = lambda *flags: (trainer.step >= stop_after, False, 9.0)
         with pytest.raises(Preempted, match=f"step {stop_after}: received SIGTERM"):
             trainer.run()
         return None
@@ -208,15 +207,15 @@ def unwritable(folder):
     config = replace(CNN, out=folder, domain=(2,), save_every=1)
     mesh, log = config.mesh("cpu"), Log(folder, dist.get_rank() == 0, 10**6)
     trainer = Trainer(RECIPES["cnn"][1](config, mesh, log), config, mesh, log)
-    told = log.step
+    record = log.record
 
-    def step(number, *rest):
-        if number == 2 and dist.get_rank() == 0:
+    def spoiled(*steps):
+        if steps[-1][0] == 2 and dist.get_rank() == 0:
             (folder / "metrics.jsonl").unlink()
             (folder / "metrics.jsonl").mkdir()
-        told(number, *rest)
+        record(*steps)
 
-    log.step = step
+    log.record = spoiled
     with pytest.raises(ShardfieldError, match="step 2: rank 0 cannot write") as caught:
         trainer.run()
     trainer.checkpoints.wait()
@@ -225,7 +224,7 @@ def unwritable(folder):
 
 def test_unwritable_file(tmp_path):
     (first, steps), (other, _) = run_on_ranks(unwritable, 2, tmp_path)
-    assert "metrics.jsonl: Is a directory" in first and "its files" in other and steps == [1, 2]
+    assert "metrics.jsonl: Is a directory" in first and "its files" in other and steps == [1]
 
 
 class Poisoned:
@@ -246,12 +245,30 @@ class Poisoned:
 def poisoned(folder):
     from shardfield.train.task import Task
 
-    config = replace(CNN, out=folder, domain=(3,), batch_size=1, precision="fp32")
+    config = replace(CNN, out=folder, domain=(3,), batch_size=1, precision="fp32", ema=0.5)
     mesh = config.mesh("cpu")
-    loader = ShardedLoader(Poisoned(), 1, mesh, domain=("h",), placements=[Shard(1)], shuffle=False)
-    task = Task(torch.nn.Conv2d(1, 1, 1), loader, lambda output, batch: output.square().mean() + 0 * batch["x"].sum())
+
+    def trainer(**options):
+        torch.manual_seed(0)
+        loader = ShardedLoader(Poisoned(), 1, mesh, domain=("h",), placements=[Shard(1)], shuffle=False)
+        score = lambda output, batch: output.square().mean() + 0 * batch["x"].sum()  # noqa: E731
+        task = Task(torch.nn.Conv2d(1, 1, 1), loader, score)
+        made = Trainer(task, replace(config, **options), mesh, Log(folder, dist.get_rank() == 0))
+        made._sync_ranks = lambda *flags: (False, False, 1e-3)  # all steps but the first are read together
+        return made
+
+    def state(of):
+        tensors = [*of.model.state_dict().values(), *of.ema_average.means.values()]
+        return [t.full_tensor().tolist() for t in tensors]
+
+    five = trainer(out=folder / "five")
+    five._sync_ranks = lambda *flags: (five.step == 5, False, 9.0)
+    with pytest.raises(Preempted):
+        five.run()
+    bad = trainer()
     with pytest.raises(NonFinite) as caught:
-        Trainer(task, config, mesh, Log(folder, dist.get_rank() == 0)).run()
+        bad.run()
+    assert (bad.step, state(bad)) == (5, state(five)), "the steps after the bad one have changed the state"
     return str(caught.value)
 
 

@@ -69,7 +69,7 @@ class TrainConfig:
     evaluate_every: int = 1
     """Epochs between evaluations; 0: only at the end."""
     log_every: int = 20
-    """Steps between lines of progress if the output is not a terminal."""
+    """Steps between reads of the losses, and between lines of progress if the output is not a terminal."""
     picture: bool = True
     """Plot prediction.png and curve.png at the end, if matplotlib is installed."""
 

@@ -20,9 +20,11 @@ class ParameterEMA:
         self.means: dict[str, Tensor] = {f"ema.{n}": p.detach().clone() for n, p in named.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, active: Tensor | None = None) -> None:
+        """Update the mean after a step; where `active` is a tensor 0, the mean does not change."""
         for mean, parameter in zip(self.means.values(), self.parameters, strict=True):
-            _local(mean).lerp_(_local(parameter), 1 - self.decay)
+            mean, share = _local(mean), 1 - self.decay
+            mean.lerp_(_local(parameter), share if active is None else active.to(mean.dtype) * share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -39,21 +39,22 @@ class Log:
         temporary.write_text("".join(f"{line}\n" for line in kept))
         temporary.replace(self.path)
 
-    def record(self, step: int, **values: float) -> None:
-        """Record values of a step as one line of JSON, and in TensorBoard if it is installed."""
+    def record(self, *steps: tuple[int, dict[str, float]]) -> None:
+        """Record values of some steps, a line of JSON each, and in TensorBoard if it is installed."""
         if not self.is_main:
             return
         try:
             with open(self.path, "a") as file:
-                file.write(json.dumps({"step": step} | values) + "\n")
-        except OSError as error:  # the next step's all_reduce has the flag, so that all ranks raise together
+                file.writelines(json.dumps({"step": step} | values) + "\n" for step, values in steps)
+        except OSError as error:  # the trainer's next message has the flag, so that all ranks raise together
             self.write_error = f"{self.path}: {error.strerror}"
             return
         if self._tensorboard is None:
             self._tensorboard = _open_tensorboard(self.folder)
         if self._tensorboard:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+            for step, values in steps:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
 
     @contextmanager
     def progress(self, begin: int, steps: int):
@@ -70,19 +71,25 @@ class Log:
         finally:
             self._progress_bar = None
 
-    def step(self, step: int, steps: int, loss: float, rate: float, samples: int) -> None:
-        """Record a completed step with `samples` samples over all ranks."""
-        if not self.is_main:
+    def steps(self, first: int, steps: int, losses: list[float], rates: list[float], samples: int) -> None:
+        """Record the completed steps after step `first`, with `samples` samples each over all ranks."""
+        if not self.is_main or not losses:
             return
         assert self._start is not None
-        begun, first = self._start
-        took = (time.monotonic() - begun) / (step - first)
-        self.record(step, loss=loss, learning_rate=rate, samples_per_s=samples / took)
+        begun, since = self._start
+        done = first + len(losses)
+        took = (time.monotonic() - begun) / (done - since)
+        speed = samples / took
+        values = [
+            {"loss": loss, "learning_rate": rate, "samples_per_s": speed}
+            for loss, rate in zip(losses, rates, strict=True)
+        ]
+        self.record(*enumerate(values, first + 1))
         if self._progress_bar is not None:
-            self._progress_bar.update(self._bar_task, completed=step, loss=f"{loss:.4f}", speed=f"{samples / took:.1f}")
-        elif step % self.log_every == 0 or step == steps:
-            left = _format_duration(took * (steps - step))
-            print(f"step {step}/{steps}  loss {loss:.4f}  {samples / took:.1f} samples/s  {left} left", flush=True)
+            self._progress_bar.update(self._bar_task, completed=done, loss=f"{losses[-1]:.4f}", speed=f"{speed:.1f}")
+        elif done % self.log_every == 0 or done == steps:
+            left = _format_duration(took * (steps - done))
+            print(f"step {done}/{steps}  loss {losses[-1]:.4f}  {speed:.1f} samples/s  {left} left", flush=True)
 
 
 def read_curves(path: Path) -> tuple[list[tuple[int, float]], dict[str, list[tuple[int, float]]]]:

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from .config import TrainConfig, UsageError
 from .ema import ParameterEMA
 from .log import Log
 from .nonfinite import NonFinite, save_report
-from .parallel import clip_grad_norm_, no_sync, parallelize
+from .parallel import LocalGrads, no_sync, parallelize
 from .task import Task
+
+READ_SECONDS = 1.0  # the losses are read about that often, so that a signal is seen soon
 
 
 class Preempted(Exception):
@@ -71,6 +73,11 @@ class Trainer:
         self.step = 0
         self.waited = 0.0  # seconds blocked on data
         self.last_saved_step = -1
+        # 1 from the first step on whose loss or gradients are not finite: no later step changes the state.
+        self.bad = torch.zeros((), device=self.device)
+        self._unread: list[Tensor] = []  # loss and norm of the steps since the last `_read_steps`
+        self._window = (time.monotonic(), task.train.state_dict())  # when it began, and the position of its first batch
+        self._read_at = 0  # the step after which `_read_steps` is called next
 
     # ------------------------------------------------------------------ the run
 
@@ -80,6 +87,7 @@ class Trainer:
         with _catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
             while self.step < self.steps:
                 self._run_epoch(stop_signals)
+                self._read_steps(stop_signals)
                 epoch = self.step // self.steps_per_epoch
                 last = self.step >= self.steps
                 if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
@@ -92,6 +100,7 @@ class Trainer:
 
     def _run_epoch(self, stop_signals: list[int]) -> None:
         """Run the remaining steps of this epoch."""
+        self._open_window(1)
         batches = iter(self.task.train)
         parts: list[Any] = []
         while self.step < self.steps:
@@ -106,48 +115,111 @@ class Trainer:
                 parts = []
 
     def _train_step(self, parts: list[Any], stop_signals: list[int]) -> None:
-        # The random numbers of a step depend only on its number, so that they are the same after a restart.
-        coord = self.mesh.get_local_rank("data")
-        torch.manual_seed(((self.config.seed * 1_000_003 + self.step) * 65_537 + coord) % (1 << 63))
+        self._seed(self.step)
         rate = self.config.rate(self.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
+        self._unread.append(self._update(parts))
+        self.step += 1
+        saves = self.config.save_every and self.step % self.config.save_every == 0
+        if self.step >= self._read_at or saves:
+            self._read_steps(stop_signals)
+        if saves:
+            self._save()
+
+    def _seed(self, step: int) -> None:
+        """Seed the generators: the random numbers of a step depend only on its number, so a restart repeats them."""
+        coord = self.mesh.get_local_rank("data")
+        torch.manual_seed(((self.config.seed * 1_000_003 + step) * 65_537 + coord) % (1 << 63))
+
+    def _update(self, parts: list[Any]) -> Tensor:
+        """Run one step without reading a value on the host. Return the mean loss and the norm of the gradients."""
         self.optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, batch in enumerate(parts):
             with no_sync(self.model) if i + 1 < len(parts) else nullcontext():
-                output = self.model(*self.task.inputs(batch))
-                loss = self.task.loss(output, batch) / len(parts)
-                loss.backward()
-            total += to_full_tensor(loss.detach()).double()
-        norm = clip_grad_norm_(self.model, self.config.clip or math.inf)
-        loss_value, norm_value, stop, write_failed = self._reduce_step_stats(total, norm, bool(stop_signals))
-        if write_failed:
-            raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.write_error or 'its files'}")
-        if not math.isfinite(loss_value) or not math.isfinite(norm_value):
-            raise self._nonfinite_error(loss_value, norm_value, batch, output)
+                _, part = self._forward(batch)
+                part = part / len(parts)
+                part.backward()
+            loss += to_full_tensor(part.detach()).double()
+        grads = LocalGrads(self.model)
+        # One message for both, so that all ranks see a loss that is not finite on one of them.
+        stats = torch.stack([loss / dist.get_world_size(), grads.sum_of_squares()])
+        if dist.get_world_size() > 1:
+            stats = collectives.all_reduce(stats, dist.group.WORLD)
+        stats[1].sqrt_()
+        self.bad.copy_(torch.maximum(self.bad, 1 - stats.isfinite().all().to(self.bad)))
+        if self.config.clip:
+            grads.clip_(stats[1], self.config.clip)
+        self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]  # 1: the fused step changes nothing
         self.optimizer.step()
         if self.ema_average is not None:
-            self.ema_average.update()
-        self.step += 1
-        self.log.step(self.step, self.steps, loss_value, rate, self.config.batch_size)
+            self.ema_average.update(1 - self.bad)
+        return stats
+
+    def _forward(self, batch: Any) -> tuple[Any, Tensor]:
+        output = self.model(*self.task.inputs(batch))
+        return output, self.task.loss(output, batch)
+
+    # ------------------------------------------------------------------ reading losses
+
+    def _open_window(self, steps: int) -> None:
+        """Remember the position of the next batch, and read the losses after at most `steps` steps."""
+        self._window = (time.monotonic(), self.task.train.state_dict())
+        every = self.config.log_every
+        self._read_at = min(self.step + steps, (self.step // every + 1) * every)
+
+    def _read_steps(self, stop_signals: list[int]) -> None:
+        """Read and record the losses since the last call; all ranks stop together if one of them has to.
+
+        Called every `log_every` steps and about once a second, before a checkpoint and at the end of an epoch. In
+        between no rank waits for its device.
+        """
+        if not self._unread:
+            return
+        stats = torch.stack(self._unread).tolist()
+        first, self._unread = self.step - len(stats), []
+        good = next((i for i, values in enumerate(stats) if not all(map(math.isfinite, values))), len(stats))
+        rates = [self.config.rate(first + i, self.steps) for i in range(good)]
+        self.log.steps(first, self.steps, [loss for loss, _ in stats[:good]], rates, self.config.batch_size)
+        if good < len(stats):
+            raise self._nonfinite_error(first, good, *stats[good])
+        took = (time.monotonic() - self._window[0]) / len(stats)
+        stop, write_failed, seconds = self._sync_ranks(bool(stop_signals), took)
+        if write_failed:
+            raise ShardfieldError(f"step {self.step}: rank 0 cannot write {self.log.write_error or 'its files'}")
         if stop:
             self._save()
             self.checkpoints.wait()
             raise Preempted(f"step {self.step}: received SIGTERM; saved in {self.checkpoints.latest()}")
-        if self.config.save_every and self.step % self.config.save_every == 0:
-            self._save()
+        self._open_window(max(1, int(READ_SECONDS / max(seconds, 1e-6))))
 
-    def _reduce_step_stats(self, loss: Tensor, norm: Tensor, stop_requested: bool) -> tuple[float, float, bool, bool]:
-        """All-reduce: the mean loss, the gradient norm, whether any rank has to stop, and whether any cannot write."""
-        flags = torch.tensor([float(stop_requested), float(self.log.write_error is not None)]).to(loss)
-        stats = torch.cat([torch.stack([loss, norm.to(loss)]), flags])
-        loss_sum, norm_sum, stops, failures = collectives.all_reduce(stats, dist.group.WORLD).tolist()
-        return loss_sum / dist.get_world_size(), norm_sum / dist.get_world_size(), stops > 0, failures > 0
+    def _sync_ranks(self, stop_requested: bool, seconds: float) -> tuple[bool, bool, float]:
+        """Return whether any rank has to stop, whether any cannot write, and the longest time of a step."""
+        flags = torch.tensor([float(stop_requested), float(self.log.write_error is not None), seconds])
+        if dist.get_world_size() > 1:
+            flags = collectives.all_reduce(flags.to(self.device), dist.group.WORLD, "max")
+        stops, failures, longest = flags.tolist()
+        return stops > 0, failures > 0, longest
 
-    def _nonfinite_error(self, loss: float, norm: float, batch: Any, output: Any) -> NonFinite:
-        """Save the state before the step and the last batch, and return the error for NaN or inf."""
+    def _nonfinite_error(self, first: int, at: int, loss: float, norm: float) -> NonFinite:
+        """Save the state before step `first + at` and its batch, and return the error for NaN or inf.
+
+        `first` is the step that the window began with. The state is that before the bad step, since no step after it
+        has changed it; the batch is read again and the forward repeated.
+        """
+        self.step = first + at
+        self.task.train.load_state_dict(self._window[1])
+        batches = islice(self.task.train, at * self.config.accumulate, (at + 1) * self.config.accumulate)
+        self._seed(self.step)
+        self.model.train()
+        with torch.no_grad():
+            for batch in batches:
+                output, part = self._forward(batch)
+                value = collectives.all_reduce(to_full_tensor(part).double(), dist.group.WORLD)
+                if not math.isfinite(value.item()):
+                    break
         folder = self.config.out / f"nonfinite-step-{self.step}"
         kept = Checkpoints(folder, 1)
         kept.save(self.step, self.model, self.optimizer, self._scalars())
@@ -177,7 +249,7 @@ class Trainer:
                 for metric, value in zip(self.task.metrics, sums[:-1] / sums[-1], strict=True):
                     results[f"{name}/{metric}"] = value.item()
         if results:
-            self.log.record(self.step, **results)
+            self.log.record((self.step, results))
             self.log.print_line(f"step {self.step}  " + "  ".join(f"{n} {v:.4f}" for n, v in results.items()))
         return results
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from .. import runtime
+from .._compat import foreach_mul_
 from .._compat.world import flatten_mesh
 from ..comm.grad_deferral import defer_to_average
 from ..distribute import sync_module_over_mesh
@@ -54,6 +57,8 @@ def parallelize(
     parameters are stored as pairs of real numbers (see `real_pairs`), which FSDP needs, under every strategy: a
     checkpoint of one strategy loads under the others.
 
+    On a mesh of one rank there is nothing to average, and the model is returned without a wrapper.
+
     As with any data-parallel wrapper, `parameter.grad` is complete after backward. `torch.autograd.grad` or a hook on a
     parameter sees this rank's partial gradient, times the number of ranks in the average.
     """
@@ -72,6 +77,8 @@ def parallelize(
         autocast = torch.autocast(mesh.device_type, dtype=mixed_precision)
         model.forward = autocast(model.forward)  # type: ignore[method-assign]
     real_pairs(model)
+    if over.size() == 1 and strategy != "hsdp":  # nothing to average: a wrapper would only cost time
+        return model
     if strategy == "ddp":
         return _ddp(model, _to_1d_mesh(over), groups)
     if strategy == "fsdp":
@@ -212,3 +219,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class LocalGrads:
+    """This rank's gradients of a parallelized model, as plain tensors: DTensor ops cost more than those of the step."""
+
+    def __init__(self, model: nn.Module):
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        # How many ranks hold the same gradients: all of them, or those along the axes of a DTensor's Replicate.
+        self.replicas = dist.get_world_size()
+        if grads and isinstance(grads[0], DTensor):
+            spans = [
+                n for n, p in zip(grads[0].device_mesh.shape, grads[0].placements, strict=True) if p.is_replicate()
+            ]
+            self.replicas = math.prod(spans)
+
+    def sum_of_squares(self) -> Tensor:
+        """Return this rank's share of the squared norm of all gradients: the sum over all ranks is the square."""
+        return nn.utils.get_total_norm(self.local).double().square() / self.replicas
+
+    def clip_(self, norm: Tensor, max_norm: float) -> None:
+        """Scale the gradients, whose norm over all ranks is `norm`, to at most `max_norm`."""
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        foreach_mul_(self.local, scale.to(self.local[0].dtype))
