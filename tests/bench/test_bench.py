@@ -139,7 +139,7 @@ def test_command(capsys, tmp_path):
     assert all(re.search(rf"^{name} ", listed, re.M) for name in BENCHMARKS)
     for words, why in (
         (["hallo"], "did you mean 'halo'?"),
-        (["zzzz"], "the benchmarks are overhead, redistribute"),
+        (["zzzz"], "the benchmarks are rank, overhead"),
         (["halo", "--rounds", "0"], "--rounds 0 should be 1 or more"),
         (["--page", str(tmp_path / "page.md")], "--out DIR"),
         (["halo", "fft", "--delay-ms", "3"], "unrecognized arguments: --delay-ms 3"),
@@ -287,3 +287,13 @@ def test_memory_and_late_messages():
     for held, seconds in run_on_ranks(watching, 2):
         assert 3_000_000 <= held < 3_100_000
         assert seconds >= 0.05
+
+
+# ---------------------------------------------------------------------- a rank among many
+
+
+def test_rank_among_many():
+    rows = {(r.case, r.candidate): r for r in bench.run_benchmark("rank", quick=True, rounds=2, only="roll").rows}
+    assert rows["roll", "rank of 8"].against == "plain torch" and rows["roll", "rank of 8"].ratio > 0
+    assert rows["roll: sent", "rank of 8"].median == 2, "one row to the next rank, its gradient back"
+    assert ("roll: sent", "rank of 1") not in rows, "a rank alone sends nothing"
