@@ -43,6 +43,16 @@ def step(x, weight):
     return (y[:, 1:].softmax(1) * y[:, :-1]).square().mean() + y[:, :, ::2].amax()
 
 
+def more(y):
+    pooled = F.max_pool2d(y, 2) + F.avg_pool2d(y, 2)
+    tokens = y.flatten(2).transpose(1, 2).unsqueeze(1)
+    attended = F.scaled_dot_product_attention(tokens, tokens.sin(), tokens)
+    if isinstance(y, ShardTensor):
+        y = y.redistribute(placements=[Shard(3), Shard(2)][: y.device_mesh.ndim])
+    ordered = y.sort(dim=2).values.cumsum(3)
+    return pooled.square().mean() + (attended * tokens).mean() + (ordered * y.detach()).mean()
+
+
 runtimes, old = [], None
 for world in range(10):
     DistributedManager.initialize()
@@ -58,8 +68,8 @@ for world in range(10):
     placements = [Shard(2), Shard(3)][: mesh.ndim]
     x = scatter_tensor(b, 0, mesh, placements, global_shape=b.shape, dtype=b.dtype).detach().requires_grad_()
     expected, found = step(a, u), step(x, v)
-    expected.backward()
-    found.backward()
+    (expected + more(a)).backward()
+    (found + more(x)).backward()
     torch.testing.assert_close(found.full_tensor(), expected)
     torch.testing.assert_close(x.grad.full_tensor(), a.grad)
     torch.testing.assert_close(v.grad, u.grad)
