@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..errors import WorldError
 from .launch import Launch
 from .rendezvous import GREETING, Peer, RendezvousServer
-from .tcp import Connection, connect, listen
+from .tcp import Connection, connect, listen, listen_beside
 
 # Seconds that a leaving rank waits for the others: short, because they may have work left.
 LINGER_SECONDS = 5.0
@@ -54,9 +54,8 @@ class Membership:
         if launch.store_prefix:
             agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.store_prefix}/{meeting}"
         if launch.rank == 0:
-            limit = timedelta(seconds=self.timeout)
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
             server = listen(launch.addr, 0 if agent else launch.port)
+            store = _store_server(server, self.timeout)
             if agent:
                 agent.set(key, str(server.getsockname()[1]))
             near, far = (Connection(sock) for sock in socket.socketpair())
@@ -178,6 +177,20 @@ def _install_excepthook(member: Membership) -> None:
 
         sys.excepthook = hook
     _active_memberships[:] = [member]
+
+
+def _store_server(beside: socket.socket, timeout: float):
+    """Start the store of the world at the address of `beside`, on any free port."""
+    sock = listen_beside(beside)
+    host, port, *_ = sock.getsockname()
+    return dist.TCPStore(
+        "127.0.0.1" if host in ("0.0.0.0", "::") else host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=sock.detach(),
+    )
 
 
 def _store_client(addr: str, port: int, timeout: float):

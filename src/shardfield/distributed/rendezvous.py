@@ -5,7 +5,6 @@ The connections stay open and idle. The kernel closes them when a process ends i
 every death at once and notifies the others: no heartbeat, no polling, one blocked thread per process (two on rank 0).
 """
 
-import contextlib
 import selectors
 import socket
 import threading
@@ -16,6 +15,8 @@ from .launch import Launch
 from .tcp import Connection
 
 GREETING = {"shardfield": 1}
+# Connections that have not registered. Above this number the oldest is closed: a rank registers at once.
+MAX_STRANGERS = 256
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class Peer:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
 
+def read_registration(message: dict, world_size: int) -> tuple[Peer, int, str]:
+    """Return the peer, world size and job that a rank sends. Raises ValueError for anything else."""
+    fields, size, job = message.get("peer"), message.get("world_size"), message.get("job")
+    if not isinstance(fields, dict) or type(size) is not int or not isinstance(job, str):
+        raise ValueError("no registration")
+    types = {k: type(v) for k, v in ({"loopback": ""} | fields).items()}
+    if types != {"rank": int, "pid": int, "host": str, "loopback": str}:
+        raise ValueError("no peer")
+    peer = Peer(**fields)
+    if size == world_size and not 0 <= peer.rank < size:
+        raise ValueError(f"no rank of a world of {size}")
+    return peer, size, job
+
+
 class RendezvousServer(threading.Thread):
     """Gathers the ranks, then notifies each of them when another is lost."""
 
@@ -41,6 +56,7 @@ class RendezvousServer(threading.Thread):
         self.launch, self.local_peer, self.server, self.timeout = launch, local_peer, server, timeout
         self.store = store  # kept alive as long as a rank may use it
         self.peers: dict[Connection, Peer] = {}
+        self.strangers: dict[Connection, None] = {}  # connected and not registered, the oldest first
         self.leaving: set[Connection] = set()
         self.own_connection, self.own_departure_sent = own_connection, threading.Event()
         self.selector = selectors.DefaultSelector()
@@ -69,13 +85,17 @@ class RendezvousServer(threading.Thread):
         return [key.data for key in self.selector.get_map().values() if key.data]
 
     def _accept(self, connection: Connection) -> None:
+        if len(self.strangers) >= MAX_STRANGERS + self.launch.world_size:
+            self._drop(next(iter(self.strangers)))
         connection.sock.settimeout(5.0)
         connection.send(GREETING)
         self.selector.register(connection.sock, selectors.EVENT_READ, connection)
+        self.strangers[connection] = None
 
     def _drop(self, connection: Connection) -> Peer | None:
         self.selector.unregister(connection.sock)
         connection.close()
+        self.strangers.pop(connection, None)
         return self.peers.pop(connection, None)
 
     def _wait_for_ranks(self) -> str | None:
@@ -93,8 +113,10 @@ class RendezvousServer(threading.Thread):
                 )
             for key, _ in self.selector.select(remaining):
                 if key.fileobj is self.server:
-                    with contextlib.suppress(OSError):  # the client has disconnected
+                    try:
                         self._accept(Connection(self.server.accept()[0]))
+                    except OSError:  # the client has disconnected, or this process has no file descriptor left
+                        time.sleep(0.01)
                 elif error := self._register_peer(key.data):
                     return error
         return self._check_reachable()
@@ -122,12 +144,11 @@ class RendezvousServer(threading.Thread):
             there = False
         for hello in connection.messages:
             try:
-                peer, size = Peer(**hello["peer"]), hello["world_size"]
-                other_job = hello["job"] != self.launch.job
-            except (KeyError, TypeError):
+                peer, size, job = read_registration(hello, self.launch.world_size)
+            except ValueError:
                 there = False
                 continue
-            if other_job:
+            if job != self.launch.job:
                 where = f"{self.launch.addr}:{self.launch.port}"
                 connection.send({"error": f"the port {where} is taken by another job; set MASTER_PORT to a free one"})
                 there = False
@@ -139,6 +160,7 @@ class RendezvousServer(threading.Thread):
                 places = [f"pid {p.pid} on {p.host}" for p in (twin, peer)]
                 return f"two processes have rank {peer.rank}: {' and '.join(places)}"
             self.peers[connection] = peer
+            self.strangers.pop(connection, None)
         connection.messages.clear()
         if not there and (gone := self._drop(connection)):
             return f"{gone} ended while the others were still coming"

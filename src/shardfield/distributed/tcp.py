@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
+import re
 import socket
 import time
 import weakref
@@ -14,6 +16,11 @@ from ..errors import WorldError
 # Seconds to wait for a greeting. A program at the port that sends none is not rank 0, and `connect` raises.
 GREETING_SECONDS = 5.0
 
+# Bounds of a message, far above those that ranks send: anyone who finds the port can send anything.
+MAX_BYTES = 65536
+MAX_NESTING = 4
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
@@ -24,6 +31,19 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def parse_message(line: bytes) -> dict:
+    """Return the message of a line. Raises ValueError for anything else that a stranger may send."""
+    if len(line) > MAX_BYTES:
+        raise ValueError(f"a line of {len(line)} bytes")
+    structure = _STRING.sub(b"", line)
+    if structure.count(b"{") > MAX_NESTING or b"[" in structure:
+        raise ValueError("nested too deeply")
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("no message")
+    return message
 
 
 class Connection:
@@ -61,9 +81,9 @@ class Connection:
                 raise  # the caller's timeout; ETIMEDOUT means that the other host no longer responds
             return False
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        self.messages += [json.loads(line) for line in lines]
-        if len(self._buffer) > 65536 or not all(isinstance(m, dict) for m in self.messages):
-            raise ValueError("no message")
+        self.messages += [parse_message(line) for line in lines]
+        if len(self._buffer) > MAX_BYTES:
+            raise ValueError("a line without an end")
         return bool(data)
 
     def receive(self, timeout: float | None = None) -> dict | None:
@@ -83,20 +103,57 @@ class Connection:
 
 
 def listen(addr: str, port: int) -> socket.socket:
-    """Open a socket that accepts connections on every interface; port 0 selects any free port."""
-    for family in [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]:
+    """Open a socket that accepts connections at `addr`; port 0 selects any free port.
+
+    It accepts them on every interface only if the address does not tell which one: a host name that stands for a
+    loopback address on its own host, as on many systems, or an address that another machine forwards to this one.
+    """
+    problem = OSError()
+    for family, host in _listen_addresses(addr):
         try:
-            both = family == socket.AF_INET6
-            server = socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=both)
+            both = family == socket.AF_INET6 and not host
+            server = socket.create_server((host, port), family=family, backlog=512, dualstack_ipv6=both)
             _open_sockets.add(server)
             return server
         except OSError as error:
             problem = error
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # raised on a host without IPv6
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # no IPv6; not an address of this host
                 break
     taken = problem.errno == errno.EADDRINUSE
     why = "the port is taken by another program" if taken else os.strerror(problem.errno or 0)
     raise WorldError(f"rank 0 cannot listen at {addr}:{port}: {why}; set MASTER_PORT to one that is free on its host")
+
+
+def listen_beside(server: socket.socket) -> socket.socket:
+    """Open a socket at the address of `server`, on any free port."""
+    host = server.getsockname()[0]
+    both = host == "::" and not server.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    return socket.create_server((host, 0), family=server.family, backlog=512, dualstack_ipv6=both)
+
+
+def _listen_addresses(addr: str) -> list[tuple[int, str]]:
+    """Return the families and addresses to listen at, the best first; "" is every interface."""
+    every = [(socket.AF_INET6, "")] * socket.has_dualstack_ipv6() + [(socket.AF_INET, "")]
+    try:
+        found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return every
+    # IPv4 first: a client tries all addresses of a name, and may have no route to the IPv6 one.
+    hosts = sorted(
+        {(int(family), str(place[0])) for family, *_, place in found if family in (socket.AF_INET, socket.AF_INET6)}
+    )
+    loopback = all(ipaddress.ip_address(host).is_loopback for _, host in hosts)
+    return every if loopback and not _means_this_host(addr) else [*hosts, *every]
+
+
+def _means_this_host(addr: str) -> bool:
+    """Return whether an address is a loopback address wherever it is read."""
+    if addr.split(".")[0].lower() in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(addr).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> Connection:
