@@ -133,7 +133,8 @@ def listen_beside(server: socket.socket) -> socket.socket:
 
 def _listen_addresses(addr: str) -> list[tuple[int, str]]:
     """Return the families and addresses to listen at, the best first; "" is every interface."""
-    every = [(socket.AF_INET6, "")] * socket.has_dualstack_ipv6() + [(socket.AF_INET, "")]
+    families = [socket.AF_INET6] * socket.has_dualstack_ipv6() + [socket.AF_INET]
+    every = [(int(family), "") for family in families]
     try:
         found = socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
     except OSError:
