@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -79,16 +78,19 @@ def train(words: list[str]) -> int:
         return 0
     except NonFinite as error:
         return _fail(str(error), 1)
-    except (ShardfieldError, OSError) as error:
+    except ShardfieldError as error:
         return _fail(str(error))
+    except OSError as error:
+        return _fail(str(error), every_rank=True)
 
 
 def _run(recipe, config) -> int:
     from .distributed import DistributedManager
     from .train.config import UsageError
     from .train.log import Log
-    from .train.loop import Trainer, check_writable
+    from .train.loop import Trainer
     from .train.plots import plot_curves
+    from .train.run_folder import check_writable
 
     begun = time.monotonic()
     DistributedManager.initialize()
@@ -96,11 +98,10 @@ def _run(recipe, config) -> int:
     if not torch.distributed.is_initialized():  # a single process without a launcher
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        mesh = config.mesh(manager.device.type)
+        config.check_ranks()
         check_writable(config.out)
+        mesh = config.mesh(manager.device.type)
         log = Log(config.out, manager.rank == 0, config.log_every)
-        if manager.rank == 0:
-            (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
         shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
         log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
         try:
@@ -186,9 +187,11 @@ def _print_rank0(text: str) -> None:
         print(text, flush=True)
 
 
-def _fail(text: str, code: int = 2) -> int:
-    if _rank() == 0:
-        print(f"shardfield: {text}", file=sys.stderr, flush=True)
+def _fail(text: str, code: int = 2, every_rank: bool = False) -> int:
+    """Print an error and return the exit code. every_rank: the error may be this rank's alone."""
+    rank = _rank()
+    if rank == 0 or every_rank:
+        print(f"shardfield: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
     return code
 
 

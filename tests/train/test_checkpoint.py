@@ -212,9 +212,9 @@ def test_refused_checkpoints(tmp_path):
         "truncated",
         "is not as it was saved",
         "is missing",
-        "cannot be read",
+        "its checksum differs",
         "not in the format",
-        "outside the checkpoint",
+        "its checksum differs",
         "has no index.json",
     ]
     for text, part in zip(told, expected, strict=True):

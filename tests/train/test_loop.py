@@ -128,7 +128,7 @@ def test_resume_gives_the_same_losses(tmp_path):
         same(found, undisturbed)
     # "never" starts from scratch, a path names the checkpoint
     before = sorted(Checkpoints(config.out).steps().values())
-    (again,) = run_on_ranks(run, 1, "cnn", replace(config, resume="never"))
+    (again,) = run_on_ranks(run, 1, "cnn", replace(config, out=tmp_path / "again", resume="never"))
     same(again, undisturbed, rtol=1e-12)
     (there,) = run_on_ranks(run, 1, "cnn", replace(config, out=tmp_path / "there", resume=str(before[-1])))
     assert there[0] == [] and there[1] == pytest.approx(undisturbed[1])
@@ -163,8 +163,11 @@ def wait_for(path: Path, step: int, process) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_under_torchrun(tmp_path):
-    """Kill one rank twice at arbitrary times: the losses equal those of an undisturbed run."""
-    out, words = tmp_path / "killed", [*SMALL, "--epochs", 3, "--save-every", 3, "--domain", 2]
+    """Kill one rank twice at arbitrary times: the losses equal those of an undisturbed run.
+
+    The command says to begin anew; a restart does not.
+    """
+    out, words = tmp_path / "killed", [*SMALL, "--epochs", 3, "--save-every", 3, "--domain", 2, "--resume", "never"]
     process = subprocess.Popen(
         command(*words, "--out", out, ranks=2, restarts=3),
         env=clean_env(),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import trace_state
-from ..errors import ShardingError
+from ..errors import ShardfieldError, ShardingError
 from . import collectives
 
 # Integers per message of `Consensus`: the fingerprint, its negative, and the flag (2: this rank has a problem).
@@ -182,13 +182,15 @@ def _raise_mismatch(what: str, over: ProcessGroup | DeviceMesh, claim: Mapping[s
     raise ShardingError("\n  ".join([head, *lines]))
 
 
-def raise_together(what: str, mesh: DeviceMesh, problem: str | None, cause: BaseException | None = None) -> None:
-    """Raise on all ranks of a mesh if any rank has a `problem`. Costs one gather of one integer per mesh axis.
+def raise_together(
+    what: str, over: ProcessGroup | DeviceMesh, problem: str | None, cause: BaseException | None = None
+) -> None:
+    """Raise on all ranks of a group or mesh if any rank has a `problem`. Costs one gather of one integer per axis.
 
     The error lists each rank that has a problem. A problem that all ranks share is shown once.
     """
-    texts = gather_texts(problem or "", mesh)
-    lines = {rank: text for rank, text in zip(_ranks(mesh), texts, strict=True) if text}
+    texts = gather_texts(problem or "", over)
+    lines = {rank: text for rank, text in zip(_ranks(over), texts, strict=True) if text}
     if not lines:
         return
     if len(lines) == len(texts) and len(set(texts)) == 1:
@@ -196,6 +198,31 @@ def raise_together(what: str, mesh: DeviceMesh, problem: str | None, cause: Base
     raise ShardingError(
         "\n  ".join([f"{what}: cannot be done", *(f"rank {r}: {t}" for r, t in lines.items())])
     ) from cause
+
+
+def ask_first_rank(
+    ask: Callable[[], Any], group: ProcessGroup | None, raises: type[ShardfieldError] = ShardfieldError
+) -> Any:
+    """Return on all ranks the JSON value of `ask()`, which the first rank of a group calls. Costs two broadcasts.
+
+    An error of shardfield or of the file system in `ask` is raised on all ranks, as a `raises` with the same text.
+    """
+    answer, failed = None, None
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            answer = [None, ask()]
+        except (ShardfieldError, OSError) as error:
+            answer, failed = [str(error), None], error
+    if group is not None and dist.get_world_size(group) > 1:
+        data, device = json.dumps(answer).encode() if answer else b"", group_device(group)
+        length = int(collectives.broadcast(torch.tensor([len(data)], device=device), 0, group).item())
+        text = torch.tensor(list(data) or [0] * length, dtype=torch.uint8, device=device)
+        answer = json.loads(bytes(collectives.broadcast(text, 0, group).tolist()))
+    assert answer is not None
+    problem, value = answer
+    if problem is not None:
+        raise raises(problem) from failed
+    return value
 
 
 # ---------------------------------------------------------------------- has any rank set a flag?

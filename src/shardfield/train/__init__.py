@@ -1,9 +1,9 @@
 """Train on a mesh: models on data x domain ranks, the training loop, checkpoints."""
 
-from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import full_state_dict as full_state_dict
 from .checkpoint import load_full_state_dict as load_full_state_dict
+from .checkpoint_index import CheckpointError as CheckpointError
 from .complex_params import real_pairs as real_pairs
 from .config import TrainConfig as TrainConfig
 from .loop import Preempted as Preempted

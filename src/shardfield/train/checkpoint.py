@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from ..comm.consensus import ask_first_rank
+from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
-from .storage import INDEX, CheckpointError, CheckpointReader, CheckpointWriter
+from .storage import CheckpointReader, CheckpointWriter, remove_checkpoint
 
 
 class Checkpoints:
@@ -23,25 +26,54 @@ class Checkpoints:
 
     Each rank writes its shards of the parallelized model and the optimizer. Any number of ranks can load them under any
     strategy. A save runs in the background; it has the state at the time of the call. All ranks make the same calls.
-    `scalars` is the other state of a run, as JSON values.
+    `scalars` is the other state of a run, as finite JSON values.
+
+    A folder has the checkpoints of one run, which have its `run_id`. The first save begins a run, or continues that of
+    the checkpoint that was loaded. It raises if the folder has checkpoints of another run, or newer ones of this run.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3):
+    def __init__(self, folder: str | Path, keep: int = 3, run_id: str | None = None):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep={keep}; at least one must be kept")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.run_id = Path(folder), keep, run_id
+        self._loaded: Path | None = None
         self._pending_save: Any = None
         # Messages of the background thread must not mix with those of training.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def steps(self) -> dict[int, Path]:
-        """Return the complete checkpoints, oldest first."""
+    def steps(self, run_id: str | None = None) -> dict[int, Path]:
+        """Return the complete checkpoints, of one run or of all, oldest first."""
         found = {int(p.name[5:]): p for p in self.folder.glob("step-*") if p.name[5:].isdigit() and p.is_dir()}
-        return dict(sorted(found.items()))
+        return {step: path for step, path in sorted(found.items()) if run_id in (None, run_of(path))}
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint."""
         return next(reversed(self.steps().values()), None)
+
+    def claim(self, path: str | Path | None) -> None:
+        """Begin a run in this folder, or continue that of the checkpoint `path`; raise if another run is in it."""
+        self.run_id = ask_first_rank(
+            lambda: self.claim_alone(None if path is None else Path(path)), self.group, CheckpointError
+        )
+
+    def claim_alone(self, path: Path | None) -> str:
+        """Return the run id that `claim` would set, on the first rank and without messages."""
+        held, run_id = self.steps(), None if path is None else run_of(path)
+        if not held or path is None:
+            problem = "has checkpoints of another run" if held else ""
+        else:
+            inside = path.resolve().parent == self.folder.resolve()
+            # Checkpoints of an older format name no run.
+            others = {run_of(p) for p in held.values()} - {run_id} - ({None} if inside else set())
+            problem = f"has checkpoints of another run than that of {path}" if others or not (run_id or inside) else ""
+            if not problem and read_index(path)["scalars"]["step"] < max(held):
+                problem = f"has newer checkpoints than {path}"
+        if problem:
+            newest = held[max(held)]
+            raise CheckpointError(
+                f"{self.folder}: {problem}: continue from the newest one, {newest.name}, or choose another folder"
+            )
+        return run_id if run_id and held else uuid.uuid4().hex[:12]
 
     def save(
         self,
@@ -55,14 +87,18 @@ class Checkpoints:
         import torch.distributed.checkpoint as dcp
 
         self.wait()
+        if self.run_id is None:
+            self.claim(self._loaded)
         tensors, plain = _flat_state(model, optimizer)
         tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
         content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
+        try:
+            encode(content)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder}: scalars must be finite JSON values: {error}") from None
         writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
         with _suppress_warnings():
-            begun = dcp.async_save(
-                tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None
-            )
+            begun = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         self._pending_save = getattr(begun, "upload_completion", begun)
 
     def wait(self) -> None:
@@ -87,14 +123,20 @@ class Checkpoints:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-        reader = CheckpointReader(Path(path))
+        path = Path(path)
+        index = ask_first_rank(lambda: read_index(path), self.group, CheckpointError)
+        if not index["signed"]:
+            warnings.warn(f"{path}: is of an older format, without a checksum of its scalars", stacklevel=2)
+        reader = CheckpointReader(path, index)
         tensors, plain = _flat_state(model, optimizer)
         tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
-        _check_names(Path(path), reader.index["tensors"], tensors, optimizer is not None)
-        content = reader.index["scalars"]
+        _check_tensors(path, index["tensors"], tensors, optimizer is not None)
+        content = index["scalars"]
+        if optimizer is not None:
+            _check_settings(path, content["optimizer"], plain)
         try:
             with _suppress_warnings():
-                dcp.load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+                dcp.load(tensors, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
                 set_model_state_dict(model, _select_prefix(tensors, "model."))
                 if optimizer is not None:
                     saved = {n: tuple(v) if isinstance(v, list) else v for n, v in content["optimizer"].items()}
@@ -105,6 +147,7 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise CheckpointError(f"{path}: {_first_error(error)}") from error
+        self._loaded = path
         return content["run"]
 
 
@@ -112,14 +155,15 @@ class _PruningWriter(CheckpointWriter):
     """Removes older checkpoints, and the files of a killed save, once a new checkpoint is complete."""
 
     def __init__(self, folder: Path, scalars: dict[str, Any], owner: Checkpoints):
-        super().__init__(folder, scalars)
+        assert owner.run_id is not None
+        super().__init__(folder, owner.run_id, scalars)
         self.owner = owner
 
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
-        stale = [*list(self.owner.steps().values())[: -self.owner.keep], *self.owner.folder.glob("step-*.part")]
-        for path in stale:
-            (path / INDEX).unlink(missing_ok=True)  # first: a kill here leaves no damaged checkpoint
+        for path in list(self.owner.steps(self.run_id).values())[: -self.owner.keep]:
+            remove_checkpoint(path)
+        for path in self.owner.folder.glob("step-*.part"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -164,20 +208,34 @@ def _select_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
-def _check_names(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
+def _check_tensors(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
     """Raise if a checkpoint is of another model or optimizer."""
     stored = {n: v for n, v in stored.items() if with_optimizer or not n.startswith("optimizer.")}
     lacks = sorted(wanted.keys() - stored.keys())
     more = sorted(n for n in stored.keys() - wanted.keys() if not n.startswith("extra."))
-    shapes = [n for n in wanted.keys() & stored.keys() if tuple(stored[n]["shape"]) != tuple(wanted[n].shape)]
-    if lacks or more or shapes:
-        reasons = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
-        reasons += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
-        reasons += [
-            f"has {n} of shape {tuple(stored[n]['shape'])}, wanted is {tuple(wanted[n].shape)}"
-            for n in sorted(shapes)[:1]
-        ]
+    both = sorted(wanted.keys() & stored.keys())
+    shapes = [n for n in both if tuple(stored[n]["shape"]) != tuple(wanted[n].shape)]
+    dtypes = [n for n in both if f"torch.{stored[n]['dtype']}" != str(wanted[n].dtype)]
+    reasons = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
+    reasons += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
+    reasons += [f"has {n} of shape {tuple(stored[n]['shape'])}, wanted is {tuple(wanted[n].shape)}" for n in shapes[:1]]
+    reasons += [f"has {n} of dtype {stored[n]['dtype']}, wanted is {wanted[n].dtype}" for n in dtypes[:1]]
+    if reasons:
         raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(reasons)}")
+
+
+def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise if a setting of the optimizer, such as a learning rate, has not the type that the optimizer's own has."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [kind(v) for v in value]
+        return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+
+    for name, value in stored.items():
+        # None is "choose for me" for several settings (`fused`), and so is of the type of any value.
+        if name in wanted and None not in (value, wanted[name]) and kind(value) != kind(wanted[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r:.60}, wanted is a value like {wanted[name]!r}")
 
 
 def _first_error(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..comm.consensus import gather_texts
 from ..errors import ShardfieldError
 
 C = TypeVar("C", bound="TrainConfig")
@@ -75,6 +77,9 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise a UsageError for invalid values."""
+        for name, value in self.as_json().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; a finite number is needed")
         for name in ("epochs", "batch_size", "accumulate", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; at least 1 is needed")
@@ -85,6 +90,20 @@ class TrainConfig:
             raise UsageError(f"--domain {self.domain}: ranks along one to three dims, at least 1 each")
         if self.ema is not None and not 0 < self.ema < 1:
             raise UsageError(f"--ema is {self.ema}; a decay between 0 and 1 is needed")
+
+    def check_ranks(self) -> None:
+        """Raise a UsageError on all ranks unless all of them have this configuration."""
+        own = json.dumps({"recipe": type(self).__name__, **self.as_json()})
+        values = [json.loads(text) for text in gather_texts(own, dist.group.WORLD)]
+        for name in values[0]:
+            ranks: dict[str, int] = {}  # the first rank of each value
+            for rank, each in enumerate(values):
+                ranks.setdefault(json.dumps(each.get(name)), rank)
+            if len(ranks) > 1:
+                found = ", ".join(
+                    f"{value} on rank {rank}" for value, rank in sorted(ranks.items(), key=lambda i: i[1])
+                )
+                raise UsageError(f"the ranks have different configurations: --{name.replace('_', '-')} is {found}")
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """Build the mesh of all ranks: a data axis, and one axis for each entry of `domain`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -19,17 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import collectives
+from ..comm.consensus import ask_first_rank
 from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, shard_sizes_of
 from ..tensor import ShardTensor, wrap
 from .checkpoint import Checkpoints
+from .checkpoint_index import CheckpointError
 from .complex_params import real_pairs
 from .config import TrainConfig, UsageError
 from .ema import ParameterEMA
 from .log import Log
 from .nonfinite import NonFinite, save_report
 from .parallel import LocalGrads, no_sync, parallelize
+from .run_folder import FolderLock, check_writable
 from .task import Task
 
 READ_SECONDS = 1.0  # the losses are read about that often, so that a signal is seen soon
@@ -49,6 +51,8 @@ class Trainer:
 
     def __init__(self, task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log):
         self.task, self.config, self.mesh, self.log = task, config, mesh, log
+        config.check_ranks()
+        check_writable(config.out)
         self.device = collectives.device_of(mesh)
         # Real pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters.
         self.model: nn.Module = parallelize(
@@ -82,20 +86,22 @@ class Trainer:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> dict[str, float]:
-        self._resume()
         results: dict[str, float] = {}
-        with _catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
-            while self.step < self.steps:
-                self._run_epoch(stop_signals)
-                self._read_steps(stop_signals)
-                epoch = self.step // self.steps_per_epoch
-                last = self.step >= self.steps
-                if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
+        with self._own_folder() as path:
+            self._resume(path)
+            # The handler covers the last save too: a signal must not end the process before it is complete.
+            with _catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
+                while self.step < self.steps:
+                    self._run_epoch(stop_signals)
+                    self._read_steps(stop_signals)
+                    epoch = self.step // self.steps_per_epoch
+                    last = self.step >= self.steps
+                    if last or (self.config.evaluate_every and epoch % self.config.evaluate_every == 0):
+                        results = self.evaluate()
+                if not results:
                     results = self.evaluate()
-            if not results:
-                results = self.evaluate()
-        self._save()
-        self.checkpoints.wait()
+                self._save()
+                self.checkpoints.wait()
         return results
 
     def _run_epoch(self, stop_signals: list[int]) -> None:
@@ -221,10 +227,13 @@ class Trainer:
                 if not math.isfinite(value.item()):
                     break
         folder = self.config.out / f"nonfinite-step-{self.step}"
-        kept = Checkpoints(folder, 1)
-        kept.save(self.step, self.model, self.optimizer, self._scalars())
-        kept.wait()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {norm}"
+        try:
+            kept = Checkpoints(folder, 1, self.checkpoints.run_id)
+            kept.save(self.step, self.model, self.optimizer, self._scalars())
+            kept.wait()
+        except CheckpointError as error:
+            what += f" (the state before the step could not be saved: {error})"
         return save_report(folder, self.mesh, self.step, what, batch, output)
 
     # ------------------------------------------------------------------ evaluation
@@ -276,20 +285,55 @@ class Trainer:
             self.checkpoints.save(self.step, self.model, self.optimizer, self._scalars(), extra)
             self.last_saved_step = self.step
 
-    def _resume(self) -> None:
-        if self.config.resume == "never":
-            path = None
-        elif self.config.resume == "auto":
-            path = self.checkpoints.latest()
-        else:
-            path = Path(self.config.resume)
+    @contextmanager
+    def _own_folder(self) -> Iterator[Path | None]:
+        """Lock the run's folder, and yield the checkpoint to continue from; rank 0 decides."""
+        locks: list[FolderLock] = []
+
+        def begin() -> list[str | None]:
+            lock = FolderLock(self.config.out)
+            locks.append(lock)
+            path = self._choose_checkpoint(lock)
+            run_id = self.checkpoints.claim_alone(path)
+            (self.config.out / "config.json").write_text(json.dumps(self.config.as_json(), indent=2) + "\n")
+            lock.take(run_id)
+            return [run_id, None if path is None else str(path)]
+
+        ended = False
+        try:
+            self.checkpoints.run_id, path = ask_first_rank(begin, self.checkpoints.group, CheckpointError)
+            yield None if path is None else Path(path)
+            ended = True
+        except Preempted:
+            ended = True
+            raise
+        finally:
+            for lock in locks:
+                lock.release(ended)
+
+    def _choose_checkpoint(self, lock: FolderLock) -> Path | None:
+        if lock.unsupported:
+            self.log.print_line(f"{lock.path}: cannot be locked ({lock.unsupported}): a second run would go unnoticed")
+        run_id = lock.restarted_run()
+        if run_id is not None and (found := self.checkpoints.steps(run_id)):
+            return found[max(found)]  # a restart continues its run, whatever this run began from
+        if run_id is None and (process := lock.abandoned()):
+            self.log.print_line(f"{lock.path}: the last run here, {process}, was killed")
+        if self.config.resume == "auto":
+            return self.checkpoints.latest()
+        return None if self.config.resume == "never" else Path(self.config.resume)
+
+    def _resume(self, path: Path | None) -> None:
         if path is not None:
             extra = {} if self.ema_average is None else self.ema_average.means
             state = self.checkpoints.load(path, self.model, self.optimizer, extra)
-            self.task.train.load_state_dict(state["loader"])
-            self.step = self.last_saved_step = state["step"]
+            try:
+                self.task.train.load_state_dict(state["loader"])
+                self.step = self.last_saved_step = state["step"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{path}: cannot be continued here: {error}") from error
             self.log.print_line(f"resumed from {path}")
-        self.log.resume(self.step)
+        ask_first_rank(lambda: self.log.resume(self.step), self.checkpoints.group)
 
 
 def to_full_tensor(value: Any) -> Tensor:
@@ -329,14 +373,3 @@ def _catch_sigterm() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def check_writable(folder: Path) -> None:
-    """Raise a UsageError unless a run can write to `folder`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_text(json.dumps(0))
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from None

@@ -1,19 +1,18 @@
-"""The disk format of checkpoints, for torch.distributed.checkpoint: raw arrays and one JSON index, no pickles.
+"""The storage of checkpoints, for torch.distributed.checkpoint: raw arrays and one JSON index, no pickles.
 
     step-000120/
         rank-0.bin, rank-1.bin, ...   the bytes of each rank's chunks, concatenated
         index.json                    dtype, shape, chunks and checksums of each tensor, and the scalars
 
-A folder is written under a temporary name and renamed when every rank is done, so a folder with its final name is
-complete.
+A folder is written under a temporary name of its own, and renamed when every rank is done. A folder is removed under a
+temporary name too. So a folder with its final name is complete.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import zlib
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +31,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..errors import ShardfieldError
-
-FORMAT = "shardfield checkpoint 1"
-INDEX = "index.json"
-
-
-class CheckpointError(ShardfieldError):
-    """A checkpoint cannot be read or written; the message has its path and the reason."""
+from .checkpoint_index import CheckpointError, chunk_checksum, dtype_of, read_index, run_of, write_index
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes to `<folder>.part` and renames it to `folder` at the end."""
+    """Writes to a temporary folder beside `folder`, and renames it to `folder` at the end."""
 
-    def __init__(self, folder: Path, scalars: dict[str, Any]):
+    def __init__(self, folder: Path, run_id: str, scalars: dict[str, Any]):
         super().__init__()
-        self.folder, self.scalars = folder, scalars
-        self.temp_folder = folder.with_name(folder.name + ".part")
-        self.file = ""
+        self.folder, self.run_id, self.scalars = folder, run_id, scalars
+        # The name is the coordinator's: a rank that survived a killed run must not write into this run's files.
+        self.temp_folder = temporary_name(folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -60,7 +52,6 @@ class CheckpointWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:  # the other ranks write after a collective with this rank
-            shutil.rmtree(self.temp_folder, ignore_errors=True)
             self.temp_folder.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -68,20 +59,22 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         # The file of a rank is named by the index of its plan.
-        for rank, plan in enumerate(plans):
-            plans[rank] = type(plan)(**{**vars(plan), "storage_data": f"rank-{rank}.bin"})
-        return plans
+        names = [f"{self.temp_folder.name}/rank-{rank}.bin" for rank in range(len(plans))]
+        return [type(p)(**{**vars(p), "storage_data": name}) for p, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results, at = [], 0
-        path = self.temp_folder / plan.storage_data
+        path = self.folder.parent / plan.storage_data
         with open(path, "wb") as file:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
                     raise TypeError(f"{item.index.fqn}: only tensors are stored here, other values are scalars")
                 raw = tensor_bytes(planner.resolve_data(item).detach().cpu())
+                held, chunk = item.tensor_data, item.tensor_data.chunk
+                info: dict[str, Any] = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                info |= {"file": path.name, "at": at, "bytes": len(raw)}
+                info["crc32"] = chunk_checksum(item.index.fqn, _describe(held.properties, held.size), info, raw)
                 file.write(raw)
-                info = {"file": path.name, "at": at, "bytes": len(raw), "crc32": zlib.crc32(raw)}
                 results.append(WriteResult(index=item.index, size_in_bytes=len(raw), storage_data=info))
                 at += len(raw)
             file.flush()
@@ -91,35 +84,38 @@ class CheckpointWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        where = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for each in results for r in each}
+        chunks: dict[str, list[Any]] = {}
+        for result in (r for each in results for r in each):
+            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
         tensors = {}
         for name, held in metadata.state_dict_metadata.items():
             assert isinstance(held, TensorStorageMetadata), name
-            chunks = [
-                {"offsets": list(c.offsets), "sizes": list(c.sizes), **where[name, tuple(c.offsets)]}
-                for c in held.chunks
-                if (name, tuple(c.offsets)) in where
-            ]
-            dtype = str(held.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": list(held.size), "chunks": chunks}
-        index = {"format": FORMAT, "scalars": self.scalars, "tensors": tensors}
-        with open(self.temp_folder / INDEX, "w") as file:
-            json.dump(index, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(self.folder, ignore_errors=True)
+            tensors[name] = _describe(held.properties, held.size) | {"chunks": chunks.get(name, [])}
+        write_index(self.temp_folder, self.run_id, self.scalars, tensors)
+        fsync_folder(self.temp_folder)
+        if self.folder.exists():
+            if run_of(self.folder) != self.run_id:
+                raise CheckpointError(f"{self.folder}: is a checkpoint of another run")
+            remove_checkpoint(self.folder)
         self.temp_folder.rename(self.folder)
         fsync_folder(self.folder.parent)
 
 
-class CheckpointReader(StorageReader):
-    """Reads only the chunks, and the parts of chunks, that a rank needs."""
+def _describe(properties: TensorProperties, shape: torch.Size) -> dict[str, Any]:
+    return {"dtype": str(properties.dtype).removeprefix("torch."), "shape": list(shape)}
 
-    def __init__(self, folder: Path):
+
+class CheckpointReader(StorageReader):
+    """Reads only the chunks that a rank needs, with the `index` of a checkpoint as `read_index` returns it."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]):
         super().__init__()
-        self.folder, self.index = folder, read_index(folder)
+        self.folder, self.index = folder, index
+        # An empty chunk may begin where another one does.
         self.chunks = {
-            (name, tuple(c["offsets"])): c for name, held in self.index["tensors"].items() for c in held["chunks"]
+            (name, tuple(c["offsets"])): c
+            for name, held in self.index["tensors"].items()
+            for c in sorted(held["chunks"], key=lambda c: c["bytes"])
         }
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -133,7 +129,7 @@ class CheckpointReader(StorageReader):
         held: dict[str, Any] = {}
         for name, tensor in self.index["tensors"].items():
             chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
-            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            properties = TensorProperties(dtype=dtype_of(tensor["dtype"]))
             held[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
         return Metadata(state_dict_metadata=held)
 
@@ -160,16 +156,30 @@ class CheckpointReader(StorageReader):
         return done
 
     def read_chunk(self, index: MetadataIndex) -> Tensor:
-        chunk = self.chunks[index.fqn, tuple(index.offset or ())]
-        dtype = getattr(torch, self.index["tensors"][index.fqn]["dtype"])
+        """Read a chunk of the tensor `index.fqn`, and raise if its bytes are not as they were saved."""
+        tensor, chunk = self.index["tensors"][index.fqn], self.chunks[index.fqn, tuple(index.offset or ())]
         with open(self.folder / chunk["file"], "rb") as file:
             file.seek(chunk["at"])
             raw = bytearray(file.read(chunk["bytes"]))
-        if len(raw) != chunk["bytes"] or zlib.crc32(raw) != chunk["crc32"]:
+        crc = chunk_checksum(index.fqn, tensor, chunk, raw, self.index["signed"])
+        if len(raw) != chunk["bytes"] or crc != chunk["crc32"]:
             raise CheckpointError(f"{self.folder / chunk['file']}: {index.fqn} is not as it was saved")
+        dtype = dtype_of(tensor["dtype"])
         if not raw:
             return torch.empty(chunk["sizes"], dtype=dtype)
-        return torch.frombuffer(raw, dtype=dtype).view(chunk["sizes"])
+        return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(chunk["sizes"])
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a checkpoint in one process: its scalars, and its tensors in full."""
+    index = read_index(folder)
+    reader, tensors = CheckpointReader(folder, index), {}
+    for name, held in index["tensors"].items():
+        tensors[name] = torch.empty(held["shape"], dtype=dtype_of(held["dtype"]))
+        for chunk in held["chunks"]:
+            place = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            tensors[name][place] = reader.read_chunk(MetadataIndex(name, torch.Size(chunk["offsets"])))
+    return index["scalars"], tensors
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -179,32 +189,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Read the index of a checkpoint, and raise if a file is missing or truncated."""
-    path = folder / INDEX
-    try:
-        index = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: not a shardfield checkpoint: it has no {INDEX}") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not in the format {FORMAT!r}")
-    ends: dict[str, int] = {}
-    try:
-        for held in index["tensors"].values():
-            for chunk in held["chunks"]:
-                ends[chunk["file"]] = max(ends.get(chunk["file"], 0), chunk["at"] + chunk["bytes"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: incomplete: {error!r}") from None
-    for name, end in ends.items():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path}: names a file outside the checkpoint: {name!r}")
-        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-        if size < end:
-            state = "is missing" if size < 0 else f"has {size} of {end} bytes"
-            raise CheckpointError(f"{folder / name}: {state}; the checkpoint is truncated")
-    return index
+def temporary_name(folder: Path) -> Path:
+    """Return a name beside `folder` that no other process uses; what is left under it may be removed."""
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.part")
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint; if killed meanwhile, what is left of it has a temporary name."""
+    gone = temporary_name(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:
