@@ -26,7 +26,7 @@ LAYERS = [
         "distributed." + x
         for x in ("__init__", "vcollective_args", "utils", "autograd", "mappings", "fft", "coalesced", "shared_params")
     },
-    {"dispatch.plan", "spec", "pickling"},
+    {"dispatch.plan", "dispatch.promotion", "spec", "dcp", "pickling"},
     {"redistribute", "dispatch.write_tracking"},
     {"tensor"},
     {"dispatch.arguments"},
@@ -36,7 +36,7 @@ LAYERS = [
     {"ops", "distribute"},
     # Building blocks for users' own ops, and older paths of the same things.
     {"shard_utils", "neighbors"},
-    {"distributed.shard_tensor", "distributed.shard_utils"},
+    {"distributed.shard_tensor", "distributed.shard_utils", "domain_parallel"},
     {"compiler"},
     {"models", "data"},
     {"train"},

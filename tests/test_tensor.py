@@ -102,7 +102,7 @@ def from_locals(mesh_shape, placements, shapes, sharding_shapes="infer"):
     mesh = world_mesh(mesh_shape)
     local = torch.full(shapes[dist.get_rank()], float(dist.get_rank()))
     x = ShardTensor.from_local(local, mesh, placements, sharding_shapes)
-    return tuple(x.shape), [[tuple(s) for s in row] for row in x._spec.sharding_shapes()], x.offsets()
+    return tuple(x.shape), [[tuple(s) for s in row] for row in x._spec.sharding_shapes().values()], x.offsets()
 
 
 def test_from_local():

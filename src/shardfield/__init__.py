@@ -18,6 +18,7 @@ from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor
+from .tensor import TensorPromotionMode as TensorPromotionMode
 
 if _TYPE_CHECKING:
     from .compiler import compile as compile
@@ -50,6 +51,7 @@ _LAZY_MODULES = {
     "compiler",
     "data",
     "distributed",
+    "domain_parallel",
     "models",
     "neighbors",
     "planning",

@@ -66,26 +66,55 @@ def sync_module_over_mesh(
 ) -> nn.Module:
     """Broadcast the parameters and buffers of the rank at position `src_mesh_rank` of the mesh to all its ranks.
 
-    With `verify`, ranks first compare names, shapes and dtypes, and all raise if they differ. ShardTensors and DTensors
-    are not changed.
+    ShardTensors and DTensors are not changed, and a module of nothing else is refused: call this before `fully_shard`.
+    With `verify`, ranks compare names, shapes and dtypes before and values afterwards, and all raise if they differ.
+    A mesh may have any number of axes.
     """
     if not 0 <= src_mesh_rank < mesh.size():
         raise ShardingError(f"sync_module_over_mesh: position {src_mesh_rank} is not on a mesh of {mesh.size()} ranks")
     named = [*module.named_parameters(), *module.named_buffers()]
     held = [(n, t) for n, t in named if not isinstance(t, (ShardTensor, DTensor))]
+    away = any(t.device.type != mesh.device_type for _, t in held)
+    if _max_over([bool(named) and not held], mesh).item():
+        raise ShardingError(
+            "sync_module_over_mesh: every parameter and buffer of the module is a ShardTensor or DTensor already; call it "
+            "before they are distributed"
+        )
+    if _max_over([away], mesh).item():
+        raise ShardingError(f"sync_module_over_mesh: parameters or buffers are not on a {mesh.device_type!r} device")
     if verify:
-        _check_same_on_all([f"{n} {tuple(t.shape)} {t.dtype}" for n, t in held], mesh, src_mesh_rank)
+        lines = "\n".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in held)
+        if _differing([_digest(lines.encode())], mesh, src_mesh_rank):
+            raise ShardingError("sync_module_over_mesh: ranks hold modules of different names, shapes or dtypes")
     with torch.no_grad():
         for _, tensor in held:
             tensor.copy_(collectives.broadcast_over(tensor, mesh, src_mesh_rank))
+    if verify:
+        digests = [_digest(_bytes_of(tensor)) for _, tensor in held]
+        if found := [held[i][0] for i in _differing(digests, mesh, src_mesh_rank)]:
+            raise ShardingError(f"sync_module_over_mesh: after the broadcast, ranks hold other values of {found}")
     return module
 
 
-def _check_same_on_all(lines: list[str], mesh: DeviceMesh, source: int) -> None:
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    mine = torch.tensor([digest], device=collectives.device_of(mesh))
-    differs = (collectives.broadcast_over(mine, mesh, source) != mine).to(torch.int64)
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _differing(digests: list[int], mesh: DeviceMesh, source: int) -> list[int]:
+    """Return the positions at which some rank has another number than the source, the same list on all ranks."""
+    mine = torch.tensor(digests, dtype=torch.int64, device=collectives.device_of(mesh))
+    differs = collectives.broadcast_over(mine, mesh, source) != mine
+    return _max_over(differs.tolist(), mesh).nonzero().flatten().tolist()
+
+
+def _max_over(values: list[bool], mesh: DeviceMesh) -> Tensor:
+    """Return the maxima over all ranks of the mesh."""
+    found = torch.tensor(values, dtype=torch.int64, device=collectives.device_of(mesh))
     for axis in range(mesh.ndim):
-        differs = collectives.all_reduce(differs, mesh.get_group(axis), "max")
-    if differs.item():
-        raise ShardingError("sync_module_over_mesh: ranks hold modules of different names, shapes or dtypes")
+        found = collectives.all_reduce(found, mesh.get_group(axis), "max")
+    return found

@@ -5,12 +5,22 @@ class ShardfieldError(RuntimeError):
     """Base of every error shardfield raises on purpose."""
 
 
-class ShardingError(ShardfieldError):
-    """An operation is not possible with the layouts of its operands; raised on every rank."""
+class ShardingError(ShardfieldError, ValueError):
+    """An operation is not possible with the arguments or the layouts of its operands; raised on every rank."""
 
 
-class WorldError(ShardfieldError):
-    """The process world cannot be set up, or has no group or mesh of the requested name."""
+class WorldError(ShardfieldError, ValueError):
+    """The process world cannot be set up, or a group or mesh cannot be created as requested."""
+
+
+class UndefinedGroupError(WorldError, KeyError):
+    """There is no process group, tree node or mesh axis of the requested name."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the message in quotes
+
+
+class UninitializedManagerError(WorldError):
+    """`DistributedManager()` before `DistributedManager.initialize()`, or after `cleanup()`."""
 
 
 class Untraceable(ShardingError):

@@ -76,6 +76,8 @@ class Registry:
         self.elementwise: Callable | None = None  # the handler of functions that map single elements
         # Dispatcher functions that ShardTensor calls. dispatch/registry.py sets them: tensor.py cannot import it.
         self.resolve: Callable[[Any], Callable] | Any = None
+        self.functions_of: Callable[[Any], Any] | Any = None
+        self.dispatch_or: Callable[..., Callable] | Any = None
         self.torch_dispatch: Callable[..., Any] | Any = None
         self.run_backward: Callable[..., None] | Any = None
         self.aliases: Callable[[Any], Iterable[Any]] | Any = None
@@ -106,8 +108,10 @@ class Registry:
         self.changed()
 
     def register_dispatch(self, op: Any, handler: Callable) -> None:
-        """Set the handler of an aten operator."""
+        """Set the handler of an operator, and of the Python functions whose calls select it."""
         self.dispatch_handlers[op] = handler
+        for func in self.functions_of(op):
+            self.register(func, self.dispatch_or(op, handler, self.handlers.get(func)))
         self.changed(op)
 
     def unregister(self, func: Any) -> None:
@@ -128,6 +132,7 @@ class Registry:
         made.dispatch_handlers, made.elementwise = dict(self.dispatch_handlers), self.elementwise
         made.resolve, made.torch_dispatch, made.run_backward = self.resolve, self.torch_dispatch, self.run_backward
         made.aliases = self.aliases
+        made.functions_of, made.dispatch_or = self.functions_of, self.dispatch_or
         return made
 
 
@@ -145,7 +150,7 @@ class MeshState:
 # Set by context managers; a new world keeps them.
 _OBSERVERS = (
     "observer", "strict_depth", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
-    "transport_override", "before_collective",
+    "transport_override", "before_collective", "promotion",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "reduce_hooks")
@@ -161,6 +166,7 @@ class Runtime:
         program's calls before it sends a message for them. tracer: records collectives while a program is traced.
         fake_tensors: tensors have no data. bridge_depth: depth inside users' autograd.Functions on ShardTensors.
         transport_override: the transport of all messages. before_collective: called with the group before each message.
+        promotion: a TensorPromotionMode that warns or refuses, None if plain tensors are promoted silently.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -198,6 +204,7 @@ class Runtime:
         self.fake_tensors = False
         self.bridge_depth = 0
         self.transport_override: Any = None
+        self.promotion: Any = None
         self.before_collective: Callable[[dist.ProcessGroup], None] | None = None
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()

@@ -36,10 +36,21 @@ class ShardTensorSpec:
     ndim = property(lambda self: self.layout.ndim)
     device_mesh = mesh
 
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of this rank's shard."""
+        return self.layout.local_shape
+
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
-        """Return the local shapes as `[mesh_dim][coord]`; with `mesh_dim`, those along that mesh axis."""
+        """Return the local shapes along the sharded mesh axes, `{mesh axis: shapes by coord}`.
+
+        With `mesh_dim`, those along that axis, sharded or not. The shapes are of the ranks that share all other coords
+        with this rank.
+        """
         table = self.layout.sharding_shapes()
-        return table if mesh_dim is None else table[mesh_dim]
+        if mesh_dim is not None:
+            return tuple(map(tuple, table[mesh_dim]))
+        return {a: tuple(map(tuple, table[a])) for a, p in enumerate(self.placements) if p.is_shard()}
 
     def offsets(self, mesh_dim: int | None = None) -> Any:
         """Return the global index of this rank's first element; with `mesh_dim`, along the dim sharded by that axis."""
@@ -135,6 +146,7 @@ def layout_from_shapes(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shapes: Any, global_shape: Sequence[int] | None
 ) -> Layout:
     """Return the layout of shards with stated sizes ({mesh axis: shapes}) or those of torch.chunk ("chunk")."""
+    shapes = _by_axis(shapes)
     shape = list(local.shape if global_shape is None else global_shape)
     lengths: dict[int, list[int]] = {}
     nested: dict[int, int] = {}
@@ -159,7 +171,7 @@ def layout_from_shapes(
             if global_shape is None:
                 shape[dim] *= mesh.size(axis)
         else:
-            raise ShardingError(f'from_local: sharding_shapes is "infer", "chunk" or a dict, not {shapes!r}')
+            raise ShardingError(f'from_local: sharding_shapes is "infer", "chunk", a dict or a list, not {shapes!r}')
     layout = Layout.of(mesh, placements, shape, lengths)
     if layout.local_shape != local.shape:
         raise ShardingError(
@@ -179,8 +191,14 @@ MAX_DIMS = 16
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
 
+def _by_axis(shapes: Any) -> Any:
+    """Return sharding shapes listed axis by axis as a dict; any other value as it is."""
+    return dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else shapes
+
+
 def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes: Any) -> Layout:
     """Return the target layout of `redistribute(placements=..., sharding_shapes=...)`."""
+    shapes = _by_axis(shapes)
     placed = list(placements) if placements is not None else list(layout.placements)
     plain = Layout.of(layout.mesh, placed, layout.shape)
     lengths: dict[int, Sequence[int]] = {}
@@ -201,5 +219,5 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
                     f"redistribute: dim {dim} is sharded by axes {axes} together; state shard sizes for one axis only"
                 )
         elif shapes not in (None, "chunk"):
-            raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced" or a dict, not {shapes!r}')
+            raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced", a dict or a list, not {shapes!r}')
     return Layout.of(layout.mesh, placed, layout.shape, lengths)

@@ -7,7 +7,8 @@ ShardTensors are dispatched to the handlers of `runtime.Registry`, which `dispat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from . import runtime
 from ._compat import dynamo_disable, make_wrapper
 from .comm import autograd_collectives
 from .dispatch.plan import process_groups
+from .dispatch.promotion import TensorPromotionMode, check_promotion
 from .dispatch.write_tracking import INCOMPLETE_GRAD, ViewConsensus, WriteObserver, expose_local, write_is_lost
 from .errors import ShardingError
 from .layout import Layout
@@ -33,6 +35,10 @@ from .spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layo
 def torch_function(cls, func, types, args=(), kwargs=None):
     """Dispatch a torch call on ShardTensors to the registered handler of the function: `__torch_function__`."""
     rt = runtime.active
+    if rt.promotion is not None:
+        check_promotion(rt.promotion, func, args, kwargs)
+        with runtime.observing(promotion=None):  # calls that the handler makes are its own
+            return torch_function(cls, func, types, args, kwargs)
     found: Any = rt.handlers.get(func)
     if found is None:
         found = rt.resolved[func]
@@ -292,7 +298,7 @@ class ShardTensor(torch.Tensor):
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
-        sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] = "infer",
+        sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] | Sequence[Sequence[Sequence[int]]] = "infer",
         global_shape: Sequence[int] | None = None,
         run_check: bool = False,
         **kwargs: Any,
@@ -300,8 +306,9 @@ class ShardTensor(torch.Tensor):
         """Return the ShardTensor whose shard on this rank is `local_tensor`. Differentiable.
 
         `sharding_shapes`: "infer" exchanges the local shapes between ranks (one small message), "chunk" assumes the
-        shard sizes of torch.chunk, and a dict `{mesh axis: local shape on each coordinate}` states them; the last two
-        send nothing.
+        shard sizes of torch.chunk, and a dict `{mesh axis: local shape on each coordinate}` or a list of these, axis by
+        axis, states them; the last two send nothing. Only the sizes of the sharded dims are read, so a result that is
+        sharded as `x` takes `x._spec.sharding_shapes()`, whatever its other sizes are.
         """
         if device_mesh is None:
             raise ShardingError("from_local: device_mesh is needed")
@@ -314,11 +321,17 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor, **kwargs: Any) -> ShardTensor:
-        """Return the ShardTensor with the shards and the mesh of a DTensor; gradients flow back into the DTensor."""
+        """Return the ShardTensor with the shards and the mesh of a DTensor; gradients flow back into the DTensor.
+
+        The gradient of a leaf is in both: the DTensor's `grad` and the ShardTensor's.
+        """
         placements = dtensor.placements
         layout = Layout.of(dtensor.device_mesh, placements, dtensor.shape)
         grads = [Replicate() if isinstance(p, Partial) else p for p in placements]
-        return wrap(expose_local(dtensor.to_local(grad_placements=grads)), layout)
+        local = dtensor.to_local(grad_placements=grads)
+        if dtensor.is_leaf and local.requires_grad and not local.is_leaf:
+            local.retain_grad()
+        return wrap(expose_local(local), layout)
 
     def to_dtensor(self) -> DTensor:
         """Return a DTensor. Communicates where the shard sizes are not those of torch.chunk, which DTensor needs."""
@@ -337,13 +350,14 @@ class ShardTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        sharding_shapes: str | Mapping[int, Sequence[Any]] | None = None,
+        sharding_shapes: str | Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]] | None = None,
         async_op: bool = False,
     ) -> ShardTensor:
         """Return the same value in another layout. Differentiable.
 
         `sharding_shapes` sets the shard sizes: None keeps those of a dim that is sharded already and chunks the others,
-        "chunk" and "balanced" apply to every sharded dim, `{mesh axis: shard sizes or local shapes}` states them.
+        "chunk" and "balanced" apply to every sharded dim, `{mesh axis: shard sizes or local shapes}` (or a list, axis
+        by axis) states them.
         """
         if device_mesh is not None and device_mesh != self._layout.mesh:
             raise ShardingError(
@@ -429,23 +443,85 @@ class ShardTensor(torch.Tensor):
     # ------------------------------------------------------------------ handlers of users
 
     @classmethod
-    def register_function_handler(cls, func: Any, function_handler: Callable) -> None:
-        """Dispatch calls of `func` on ShardTensors to `function_handler(func, types, args, kwargs)`.
+    def register_function_handler(
+        cls, func: Any, handler: Callable | None = None, *, function_handler: Callable | None = None
+    ) -> None:
+        """Dispatch calls of `func` on ShardTensors to `handler(func, types, args, kwargs)`.
 
         One handler serves all spellings of a torch function: that of `torch.sin` also gets `x.sin()`. Its argument
-        `func` is the one that was called.
+        `func` is the one that was called. `function_handler` is another name of `handler`.
         """
-        runtime.active.registry.register_spellings(func, function_handler)
+        runtime.active.registry.register_spellings(func, _either("handler", handler, function_handler))
 
     @classmethod
-    def register_named_function_handler(cls, name: str, function_handler: Callable) -> None:
-        """Dispatch by name: `"mylib.op.default"` of a custom op, or a function's qualified name."""
-        runtime.active.registry.register_named(name, function_handler)
+    def register_named_function_handler(
+        cls,
+        func_name: str | None = None,
+        handler: Callable | None = None,
+        *,
+        name: str | None = None,
+        function_handler: Callable | None = None,
+    ) -> None:
+        """Dispatch by name: `"mylib.op.default"` of a custom op, or a function's qualified name.
+
+        The handler of a custom op's overload also gets the calls `torch.ops.mylib.op(x)` that select this overload.
+        `name` and `function_handler` are other names of the arguments.
+        """
+        found = _either("handler", handler, function_handler)
+        runtime.active.registry.register_named(_either("func_name", func_name, name), found)
 
     @classmethod
-    def register_dispatch_handler(cls, op: Any, function_handler: Callable) -> None:
-        """Dispatch calls that reach the aten operator `op` to `function_handler(*args, **kwargs)`."""
-        runtime.active.registry.register_dispatch(op, function_handler)
+    def register_dispatch_handler(
+        cls, op: Any, handler: Callable | None = None, *, function_handler: Callable | None = None
+    ) -> None:
+        """Dispatch calls of the operator `op`, such as `torch.ops.aten.add.Tensor`, to `handler(*args, **kwargs)`.
+
+        `function_handler` is another name of `handler`.
+        """
+        runtime.active.registry.register_dispatch(op, _either("handler", handler, function_handler))
+
+    # ------------------------------------------------------------------ plain tensors in calls
+
+    @classmethod
+    def patches_enabled(cls) -> bool:
+        """Return True: the rules are part of dispatch, and nothing has to be patched for them."""
+        return True
+
+    @classmethod
+    def get_promotion_mode(cls) -> TensorPromotionMode:
+        """Return what happens to plain tensors that meet ShardTensors in a call."""
+        return runtime.active.promotion or TensorPromotionMode.SILENT
+
+    @classmethod
+    def set_promotion_mode(cls, mode: TensorPromotionMode | str) -> None:
+        """Set what happens to plain tensors that meet ShardTensors in a call: a mode, or its name in lower case."""
+        mode = TensorPromotionMode(mode)
+        runtime.active.promotion = None if mode is TensorPromotionMode.SILENT else mode
+
+    @classmethod
+    @contextmanager
+    def promotion_mode(cls, mode: TensorPromotionMode | str) -> Iterator[None]:
+        """Set the promotion mode inside the body."""
+        mode = TensorPromotionMode(mode)
+        with runtime.observing(promotion=None if mode is TensorPromotionMode.SILENT else mode):
+            yield
+
+    # ------------------------------------------------------------------ torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        from . import dcp  # torch's checkpoints take long to import
+
+        return dcp.write_items(fqn, self._layout, self._local_tensor)
+
+    def __create_chunk_list__(self) -> Any:
+        from . import dcp
+
+        return dcp.chunks(self._layout)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from . import dcp
+
+        return dcp.find_shard(self._layout, self.to_local().detach(), index)
 
     # ------------------------------------------------------------------ Python protocols
 
@@ -512,6 +588,13 @@ class ShardTensor(torch.Tensor):
         return rebuild, (self._local_tensor, *layout_values(self._layout))
 
     __hash__ = object.__hash__
+
+
+def _either(name: str, value: Any, other: Any) -> Any:
+    """Return an argument that has two names."""
+    if (value is None) == (other is None):
+        raise TypeError(f"pass {name}, once")
+    return other if value is None else value
 
 
 def rebuild(local: Tensor, *saved_layout: Any) -> ShardTensor:

@@ -51,26 +51,26 @@ def equal_to_torch():
                 for d, n in zip(dim, size, strict=True):
                     shape[d] = n
                 x = torch.randn(shape, dtype=torch.float64)
-                compare(DistributedRFFT2.apply, torch.fft.rfft2, x, s, dim, norm)
+                compare(DistributedRFFT2.apply, torch.fft.rfft2, x, s, dim, norm, dim[1], dim[0])
                 if s is not None or size[1] > 1:  # a spectrum of one column does not determine the size
                     z = torch.randn(shape, dtype=torch.complex128)
-                    compare(DistributedIRFFT2.apply, torch.fft.irfft2, z, s, dim, norm)
+                    compare(DistributedIRFFT2.apply, torch.fft.irfft2, z, s, dim, norm, dim[0], dim[1])
 
 
-def compare(ours, torchs, x, s, dim, norm):
+def compare(ours, torchs, x, s, dim, norm, sharded, target):
     def reference(x):
         return torchs(x, s, dim, norm)
 
     expected = reference(x)
     cotangent = random_like(expected, 5, same_on_all_ranks=True)
     gradient = global_gradient(reference, x, cotangent)
-    rows = compute_split_shapes(expected.shape[dim[0]], dist.get_world_size())
-    for lengths in shardings(x.shape[dim[1]]):
-        mine = shard(x, dim[1], lengths).clone().requires_grad_()
-        got = ours(mine, s, dim, norm)
-        torch.testing.assert_close(got, shard(expected, dim[0], rows), rtol=1e-12, atol=1e-12)
-        got.backward(shard(cotangent, dim[0], rows))
-        torch.testing.assert_close(mine.grad, shard(gradient, dim[1], lengths), rtol=1e-12, atol=1e-12)
+    parts = compute_split_shapes(expected.shape[target], dist.get_world_size())
+    for lengths in shardings(x.shape[sharded]):
+        mine = shard(x, sharded, lengths).clone().requires_grad_()
+        got = ours(mine, (None, None) if s is None else s, dim, norm)
+        torch.testing.assert_close(got, shard(expected, target, parts), rtol=1e-12, atol=1e-12)
+        got.backward(shard(cotangent, target, parts))
+        torch.testing.assert_close(mine.grad, shard(gradient, sharded, lengths), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -84,7 +84,7 @@ def gradients():
         x = torch.randn(3, compute_split_shapes(4, world)[dist.get_rank()], dtype=torch.float64)
         z = torch.randn_like(x, dtype=torch.complex128)
         assert_gradients(lambda x: DistributedRFFT2.apply(x, (4, 3), (0, 1), "forward"), x)
-        assert_gradients(lambda z: DistributedIRFFT2.apply(z, (2, 5), (0, 1)), z)
+        assert_gradients(lambda z: DistributedIRFFT2.apply(z, (2, 5), (1, 0)), z)
         assert_second_order(lambda x: DistributedRFFT2.apply(x, None, (0, 1)).abs(), x)
 
 
@@ -99,10 +99,9 @@ def round_trip():
         assert spectrum.dtype == torch.complex64
         full = utils.all_gather_v_wrapper(spectrum, [2, 2, 2], dim=1)
         torch.testing.assert_close(full, torch.fft.rfft2(x, norm="ortho"), rtol=1e-5, atol=1e-5)
-        # The spectrum is sharded along dim 1; the inverse takes it sharded along dim 2.
-        shards, _ = utils.distributed_transpose(spectrum, 2, 1)
-        back = DistributedIRFFT2.apply(torch.cat(shards, 1), (6, 9), (1, 2))
-        torch.testing.assert_close(back, shard(x, 1, [2, 2, 2]), rtol=1e-5, atol=1e-5)
+        back = DistributedIRFFT2.apply(spectrum, (None, 9), (1, 2))  # the spectrum as it is: sharded along dim 1
+        assert back.dtype == torch.float32
+        torch.testing.assert_close(back, shard(x, 2, [3, 3, 3]), rtol=1e-5, atol=1e-5)
 
 
 def test_only_needed_columns_are_sent():
@@ -143,7 +142,9 @@ def refused():
                 bad()
         for bad, match in (
             (lambda: DistributedRFFT2.apply(x, None, (1, 1)), "not two dims"),
-            (lambda: DistributedRFFT2.apply(x, (0, 4), (0, 1)), "no transform"),
+            (lambda: DistributedRFFT2.apply(x, (0, 4), (0, 1)), "sizes of at least 1"),
+            (lambda: DistributedIRFFT2.apply(x[:, :1], None, (0, 1)), "spectrum of one column"),
+            (lambda: DistributedIRFFT2.apply(x[:, :0], None, (0, 1)), "an empty field"),
         ):
             with pytest.raises(ValueError, match=match):
                 bad()

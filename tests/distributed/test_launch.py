@@ -126,6 +126,11 @@ def test_precedence_of_launchers():
     assert detect({}).method == "single" and detect({}) == Launch("single")
     # mpirun in a SLURM job: the job's variables are set but do not describe this process.
     assert detect(SBATCH | {"SLURM_NTASKS": "2"} | MPIRUN).rank == 1
+    for rank in ("0", "1"):
+        assert detect(SBATCH | {"SLURM_NTASKS": "2"} | MPIRUN | {"OMPI_COMM_WORLD_RANK": rank}).method == "openmpi"
+    # Both describe this process: SLURM's come first.
+    both = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert detect(SRUN | MPIRUN | both).method == "slurm"
     # A job script may export some of torch's variables for its own use.
     assert detect(SRUN | {"WORLD_SIZE": "8", "MASTER_PORT": "4711"}).method == "slurm"
 

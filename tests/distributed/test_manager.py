@@ -78,9 +78,12 @@ def test_a_single_process(alone):
 
 def test_manager_is_a_singleton(alone):
     other = DistributedManager()
-    alone.broadcast_buffers = alone.find_unused_parameters = True
+    alone.broadcast_buffers = True
+    with pytest.warns(UserWarning, match="find_unused_parameters"):
+        alone.find_unused_parameters = True
     assert other.broadcast_buffers and other.find_unused_parameters
-    DistributedManager.initialize()  # the second time does nothing
+    with pytest.warns(UserWarning, match="initialized already: this call does nothing"):
+        DistributedManager.initialize()
     assert other.broadcast_buffers
 
 

@@ -44,6 +44,21 @@ foreach_mul_ = torch._foreach_mul_
 same_memory = torch._C._is_alias_of
 
 
+# torch 2.11-2.15: the type of `torch.ops.lib.op`, which stands for all its overloads. No public name.
+OpOverloadPacket: Any = type(torch.ops.aten.add)
+
+
+def select_overload(packet: Any, args: tuple, kwargs: dict) -> str | None:
+    """Return the name of the overload that torch selects for the arguments, None if none fits.
+
+    torch 2.11-2.15: `_jit_resolve_packet`, which the call of a packet uses; no public name.
+    """
+    try:
+        return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    except RuntimeError:
+        return None
+
+
 def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside a FunctionalTensor of AOTAutograd; any other tensor itself.
 
@@ -142,8 +157,10 @@ NAMESPACES = (
 def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with storage: some backward formulas (of sgn, for example) return "efficient zeros" without.
 
-    torch 2.11-2.15; no public name identifies them.
+    torch 2.11-2.15; no public name identifies them. A program of torch.compile has none.
     """
+    if torch.compiler.is_compiling():
+        return tensor
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
 

@@ -85,14 +85,21 @@ def split(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGr
     return _slice(tensor, dim, shard_sizes, group)
 
 
-def reduce_scatter(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Reduce Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather."""
-    return _ReduceScatter.apply(tensor, dim, tuple(shard_sizes), group)
+def reduce_scatter(
+    tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup, widen: bool = True
+) -> Tensor:
+    """Reduce Partial -> Shard(dim). Forward: each slice goes to its owner, which sums. Adjoint: all-gather.
+
+    Half precision is summed in fp32, or in its own dtype without `widen`.
+    """
+    return _ReduceScatter.apply(tensor, dim, tuple(shard_sizes), group, widen)
 
 
-def gather_replicate_in(tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Gather Shard(dim) for work that differs from rank to rank. Forward: all_gather. Adjoint: reduce_scatter."""
-    return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group)
+def gather_replicate_in(
+    tensor: Tensor, dim: int, shard_sizes: Sequence[int], group: ProcessGroup, widen: bool = True
+) -> Tensor:
+    """Gather Shard(dim) for work that differs from rank to rank. Forward: all_gather. Adjoint: `reduce_scatter`."""
+    return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group, widen)
 
 
 def exchange(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
@@ -106,6 +113,14 @@ def shift(tensor: Tensor, shape: Sequence[int], step: int, group: ProcessGroup) 
     Adjoint: the gradient goes `step` coords back.
     """
     return _Shift.apply(tensor, tuple(shape), step, group)
+
+
+def start_shift(
+    tensor: Tensor, into: Tensor, step: int, group: ProcessGroup
+) -> tuple[Tensor, collectives.Pending[list[Tensor]]]:
+    """Start a `shift` into the buffer `into`: return it, and the message to wait for. Adjoint: that of `shift`."""
+    started: list[collectives.Pending[list[Tensor]]] = []
+    return _StartShift.apply(tensor, into, step, group, started), started[0]
 
 
 def to_partial(tensor: Tensor, groups: Groups) -> Tensor:
@@ -315,25 +330,25 @@ class _Split(Collective):
 
 class _ReduceScatter(Collective):
     @staticmethod
-    def forward(ctx, tensor, dim, lengths, group):
-        ctx.how = dim, lengths, group
-        out = collectives.reduce_scatter(tensor.split(lengths, dim), group)
+    def forward(ctx, tensor, dim, lengths, group, widen):
+        ctx.how = dim, lengths, group, widen
+        out = collectives.reduce_scatter(tensor.split(lengths, dim), group, widen)
         return out.clone() if len(lengths) == 1 else out
 
     @staticmethod
     def backward(ctx, grad):
-        return _GatherReplicateIn.apply(grad, *ctx.how), None, None, None
+        return _GatherReplicateIn.apply(grad, *ctx.how), None, None, None, None
 
 
 class _GatherReplicateIn(Collective):
     @staticmethod
-    def forward(ctx, tensor, dim, lengths, group):
-        ctx.how = dim, lengths, group
+    def forward(ctx, tensor, dim, lengths, group, widen):
+        ctx.how = dim, lengths, group, widen
         return _all_gather(tensor, dim, lengths, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _ReduceScatter.apply(grad, *ctx.how), None, None, None
+        return _ReduceScatter.apply(grad, *ctx.how), None, None, None, None
 
 
 class _Exchange(Collective):
@@ -364,6 +379,28 @@ class _Shift(Collective):
     @staticmethod
     def backward(ctx, grad):
         return _Shift.apply(grad, *ctx.how), None, None, None
+
+
+class _StartShift(Collective):
+    @staticmethod
+    def forward(ctx, tensor, into, step, group, started):
+        ctx.how = tensor.shape, -step, group
+        ctx.mark_dirty(into)
+        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        to, source = (coord + step) % size, (coord - step) % size
+        if to == coord:
+            into.copy_(tensor)
+            started.append(collectives.Pending((), (), lambda: [into]))
+            return into
+        nothing = tensor.new_empty(0)
+        sends, shapes, buffers = [nothing] * size, [(0,)] * size, [nothing] * size
+        sends[to], shapes[source], buffers[source] = tensor, into.shape, into
+        started.append(collectives.start_exchange(sends, shapes, group, into=buffers))
+        return into
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Shift.apply(grad, *ctx.how), None, None, None, None
 
 
 class _ToPartial(Collective):

@@ -175,14 +175,17 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return _ACCUMULATE_DTYPES.get(dtype, dtype)
 
 
-def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the sum over ranks of the shard of this coord. Each shard is sent once and summed in fp32 or better."""
+def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup, widen: bool = True) -> Tensor:
+    """Return the sum over ranks of the shard of this coord. Each shard is sent once.
+
+    Half precision is summed in fp32, or in its own dtype without `widen`.
+    """
     size, coord = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return pieces[0]
     mine = pieces[coord]
     received = exchange(pieces, [mine.shape] * size, group)
-    total = received[0].to(accumulate_dtype(mine.dtype), copy=True)
+    total = received[0].to(accumulate_dtype(mine.dtype) if widen else mine.dtype, copy=True)
     for piece in received[1:]:
         total += piece
     return total.to(mine.dtype)

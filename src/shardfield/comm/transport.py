@@ -54,6 +54,9 @@ class DirectTransport:
     """Call torch.distributed on the tensors directly."""
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
+        if torch.compiler.is_compiling():  # torch.compile traces no asynchronous collective
+            dist.all_reduce(buffer, op, group=group)
+            return []
         return [dist.all_reduce(buffer, op, group=group, async_op=True)]
 
     def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:

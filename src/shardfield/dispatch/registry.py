@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from .._compat import without_override_check
+from .._compat import OpOverloadPacket, select_overload, without_override_check
 from ..errors import ShardingError
 from ..redistribute import redistribute
 from ..tensor import Deferred, ShardTensor, torch_function, wrap
@@ -136,7 +136,13 @@ def handler_of(func: Any) -> Handler:
 
 def resolve(func: Any) -> Handler:
     """Return the handler of a function that is not registered: by name, its Python body, or a gather."""
-    named = runtime.active.registry.named
+    registry = runtime.active.registry
+    named = registry.named
+    if func in registry.dispatch_handlers:
+        run = registry.dispatch_handlers[func]
+        return lambda func, types, args, kwargs: run(*args, **kwargs)
+    if isinstance(func, OpOverloadPacket):
+        return lambda packet, types, args, kwargs: _call_overload(packet, types, args, kwargs)
     spelled = (function_name(func), str(func), f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', '')}")
     for name in spelled:
         if name in named:
@@ -145,6 +151,30 @@ def resolve(func: Any) -> Handler:
     if opened is not None:
         return lambda func, types, args, kwargs: opened(*args, **kwargs)
     return gather_fallback
+
+
+def _call_overload(packet: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """Run `torch.ops.lib.op(...)` as a call of the overload that torch selects for the arguments."""
+    rt = runtime.active
+    overload = getattr(packet, select_overload(packet, args, kwargs) or packet.overloads()[0])
+    return (rt.handlers.get(overload) or resolve(overload))(overload, types, args, kwargs)
+
+
+def functions_of(op: Any) -> Iterable[Any]:
+    """Return the Python functions of an aten operator; none for operators of other libraries."""
+    namespace, _, name = op._schema.name.partition("::")
+    return list(aliases(name)) if namespace == "aten" else []
+
+
+def dispatch_or(op: Any, run: Callable, otherwise: Handler | None) -> Handler:
+    """Return a handler that calls `run` where the arguments select `op`, and `otherwise` (or a gather) elsewhere."""
+
+    def call(func, types, args, kwargs):
+        if select_overload(op.overloadpacket, args, kwargs) == op._overloadname:
+            return run(*args, **kwargs)
+        return (otherwise or resolve(func))(func, types, args, kwargs)
+
+    return call
 
 
 def torch_dispatch(cls, func, types, args, kwargs):
@@ -201,6 +231,7 @@ def _connect(registry: runtime.Registry) -> None:
     """Set the dispatcher functions that ShardTensor calls: `tensor.py` cannot import this module."""
     registry.resolve, registry.torch_dispatch, registry.run_backward = resolve, torch_dispatch, run_backward
     registry.aliases = torch_aliases
+    registry.functions_of, registry.dispatch_or = functions_of, dispatch_or
 
 
 _connect(runtime.active.registry)

@@ -13,6 +13,10 @@ from .config import ProcessGroupNode as ProcessGroupNode
 from .fft import DistributedIRFFT2 as DistributedIRFFT2
 from .fft import DistributedRFFT2 as DistributedRFFT2
 from .manager import DistributedManager as DistributedManager
+from .manager import PhysicsNeMoUndefinedGroupError as PhysicsNeMoUndefinedGroupError
+from .manager import (
+    PhysicsNeMoUninitializedDistributedManagerWarning as PhysicsNeMoUninitializedDistributedManagerWarning,
+)
 from .shared_params import mark_module_as_shared as mark_module_as_shared
 from .shared_params import unmark_module_as_shared as unmark_module_as_shared
 from .utils import reduce_loss as reduce_loss

@@ -28,13 +28,13 @@ def all_gather_v(
 ) -> Tensor:
     """Gather all shards, concatenated, on every rank. Backward: reduce-scatter of the gradient.
 
-    Half precision is always summed in fp32, for any `use_fp32`: the messages are in half precision, so it costs no
-    bytes. With `sizes` None, ranks exchange their sizes.
+    Half precision is sent as it is and summed in fp32, or in its own dtype with `use_fp32=False`. With `sizes` None,
+    ranks exchange their sizes.
     """
     args = validate_shards("all_gather_v", tensor, sizes, dim, group)
     if args.group is None:
         return args.tensor
-    return autograd_collectives.gather_replicate_in(args.tensor, args.dim, args.sizes, args.group)
+    return autograd_collectives.gather_replicate_in(args.tensor, args.dim, args.sizes, args.group, use_fp32)
 
 
 def gather_v(
@@ -88,12 +88,13 @@ def indexed_all_to_all_v(
     """Send the slices `indices[r]` of this rank's shard to each rank r; return the received slices in rank order.
 
     `sizes[s][r]` is the number of slices that rank s sends to rank r. An index may be sent to several ranks, and
-    several times to one. Backward: gradients are sent back and added to their source slices, in fp32 for half precision
-    (unless `use_fp32` is False).
+    several times to one; negative indices count from the end. Backward: gradients are sent back and added to their
+    source slices, in fp32 for half precision (unless `use_fp32` is False).
     """
     args = validate_indices(tensor, indices, sizes, dim, group)
     tensor, dim = args.tensor, args.dim
     chosen = torch.cat([i.reshape(-1).to(tensor.device) for i in indices])
+    chosen = torch.where(chosen < 0, chosen + tensor.shape[dim], chosen)
     wide = collectives.accumulate_dtype(tensor.dtype) if use_fp32 and tensor.requires_grad else tensor.dtype
     packed = tensor.to(wide).index_select(dim, chosen).to(tensor.dtype)
     if args.group is None:
@@ -107,3 +108,27 @@ def indexed_all_to_all_v(
         sizes_out=((dim, sum(received)),),
     )
     return autograd_collectives.exchange(packed, route, args.group)
+
+
+class AllGatherVAutograd:
+    """`all_gather_v` as PhysicsNeMo's autograd Function."""
+
+    apply = staticmethod(all_gather_v)
+
+
+class GatherVAutograd:
+    """`gather_v` as PhysicsNeMo's autograd Function."""
+
+    apply = staticmethod(gather_v)
+
+
+class ScatterVAutograd:
+    """`scatter_v` as PhysicsNeMo's autograd Function."""
+
+    apply = staticmethod(scatter_v)
+
+
+class IndexedAllToAllVAutograd:
+    """`indexed_all_to_all_v` as PhysicsNeMo's autograd Function."""
+
+    apply = staticmethod(indexed_all_to_all_v)

@@ -39,6 +39,10 @@ class FusedWork:
             self._pending, self._tensors = None, ()
         return True
 
+    def is_completed(self) -> bool:
+        """Return whether the result is filled in: `wait()` has returned, or there was no message."""
+        return self._pending is None
+
 
 def fused_all_reduce(
     tensors: Any,
@@ -51,12 +55,12 @@ def fused_all_reduce(
 ) -> Any:
     """All-reduce a tensor, or a mapping or sequence of tensors (arbitrarily nested), with one message.
 
-    The result has the same structure (dicts and lists), shapes, dtypes and devices; it is detached and shares no
-    memory with the input. The tensors are packed into one buffer, mappings in the order of their keys. Its dtype is the
-    one that the tensors promote to, and fp32 for half precision. Integers are reduced as integers; a mix of integers
-    and floats is refused unless `buffer_dtype` is set. `device` is the buffer's device, by default the first tensor's.
-    With `async_op` it returns `(result, work)`, and `work.wait()` fills the result in. A single process gets its own
-    values.
+    The result has the same structure (dicts, lists, or a TensorDict for a TensorDict), shapes, dtypes and devices; it
+    is detached and shares no memory with the input. The tensors are packed into one buffer, mappings in the order of
+    their keys. Its dtype is the one that the tensors promote to, and fp32 for half precision. Integers are reduced as
+    integers; a mix of integers and floats is refused unless `buffer_dtype` is set. `device` is the buffer's device, by
+    default the first tensor's. With `async_op` it returns `(result, work)`, and `work.wait()` fills the result in. A
+    single process gets its own values.
 
     >>> sums = fused_all_reduce({"loss": torch.tensor(3.0), "count": torch.tensor(2.0)})
     >>> float(sums["loss"] / sums["count"])
@@ -85,8 +89,10 @@ def _clone_tensors(tensors: Any) -> Any:
     if isinstance(tensors, Tensor):
         return tensors.detach().clone()
     if isinstance(tensors, Mapping):
+        if hasattr(tensors, "batch_size") and hasattr(tensors, "apply"):  # a TensorDict, which need not be installed
+            return tensors.apply(_clone_tensors)
         return {key: _clone_tensors(value) for key, value in tensors.items()}
-    if isinstance(tensors, Sequence) and not isinstance(tensors, str):
+    if isinstance(tensors, Sequence) and not isinstance(tensors, (str, bytes)):
         return [_clone_tensors(value) for value in tensors]
     raise TypeError(f"fused_all_reduce: {type(tensors).__name__} is no tensor, nor a mapping or sequence of tensors")
 
@@ -95,8 +101,8 @@ def _tensor_leaves(tensors: Any) -> Iterator[Tensor]:
     """Yield the tensors in an order that is the same on all ranks, independent of the insertion order of dicts."""
     if isinstance(tensors, Tensor):
         yield tensors
-    elif isinstance(tensors, dict):
-        for key in sorted(tensors, key=str):
+    elif isinstance(tensors, Mapping):
+        for key in sorted(tensors.keys(), key=str):
             yield from _tensor_leaves(tensors[key])
     else:
         for value in tensors:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ..errors import WorldError
+from ..errors import UndefinedGroupError, WorldError
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class ProcessGroupConfig:
     def get_node(self, name: str) -> ProcessGroupNode:
         """Return the node of that name."""
         if name not in self._nodes:
-            raise WorldError(f"no process group {name!r} in the tree; it has {', '.join(self._nodes)}")
+            raise UndefinedGroupError(f"no process group {name!r} in the tree; it has {', '.join(self._nodes)}")
         return self._nodes[name]
 
     def children(self, name: str) -> list[ProcessGroupNode]:

@@ -53,15 +53,27 @@ def detect(env: Env) -> Launch:
         return LAUNCHERS[forced.upper()](env)
     if "RANK" in env and "WORLD_SIZE" in env:
         return from_env(env)
-    # mpirun inside a SLURM job passes on the variables of the batch script, or of the daemons that it starts with srun.
-    # They do not describe this process. srun does not set Open MPI's variables.
-    if "SLURM_PROCID" in env and "OMPI_COMM_WORLD_RANK" not in env:
+    if "SLURM_PROCID" in env and _slurm_describes_this_process(env):
         return from_slurm(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return from_open_mpi(env)
     if "RANK" in env or "WORLD_SIZE" in env:
         return from_env(env)  # raises: some variables are missing
     return Launch("single")
+
+
+def _slurm_describes_this_process(env: Env) -> bool:
+    """Return whether SLURM's variables are of this process, where Open MPI's may be set too.
+
+    mpirun inside a SLURM job passes on the variables of the batch script, or of the daemons that it starts with srun;
+    they differ from those that it sets itself.
+    """
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return True
+    size = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or env.get("SLURM_NPROCS")
+    slurm = (env["SLURM_PROCID"], size, env.get("SLURM_LOCALID"))
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return not _is_batch_script(env) and slurm == tuple(env.get(n) for n in names)
 
 
 def from_env(env: Env) -> Launch:
@@ -88,7 +100,7 @@ def from_slurm(env: Env, port: int | None = None) -> Launch:
     rank = _read_int(env, "SLURM_PROCID")
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world_size = _read_int(env, next((n for n in sizes if env.get(n)), "SLURM_NTASKS"))
-    if world_size > 1 and "SLURM_STEP_ID" not in env and env.get("ENVIRONMENT") == "BATCH":
+    if world_size > 1 and _is_batch_script(env):
         # A rendezvous would never complete: sbatch reserves the tasks, but starts only the script.
         warnings.warn(
             f"sbatch reserved {world_size} tasks and started one process; `srun python ...` starts them all",
@@ -99,6 +111,10 @@ def from_slurm(env: Env, port: int | None = None) -> Launch:
     job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
     here = Launch("slurm", rank, world_size, _read_int(env, "SLURM_LOCALID"), _slurm_addr(env), _port_for_job(job), job)
     return _with_master_address(here, env, port=port)
+
+
+def _is_batch_script(env: Env) -> bool:
+    return "SLURM_STEP_ID" not in env and env.get("ENVIRONMENT") == "BATCH"
 
 
 def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) -> Launch:

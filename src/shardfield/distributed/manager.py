@@ -4,16 +4,19 @@ import atexit
 import contextlib
 import functools
 import os
+import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import runtime
 from .._compat.world import set_group_timeout, uncounted_group
-from ..errors import WorldError
+from ..errors import UndefinedGroupError, UninitializedManagerError, WorldError
 from . import launch as launching
 from . import world as worlds
 from .config import ProcessGroupConfig, ProcessGroupNode
@@ -21,12 +24,18 @@ from .groups import RankLists, complete_shape, mesh_axis_groups, orthogonal_grou
 from .launch import Launch
 
 
+# The names of PhysicsNeMo.
+PhysicsNeMoUndefinedGroupError = UndefinedGroupError
+PhysicsNeMoUninitializedDistributedManagerWarning = UninitializedManagerError
+
+
 class DistributedManager:
     """The process world. All instances share one state, so any code can use `DistributedManager()`.
 
     `initialize()` detects how the program was started (torchrun or anything else that sets torch's variables, SLURM's
     srun, Open MPI's mpirun, plain python) and connects the processes, with NCCL if there are CUDA devices and gloo
-    otherwise. An existing world of torch.distributed is adopted. Seeds and environment variables do not change.
+    otherwise. An existing world of torch.distributed is adopted. Environment variables do not change, and without
+    `initialize(seed=...)` no generator is seeded.
 
     >>> DistributedManager.initialize()
     >>> dm = DistributedManager()
@@ -57,12 +66,14 @@ class DistributedManager:
 
     def __init__(self):
         if not self.is_initialized():
-            raise WorldError("DistributedManager() before DistributedManager.initialize(): call that first")
+            raise UninitializedManagerError("DistributedManager() before DistributedManager.initialize(): call that first")
 
     def __getattr__(self, name: str):
         # Called only for missing attributes: after cleanup() a manager has lost its state.
         if name.startswith("_") and not name.startswith("__") and not self.is_initialized():
-            raise WorldError("this DistributedManager was cleaned up; call DistributedManager.initialize() again")
+            raise UninitializedManagerError(
+                "this DistributedManager was cleaned up; call DistributedManager.initialize() again"
+            )
         raise AttributeError(f"DistributedManager has no attribute {name!r}")
 
     def __str__(self) -> str:
@@ -121,6 +132,8 @@ class DistributedManager:
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, find: bool) -> None:
+        if find:
+            warnings.warn("find_unused_parameters=True makes DDP walk the graph in every step", stacklevel=2)
         self._find_unused_parameters = find
 
     # Groups by name.
@@ -135,7 +148,7 @@ class DistributedManager:
         if name is None:
             return None
         if name not in self._groups:
-            raise WorldError(f"no process group is named {name!r}; there are {_format_names(self._groups)}")
+            raise UndefinedGroupError(f"no process group is named {name!r}; there are {_format_names(self._groups)}")
         return self._groups[name]
 
     def group_size(self, name: str | None = None) -> int:
@@ -151,7 +164,9 @@ class DistributedManager:
         if group is None:
             return None
         if group not in self._group_names:
-            raise WorldError(f"that process group was not made by name here; there are {_format_names(self._groups)}")
+            raise UndefinedGroupError(
+                f"that process group was not made by name here; there are {_format_names(self._groups)}"
+            )
         return self._group_names[group]
 
     # Meshes.
@@ -185,7 +200,7 @@ class DistributedManager:
         names = (name,) if isinstance(name, str) else tuple(name)
         unknown = [n for n in names if n not in self._mesh_dims]
         if unknown:
-            raise WorldError(
+            raise UndefinedGroupError(
                 f"no mesh axis is named {_format_names(unknown)}; the mesh has {_format_names(self._mesh_dims)}"
             )
         if names != tuple(n for n in self._mesh_dims if n in names):
@@ -276,7 +291,11 @@ class DistributedManager:
 
     @staticmethod
     def create_groups_from_config(config: ProcessGroupConfig, verbose: bool = False) -> None:
-        """Create all groups of a tree. The children of a node are orthogonal to each other."""
+        """Create all groups of a tree. The children of a node are orthogonal to each other.
+
+        Warns, since the interface is experimental.
+        """
+        warnings.warn("create_groups_from_config is experimental and may change", stacklevel=2)
         DistributedManager.create_group_from_node(config.root, verbose=verbose)
         pending = [config.root_id]
         while pending:
@@ -319,21 +338,26 @@ class DistributedManager:
         return worlds.available_backend()
 
     @staticmethod
-    def initialize() -> None:
+    def initialize(seed: int | None = None) -> None:
         """Set up the world from the variables of the launcher; see `shardfield.distributed.launch.detect`.
 
         SHARDFIELD_DISTRIBUTED_INITIALIZATION_METHOD=ENV|SLURM|OPENMPI forces one launcher's variables. A second
-        call does nothing.
+        call warns and does nothing. With `seed`, the generators of numpy, torch and `random` are seeded with
+        `seed + rank`; without it, none is.
         """
         if DistributedManager.is_initialized():
+            warnings.warn("DistributedManager is initialized already: this call does nothing", stacklevel=2)
             return
+        DistributedManager._set_world(DistributedManager._detect_world())
+        if seed is not None:
+            _seed_generators(seed + DistributedManager().rank)
+
+    @staticmethod
+    def _detect_world() -> worlds.World:
         if dist.is_initialized():
-            DistributedManager._set_world(worlds.adopt_existing())
-            return
+            return worlds.adopt_existing()
         launch = launching.detect(os.environ)
-        DistributedManager._set_world(
-            worlds.single_process(launch) if launch.method == "single" else worlds.start(launch)
-        )
+        return worlds.single_process(launch) if launch.method == "single" else worlds.start(launch)
 
     @staticmethod
     def initialize_env() -> None:
@@ -411,6 +435,12 @@ class DistributedManager:
         finally:
             DistributedManager._shared_state.clear()
             runtime.end_world()
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _parse_port(port: int | str | None) -> int | None:

@@ -1,4 +1,6 @@
 """An older path of ShardTensor, kept for scripts that use it."""
 
 from ..distribute import scatter_tensor as scatter_tensor
+from ..spec import ShardTensorSpec as ShardTensorSpec
 from ..tensor import ShardTensor as ShardTensor
+from ..tensor import TensorPromotionMode as TensorPromotionMode

@@ -24,21 +24,28 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
 
 
 def split_tensor_along_dim(tensor: Tensor, dim: int, num_chunks: int) -> tuple[Tensor, ...]:
-    """Split a tensor into views with the sizes of `compute_split_shapes`; they may be empty."""
+    """Split a tensor into views with the sizes of `compute_split_shapes`; they may be empty.
+
+    >>> [len(part) for part in split_tensor_along_dim(torch.zeros(2), 0, 3)]
+    [0, 0, 2]
+    """
     return tensor.split(compute_split_shapes(tensor.shape[_normalize_dim(tensor, dim)], num_chunks), dim)
 
 
 def get_memory_format(tensor: Tensor) -> torch.memory_format:
-    """Return channels_last (or its 3-D form) if only that describes the memory; else contiguous_format."""
-    if not tensor.is_contiguous():
-        for ndim, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if tensor.dim() == ndim and tensor.is_contiguous(memory_format=form):
-                return form
+    """Return channels_last (or its 3-D form) if it describes the memory, even if others do too; else contiguous_format.
+
+    >>> get_memory_format(torch.zeros(2, 1, 4, 4))  # one channel: both describe it
+    torch.channels_last
+    """
+    for ndim, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == ndim and tensor.is_contiguous(memory_format=form):
+            return form
     return torch.contiguous_format
 
 
 def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> Tensor:
-    """Pad `dim` to `new_size` at its end, with zeros or, for mode "conj", by Hermitian symmetry.
+    """Pad `dim` to `new_size` at its end, with zeros or, for mode "conj", by Hermitian symmetry. Crop a longer dim.
 
     With "conj" the dim has the first part of a spectrum of `new_size`, and the rest is its reversed conjugate, which
     `torch.fft.rfft` omits.
@@ -47,26 +54,29 @@ def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> T
     >>> torch.allclose(pad_helper(full[:3], 0, 5, mode="conj"), full)
     True
     """
+    if mode not in ("zero", "conj"):
+        raise ValueError(f"pad_helper: mode {mode!r} is neither 'zero' nor 'conj'")
     dim = _normalize_dim(tensor, dim)
     size = tensor.shape[dim]
     added = new_size - size
-    if added < 0:
-        raise ValueError(f"pad_helper: dim {dim} has {size} already, more than {new_size}")
-    if mode == "zero":
+    if new_size < 0:
+        raise ValueError(f"pad_helper: a size of {new_size}")
+    if added < 0 or mode == "zero":
         return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, added])
-    if mode != "conj":
-        raise ValueError(f"pad_helper: mode {mode!r} is neither 'zero' nor 'conj'")
     if added > max(0, size - 1):
         raise ValueError(f"pad_helper: {size} frequencies do not determine {new_size} by symmetry")
     return torch.cat([tensor, tensor.narrow(dim, 1, added).flip(dim).conj()], dim)
 
 
 def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:
-    """Truncate `dim` to `new_size` at its end; the result is contiguous in the input's memory format."""
+    """Truncate `dim` to `new_size` at its end; a shorter dim keeps its size.
+
+    The result is contiguous in the input's memory format.
+    """
     dim = _normalize_dim(tensor, dim)
-    if not 0 <= new_size <= tensor.shape[dim]:
-        raise ValueError(f"truncate_helper: dim {dim} has {tensor.shape[dim]}, which cannot be truncated to {new_size}")
-    return tensor.narrow(dim, 0, new_size).contiguous(memory_format=get_memory_format(tensor))
+    if new_size < 0:
+        raise ValueError(f"truncate_helper: a size of {new_size}")
+    return tensor.narrow(dim, 0, min(new_size, tensor.shape[dim])).contiguous(memory_format=get_memory_format(tensor))
 
 
 def _normalize_dim(tensor: Tensor, dim: int) -> int:

@@ -40,11 +40,14 @@ def all_gather_v_wrapper(
 def all_gather_v_bwd_wrapper(
     tensor: Tensor, sizes: Sizes, dim: int = 0, use_fp32: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Adjoint of `all_gather_v_wrapper`: return this rank's shard of the sum over ranks of full tensors."""
+    """Adjoint of `all_gather_v_wrapper`: return this rank's shard of the sum over ranks of full tensors.
+
+    Half precision is summed in fp32, or in its own dtype with `use_fp32=False`.
+    """
     args = validate_shards("all_gather_v_bwd", tensor.detach(), sizes, dim, group, input_kind="full")
     if args.group is None:
         return args.tensor
-    return autograd_collectives.reduce_scatter(args.tensor, args.dim, args.sizes, args.group)
+    return autograd_collectives.reduce_scatter(args.tensor, args.dim, args.sizes, args.group, use_fp32)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def _check_indices(indices: Sequence[Tensor], size: int) -> str | None:
     for peer, index in enumerate(indices):
         if index.dtype not in (torch.int64, torch.int32):
             return f"the indices for position {peer} are {index.dtype}, not integers"
-        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < size):
+        if index.numel() and not (-size <= int(index.min()) and int(index.max()) < size):
             return f"the indices for position {peer} go from {int(index.min())} to {int(index.max())}, of {size} slices"
     return None
 

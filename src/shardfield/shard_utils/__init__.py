@@ -6,3 +6,4 @@ from .halo import unhalo_padding as unhalo_padding
 from .halo_blocks import halo_blocks as halo_blocks
 from .ring import RingPassingConfig as RingPassingConfig
 from .ring import perform_ring_iteration as perform_ring_iteration
+from .ring import perform_ring_iteration_async as perform_ring_iteration_async

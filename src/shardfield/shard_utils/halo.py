@@ -38,8 +38,8 @@ class HaloConfig:
     tensor_dim: int
     halo_size: int
     edge_padding_size: int = 0
-    communication_method: str = "a2a"
     async_op: bool = False
+    communication_method: str = "a2a"
     boundary: str | None = None
     lengths: tuple[int, ...] | None = None
     pole_dim: int | None = None

@@ -1,1 +1,3 @@
 """Adaptive Fourier neural operators."""
+
+from .distributed import DistributedAFNO as DistributedAFNO

@@ -1,0 +1,1 @@
+"""`shardfield.shard_utils` under PhysicsNeMo's path."""
