@@ -1,7 +1,7 @@
 """Shards of a ShardTensor for `torch.distributed.checkpoint`: what each rank writes and reads.
 
-`dcp.save` and `dcp.load` ask a tensor for its chunks by three methods, which DTensor has too. Each rank writes and reads
-its own shard; replicas are written once. A checkpoint can be loaded into any other layout, also of a DTensor.
+`dcp.save` and `dcp.load` ask a tensor for its chunks by three methods, which DTensor has too. Each rank writes and
+reads its own shard; replicas are written once. A checkpoint can be loaded into any other layout, also of a DTensor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from .errors import ShardingError
 from .layout import Layout
+
 
 def chunks(layout: Layout) -> list[ChunkStorageMetadata]:
     """Return this rank's chunk, or none if it is empty and others are not."""

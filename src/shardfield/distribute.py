@@ -77,8 +77,8 @@ def sync_module_over_mesh(
     away = any(t.device.type != mesh.device_type for _, t in held)
     if _max_over([bool(named) and not held], mesh).item():
         raise ShardingError(
-            "sync_module_over_mesh: every parameter and buffer of the module is a ShardTensor or DTensor already; call it "
-            "before they are distributed"
+            "sync_module_over_mesh: every parameter and buffer of the module is a ShardTensor or DTensor already; call "
+            "it before they are distributed"
         )
     if _max_over([away], mesh).item():
         raise ShardingError(f"sync_module_over_mesh: parameters or buffers are not on a {mesh.device_type!r} device")

@@ -219,5 +219,7 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
                     f"redistribute: dim {dim} is sharded by axes {axes} together; state shard sizes for one axis only"
                 )
         elif shapes not in (None, "chunk"):
-            raise ShardingError(f'redistribute: sharding_shapes is None, "chunk", "balanced", a dict or a list, not {shapes!r}')
+            raise ShardingError(
+                f'redistribute: sharding_shapes is None, "chunk", "balanced", a dict or a list, not {shapes!r}'
+            )
     return Layout.of(layout.mesh, placed, layout.shape, lengths)

@@ -23,7 +23,6 @@ from .config import ProcessGroupConfig, ProcessGroupNode
 from .groups import RankLists, complete_shape, mesh_axis_groups, orthogonal_groups, split_groups
 from .launch import Launch
 
-
 # The names of PhysicsNeMo.
 PhysicsNeMoUndefinedGroupError = UndefinedGroupError
 PhysicsNeMoUninitializedDistributedManagerWarning = UninitializedManagerError
@@ -66,7 +65,9 @@ class DistributedManager:
 
     def __init__(self):
         if not self.is_initialized():
-            raise UninitializedManagerError("DistributedManager() before DistributedManager.initialize(): call that first")
+            raise UninitializedManagerError(
+                "DistributedManager() before DistributedManager.initialize(): call that first"
+            )
 
     def __getattr__(self, name: str):
         # Called only for missing attributes: after cleanup() a manager has lost its state.
