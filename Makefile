@@ -59,10 +59,11 @@ test-models: $(VENV)/.zoo
 	SHARDFIELD_MODELS=.models.jsonl $(BIN)/python -m pytest tests/zoo
 	$(BIN)/python -m tests.zoo.page .models.jsonl docs/models.md
 
-# Every layout of the case table, and PyTorch's whole operator database: takes a while, writes docs/op-coverage.md, and
-# fails where its numbers fall.
+# Every layout of the case table, every row in bf16 and under autocast, and PyTorch's whole operator database: takes a
+# while, writes docs/op-coverage.md, and fails where its numbers fall.
 sweep: setup
-	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/ops/test_case_tables.py tests/compiler/test_compile.py
+	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/ops/test_case_tables.py tests/ops/test_low_precision.py \
+		tests/compiler/test_compile.py
 	$(BIN)/python -m tests.ops.opinfo_sweep --page docs/op-coverage.md
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.

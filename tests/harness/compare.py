@@ -57,8 +57,9 @@ def describe_mismatch(got: Any, expected: Any, tolerance: float) -> str | None:
     return f"values differ by {by:.3g}: {got.flatten()[:6].tolist()} vs {expected.flatten()[:6].tolist()}"
 
 
-def _flatten(out: Any) -> list[Any]:
-    return [x for o in out for x in _flatten(o)] if isinstance(out, (list, tuple)) else [out]
+def flatten(out: Any) -> list[Any]:
+    """Flatten nested lists and tuples of results."""
+    return [x for o in out for x in flatten(o)] if isinstance(out, (list, tuple)) else [out]
 
 
 def _differ(case: Case, got: Any, expected: Any, also: Any) -> str | None:
@@ -77,10 +78,10 @@ def compare(case: Case, label: str, expected: Outcome, got: Outcome, also: Outco
 
     `also` is the outcome on the CPU if `expected` is that of a GPU. If torch's two kernels differ, either is accepted.
     """
-    refs, gots = _flatten(expected.value), _flatten(got.value)
+    refs, gots = flatten(expected.value), flatten(got.value)
     if len(refs) != len(gots):
         return [f"{label}: {len(gots)} results, should be {len(refs)}"]
-    others = [None] * len(refs) if also is None else _flatten(also.value)
+    others = [None] * len(refs) if also is None else flatten(also.value)
     failures = _compare_values(case, label, refs, gots, others)
     if any_rank(bool(failures)):
         return failures
@@ -145,7 +146,7 @@ def _cpu_gradients(seeds: list[torch.Tensor], also: Outcome | None) -> list[torc
     """Return the gradients of the CPU's inputs; None without a CPU outcome or if its results differ in shape."""
     if also is None:
         return None
-    results = [t for t in _flatten(also.value) if isinstance(t, torch.Tensor) and t.requires_grad]
+    results = [t for t in flatten(also.value) if isinstance(t, torch.Tensor) and t.requires_grad]
     if [t.shape for t in results] != [s.shape for s in seeds]:
         return None
     torch.autograd.backward(results, seeds)

@@ -228,7 +228,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
                 ready = _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
             except (TypeError, RuntimeError) as error:
                 numbers = None if isinstance(error, ShardingError) else _scalar_tensors_to_numbers(args, kwargs)
-                if numbers is None:
+                if numbers is None or mesh_of(*numbers) is None:  # the ShardTensor itself became a number
                     raise
                 try:
                     return run(func, types, *numbers)

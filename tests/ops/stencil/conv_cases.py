@@ -228,4 +228,18 @@ CASES = [
         T(2, dtype=torch.float32),
         options=FEW | {"name": "flattened, autocast", "tolerance": 5e-2},
     ),
+    # ---- in bf16: blocks that are narrower than the kernel, for which torch's kernels of 16 channels are wrong
+    case(
+        F.conv3d,
+        T(1, 16, 4, 3, 3, shard_dims=(2,)),
+        T(16, 16, 3, 3, 3, shard_dims=()),
+        padding=1,
+        options=FEW | {"name": "low precision conv3d"},
+    ),
+    case(
+        lambda x, w: F.conv3d(x.contiguous(memory_format=torch.channels_last_3d), w, padding=1),
+        T(1, 16, 5, 3, 4, shard_dims=(2,)),
+        T(8, 16, 3, 3, 3, shard_dims=()),
+        options=FEW | {"name": "low precision conv3d, channels last", "try_partial": False},
+    ),
 ]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...dispatch.plan import Operand
-from .autocast import HALF_DTYPES
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def probe(fn: Callable, *args: Any, meta: bool = False, single: bool = False, **kwargs: Any) -> Any:

@@ -81,7 +81,9 @@ def l1_loss(func, types, args, kwargs):
 @handler(*filter(None, [getattr(F, "linear_cross_entropy", None)]), exact=True)  # new in torch 2.13
 def linear_cross_entropy(func, types, args, kwargs):
     """Run torch's body without `options`, which split the batch to save memory: the batch is sharded already."""
-    return without_override_check(func)(*args, **kwargs | {"options": None})
+    out = without_override_check(func)(*args, **kwargs | {"options": None})
+    in_chunks = kwargs.get("options") is not None  # torch's own Function, which autocast does not run in fp32
+    return out.to(args[0].dtype) if in_chunks else out
 
 
 # ---------------------------------------------------------------------- composed of distances

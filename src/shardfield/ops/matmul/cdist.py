@@ -34,9 +34,10 @@ MODES = {
 def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
     """Replicate the smaller set of points and keep the larger sharded; sharded features are combined by all_reduce."""
     compute_mode = MODES.get(compute_mode, compute_mode)
-    probe(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
-    if compute_mode == MODES[None]:  # torch decides by the number of points, which must be the global one
+    if compute_mode == MODES[None] and min(x1.ndim, x2.ndim) > 1:
+        # torch decides by the number of points, which must be the global one
         compute_mode = MODES[1] if max(x1.shape[-2], x2.shape[-2]) > 25 else MODES[2]
+    probe(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
     left, right = batch_labels(x1.ndim - 2), batch_labels(x2.ndim - 2)
     terms = [make_term(x1, (*left, "p", "m")), make_term(x2, (*right, "r", "m"))]
     out = (*max(left, right, key=len), "p", "r")

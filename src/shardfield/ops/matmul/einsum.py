@@ -63,7 +63,9 @@ def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (
     """Shard one label per mesh axis in all operands and contract the local tensors."""
     if not all(isinstance(x, Operand) for x in operands):
         return None
-    probe(fn, equation, *operands)
+    # Under autocast einsum multiplies in half precision only where a contracted dim has more than one element, which a
+    # shard may not have: ranks would send different dtypes.
+    dtype = probe(fn, equation, *operands).dtype
     rows, out = parse_equation(equation, [x.ndim for x in operands])
     terms = [make_term(x, row) for x, row in zip(operands, rows, strict=True)]
     plan = plan_contraction(terms, out, broadcast=True, constants=constants)
@@ -72,7 +74,7 @@ def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (
     def local(operands: Sequence[Tensor]) -> Tensor:
         if any(slices):
             operands = [_narrow_all(t, n) for t, n in zip(operands, slices, strict=True)]
-        return fn(equation, *operands)
+        return fn(equation, *operands).to(dtype)
 
     return Plan(local=local, operands={"operands": plan.targets}, layout=plan.result)
 

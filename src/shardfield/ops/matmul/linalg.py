@@ -21,6 +21,7 @@ from ...dispatch.torch_aliases import aliases, function_name
 from ...layout import DimSharding, Layout
 from ...tensor import wrap
 from .._common.broadcast import Alignment, find_grad_reductions
+from .._common.probe import probe, stand_in
 from .contraction_strategy import Label, Term, plan_contraction
 from .matmul import batch_labels
 
@@ -267,13 +268,13 @@ def matrix_power(func, types, args, kwargs):
 @composed(LA.vander)
 def vander(x, *, N=None):
     """Return powers along a new last dim."""
-    LA.vander(torch.zeros(2), N=N)  # raises torch's error about N
+    probe(LA.vander, stand_in(x, [2] * x.ndim), N=N)
     return x.unsqueeze(-1) ** torch.arange(x.shape[-1] if N is None else N, device=x.device)
 
 
 @composed("vander")
 def vander_decreasing(x, N=None, increasing=False):
     """Return powers of a vector, the highest first."""
-    torch.vander(torch.zeros([2] * x.ndim), N, increasing)
+    probe(torch.vander, stand_in(x, [2] * x.ndim), N, increasing)
     powers = torch.arange(x.shape[0] if N is None else N, device=x.device)
     return x.unsqueeze(-1) ** (powers if increasing else powers.flip(0))

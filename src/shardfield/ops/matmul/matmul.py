@@ -19,6 +19,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, rule, write_out
 from ...layout import Layout
 from ...redistribute import redistribute
+from .._common.autocast import under_autocast
 from .._common.broadcast import broadcast_layout
 from .._common.probe import probe, stand_in
 from .contraction_strategy import Label, Term, plan_contraction
@@ -242,7 +243,7 @@ def kron(input: Operand, other: Operand, *, fn):
     return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
 
 
-@rule("trace", partial=True)
+@rule("trace", partial=True, around=under_autocast(torch.trace, 1, 1))
 def trace(input: Operand, *, fn):
     """Sum the diagonal of the local block at the block's offset; the result is a partial sum."""
     probe(fn, input)

@@ -18,7 +18,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import starts
 from ...redistribute import unmerge_dims
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from ..reduction.common import reduced_layout, sharding_axes
 from ..shape.flip_roll import shard_by_one_axis
 from .affine_params import AffineParams, empty_result, norm_plan, probe_results
@@ -160,11 +160,12 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
 def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, fn):
     """Exchange halos of neighboring channels."""
     probe(fn, input, size, alpha, beta, k, meta=True)
+    dtype = probe(fn, stand_in(input, [1] * input.ndim), size, alpha, beta, k).dtype  # raises if a kernel is missing
     layout = shard_by_one_axis(input.layout, [1])
     if not layout.is_sharded(1):
 
         def on_one_rank(input):
-            return fn(input, size, alpha, beta, k) if input.numel() else input.clone()
+            return fn(input, size, alpha, beta, k) if input.numel() else input.to(dtype, copy=True)
 
         return Plan(local=on_one_rank, operands={"input": layout}, layout=layout)
     (factor,) = layout.dims[1]
@@ -187,7 +188,7 @@ def local_response_norm(input: Operand, size, alpha=1e-4, beta=0.75, k=1.0, *, f
 
     def local(input):
         block = autograd_collectives.exchange(input, route, group)
-        out = fn(block, size, alpha, beta, k) if block.numel() else block.clone()
+        out = fn(block, size, alpha, beta, k) if block.numel() else block.to(dtype, copy=True)
         return out.narrow(1, before if here else 0, here)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)

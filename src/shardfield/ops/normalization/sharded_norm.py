@@ -8,7 +8,6 @@ function composed of autograd collectives (`composite`).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...comm.autograd_collectives import Collective, detach_view
 from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...triton_kernels.merge import merge_moments
-from .._common.autocast import HALF_DTYPES
+from .._common.autocast import HALF_DTYPES, autocast_disabled
 from .stat_groups import BatchStats, RowStats, StatGrouping
 
 
@@ -228,12 +227,6 @@ class ShardedNorm:
             )
             grad_bias = autograd_collectives.reduce(sums, self.param_groups).view(ctx.bias.shape).to(ctx.bias.dtype)
         return grads[0], grads[1], grad_bias
-
-
-def autocast_disabled(tensor: Tensor) -> Any:
-    """Switch autocast off: dtypes are chosen already, and a sum computed as a matmul must not be cast to half."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _ShardedNormFunction(Collective):

@@ -15,7 +15,7 @@ from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .._common.blockwise import move_shard_off
-from .._common.probe import probe
+from .._common.probe import probe, stand_in
 from .common import shard_groups
 
 
@@ -142,9 +142,9 @@ def _bincount(mesh, input, weights=None, minlength=0):
         local, layout = redistribute(local, layout, where), where
     if layout.ndim == 1 and where.shape != layout.shape:
         raise RuntimeError("weights should be 1-d and have the same length as input")
-    tiny = torch.zeros([min(n, 1) for n in layout.shape], dtype=local.dtype, device=local.device)
-    few = None if weight is None else torch.ones_like(tiny, dtype=weight.dtype)
-    dtype = torch.bincount(tiny, few, minlength).dtype  # raises torch's error on all ranks
+    one = [min(n, 1) for n in layout.shape]
+    weight_one = None if weight is None else stand_in(weight, one)
+    dtype = probe(torch.bincount, stand_in(local, one), weight_one, minlength).dtype
     low, high = global_range(local, shard_groups(layout)) if layout.numel else (torch.tensor(0), torch.tensor(-1))
     if low < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")

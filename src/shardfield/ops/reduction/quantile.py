@@ -9,13 +9,14 @@ from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import Layout
+from .._common.autocast import under_autocast
 from .._common.blockwise import Blocks, as_rows, move_shard_off, simplify_dim
 from .._common.probe import probe
 from ..sorting.order_statistics import count_nans, counting_cost_bytes, kth_index, select_columns
 from .common import reduced_layout
 
 
-@rule("quantile", "nanquantile", merged=True)
+@rule("quantile", "nanquantile", merged=True, around=under_autocast(lambda x: torch.quantile(x, 0.5), 1))
 def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linear", fn):
     """Plan a result with a new first dim if `q` is 1-D, replicated over the axes that shard `dim`."""
     probe(fn, input, q, dim, keepdim, interpolation=interpolation)

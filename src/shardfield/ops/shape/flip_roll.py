@@ -21,7 +21,7 @@ from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, star
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
 from .._common.inplace import register_inplace
-from .._common.probe import meta_tensor
+from .._common.probe import meta_tensor, probe, stand_in
 
 LocalFn = Callable[[Tensor], Tensor]
 SourceRuns = Callable[[int, int], list[RowRequest]]
@@ -266,9 +266,8 @@ register_inplace("tril_", "triu_")
 @composed("pixel_shuffle")
 def pixel_shuffle(input, upscale_factor):
     # Raise torch's errors from a real call on one pixel: the meta kernel of torch 2.11 raises another type.
-    F.pixel_shuffle(
-        torch.empty([*([1] * (input.ndim - 3)), *input.shape[-3:-2], *([1] * min(input.ndim, 2))]), upscale_factor
-    )
+    one_pixel = [*([1] * (input.ndim - 3)), *input.shape[-3:-2], *([1] * min(input.ndim, 2))]
+    probe(F.pixel_shuffle, stand_in(input, one_pixel), upscale_factor)
     *lead, c, h, w = input.shape
     r, n = upscale_factor, len(lead)
     cells = input.reshape(*lead, c // r**2, r, r, h, w)

@@ -19,6 +19,7 @@ from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, register, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
 from ...redistribute import is_local, redistribute
+from .._common.autocast import under_autocast
 from .._common.probe import meta_tensor
 
 
@@ -239,7 +240,7 @@ def view_as_real(input: Operand):
     )
 
 
-@rule("view_as_complex", partial=True, merged=True)
+@rule("view_as_complex", partial=True, merged=True, around=under_autocast(torch.view_as_complex, 2))
 def view_as_complex(input: Operand):
     """View pairs as complex numbers; the last dim is unsharded first, so that both parts are on one rank."""
     torch.view_as_complex(meta_tensor(input))

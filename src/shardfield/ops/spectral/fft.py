@@ -17,7 +17,9 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, handler_of, register, rule
 from ...layout import DimSharding
 from ...tensor import ShardTensor
+from .._common.autocast import HALF_DTYPES
 from .._common.blockwise import move_shard_off
+from .._common.probe import probe, stand_in
 from . import lazy_spectrum
 
 fft = torch.fft
@@ -70,7 +72,7 @@ def _apply(fn, input, n, dim, norm, length):
 
 def _empty_result(fn, input, shape):
     """Return the result of an empty shard, which torch.fft refuses, with the dtype of the other ranks' results."""
-    dtype = fn(torch.ones(2, dtype=input.dtype, device=input.device), 2).dtype
+    dtype = probe(fn, stand_in(input, (2,)), 2).dtype
     zero = input.sum() * 0  # in the autograd graph of the input
     return (zero.real if input.is_complex() and not dtype.is_complex else zero).to(dtype).expand(shape)
 
@@ -192,6 +194,8 @@ def _fft_nd(fn, fft_1d, last_fft, last_dim_first: bool):
     def nd(input, s=None, dim=None, norm=None):
         call = f"{fn.__name__}(s={s}, dim={dim}, norm={norm})"
         with lazy_spectrum.check_consensus(input, call, s is not None) as check:
+            if input.dtype in HALF_DTYPES:  # autocast may cast in the steps below and not in the function itself
+                probe(fn, stand_in(input, (2, 2)), None, (0, 1), norm)
             dims, sizes = _dims(input, s, dim)
             result = _try_lazy(input, dims, sizes, norm, last_fft, lambda x: compute_now(x, dims, sizes, norm))
             if result is None:

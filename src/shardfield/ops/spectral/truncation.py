@@ -24,6 +24,7 @@ from ...dispatch.registry import mesh_of, rule
 from ...errors import ShardingError
 from ...layout import DimSharding, Layout, nested_chunk, starts
 from ...tensor import ShardTensor
+from .._common.autocast import autocast_to_fp32
 from .._common.blockwise import Blocks
 from .mode_placement import choose_placement
 from .partial_dft import DimModes, Modes, forward_dft, inverse_dft, scale
@@ -50,6 +51,7 @@ def truncated_fft_unchecked(
     input: Tensor, dims: Sequence[int], modes: Sequence[Sequence[int]], norm: str | None = None
 ) -> Tensor:
     """Run `truncated_fft` without the consensus check: the caller has checked that all ranks make the same call."""
+    (input,) = autocast_to_fp32(input)
     if has_torch_function_unary(input):
         return handle_torch_function(truncated_fft, (input,), input, dims, modes, norm)
     return forward_dft(input, _dim_modes(input, dims, modes, [input.shape[d] for d in dims], norm), norm)

@@ -8,6 +8,7 @@ give a Partial result, as every output sums over all of them. With groups > 1, e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,9 +20,11 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
-from .._common.probe import probe
+from .._common.autocast import HALF_DTYPES, autocast_disabled
+from .._common.probe import probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
 from .conv_local import AUTOCAST_DTYPES, CONV, CONV_TRANSPOSE, ConvArgs, HaloConv
+from .half_conv import is_narrow
 from .halo_plan import HaloPlan
 from .lazy_pad import accept_lazy_pad
 from .pad import PadSpec, dim_paddings_of, padded_operand
@@ -110,9 +113,14 @@ def conv_transpose(
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """Call conv or conv_transpose of the weight's number of spatial dims."""
     nd = weight.ndim - 2
-    if transposed:
-        return CONV_TRANSPOSE[nd](input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return CONV[nd](input, weight, bias, stride, padding, dilation, groups)
+    zeros = (0,) * nd
+    # Autocast of the CPU casts operands of conv2d, but not of convolution.
+    ones = [None if t is None else stand_in(t, [1] * t.ndim) for t in (input, weight, bias)]
+    dtype = probe(torch.convolution, *ones, (1,) * nd, zeros, (1,) * nd, transposed, zeros, 1).dtype
+    with autocast_disabled(input) if dtype == input.dtype else nullcontext():
+        if transposed:
+            return CONV_TRANSPOSE[nd](input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return CONV[nd](input, weight, bias, stride, padding, dilation, groups)
 
 
 def validate(fn: Callable, input: Operand, weight: Operand, bias: Operand | None, *args: Any) -> None:
@@ -223,7 +231,10 @@ def plan_conv(
     if bias is not None:
         targets["bias"] = channels.bias
     out_layout = result if batched else result.drop_dims([0])
-    if reduces_grads and all_nonempty and not pre_pad and not any(layout.is_sharded(d) for d in range(2, nd + 2)):
+    half = input.dtype in HALF_DTYPES or torch.is_autocast_enabled(input.device.type)
+    narrow_half = half and is_narrow(input.shape[-nd:], out, weight.shape[2:], call.dilation)
+    spatial = any(layout.is_sharded(d) for d in range(2, nd + 2))
+    if reduces_grads and all_nonempty and not pre_pad and not spatial and not narrow_half:
         return Plan(local=native(bias is not None), operands=targets, layout=out_layout)
     # With a boundary condition the first and the last rank read padding cells that no rank sends.
     halo_conv = HaloConv(call._replace(groups=channels.groups), halo_plan, grad_groups, all_nonempty and not boundaries)

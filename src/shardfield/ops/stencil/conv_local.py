@@ -19,6 +19,7 @@ from ...comm import autograd_collectives, collectives, grad_deferral
 from ...comm.autograd_collectives import Groups
 from ...comm.halo import add_to_earlier_halos
 from ...layout import Span, shard_sizes_of
+from .half_conv import in_fp32, is_narrow, may_be_wrong
 from .halo_plan import HaloPlan
 from .window import Tile, Window, shard_spans
 
@@ -44,6 +45,8 @@ class ConvArgs(NamedTuple):
         zeros = (0,) * len(self.stride)
         if not input.is_complex():
             args = (self.stride, padding, self.dilation, self.transposed, zeros, self.groups)
+            if may_be_wrong(input) and self.is_narrow(input, weight, padding):
+                return in_fp32(lambda *tensors: torch.convolution(*tensors, *args), input, weight, bias)
             return torch.convolution(input, weight, bias, *args)
         if self.transposed:
             call = CONV_TRANSPOSE[len(zeros)]
@@ -56,7 +59,26 @@ class ConvArgs(NamedTuple):
         """Return the gradients of `run` with respect to input, weight and bias; None where `needs_grad` is False."""
         zeros = (0,) * len(self.stride)
         args = (self.stride, padding, self.dilation, self.transposed, zeros, self.groups)
-        return torch.ops.aten.convolution_backward(grad, input, weight, bias, *args, needs_grad)
+        backward = torch.ops.aten.convolution_backward
+        if may_be_wrong(input) and self.is_narrow(input, weight, padding):
+            return in_fp32(lambda *tensors: backward(*tensors, bias, *args, needs_grad), grad, input, weight)
+        return backward(grad, input, weight, bias, *args, needs_grad)
+
+    def out_sizes(self, sizes: Sequence[int], kernel: Sequence[int], padding: Sequence[int]) -> list[int]:
+        """Return the spatial sizes of the result."""
+        out = []
+        for n, k, stride, pad, dilation in zip(sizes, kernel, self.stride, padding, self.dilation, strict=True):
+            reach = (k - 1) * dilation
+            if self.transposed:
+                out.append((n - 1) * stride - 2 * pad + reach + 1)
+            else:
+                out.append((n + 2 * pad - reach - 1) // stride + 1)
+        return out
+
+    def is_narrow(self, input: Tensor, weight: Tensor, padding: Sequence[int]) -> bool:
+        """Return whether a window is larger than the input or the output along some dim (see `half_conv`)."""
+        sizes, kernel = input.shape[2:], weight.shape[2:]
+        return is_narrow(sizes, self.out_sizes(sizes, kernel, padding), kernel, self.dilation)
 
 
 def needs_no_halo(window: Window, shard_sizes: Sequence[int]) -> bool:
@@ -329,13 +351,7 @@ class HaloConv:
     def _grads(self, grad: Tensor, local_conv: LocalConv, block: Tensor, weight: Tensor, needs_grad: list[bool]):
         """Return the gradients of one local convolution with respect to its cropped input and kernel."""
         block, kernel = local_conv.crop_input(block), local_conv.crop_kernel(weight)
-        spatial = []
-        for i, n in enumerate(block.shape[2:]):
-            reach = (kernel.shape[i + 2] - 1) * self.call.dilation[i]
-            if self.call.transposed:
-                spatial.append((n - 1) * self.call.stride[i] - 2 * local_conv.padding[i] + reach + 1)
-            else:
-                spatial.append((n + 2 * local_conv.padding[i] - reach - 1) // self.call.stride[i] + 1)
+        spatial = self.call.out_sizes(block.shape[2:], kernel.shape[2:], local_conv.padding)
         return self.call.grads(
             local_conv.scatter_grad(grad, spatial), block, kernel, None, local_conv.padding, needs_grad
         )

@@ -28,6 +28,7 @@ from ...errors import ShardingError
 from ...layout import Layout
 from ...tensor import Deferred, ShardTensor, wrap_deferred
 from ...trace_state import same_memory
+from .._common.autocast import cast_like_autocast
 from .pad import PadSpec, padding_by_dim, plan_pad
 
 eager_pad = make_handler(plan_pad, partial=True, merged=True, is_torch_function=True)
@@ -106,6 +107,11 @@ def _padded_layout(
 @handler("pad")
 def pad(func, types, args, kwargs):
     """Defer padding that reads cells of a sharded field; run all other padding eagerly."""
+    if len(args) > 1 and len(args) + len(kwargs) > 2:  # in mode constant autocast casts nothing
+        mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+        if mode in ("reflect", "replicate"):
+            pad_one = partial(F.pad, pad=[1] * len(args[1]), mode=mode)
+            args = cast_like_autocast(args, pad_one, 1, *[2] * (len(args[1]) // 2 + 1))
     deferred = _defer_pad(*args, **kwargs)
     return eager_pad(func, types, args, kwargs) if deferred is None else deferred
 

@@ -15,6 +15,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, mesh_of, rule
 from ...dispatch.torch_aliases import aliases
 from ...layout import DimSharding, Layout, balanced
+from .._common.autocast import under_autocast
 from .._common.broadcast import align
 from .._common.probe import probe, stand_in
 from ..indexing.exchange_lists import deliver_rows
@@ -24,6 +25,12 @@ from .padded_block import empty_result
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
 # the ops that F.max_unpool2d and F.max_unpool3d call with the size of the result
+
+
+def _unpool_one_cell(x: Tensor) -> Tensor:
+    return F.max_unpool2d(x, torch.zeros_like(x, dtype=torch.int64), 1)
+
+
 NATIVE_UNPOOL = [fn for public in UNPOOL.values() for fn in aliases(public) if fn is not public]
 FRACTIONAL: dict[int, Callable] = {2: F.fractional_max_pool2d, 3: F.fractional_max_pool3d}
 FRACTIONAL_WITH_INDICES = (F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices)
@@ -32,7 +39,7 @@ FRACTIONAL_WITH_INDICES = (F.fractional_max_pool2d_with_indices, F.fractional_ma
 # ---------------------------------------------------------------------- max_unpool
 
 
-@rule(*NATIVE_UNPOOL, exact=True)
+@rule(*NATIVE_UNPOOL, exact=True, around=under_autocast(_unpool_one_cell, 1, 1, 1, 1))
 def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     """Send each value to the rank that owns its index in the result.
 
