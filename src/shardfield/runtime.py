@@ -182,13 +182,14 @@ class Runtime:
         transports_by_backend: (backend class, device type) -> Transport.
         deferring_groups: ranks of the groups over which a wrapper averages gradients. trace_counts: group ->
         (number of this world in its store, number of joint traces).
+        capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
     """
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
-        "deferring_groups", "trace_counts", "in_flight", "tokens", "warned", "__weakref__",
+        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -222,6 +223,7 @@ class Runtime:
         self.transports_by_backend: dict[tuple[type, str], Any] = {}
         self.deferring_groups: set[tuple[int, ...]] = set()
         self.trace_counts: dict[str, tuple[int, int]] = {}
+        self.capture_streams: dict[int, Any] = {}
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()

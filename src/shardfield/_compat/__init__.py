@@ -40,6 +40,9 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 # torch 2.11-2.15: multiply many tensors by one, in a few launches. No public name.
 foreach_mul_ = torch._foreach_mul_
 
+# torch 2.11-2.15: copy many tensors in a few launches. No public name.
+foreach_copy_ = torch._foreach_copy_
+
 # torch 2.11-2.15: whether two tensors share memory. Unlike data_ptr, it works for tensors without data too.
 same_memory = torch._C._is_alias_of
 

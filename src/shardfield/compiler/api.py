@@ -37,6 +37,7 @@ def compile(
     dynamic: bool = False,
     passes: Iterable[str] | None = None,
     retraces: int = RETRACES,
+    graphs: bool = False,
 ) -> Any:
     """Return a compiled version of a module or function on ShardTensors.
 
@@ -52,6 +53,11 @@ def compile(
     consecutive convolutions and activations of an nn.Sequential share one halo exchange if that sends fewer bytes and
     repeats little work. "once": identical collectives run once. "buckets": small gradient all_reduces are coalesced.
     "overlap": collectives start early and are waited for late, with computation in between.
+
+    `graphs`: after a few calls the forward and the backward program of a combination are captured as CUDA graphs,
+    messages included, and launched as a whole from then on. They are captured again if the parameters get another place
+    in memory. What a graph cannot contain is refused: another device than CUDA, messages staged through host memory,
+    checks of values on the host. With `fullgraph=False` such a program runs without graphs, with a warning.
     """
     if dynamic:
         raise ValueError("compile: dynamic shapes are not supported, since a trace fixes layouts: leave dynamic=False")
@@ -59,18 +65,25 @@ def compile(
         raise TypeError(f"compile: expected a module or a function, got a {type(model_or_step).__name__}")
     if retraces < 1:
         raise ValueError(f"compile: retraces={retraces}: expected at least 1")
-    options = Backend(backend), Passes(passes), fullgraph, retraces
+    options = Backend(backend), Passes(passes), fullgraph, retraces, graphs
     if not isinstance(model_or_step, nn.Module):
         return Compiled(model_or_step, *options)
     if isinstance(model_or_step, (DistributedDataParallel, FSDPModule)):
+        if graphs:
+            raise ValueError(
+                "compile: graphs=True needs parameters that stay in place in memory, and those of a model wrapped by "
+                "DDP or FSDP do not: leave graphs=False, or capture the whole step (`shardfield train --graphs`)"
+            )
         for unit in _units(model_or_step):
             unit.__dict__["forward"] = Compiled(unit.forward, *options)
         return model_or_step
     return _compile_module(*options, model_or_step)
 
 
-def _compile_module(backend: Backend, passes: Passes, fullgraph: bool, retraces: int, module: nn.Module) -> Any:
-    options = backend, passes, fullgraph, retraces
+def _compile_module(
+    backend: Backend, passes: Passes, fullgraph: bool, retraces: int, graphs: bool, module: nn.Module
+) -> Any:
+    options = backend, passes, fullgraph, retraces, graphs
     return make_proxy(module, functools.partial(_compile_module, *options), Compiled(module.forward, *options))
 
 
@@ -85,9 +98,11 @@ def _units(model: nn.Module) -> list[nn.Module]:
 class Compiled:
     """Hold a callable and its compiled programs, one for each combination of layouts and flags in its calls."""
 
-    def __init__(self, target: Callable, backend: Backend, passes: Passes, fullgraph: bool, retraces: int):
+    def __init__(
+        self, target: Callable, backend: Backend, passes: Passes, fullgraph: bool, retraces: int, graphs: bool = False
+    ):
         self._target, self._backend, self._passes = target, backend, passes
-        self._fullgraph, self._retraces = fullgraph, retraces
+        self._fullgraph, self._retraces, self._graphs = fullgraph, retraces, graphs
         self._programs: dict[Any, list[Program]] = {}
         self._valid_for = (0, 0)  # version of the registry and epoch of the runtime that the programs were traced with
         # Keys that run uncompiled. The arguments are kept alive: a key may hold the id of one of them.
@@ -118,10 +133,13 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict) -> Compiled:
         """Copy the target; the copy has no programs and traces again."""
-        return Compiled(copy.deepcopy(self._target, memo), self._backend, self._passes, self._fullgraph, self._retraces)
+        return Compiled(copy.deepcopy(self._target, memo), *self._options())
 
     def __reduce__(self) -> tuple:
-        return Compiled, (self._target, self._backend, self._passes, self._fullgraph, self._retraces)
+        return Compiled, (self._target, *self._options())
+
+    def _options(self) -> tuple[Any, ...]:
+        return self._backend, self._passes, self._fullgraph, self._retraces, self._graphs
 
     def _cache_key(self, leaves: list[Any], spec: Any) -> tuple:
         key: list[Any] = [spec, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()]
@@ -161,6 +179,8 @@ class Compiled:
             self._fall_back(key, leaves, str(error))
             return None
         self._last_signature = program.signature
+        if self._graphs:
+            program.use_graphs(self._fullgraph)
         self._programs.setdefault(key, []).insert(0, program)
         return program
 

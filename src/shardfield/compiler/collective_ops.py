@@ -90,8 +90,8 @@ def _raise_if(x: Tensor, error: str, why: str, calls: list[int], after: Tensor |
     return torch.tensor(0)
 
 
-def _random_key(serial: int) -> Tensor:
-    return torch.randint(1 << 62, (1,))
+def _random_key(serial: int, device: str) -> Tensor:
+    return torch.randint(1 << 62, (1,), device=device)
 
 
 def _define(schema: str, run: Callable, shape: Callable, *, effect: bool = False, tags: Sequence[Any] = ()) -> None:
@@ -124,9 +124,10 @@ _define(
 )
 _define("depend(Tensor x, Tensor token) -> Tensor", _depend, lambda x, token: x.new_empty(x.shape))
 _define(
-    "random_key(int serial) -> Tensor",  # `serial` keeps two calls from being merged as common subexpressions
+    # `serial` keeps two calls from being merged as common subexpressions.
+    "random_key(int serial, str device) -> Tensor",
     _random_key,
-    lambda serial: torch.empty(1, dtype=torch.int64),
+    lambda serial, device: torch.empty(1, dtype=torch.int64, device=device),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
@@ -154,6 +155,7 @@ class CollectiveTracer:
         self.count = 0
         self.forward_count = 0  # ordered ops of the forward
         self._keys = 0
+        self.checks: list[str] = []  # reasons of the checks of values
         self._calls.reset()
 
     def _emit(self, start: Callable, x: Tensor, args: Sequence[Any], shape: Sequence[int]) -> Callable[[], Tensor]:
@@ -172,13 +174,14 @@ class CollectiveTracer:
         """Return whether a plain tensor of the trace is known to be all zeros."""
         return is_zeros(tensor)
 
-    def random_key(self) -> Tensor:
-        """Return a random integer from torch's generator, drawn again in every run of the program."""
+    def random_key(self, device: torch.device) -> Tensor:
+        """Return a random integer from the device's default generator, drawn again in every run of the program."""
         self._keys += 1
-        return OPS.random_key(self._keys)
+        return OPS.random_key(self._keys, str(device))
 
     def raise_if(self, flag: Tensor, error: type[Exception], why: str) -> None:
         """Make the program raise `error(why)` if `flag` is true. The flag must be equal on all ranks."""
+        self.checks.append(why)
         self._last_token = OPS.raise_if(flag, error.__name__, why, [], self._last_token, False)
         self.count += 1
 

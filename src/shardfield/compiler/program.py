@@ -7,6 +7,7 @@ runs the graphs, and wraps the results in the layouts of the trace.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import runtime, trace_state
 from .._compat import autocast_state, storage_id
 from .._compat.aot import aot_compile, is_data_dependent_error, is_written
+from ..comm.collectives import device_of
 from ..dispatch.torch_aliases import function_name
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
@@ -28,6 +30,7 @@ from . import rendezvous
 from .attribution import TracedCalls
 from .backends import Backend
 from .collective_ops import CollectiveTracer
+from .graphs import ProgramGraph, check_device, check_messages
 from .lowering import MAX_REDUNDANCY, Passes
 from .module_state import ModuleState, is_index, to_local, version
 from .pytree import contains_tensors, flatten, unflatten
@@ -87,6 +90,7 @@ class Program:
     ):
         self.state = state
         self._spec = spec
+        self._name = _qualname(target)
         self._results: list[Any] = []
         self._result_spec: Any = None
         self._kinds = [classify(x, constant_indices) for x in leaves]
@@ -130,6 +134,22 @@ class Program:
     def _inputs(self, leaves: Sequence[Any]) -> list[Tensor]:
         of_modules = [to_local(t) for t in self.state.tensors()]
         return of_modules + [to_local(x) for x, k in zip(leaves, self._kinds, strict=True) if not isinstance(k, Static)]
+
+    def use_graphs(self, strict: bool) -> None:
+        """Run the program as CUDA graphs from now on. If it cannot: raise, or warn if not `strict`."""
+        groups = list(dict.fromkeys(g for mesh in self._meshes for g in mesh.get_all_groups() if g.size() > 1))
+        try:
+            for device in {device_of(mesh) for mesh in self._meshes}:
+                check_device(device)
+                check_messages(groups, device)
+            if self._tracer.checks:
+                raise Untraceable(f"a value is checked on the host ({self._tracer.checks[0]})")
+        except Untraceable as error:
+            if strict:
+                raise Untraceable(f"compile: graphs=True: {error}") from None
+            warnings.warn(f"{self._name} runs without CUDA graphs: {error}", stacklevel=5)
+            return
+        self._run = ProgramGraph(self._run, len(self._state_kinds), self._mutated_inputs, groups, strict)
 
     def guards_pass(self, leaves: Sequence[Any]) -> bool:
         """Return whether the program is valid for these arguments, whose cache key matches, and the modules' state."""

@@ -20,7 +20,7 @@ from ..tensor import ShardTensor, wrap
 from ..train.complex_params import real_pairs
 from ..train.config import DOMAIN_AXES
 from ..train.loop import to_full_tensor
-from ..train.parallel import Strategy, clip_grad_norm_, parallelize
+from ..train.parallel import LocalGrads, Strategy, parallelize
 from ..train.task import TaskSpec
 from .fake_world import simulated, without_data
 from .recorder import Seen, watch
@@ -85,14 +85,15 @@ class Step:
         self.optimizer.zero_grad()
 
     def run(self) -> Tensor:
-        """Run forward, backward, gradient clipping, the all_reduce of the logged metrics, and the optimizer."""
+        """Run forward, backward, the all_reduce of loss and gradient norm, gradient clipping, and the optimizer."""
         self.optimizer.zero_grad()
         first = next(iter(self.batch.values()))
         loss = self.loss(self.model(first), self.batch)
         loss.backward()
         total = to_full_tensor(loss.detach()).double()
-        norm = clip_grad_norm_(self.model, 1.0)
-        stats = collectives.all_reduce(torch.stack([total, norm.to(total)]), dist.group.WORLD)
+        grads = LocalGrads(self.model)
+        stats = collectives.all_reduce(torch.stack([total, grads.sum_of_squares()]), dist.group.WORLD)
+        grads.clip_(stats[1].sqrt(), 1.0)
         self.optimizer.step()
         return stats
 

@@ -60,6 +60,8 @@ class TrainConfig:
     """bf16: autocast to bfloat16, with parameters and sums in fp32."""
     recompute: bool = False
     """Recompute activations in backward instead of storing them (activation checkpointing)."""
+    graphs: bool | None = None
+    """Run each step as a CUDA graph, messages included; by default on one CUDA device."""
     seed: int = 0
     """Seed of the parameters, the order of samples, and dropout."""
     resume: str = "auto"

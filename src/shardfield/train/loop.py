@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import collectives
 from ..comm.consensus import ask_first_rank
+from ..compiler.graphs import StepGraph, check_device, check_messages
 from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, shard_sizes_of
@@ -67,6 +68,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
+        self.rate = torch.zeros((), device=self.device)  # the learning rate, for a step without values of the host
         self.ema_average = None if config.ema is None else ParameterEMA(self.model, config.ema)
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.steps_per_epoch = len(task.train) // config.accumulate
@@ -82,6 +84,8 @@ class Trainer:
         self._unread: list[Tensor] = []  # loss and norm of the steps since the last `_read_steps`
         self._window = (time.monotonic(), task.train.state_dict())  # when it began, and the position of its first batch
         self._read_at = 0  # the step after which `_read_steps` is called next
+        self._told: set[str] = set()  # reasons why there is no graph, as printed
+        self._run_update, self._run_score = self._use_graphs()
 
     # ------------------------------------------------------------------ the run
 
@@ -126,7 +130,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
-        self._unread.append(self._update(parts))
+        self.rate.fill_(rate)
+        self._unread.append(self._run_update(parts))
         self.step += 1
         saves = self.config.save_every and self.step % self.config.save_every == 0
         if self.step >= self._read_at or saves:
@@ -158,15 +163,49 @@ class Trainer:
         self.bad.copy_(torch.maximum(self.bad, 1 - stats.isfinite().all().to(self.bad)))
         if self.config.clip:
             grads.clip_(stats[1], self.config.clip)
-        self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]  # 1: the fused step changes nothing
-        self.optimizer.step()
+        self._step_optimizer()
         if self.ema_average is not None:
             self.ema_average.update(1 - self.bad)
         return stats
 
+    def _step_optimizer(self) -> None:
+        self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]  # 1: the fused step changes nothing
+        if self.device.type != "cuda":
+            self.optimizer.step()
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group |= {"lr": self.rate, "capturable": True}
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group |= {"lr": rate, "capturable": False}  # as in the checkpoints of any device
+
     def _forward(self, batch: Any) -> tuple[Any, Tensor]:
         output = self.model(*self.task.inputs(batch))
         return output, self.task.loss(output, batch)
+
+    def _use_graphs(self) -> tuple[Callable[[list[Any]], Tensor], Callable[[Any], Tensor]]:
+        """Return `_update` and `_score`, as CUDA graphs if the options and the device allow it."""
+        chosen = self.config.graphs
+        if chosen or (chosen is None and self.device.type == "cuda" and dist.get_world_size() == 1):
+            groups = [dist.group.WORLD] if dist.get_world_size() > 1 else []
+            try:
+                check_device(self.device)
+                check_messages(groups, self.device)
+            except ShardfieldError as error:
+                raise UsageError(f"--graphs: {error}") from None
+            return StepGraph(self._update, groups), StepGraph(self._score, groups)
+        return self._update, self._score
+
+    def _check_graphs(self) -> None:
+        """Tell why the step does not run as a CUDA graph; raise if that was asked for."""
+        for graph in (self._run_update, self._run_score):
+            reason = getattr(graph, "refused", None)
+            if reason is not None and self.config.graphs:
+                raise ShardfieldError(f"--graphs: a CUDA graph cannot contain the step: {reason}")
+            if reason is not None and reason not in self._told:
+                self._told.add(reason)
+                self.log.print_line(f"not as a CUDA graph: {reason}")
 
     # ------------------------------------------------------------------ reading losses
 
@@ -191,6 +230,7 @@ class Trainer:
         self.log.steps(first, self.steps, [loss for loss, _ in stats[:good]], rates, self.config.batch_size)
         if good < len(stats):
             raise self._nonfinite_error(first, good, *stats[good])
+        self._check_graphs()
         took = (time.monotonic() - self._window[0]) / len(stats)
         stop, write_failed, seconds = self._sync_ranks(bool(stop_signals), took)
         if write_failed:
@@ -242,25 +282,29 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Return the mean of each metric over each test set."""
         self.model.eval()
-        results = {}
+        results: dict[str, float] = {}
         with self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():
             for name, loader in self.task.tests.items():
-                sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=self.device)
+                sums, samples = torch.zeros(len(self.task.metrics), dtype=torch.float64, device=self.device), 0
                 for batch in loader.sweep():
                     # Other ranks may have samples when this one has none, and FSDP needs the call on all ranks.
                     count = len(loader.indices)
-                    batch = batch if count else map_tensors(batch, zero_sample)
-                    output = self.model(*self.task.inputs(batch))
-                    values = [to_full_tensor(score(output, batch)).double() for score in self.task.metrics.values()]
+                    values = self._run_score(batch if count else map_tensors(batch, zero_sample))
                     if count:
-                        sums += torch.stack([*(v.sum() for v in values), sums.new_tensor(float(count))])
-                sums = collectives.all_reduce(sums, self.mesh.get_group("data"))
-                for metric, value in zip(self.task.metrics, sums[:-1] / sums[-1], strict=True):
-                    results[f"{name}/{metric}"] = value.item()
+                        sums, samples = sums + values, samples + count
+                sums = torch.cat([sums, sums.new_tensor([float(samples)])])
+                *values, samples = collectives.all_reduce(sums, self.mesh.get_group("data")).tolist()
+                results |= {f"{name}/{m}": v / samples for m, v in zip(self.task.metrics, values, strict=True)}
         if results:
             self.log.record((self.step, results))
             self.log.print_line(f"step {self.step}  " + "  ".join(f"{n} {v:.4f}" for n, v in results.items()))
         return results
+
+    def _score(self, batch: Any) -> Tensor:
+        """Return the sum of each metric over the samples of a batch."""
+        output = self.model(*self.task.inputs(batch))
+        values = [to_full_tensor(score(output, batch)).double().sum() for score in self.task.metrics.values()]
+        return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def draw(self) -> None:
         """Plot the first test batch with the recipe's function."""

@@ -1,8 +1,9 @@
 """Random numbers that depend on the global index, not on the rank.
 
-Each call draws one key from torch's default generator of the first rank and broadcasts it, so that ranks may
-have different seeds. The number at a global index is a hash of (key, index). Replicas therefore agree, shards differ,
-and a `torch.manual_seed` gives the same global tensor for every sharding and every number of ranks.
+Each call draws one key from the default generator of the first rank's device and broadcasts it, so that ranks may have
+different seeds, and a CUDA graph draws another key in each launch. The number at a global index is a hash of (key,
+index). Replicas therefore agree, shards differ, and a `torch.manual_seed` gives the same global tensor for every
+sharding and every number of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ def draw_key(mesh: Any, generator: torch.Generator | None = None) -> Tensor:
     """Return a 62-bit key for one call, equal on all ranks of the mesh, as a tensor of one element on its device."""
     device = collectives.device_of(mesh)
     where = device if generator is None else generator.device
-    where = torch.device("cpu") if generator is None else where
     if generator is None and runtime.active.tracer is not None:
-        key = runtime.active.tracer.random_key().to(device)
+        key = runtime.active.tracer.random_key(device)
     else:
         key = torch.randint(1 << 62, (1,), generator=generator, device=where).to(device)
     return collectives.broadcast_over(key, mesh, 0)
