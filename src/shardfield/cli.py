@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(words: list[str]) -> int:
-    from .train.config import UsageError, from_file, suggest_name
+    from .train.config import UsageError, expand_flags, from_file, suggest_name
     from .train.loop import Preempted
     from .train.nonfinite import NonFinite
     from .train.recipes import DEFAULT_RECIPE, RECIPES
@@ -68,7 +68,7 @@ def train(words: list[str]) -> int:
             default = from_file(kind, Path(words[at + 1]))
             del words[at : at + 2]
         prog = f"shardfield train {name}"
-        config = tyro.cli(kind, args=words, default=default, prog=prog, console_outputs=_rank() == 0)
+        config = tyro.cli(kind, args=expand_flags(words), default=default, prog=prog, console_outputs=_rank() == 0)
         config.check()
         return _run(recipe, config)
     except SystemExit as end:  # tyro has printed an error or the help

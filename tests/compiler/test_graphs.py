@@ -7,7 +7,6 @@ launch does. The tests with a device need one NVIDIA GPU.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from shardfield.comm.transport import DIRECT, HostStagedTransport
 from shardfield.compiler import graphs
 from shardfield.errors import Untraceable
 from shardfield.testing import run_on_ranks
-from shardfield.train.config import UsageError
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -273,17 +271,6 @@ def test_step_graphs_hold_what_they_read(monkeypatch):
     (held,) = run._held
     assert memory in [s.data_ptr() for s in held.values()]
     assert len(held) == 2  # the grid and the static argument, and no intermediate result
-
-
-def train_options(folder):
-    from tests.train.test_loop import CNN, run
-
-    with pytest.raises(UsageError, match="--graphs: a CUDA graph needs tensors on a CUDA device, and these are on cpu"):
-        run("cnn", replace(CNN, out=folder, graphs=True))
-
-
-def test_train_refuses_graphs_on_cpus(tmp_path):
-    run_on_ranks(train_options, 1, tmp_path)
 
 
 # ---------------------------------------------------------------------- on a device

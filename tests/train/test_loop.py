@@ -296,7 +296,7 @@ for words in (
     ["train", "--config", "bad.toml"], ["train", "--config", "wrong.toml"], ["train", "cnn", "--epochs", "0"],
     ["train", "cnn", "--domain", "2"], ["train", "cnn", "--out", "file/below"], ["train", "cnn", "--resume", "nowhere"],
     ["train", "cnn", "--height", "0"], ["train", "vit", "--patch", "5"], ["train", "--modes", "40"],
-    ["train", "--resolution", "50"], ["train", "cnn", "--n-train", "2"],
+    ["train", "--resolution", "50"], ["train", "cnn", "--n-train", "2"], ["train", "cnn", "--graphs"],
 ):
     print("#", *words, flush=True)
     print("exit", main(words), flush=True)
@@ -312,7 +312,7 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
     (out,) = forks.run(program, tmp_path)
     told = (tmp_path / "alone.err").read_text()
     codes = re.findall(r"^exit (\d)", out, re.M)
-    assert codes == ["2"] * 16 + ["0", "0"], out + told
+    assert codes == ["2"] * 17 + ["0", "0"], out + told
     for text in (
         "unknown command 'trian'; did you mean 'train'?",
         "unknown recipe 'cnm'; did you mean 'cnn'?",
@@ -329,6 +329,7 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
         "--modes 40",
         "no stride keeps 50 of 253 points",
         "do not fill one batch",
+        "--graphs: a CUDA graph needs tensors on a CUDA device",
     ):
         assert text in told, (text, told)
     assert "--learning-rate" in out and "torch" in out
@@ -353,7 +354,10 @@ def test_configuration_files(tmp_path):
     found = from_file(CNNConfig, tmp_path / "a.toml")
     assert (found.epochs, found.domain, found.clip, found.picture, found.out) == (3, (2, 2), None, False, Path("there"))
     (tmp_path / "b.json").write_text(json.dumps(found.as_json()))
-    assert from_file(CNNConfig, tmp_path / "b.json") == found
+    assert from_file(CNNConfig, tmp_path / "b.json") == found and found.graphs is None
+    for value in (True, False):
+        (tmp_path / "c.json").write_text(json.dumps({"graphs": value}))
+        assert from_file(CNNConfig, tmp_path / "c.json").graphs is value
 
 
 def test_learning_rate():

@@ -61,7 +61,7 @@ class TrainConfig:
     recompute: bool = False
     """Recompute activations in backward instead of storing them (activation checkpointing)."""
     graphs: bool | None = None
-    """Run each step as a CUDA graph, messages included; by default on one CUDA device."""
+    """Run each step as a CUDA graph, messages included (--graphs, --no-graphs); by default on one CUDA device."""
     seed: int = 0
     """Seed of the parameters, the order of samples, and dropout."""
     resume: str = "auto"
@@ -182,9 +182,24 @@ def parse_args(config: C, words: list[str], where: str) -> C:
     import tyro
 
     try:
-        return tyro.cli(type(config), args=words, default=config, console_outputs=False)
+        return tyro.cli(type(config), args=expand_flags(words), default=config, console_outputs=False)
     except SystemExit:
         raise UsageError(f"{where}: a value has the wrong type; {' '.join(words)}") from None
+
+
+def expand_flags(words: list[str]) -> list[str]:
+    """Write flags that also have the value None as tyro reads them.
+
+    >>> expand_flags(["--graphs", "--epochs", "3"]), expand_flags(["--no-graphs"]), expand_flags(["--graphs", "None"])
+    (['--graphs', 'True', '--epochs', '3'], ['--graphs', 'False'], ['--graphs', 'None'])
+    """
+    found: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word == "--no-graphs":
+            found += ["--graphs", "False"]
+        else:
+            found += [word, "True"] if word == "--graphs" and following.startswith("-") else [word]
+    return found
 
 
 def suggest_name(name: str, valid_names: Any) -> str:
