@@ -1,4 +1,4 @@
-"""The command `shardfield`: train, check, plan, bench, info. Runs alone or under torchrun, mpirun, srun."""
+"""The command `shardfield`: train, check, plan, bench, convert, info. Runs alone or under torchrun, mpirun, srun."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ USAGE = """usage: shardfield COMMAND [...]
   check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
+  convert CHECKPOINT TARGET [--weights]              to and from safetensors and torch.distributed.checkpoint
   info                                               print versions and devices
 
 Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "check": check,
         "plan": plan,
         "bench": bench,
+        "convert": convert,
         "info": info,
     }
     if not words or words[0] in ("-h", "--help"):
@@ -148,6 +150,19 @@ def plan(words: list[str]) -> int:
 def bench(words: list[str]) -> int:
     from .bench.command import command
 
+    try:
+        return command(words)
+    except SystemExit as end:  # argparse has printed an error or the help
+        return int(end.code or 0)
+    except (ShardfieldError, OSError) as error:
+        return _fail(str(error))
+
+
+def convert(words: list[str]) -> int:
+    from .train.convert import command
+
+    if _rank() != 0:  # one process converts
+        return 0
     try:
         return command(words)
     except SystemExit as end:  # argparse has printed an error or the help

@@ -508,20 +508,24 @@ class ShardTensor(torch.Tensor):
 
     # ------------------------------------------------------------------ torch.distributed.checkpoint
 
-    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """Return the chunks that this rank writes. Communicates if the tensor is deferred."""
         from . import dcp  # torch's checkpoints take long to import
 
-        return dcp.write_items(fqn, self._layout, self._local_tensor)
+        return dcp.write_items(fqn, self._local_tensor, self._layout)
 
-    def __create_chunk_list__(self) -> Any:
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return the chunks to load into this tensor."""
         from . import dcp
 
-        return dcp.chunks(self._layout)
+        self._check_writable()
+        return dcp.chunk_list(self._layout)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return the chunk at `index.offset`, a view of the local tensor."""
         from . import dcp
 
-        return dcp.find_shard(self._layout, self.to_local().detach(), index)
+        return dcp.chunk_at(index.offset, self._local_tensor, self._layout)
 
     # ------------------------------------------------------------------ Python protocols
 

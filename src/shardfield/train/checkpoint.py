@@ -6,6 +6,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from ..comm.consensus import ask_first_rank
 from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
-from .storage import CheckpointReader, CheckpointWriter, remove_checkpoint
+from .storage import CheckpointReader, CheckpointWriter, Snapshot, remove_checkpoint
 
 
 class Checkpoints:
@@ -37,7 +38,7 @@ class Checkpoints:
             raise ValueError(f"Checkpoints: keep={keep}; at least one must be kept")
         self.folder, self.keep, self.run_id = Path(folder), keep, run_id
         self._loaded: Path | None = None
-        self._pending_save: Any = None
+        self._pending_save: Future[Any] | None = None
         # Messages of the background thread must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
@@ -97,9 +98,12 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self.folder}: scalars must be finite JSON values: {error}") from None
         writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
-        with _suppress_warnings():
-            begun = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-        self._pending_save = getattr(begun, "upload_completion", begun)
+        snapshots = {name: Snapshot.of(tensor) for name, tensor in tensors.items()}
+        executor = ThreadPoolExecutor(1)  # its thread ends with the save, and a process does not end before it
+        self._pending_save = executor.submit(
+            dcp.save, snapshots, storage_writer=writer, process_group=self.group, no_dist=self.group is None
+        )
+        executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Block until the last save is on disk; raise on all ranks if it failed on any."""

@@ -76,7 +76,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         content = _parse(path.read_bytes())
         checked = {"signed": content["signed"], "scalars": content["scalars"], "tensors": content["tensors"]}
-        _check_scalars(checked["scalars"])
+        check_scalars(checked["scalars"])
         _check_tensors(checked["tensors"])
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -101,7 +101,8 @@ def _parse(data: bytes) -> dict[str, Any]:
     return json.loads(body) | {"signed": True}
 
 
-def _check_scalars(scalars: dict[str, Any]) -> None:
+def check_scalars(scalars: dict[str, Any]) -> None:
+    """Raise unless the scalars of a checkpoint have their types and are finite."""
     _typed(scalars["step"], int, "step")
     for key in ("optimizer", "run"):
         _typed(scalars[key], dict, key)
