@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .errors import ShardingError
+from .errors import ShardfieldError, ShardingError
 from .layout import DimSharding, Layout
 
 Range = tuple[int, int, int]  # first global index, number of indices, first local index
@@ -40,7 +40,7 @@ def local_ranges(factors: tuple[DimSharding, ...], layout: Layout) -> list[Range
 def local_chunks(layout: Layout) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
     """Return offset, size and local slices of each block of the global tensor that this rank has."""
     if layout.partial:
-        raise ShardingError(
+        raise ShardfieldError(  # no ValueError: torch would replace its text by another
             f"torch.distributed.checkpoint: {layout} is a pending sum; redistribute() it to Shard or Replicate first"
         )
     if layout.mesh.get_coordinate() is None:  # this rank is not on the mesh
