@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardfield.triton_kernels import fold, jit, merge
+from shardfield.triton_kernels import fold, jit
 from tests import triton_interpreter as texts
 
 
@@ -19,10 +19,9 @@ class Traced(torch.Tensor):
 
 @pytest.fixture
 def by_text(monkeypatch):
-    for module in (fold, merge):
-        monkeypatch.setattr(module, "jit", texts.jit)
-        monkeypatch.setattr(module, "on_cuda", lambda *tensors: True)
-        monkeypatch.setattr(module, "tl", None)  # replaced by the interpreter, restored afterwards
+    monkeypatch.setattr(fold, "jit", texts.jit)
+    monkeypatch.setattr(fold, "on_cuda", lambda *tensors: True)
+    monkeypatch.setattr(fold, "tl", None)  # replaced by the interpreter, restored afterwards
 
 
 def test_kernels_are_for_devices():
@@ -69,19 +68,3 @@ def test_fold_leaves_other_tensors_alone(by_text):
     assert not fold.supports(x.mT, x[..., 0], x.mT, x[..., 0])
     wide = torch.zeros(1, 1, 2, fold.MAX_FEATURES + 1)
     assert not fold.supports(wide, wide[..., 0], wide, wide[..., 0])
-
-
-@pytest.mark.parametrize(("shape", "weights"), [((1, 300, 1), (4, 1, 1, 1)), ((2, 5, 1), (4, 2, 5, 1)), ((0,), (4, 1))])
-def test_merge(shape, weights, by_text):
-    """Merge statistics of ranks with different and empty counts around a large mean."""
-    parts = torch.rand(4, 2, *shape, dtype=torch.float64) + torch.tensor([1000.0, 0]).view(2, *[1] * len(shape))
-    held = torch.randint(0, 9, weights).double()
-    held[0] = 0
-    assert merge.supports(parts, held)
-    mean, squares = merge.merge_moments(parts, held)
-    means, each = parts.unbind(1)
-    wanted = (means * held).sum(0) / held.sum(0).clamp_min(1)
-    wanted = torch.where(held.sum(0) == 0, means[0], wanted)
-    torch.testing.assert_close(mean, wanted, rtol=1e-13, atol=0)
-    torch.testing.assert_close(squares, (each + held * (means - mean) ** 2).sum(0), rtol=1e-13, atol=1e-13)
-    assert not merge.supports(parts.float(), held.float())

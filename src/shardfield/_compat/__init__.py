@@ -22,7 +22,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # torch 2.11-2.15: torch's own `Function.apply` (a classmethod in 2.13, a C method descriptor in 2.15), for Functions of
 # this package, which need no bridge. Read from the class's __dict__ because an attribute access would bind it.
-function_apply = torch.autograd.Function.__dict__["apply"]
+_torch_apply = torch.autograd.Function.__dict__["apply"]
+_c_apply = torch._C._FunctionBase.__dict__["apply"]
+_transforms_active = torch._C._are_functorch_transforms_active
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+
+def _apply(cls: Any, *args: Any) -> Any:
+    """Call the C++ part of `Function.apply`; torch's Python part, where it has one, takes as long as the C++ part.
+
+    torch 2.11-2.13. What that part does is done here: a transform of torch.func refuses Functions without
+    `setup_context`, and a tensor that outlived its transform is unwrapped.
+    """
+    if _transforms_active():
+        return _torch_apply.__get__(None, cls)(*args)
+    return _c_apply.__get__(None, cls)(*[_unwrap_if_dead(a) if a.__class__ is torch.Tensor else a for a in args])
+
+
+function_apply: Any = classmethod(_apply) if isinstance(_torch_apply, classmethod) else _torch_apply
+
+# torch 2.11-2.15: pack tensors of one dtype into a flat one, and view a flat one as tensors of their shapes, in one
+# call each. DDP uses them; no public name.
+flatten_tensors = torch._C._nn.flatten_dense_tensors
+unflatten_tensors = torch._C._nn.unflatten_dense_tensors
+
+# torch 2.11-2.15: multiply each tensor of a list in one kernel. No public name.
+multiply_all = torch._foreach_mul
 
 # torch 2.11-2.15: constructor of a tensor subclass that has a shape but no storage of its own. No public name.
 make_wrapper = torch.Tensor._make_wrapper_subclass

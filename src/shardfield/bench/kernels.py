@@ -1,9 +1,9 @@
 """Local work of a rank between its messages, against the one call that a single device would make.
 
 Attention in blocks: one block of keys and values at a time, as in a ring, with the partial results accumulated, against
-one call with all keys; for all queries and for those of one rank. Moments: merging those of several ranks for a norm.
-Halo: packing and unpacking. Modes: the partial Fourier sum of a rank's rows and back, against torch.fft on a field of
-that size. On a device: the number of kernels of each, and an uncompiled step as a CUDA graph.
+one call with all keys; for all queries and for those of one rank. Halo: packing and unpacking. Modes: the partial
+Fourier sum of a rank's rows and back, against torch.fft on a field of that size. On a device: the number of kernels of
+each, and an uncompiled step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ..ops.spectral import partial_dft
 from ..ops.stencil.pad import padding_runs
 from ..tensor import ShardTensor
 from ..triton_kernels import fold as fused_fold
-from ..triton_kernels import merge as fused_merge
 from . import models
 from .compile import capture_graph
 from .measure import Times, busy_seconds, interleave
@@ -104,21 +103,6 @@ def time_attention(device: str, rows: int, s: Settings) -> Times:
         error = (call().float() - expected).norm() / expected.norm()
         assert error < 0.01, f"attention in blocks differs from one call by a relative error of {error:.2g}"
     return interleave(calls, s.rounds, partial(busy_seconds, device=device))
-
-
-def time_merge(device: str, s: Settings) -> Times:
-    """Time the merge of the moments of `s.blocks` ranks, on one rank."""
-    torch.manual_seed(0)
-    parts = torch.rand(s.blocks, 2, 1, 4 * s.channels, 1, 1, dtype=torch.float64, device=device)
-    weights = torch.arange(1.0, s.blocks + 1, dtype=torch.float64, device=device).view(-1, 1, 1, 1, 1)
-
-    calls = partial(fused_merge.merge_eager, parts, weights)
-    candidates: dict[str, Callable[[], Any]] = {"torch's calls": calls}
-    if fused_merge.supports(parts, weights):
-        candidates["one kernel"] = partial(fused_merge.merge_moments, parts, weights)
-        for a, b in zip(calls(), fused_merge.merge_moments(parts, weights), strict=True):
-            torch.testing.assert_close(a, b)
-    return interleave(candidates, s.rounds, partial(busy_seconds, device=device, repeats=20))
 
 
 def make_halo(device: str, s: Settings) -> tuple[Tensor, Halo]:
@@ -196,13 +180,10 @@ def count_kernels(device: str, s: Settings) -> dict[str, int]:
     field, halo = make_halo(device, s)
     two = count_nodes(lambda: (field * 2).relu())
     assert two == 2, f"a product and a relu should be 2 nodes of a CUDA graph, not {two}"
-    parts = torch.rand(s.blocks, 2, 1, s.channels, 1, 1, dtype=torch.float64, device=device)
-    weights = torch.ones(s.blocks, 1, 1, 1, 1, dtype=torch.float64, device=device)
     out, lse = torch.zeros(1, s.heads, 64, s.features, device=device), torch.zeros(1, s.heads, 64, device=device)
     partial_out = out.bfloat16()
     return {
         "fold a block of attention": count_nodes(lambda: ring.accumulate_block(out, lse, partial_out, lse.clone())) - 1,
-        "merge moments": count_nodes(lambda: fused_merge.merge_moments(parts, weights)),
         "pack a halo": count_nodes(lambda: halo.start(field, [])),
         "unpack a halo": count_nodes(lambda: halo.start(field, []).wait()) - count_nodes(lambda: halo.start(field, [])),
     }
@@ -233,8 +214,6 @@ def run(settings: Settings, device: str, table: Table) -> None:
         (times,) = measure_on_ranks(time_attention, 1, device, rows, s)
         case = f"attention of {rows:,} queries to {s.sequence:,} keys in {s.blocks} blocks"
         table.add_times(case, times, ONE_CALL, bars=bars)
-    (times,) = measure_on_ranks(time_merge, 1, device, s)
-    table.add_times(f"moments of {s.blocks} ranks, {4 * s.channels} channels", times, "torch's calls", "us")
     (times,) = measure_on_ranks(time_packing, 1, device, s)
     table.add_times(
         f"a halo of 1 row of {s.channels} x {s.grid[0] // s.blocks} x {s.grid[1]}",

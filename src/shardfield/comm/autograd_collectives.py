@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
-from .._compat import function_apply
+from .._compat import flatten_tensors, function_apply, unflatten_tensors
 from ..errors import ShardingError
 from . import collectives, grad_deferral
 from .route import Region, Route
@@ -39,11 +39,15 @@ def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     wanted = [t for t in tensors if t.requires_grad]
     if not groups or not wanted or not torch.is_grad_enabled():
         return list(tensors)
-    wanted, groups = grad_deferral.defer_sums(wanted, groups)
-    if len(wanted) > 1 and any(grad_deferral.defers_any(t, groups) for t in wanted):
-        entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some sums can be deferred, others cannot
-    else:
-        entered = iter(_ReplicateIn.apply(groups, *wanted) if groups else wanted)
+    if runtime.active.deferring_groups:
+        wanted, groups = grad_deferral.defer_sums(wanted, groups)
+        if len(wanted) > 1 and any(grad_deferral.defers_any(t, groups) for t in wanted):
+            entered = iter([replicate_in([t], groups)[0] for t in wanted])  # some sums can be deferred, others cannot
+            return [next(entered) if t.requires_grad else t for t in tensors]
+    summed = _ReplicateIn.apply(groups, *wanted) if groups else wanted
+    if len(wanted) == len(tensors):
+        return list(summed)
+    entered = iter(summed)
     return [next(entered) if t.requires_grad else t for t in tensors]
 
 
@@ -100,6 +104,16 @@ def gather_replicate_in(
 ) -> Tensor:
     """Gather Shard(dim) for work that differs from rank to rank. Forward: all_gather. Adjoint: `reduce_scatter`."""
     return _GatherReplicateIn.apply(tensor, dim, tuple(shard_sizes), group, widen)
+
+
+def gather_all_replicate_in(
+    tensors: Sequence[Tensor], dim: int, shard_sizes: Sequence[int], group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Apply `gather_replicate_in` to tensors of one shape and dtype, in one message each way.
+
+    Small gradients are all-reduced: that is one message too, and not one per rank.
+    """
+    return _GatherAllReplicateIn.apply(dim % tensors[0].ndim + 1, tuple(shard_sizes), group, *tensors)
 
 
 def exchange(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
@@ -177,43 +191,57 @@ def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup
 
 
 def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    if len(lengths) > 1 and len(set(lengths)) == 1 and math.prod(tensor.shape[:dim]) == 1:
-        # Shards are received contiguously in memory, so no concatenation is needed.
+    if len(lengths) > 1 and lengths[0] > 0 and lengths.count(lengths[0]) == len(lengths):
+        # One copy at most, and none where shards are contiguous in memory.
         stacked = collectives.all_gather_even(tensor, group)
-        return detach_view(stacked.view(*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :]))
+        return detach_view(stacked.movedim(0, dim % tensor.ndim).flatten(dim % tensor.ndim, dim % tensor.ndim + 1))
     shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
     return torch.cat(collectives.all_gather(tensor, shapes, group), dim)
 
 
 def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """All-reduce several tensors over each group, one message for those of one dtype."""
+    """All-reduce several tensors over each group, one message for those of one dtype. The results are new tensors."""
+    dtypes = {t.dtype for t in tensors}
+    if len(tensors) == 1 or len(dtypes) == 1:
+        return _all_reduce_packed(tensors, groups)
     done: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        flat = tensors[chosen[0]] if len(chosen) == 1 else torch.cat([tensors[i].reshape(-1) for i in chosen])
-        for group in groups:
-            flat = collectives.all_reduce(flat, group)
-        if len(chosen) == 1:
-            done[chosen[0]] = flat
-        else:
-            parts = flat.split([tensors[i].numel() for i in chosen])
-            done.update({i: part.view(tensors[i].shape) for i, part in zip(chosen, parts, strict=True)})
+        done.update(zip(chosen, _all_reduce_packed([tensors[i] for i in chosen], groups), strict=True))
     return [done[i] for i in range(len(tensors))]
+
+
+def _all_reduce_packed(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """All-reduce tensors of one dtype in one message per group."""
+    if len(tensors) == 1:
+        total = tensors[0]
+        for group in groups:
+            total = collectives.all_reduce(total, group)
+        return [total.clone() if total is tensors[0] else total]
+    flat = flatten_tensors(tensors)
+    for group in groups:
+        flat = collectives.all_reduce_(flat, group)
+    return unpack(flat, tensors)
+
+
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor as views of the shapes of `like`: the inverse of `flatten_tensors`."""
+    parts = unflatten_tensors(flat, like)
+    return [p if p.shape == t.shape else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
 
 
 def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[list[Tensor]]:
     """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait."""
     if not groups or not tensors:
         return collectives.Pending((), (), lambda: list(tensors))
-    flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+    flat = flatten_tensors(tensors)
     pending = collectives.start_all_reduce(flat, groups[0])
 
     def land() -> list[Tensor]:
         total = pending.wait()
         for group in groups[1:]:
-            total = collectives.all_reduce(total, group)
-        parts = total.reshape(-1).split([t.numel() for t in tensors])
-        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+            total = collectives.all_reduce_(total, group)
+        return unpack(total, tensors)
 
     return collectives.Pending((), (), land)
 
@@ -226,10 +254,17 @@ def detach_view(fresh: Tensor) -> Tensor:
     return fresh.data if fresh._is_view() else fresh
 
 
+class _NoContext:
+    """Takes what a forward saves for a backward that will not come."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class Collective(torch.autograd.Function):
     """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
 
     apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
+    compute: Any  # `forward`, as a plain function
 
     def __init_subclass__(cls) -> None:
         forward, backward = cls.forward, cls.backward
@@ -248,6 +283,14 @@ class Collective(torch.autograd.Function):
                 rt.tag = before
 
         cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
+        cls.compute = staticmethod(forward)
+
+    @classmethod
+    def adjoint(cls, *args: Any) -> Any:
+        """Apply this collective inside the backward of another one, as a part of the graph if it is recorded."""
+        if torch.is_grad_enabled() or runtime.active.tracer is not None:
+            return cls.apply(*args)
+        return cls.compute(_NoContext(), *args)
 
 
 def _clone_if_aliased(out: Any, args: tuple) -> Any:
@@ -269,20 +312,18 @@ class _ReplicateIn(Collective):
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_Reduce.apply(ctx.groups, *grads)
+        return None, *_Reduce.adjoint(ctx.groups, *grads)
 
 
 class _Reduce(Collective):
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
-        # An empty shard is returned unchanged. Autograd would take it for a view, and writing into it would be an error
-        # on this rank alone.
-        return tuple(s.clone() if s is t else s for s, t in zip(_all_reduce_all(tensors, groups), tensors, strict=True))
+        return tuple(_all_reduce_all(tensors, groups))
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_ReplicateIn.apply(ctx.groups, *grads)
+        return None, *_ReplicateIn.adjoint(ctx.groups, *grads)
 
 
 class _MinMax(Collective):
@@ -303,7 +344,7 @@ class _MinMax(Collective):
         count = chosen.to(grad.dtype)
         for group in ctx.groups:
             count = collectives.all_reduce(count, group)
-        return _ReplicateIn.apply(ctx.groups, grad)[0] * (chosen / count), None, None
+        return _ReplicateIn.adjoint(ctx.groups, grad)[0] * (chosen / count), None, None
 
 
 class _Gather(Collective):
@@ -314,7 +355,7 @@ class _Gather(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Split.apply(grad, *ctx.how), None, None, None
+        return _Split.adjoint(grad, *ctx.how), None, None, None
 
 
 class _Split(Collective):
@@ -325,7 +366,7 @@ class _Split(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Gather.apply(grad, *ctx.how), None, None, None
+        return _Gather.adjoint(grad, *ctx.how), None, None, None
 
 
 class _ReduceScatter(Collective):
@@ -337,7 +378,7 @@ class _ReduceScatter(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _GatherReplicateIn.apply(grad, *ctx.how), None, None, None, None
+        return _GatherReplicateIn.adjoint(grad, *ctx.how), None, None, None, None
 
 
 class _GatherReplicateIn(Collective):
@@ -348,7 +389,26 @@ class _GatherReplicateIn(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ReduceScatter.apply(grad, *ctx.how), None, None, None, None
+        return _ReduceScatter.adjoint(grad, *ctx.how), None, None, None, None
+
+
+SMALL_BYTES = 1 << 16  # sums of at most this size are all-reduced where a reduce_scatter would do
+
+
+class _GatherAllReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, dim, lengths, group, *tensors):
+        ctx.how = dim, lengths, group
+        return tuple(map(detach_view, _all_gather(torch.stack(tensors), *ctx.how).unbind()))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        both = torch.stack(grads)
+        if both.numel() * both.element_size() <= SMALL_BYTES and not torch.is_grad_enabled():
+            mine = _slice(collectives.all_reduce_(both, ctx.how[2]), *ctx.how)
+        else:
+            mine = _ReduceScatter.adjoint(both, *ctx.how, True)
+        return None, None, None, *mine.unbind()
 
 
 class _Exchange(Collective):
@@ -360,7 +420,7 @@ class _Exchange(Collective):
     @staticmethod
     def backward(ctx, grad):
         route, group = ctx.how
-        return _Exchange.apply(grad, route.transposed, group, 0), None, None, None
+        return _Exchange.adjoint(grad, route.transposed, group, 0), None, None, None
 
 
 class _Shift(Collective):
@@ -378,7 +438,7 @@ class _Shift(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Shift.apply(grad, *ctx.how), None, None, None
+        return _Shift.adjoint(grad, *ctx.how), None, None, None
 
 
 class _StartShift(Collective):
@@ -400,7 +460,7 @@ class _StartShift(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Shift.apply(grad, *ctx.how), None, None, None, None
+        return _Shift.adjoint(grad, *ctx.how), None, None, None, None
 
 
 class _ToPartial(Collective):
@@ -412,7 +472,7 @@ class _ToPartial(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ReplicateOut.apply(grad, ctx.groups), None
+        return _ReplicateOut.adjoint(grad, ctx.groups), None
 
 
 class _ReplicateOut(Collective):
@@ -425,4 +485,4 @@ class _ReplicateOut(Collective):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ToPartial.apply(grad, ctx.groups), None
+        return _ToPartial.adjoint(grad, ctx.groups), None

@@ -100,10 +100,28 @@ _ACCUMULATE_DTYPES = {
     torch.uint32: torch.int64,
 }
 
+_REDUCED_IN_PLACE = frozenset([torch.float32, torch.float64, torch.int32, torch.int64])
+
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Return the reduction over all ranks, on every rank. Half precision is summed in fp32; max and min keep NaN."""
     return start_all_reduce(tensor, group, op).wait()
+
+
+def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Return the reduction over all ranks, in `buffer` itself (a tensor of the caller) where dtype and strides allow.
+
+    A maximum may ignore NaN: backends differ.
+    """
+    size = group.size()
+    if runtime.active.tracer is not None or size == 1 or buffer.dtype not in _REDUCED_IN_PLACE:
+        return all_reduce(buffer, group, op)
+    if not buffer.is_contiguous() or not buffer.numel():
+        return all_reduce(buffer, group, op)
+    for handle in transport_for(buffer, group).all_reduce(buffer, _OPS[op], group):
+        handle.wait()
+    _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(buffer))
+    return buffer
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pending[Tensor]:
@@ -112,7 +130,7 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"all_reduce: the average of {tensor.dtype} is not {tensor.dtype}; convert it first")
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1 or tensor.numel() == 0:
         return Pending((), (), lambda: tensor)
     if tensor.is_complex() and op not in ("sum", "avg"):
@@ -150,7 +168,7 @@ def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum, sent in half precision: each rank sums one shard in fp32 and all-gathers the rounded sums."""
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return all_reduce(tensor, group)
-    size = dist.get_world_size(group)
+    size = group.size()
     lengths = [tensor.numel() // size + (c < tensor.numel() % size) for c in range(size)]
     mine = reduce_scatter(tensor.reshape(-1).split(lengths), group)
     return torch.cat(all_gather(mine, [(n,) for n in lengths], group)).view(tensor.shape)
@@ -180,7 +198,7 @@ def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup, widen: bool = 
 
     Half precision is summed in fp32, or in its own dtype without `widen`.
     """
-    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    size, coord = group.size(), group.rank()
     if size == 1:
         return pieces[0]
     mine = pieces[coord]
@@ -196,7 +214,7 @@ def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup, widen: bool = 
 
 def all_gather(tensor: Tensor, shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
     """Return every rank's tensor, by coord. All ranks pass the same `shapes`."""
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1:
         return [tensor]
     first = tuple(shapes[0])
@@ -209,7 +227,7 @@ def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, of equal shape, stacked by coord."""
     if runtime.active.tracer is not None:
         return runtime.active.tracer.all_gather(tensor, group)()
-    size = dist.get_world_size(group)
+    size = group.size()
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
         transport_for(out, group).all_gather(_flat_view(out), _flat_view(_contiguous(tensor)), group)
@@ -219,7 +237,7 @@ def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """Return the tensor of coord `source`. The other ranks pass one of the same shape and dtype."""
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1 or tensor.numel() == 0:
         return tensor
     if runtime.active.tracer is not None:
@@ -227,7 +245,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     work = _contiguous(tensor)
     work = work.clone() if work is tensor else work
     transport_for(work, group).broadcast(_flat_view(work), source, group)
-    _record_sent("broadcast", 1, _nbytes(work) if dist.get_rank(group) == source else 0)
+    _record_sent("broadcast", 1, _nbytes(work) if group.rank() == source else 0)
     return work
 
 
@@ -241,7 +259,7 @@ def start_exchange(
     """
     if len(shapes) == 1:
         return Pending((), (), lambda: list(sends), recv_buffers=list(sends))
-    coord = dist.get_rank(group)
+    coord = group.rank()
     like = sends[coord]
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.exchange(sends, shapes, coord, group))
@@ -279,7 +297,7 @@ def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGro
 
 def gather_ints(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
     """Return every rank's list of integers, of equal length, by coord."""
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1:
         return [list(values)]
     with trace_state.concrete():

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from .._compat import function_apply
+from .._compat import function_apply, multiply_all
 
 # Groups are compared by their ranks: two equal meshes have different ProcessGroup objects over the same ranks.
 Ranks = tuple[int, ...]
@@ -97,8 +97,8 @@ def defer_sums(tensors: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> tup
     if not later:
         return list(tensors), tuple(groups)
     times = math.prod(map(len, later))
-    scaled = [_DeferredSum.apply(t, times) if t.requires_grad else t for t in tensors]
-    return scaled, tuple(g for g in groups if _ranks(g) not in later)
+    scaled = iter(_DeferredSum.apply(times, *[t for t in tensors if t.requires_grad]))
+    return [next(scaled) if t.requires_grad else t for t in tensors], tuple(g for g in groups if _ranks(g) not in later)
 
 
 class _DeferredSum(torch.autograd.Function):
@@ -107,10 +107,10 @@ class _DeferredSum(torch.autograd.Function):
     apply = function_apply
 
     @staticmethod
-    def forward(ctx, tensor, times):
+    def forward(ctx, times, *tensors):
         ctx.times = times
-        return tensor.view_as(tensor)
+        return tuple([t.view_as(t) for t in tensors])
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.times, None
+    def backward(ctx, *grads):
+        return None, *multiply_all(grads, ctx.times)

@@ -145,9 +145,9 @@ class NullTransport:
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
         if op == ReduceOp.SUM:
-            buffer.mul_(dist.get_world_size(group))
+            buffer.mul_(group.size())
         elif op == ReduceOp.PRODUCT:
-            buffer.pow_(dist.get_world_size(group))
+            buffer.pow_(group.size())
         return []
 
     def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
@@ -218,7 +218,7 @@ def _probe_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
     """
     if _backend_serves_cpu(group, tensor.device):
         return STAGED
-    size, coord = dist.get_world_size(group), dist.get_rank(group)
+    size, coord = group.size(), group.rank()
     one = torch.ones(1, device=tensor.device)
     try:
         for handle in DIRECT.all_reduce(one, ReduceOp.SUM, group):

@@ -76,14 +76,16 @@ def sdpa(
     def local(query, key, value, attn_mask):
         explain.record_outcome(f"rule: {strategy.summary}")
         for dim, sizes, group in gathers:
-            key, value = _exchange_kv(
-                partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=sizes, group=group), key, value
-            )
+            if key.shape == value.shape and key.dtype is value.dtype:
+                key, value = autograd_collectives.gather_all_replicate_in([key, value], dim, sizes, group)
+            else:
+                move = partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=sizes, group=group)
+                key, value = _exchange_kv(move, key, value)
         if is_local:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
             out = blocks(query, key, value, attn_mask)
-        return redistribute(out, strategy.computed, strategy.result)
+        return out if strategy.computed is strategy.result else redistribute(out, strategy.computed, strategy.result)
 
     operands = {"query": strategy.query, "key": strategy.key, "value": strategy.value}
     if strategy.mask is not None:

@@ -30,6 +30,7 @@ from ...redistribute import steps
 FLOPS_PER_BYTE = {"cpu": 64, "cuda": 1024}
 MESSAGE_COST = 1 << 15  # bytes that take as long to send as the latency of one message
 MEMORY_WEIGHT = 64  # cost of one more byte in memory, in bytes sent
+FREE_MEMORY = 1 << 23  # bytes of gathered keys and values that cost no memory worth counting
 
 
 class AxisRole(NamedTuple):
@@ -292,7 +293,7 @@ def estimate_cost(
         total += (gathers - 1) * kv + MESSAGE_COST * len(strategy.gather)
         kv *= gathers
     if kv > max(q + o, (_mean_local_numel(key.layout) + _mean_local_numel(value.layout)) * item):
-        total += MEMORY_WEIGHT * kv  # a rank would hold more than its share
+        total += MEMORY_WEIGHT * max(0, kv - FREE_MEMORY)  # a rank would hold more than its share
     if q + o > max(kv, 2 * _mean_local_numel(query.layout) * item):
         total += MEMORY_WEIGHT * (q + o)
     for axis in strategy.merge:

@@ -21,7 +21,7 @@ from ...redistribute import redistribute
 from .._common.probe import probe
 from ..reduction.common import sharding_axes
 from .affine_params import AffineParams, empty_result, fix_grad_format, kernel_params, norm_plan, probe_results
-from .sharded_norm import ShardedNorm
+from .sharded_norm import ShardedNorm, shaped
 from .stat_groups import BatchStats, InstanceStats
 
 
@@ -38,23 +38,24 @@ class RunningStats:
                 )
         self.in_place = all(s is channels for s in self.sources)
 
-    @torch.no_grad()
     def redistribute(self, *buffers: Tensor | None) -> list[Tensor | None]:
         """Return this rank's channels: the buffers themselves, or copies for `store` to write back."""
         if self.in_place:
             return list(buffers)
-        return [
-            redistribute(b, s, self.channels).clone()
-            for b, s in zip(buffers, self.sources, strict=True)
-            if b is not None
-        ]
+        with torch.no_grad():
+            return [
+                redistribute(b, s, self.channels).clone()
+                for b, s in zip(buffers, self.sources, strict=True)
+                if b is not None
+            ]
 
-    @torch.no_grad()
     def store(self, buffers: list[Tensor | None], mine: list[Tensor | None]) -> None:
         """Write the updated channels of all ranks to the buffers: one message per axis that shards channels."""
-        if self.in_place:
-            return
-        both = torch.stack([m for m in mine if m is not None])
+        if not self.in_place:
+            with torch.no_grad():
+                self._store(buffers, torch.stack([m for m in mine if m is not None]))
+
+    def _store(self, buffers: list[Tensor | None], both: Tensor) -> None:
         for i, (buffer, source) in enumerate(zip(buffers, self.sources, strict=True)):
             if i == 0 or source is not self.sources[0]:
                 moved = redistribute(both, self.channels.insert(0, 2), source.insert(0, 2))
@@ -62,12 +63,11 @@ class RunningStats:
                 buffer.copy_(moved[i])
 
 
-@torch.no_grad()
 def update_running_stats(buffers: list[Tensor | None], values: list[Tensor], momentum: float) -> None:
-    """Update running statistics with those of a batch."""
+    """Update running statistics with those of a batch, which have no gradient."""
     for buffer, value in zip(buffers, values, strict=True):
         if buffer is not None:
-            buffer.mul_(1 - momentum).add_(value.reshape(-1).to(buffer.dtype), alpha=momentum)
+            buffer.lerp_(shaped(value, buffer.shape, buffer.dtype), momentum)
 
 
 # ---------------------------------------------------------------------- batch_norm
@@ -150,7 +150,7 @@ def _plan_batch_norm(
             return value
 
         return norm_plan(on_one_rank, input, layout, out)
-    shared = ShardedNorm(scheme, eps, result, input.device, channels)
+    shared = ShardedNorm(scheme, eps, result, channels)
     unbiased = scheme.total / max(scheme.total - 1, 1)
 
     def on_shards(input, weight, bias, running_mean, running_var):
@@ -216,7 +216,7 @@ def _plan_instance_norm(
 
         return norm_plan(on_one_rank, input, layout, layout)
     running = RunningStats(affine.layout, running_mean, running_var)
-    shared = ShardedNorm(scheme, eps, result, input.device, affine.layout)
+    shared = ShardedNorm(scheme, eps, result, affine.layout)
     unbiased = scheme.total / max(scheme.total - 1, 1)
     samples, over = layout.shape[0], process_groups(layout, sharding_axes(layout, [0]))
 

@@ -23,7 +23,7 @@ from ..reduction.common import reduced_layout, sharding_axes
 from ..shape.flip_roll import shard_by_one_axis
 from .affine_params import AffineParams, empty_result, norm_plan, probe_results
 from .sharded_norm import ShardedNorm
-from .stat_groups import GroupStats, RowStats
+from .stat_groups import GroupStats, RowStats, group_stats
 
 # ---------------------------------------------------------------------- over the last dims
 
@@ -56,7 +56,7 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
             return fn(input, input.shape[-number:], *affine.replicate_in(weight, bias), eps)
 
         return norm_plan(on_one_rank, input, layout, out)
-    shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], input.device, affine.layout)
+    shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], affine.layout)
 
     def on_shards(input, weight, bias):
         value, mean, variance = shared(input, *affine.redistribute(weight, bias))
@@ -90,9 +90,8 @@ def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
         RowStats(layout, number),
         tiny if eps is None else eps,
         result,
-        input.device,
+        affine.layout,
         centered=False,
-        param_layout=affine.layout,
     )
     return norm_plan(lambda input, weight: shared(input, *affine.redistribute(weight, None))[0], input, layout, layout)
 
@@ -127,10 +126,10 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
             return empty_result(input, affine.replicate_in(weight, bias), dtypes[0])
 
         return norm_plan(empty, input, layout, layout)
-    scheme = GroupStats(layout, number)
+    scheme = group_stats(layout, number)
     statistics = scheme.statistics()
     out: Any = [layout, statistics, statistics] if len(dtypes) > 1 else layout
-    if not scheme.axes and len(dtypes) == 1:
+    if isinstance(scheme, GroupStats) and not scheme.axes and len(dtypes) == 1:
 
         def on_one_rank(input, weight, bias):
             weight, bias = affine.replicate_in(weight, bias)
@@ -141,7 +140,7 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
             return torch.group_norm(input, scheme.local_groups, weight, bias, eps)
 
         return norm_plan(on_one_rank, input, layout, out)
-    shared = ShardedNorm(scheme, eps, dtypes[0], input.device, affine.layout)
+    shared = ShardedNorm(scheme, eps, dtypes[0], affine.layout)
 
     def on_shards(input, weight, bias):
         value = shared(input, *affine.redistribute(weight, bias))[0]

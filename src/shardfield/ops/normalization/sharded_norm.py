@@ -1,9 +1,12 @@
 """(x - mean) / std with statistics over several ranks: one small message per axis forward, one backward.
 
-In forward, each rank computes the mean of its elements and the sum of squared deviations. Merging these (Welford,
-Chan) loses no digits if the mean is large. Backward sends two sums for each statistic, and the gradients of the
-parameters in the same message. The input and the statistics are saved. A double backward differentiates the same
-function composed of autograd collectives (`composite`).
+In forward, each rank computes means and variances of its elements, and the ranks sum them, weighted by the number of
+elements. For fp32 and half precision, first and second moments are summed in fp64 in one message: their difference
+loses digits that the input does not have (with a mean of r standard deviations, fp32 rounds the input to r * 6e-8
+of them, and this sum to r * r * 1e-16). For fp64, squared distances from the global mean are summed in a second
+message. Backward sends two sums for each statistic, and the gradients of the parameters in the same message. The input
+and the statistics are saved. A double backward differentiates the same function composed of autograd collectives
+(`composite`).
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat import flatten_tensors
 from ...comm import autograd_collectives, collectives
-from ...comm.autograd_collectives import Collective, detach_view
+from ...comm.autograd_collectives import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups
 from ...layout import Layout
-from ...triton_kernels.merge import merge_moments
 from .._common.autocast import HALF_DTYPES, autocast_disabled
 from .stat_groups import BatchStats, RowStats, StatGrouping
 
@@ -25,26 +28,23 @@ from .stat_groups import BatchStats, RowStats, StatGrouping
 class ShardedNorm:
     """A planned normalization: call it with the local input, weight and bias (or None).
 
-    Returns the local result and the global mean and variance, in the shape of the scheme's statistics. Without
+    Returns the local result and the global mean and variance in fp64, in the shape of the scheme's statistics. Without
     `centered` these are zeros and the mean square. Both have no gradient.
     """
 
-    def __init__(self, scheme: StatGrouping, eps: float, result: torch.dtype, device: torch.device,
-                 param_layout: Layout, centered: bool = True):  # fmt: skip
+    def __init__(self, scheme: StatGrouping, eps: float, result: torch.dtype, param_layout: Layout,
+                 centered: bool = True):  # fmt: skip
         layout = scheme.layout
         self.scheme, self.eps, self.result, self.centered = scheme, eps, result, centered
-        self.merge_steps = scheme.merge_steps(device)
-        self.batch = isinstance(scheme, BatchStats)
-        count = scheme.count
-        self.count = count.to(device) if isinstance(count, Tensor) else float(count)
-        self.count_or_one = self.count.clamp_min(1) if isinstance(self.count, Tensor) else max(self.count, 1.0)
+        self.batch, self.rows = isinstance(scheme, BatchStats), isinstance(scheme, RowStats)
         shard_axes = set(layout.nontrivial_axes(layout.shard_axes))
-        self.stat_axes = set(scheme.axes)
-        self.param_axes = shard_axes - set(param_layout.shard_axes)
-        self.axes = sorted(self.stat_axes | self.param_axes)
-        self.stat_groups = process_groups(layout, sorted(self.stat_axes))
-        self.param_groups = process_groups(layout, sorted(self.param_axes))
-        self.group = layout.mesh.get_group
+        stat_axes, param_axes = set(scheme.axes), shard_axes - set(param_layout.shard_axes)
+        self.stat_groups = process_groups(layout, sorted(stat_axes))
+        self.param_groups = process_groups(layout, sorted(param_axes))
+        # group of each axis, and whether it shards a statistic, a parameter
+        self.grad_sums = [
+            (layout.mesh.get_group(a), a in stat_axes, a in param_axes) for a in sorted(stat_axes | param_axes)
+        ]
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return _ShardedNormFunction.apply(self, input, weight, bias)
@@ -55,158 +55,150 @@ class ShardedNorm:
 
     # ------------------------------------------------------------------ forward
 
-    def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's mean and squared deviations, an offset near the mean, and `v` minus that offset.
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        for group in self.stat_groups:
+            value = collectives.all_reduce_(value, group)
+        return value
 
-        The mean is in fp64: the offset plus its rounding error. Deviations from a mean of 1000 that is rounded to fp32
-        would have four digits left.
-        """
+    def merge_ranks(self, mean: Tensor, variance: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Merge mean and variance of each rank's elements over all ranks."""
         scheme = self.scheme
-        offset = (scheme.stat_sums(v) / self.count_or_one).to(v.dtype)
-        off = v - scheme.expand_stat(offset)
-        error, squares = (t.double() for t in scheme.moments(off))
-        deviations = (squares - error.square() / self.count_or_one).clamp_min(0)
-        return offset + error / self.count_or_one, deviations, offset, off
-
-    def merge_ranks(self, mean: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge mean and squared deviations over all ranks: one message per axis."""
-        for group, weights in self.merge_steps:
-            mean, deviations = merge_moments(
-                collectives.all_gather_even(torch.stack([mean, deviations]), group), weights
-            )
-        return mean, deviations
+        share = scheme.count / scheme.total
+        if dtype is not torch.float64:
+            both = scheme.merge(torch.stack([mean, torch.addcmul(variance, mean, mean)])).mul_(share)
+            mean, second = self.sum_over_ranks(both).unbind()
+            return mean, torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
+        center = self.sum_over_ranks(scheme.merge(mean.unsqueeze(0)) * share)[0]
+        distance = mean - scheme.expand_stat(center)
+        deviations = torch.addcmul(variance, distance, distance).unsqueeze(0)
+        return center, self.sum_over_ranks(scheme.merge(deviations) * share)[0].clamp_min_(0)
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
         scheme, v = self.scheme, self.view(input)
-        off: Tensor | None
+        center = shift = None
         if self.centered:
-            mean, deviations, offset, off = self.moments(v)
-            mean, deviations = self.merge_ranks(mean, deviations)
-            shift = (mean - offset).to(v.dtype)  # from this rank's offset to the mean: small, so it keeps its digits
+            center, off, mean, variance = scheme.moments(v)
+            mean, variance = self.merge_ranks(mean, variance, v.dtype)
+            # From the mean to this rank's center: small, so it keeps its digits.
+            shift = (center - scheme.expand_stat(mean)).to(v.dtype)
         else:
-            offset = shift = None
-            off, deviations = None, scheme.stat_sums(v.square()).double()
-            for group, _ in self.merge_steps:
-                deviations = collectives.all_reduce(deviations, group)
-            mean = torch.zeros_like(deviations)
-        variance = deviations / scheme.total
-        rstd = (variance + self.eps).rsqrt().to(v.dtype)
-        ctx.save_for_backward(input, weight, offset, shift, rstd)
-        ctx.bias = None if bias is None else bias.detach()  # for its shape and dtype only: its values may change
-        out = self.apply_affine(v if off is None else off, shift, rstd, weight, bias, off)
-        return out.view(input.shape).to(self.result), mean, variance
+            off, variance = v, self.sum_over_ranks(scheme.sum_inner(v * v).double() / scheme.total)
+            mean = torch.zeros_like(variance)
+        rstd = (variance + self.eps).rsqrt_().to(v.dtype)
+        ctx.save_for_backward(input, weight, center, shift, rstd)
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        out = self.apply_affine(off, shift, rstd, weight, bias)
+        return shaped(out, input.shape, self.result), mean, variance
 
-    def apply_affine(self, off: Tensor, shift, rstd, weight, bias, into: Tensor | None) -> Tensor:
-        """Return (off - shift) * rstd * weight + bias, written to `into` if it is not None."""
-        lift, spread = self.scheme.expand_param, self.scheme.expand_stat
-        scale = spread(rstd)
-        extra = None if shift is None else -spread(shift) * scale
-        weight, bias = (None if p is None else lift(p).to(off.dtype) for p in (weight, bias))
-        if self.scheme.stats_are_small:
-            if weight is not None:
-                scale, extra = scale * weight, extra * weight
-            return torch.addcmul(extra if bias is None else extra + bias, off, scale, out=into)
-        out = torch.mul(off, scale, out=into) if extra is None else torch.addcmul(extra, off, scale, out=into)
-        if weight is None:
-            return out if bias is None else out.add_(bias)
-        return out.mul_(weight) if bias is None else torch.addcmul(bias, out, weight, out=out)
+    def apply_affine(self, off: Tensor, shift: Tensor | None, rstd: Tensor, weight, bias) -> Tensor:
+        """Return (off + shift) * rstd * weight + bias, written to `off` if there is a shift."""
+        w, b = self.scheme.expand_param(weight, off.dtype), self.scheme.expand_param(bias, off.dtype)
+        scale = self.scheme.expand_stat(rstd)
+        if self.rows:
+            out = off * scale if shift is None else off.add_(shift).mul_(scale)
+            out = out if w is None else out.mul_(w)
+            return out if b is None else out.add_(b)
+        scale = scale if w is None else scale * w
+        b = shift * scale if b is None else torch.addcmul(b, shift, scale)
+        return off.mul_(scale).add_(b) if on_cpu(off) else torch.addcmul(b, off, scale, out=off)
 
     # ------------------------------------------------------------------ backward
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, offset, shift, rstd = ctx.saved_tensors
+        input, weight, center, shift, rstd = ctx.saved_tensors
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
         scheme, v = self.scheme, self.view(input)
-        g = self.view(grad.to(v.dtype))
-        off = v if offset is None else v - scheme.expand_stat(offset)
-        w = None if weight is None else scheme.expand_param(weight).to(v.dtype)
-        by = scheme.expand_stat(rstd)
-        if scheme.stats_are_small:
-            sums, by, weighted = self.channel_sums(g, off, shift, rstd, w), by if w is None else by * w, g
-        else:
-            weighted = g if w is None else g * w
-            sums = self.row_sums(g, weighted, off, shift, rstd, w)
-        first, second, *grads = self.all_reduce_sums(sums, w, want_input, want_weight, want_bias)
-        grad_input = None
+        g = self.view(grad if grad.dtype is v.dtype else grad.to(v.dtype))
+        off = v if center is None else v - center
+        w = scheme.expand_param(weight, v.dtype)
+        by_off = g * off
+        stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, rstd, w)
+        stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
+        grad_input = grad_weight = grad_bias = None
         if want_input:
-            slope = second * rstd * rstd / -scheme.total
-            into = None if off is v else off
-            if offset is None:
-                grad_input = torch.mul(off, slope, out=into)
-            else:
-                level = first * rstd / -scheme.total - slope * shift
-                grad_input = torch.addcmul(scheme.expand_stat(level), off, scheme.expand_stat(slope), out=into)
-            grad_input = grad_input.addcmul_(weighted, by).view(input.shape).to(input.dtype)
-        params = zip(grads, (weight, ctx.bias), (want_weight, want_bias), strict=True)
-        return grad_input, *(g.view(p.shape).to(p.dtype) if want else None for g, p, want in params)
+            grad_input = shaped(self.grad_input(g, off, stats, shift, rstd, w, by_off), input.shape, input.dtype)
+        if want_weight:
+            grad_weight = shaped(params[1], weight.shape, weight.dtype)
+        if want_bias:
+            grad_bias = shaped(params[0], *ctx.bias)
+        return grad_input, grad_weight, grad_bias
 
-    def row_sums(self, g: Tensor, weighted: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
-        """Return the row sums of grad * weight and of that times the normalized value, and the parameters' sums."""
-        scheme = self.scheme
-        shift = torch.zeros_like(rstd) if shift is None else shift
-        level, slope = scheme.grad_sums(weighted, off, shift, rstd)
-        if w is None or not g.numel():
-            return [level, slope, g.new_zeros(g.shape[1]), g.sum(0)]
-        args = (g, off, scheme.shape[1:], shift, rstd, w, w, [False, True, True])
-        return [level, slope, *torch.ops.aten.native_layer_norm_backward(*args)[1:]]
+    def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, rstd: Tensor, w, into: Tensor) -> Tensor:
+        """Return (g * w - level / n - (off + shift) * rstd * slope / n) * rstd, written to `into`."""
+        spread = self.scheme.expand_stat
+        level, slope = stats.unbind()
+        scale = spread(rstd)
+        if w is not None and not self.rows:
+            scale = scale * w
+        by = (scale if self.batch else rstd) * (-1 / self.scheme.total)
+        slope = spread((slope * rstd).mul_(by))
+        out = torch.mul(g, scale, out=into)
+        if self.rows and w is not None:
+            out.mul_(w)
+        if shift is not None:
+            out.add_(torch.addcmul(spread(level * by), slope, shift))
+        return out.add_(off * slope if shift is None else off.mul_(slope)) if on_cpu(g) else out.addcmul_(off, slope)
 
-    def channel_sums(self, g: Tensor, off: Tensor, shift, rstd, w: Tensor | None) -> list[Tensor]:
+    def row_sums(self, g: Tensor, by_off: Tensor, shift, rstd: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return two stacked pairs: the sums of grad * weight and of that times the normalized value, for each row, and
+        the gradients of bias and weight.
+        """
+        normalized = (by_off if shift is None else torch.addcmul(by_off, g, shift)) * rstd
+        params = torch.stack([g.sum(0), normalized.sum(0)])
+        pair = [g, normalized] if w is None else [g * w, normalized.mul_(w)]
+        return torch.stack([t.sum(1, keepdim=True) for t in pair]), params
+
+    def channel_sums(self, g: Tensor, by_off: Tensor, shift, rstd: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of `row_sums` from sums per channel, per sample if samples do not share a mean."""
         scheme = self.scheme
-        level, slope = scheme.grad_sums(g, off, scheme.expand_stat(shift), scheme.expand_stat(rstd))
+        level, slope = scheme.sum_inner(g), scheme.sum_inner(by_off)
+        if shift is not None:
+            slope = torch.addcmul(slope, level, shift)
+        sums = torch.stack([level, slope * scheme.expand_stat(rstd)])
         if self.batch:  # one statistic per channel: its sums are also the parameters' sums
-            return [level, slope]
-        pair = [level, slope] if w is None else [level * w, slope * w]
-        return [*map(scheme.sum_to_stats, pair), scheme.param_sums(slope), scheme.param_sums(level)]
+            return sums, sums
+        return scheme.sum_to_stats(sums if w is None else sums * w), sums.sum(1)
 
-    def all_reduce_sums(self, values: list[Tensor], w: Tensor | None, *wanted: bool) -> list[Tensor]:
+    def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
-        for axis in self.axes:
+        values = [stats, params]
+        for group, of_stats, of_params in self.grad_sums:
             if self.batch:
-                chosen = [0, 1]
-            else:
-                stats = ([0, 1] if self.centered else [1]) if wanted[0] and axis in self.stat_axes else []
-                chosen = stats + [i for i in (2, 3) if wanted[i - 1] and axis in self.param_axes]
-            if not chosen:
+                values[0] = values[1] = collectives.all_reduce_(values[0], group)
                 continue
-            flat = torch.cat([values[i].reshape(-1) for i in chosen])
-            parts = collectives.all_reduce(flat, self.group(axis)).split([values[i].numel() for i in chosen])
-            for i, part in zip(chosen, parts, strict=True):
-                values[i] = part.view(values[i].shape)
-        if not self.batch:
-            return values
-        level, slope = values
-        return [level if w is None else level * w, slope if w is None else slope * w, slope, level]
+            chosen = [i for i, send in enumerate((want_stats and of_stats, want_params and of_params)) if send]
+            if len(chosen) == 1:
+                values[chosen[0]] = collectives.all_reduce_(values[chosen[0]], group)
+            elif chosen:
+                values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
+        return values
 
     # ------------------------------------------------------------------ composed of autograd collectives
 
     def statistics(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the global mean and 1 / std, and `v` minus that mean: two small messages per axis."""
         scheme, over = self.scheme, self.stat_groups
+
+        def average(value: Tensor) -> Tensor:
+            sums = scheme.sum_to_stats(scheme.sum_inner(value).unsqueeze(0))[0]
+            return autograd_collectives.reduce(sums.double() / scheme.total, over)
+
         mean = v.new_zeros(())
         if self.centered:
-            # The derivatives do not depend on the offset.
-            offset = (scheme.stat_sums(v.detach()) / self.count_or_one).to(v.dtype)
-            v = v - scheme.expand_stat(offset)
-            mean = (
-                autograd_collectives.reduce(offset.double() * self.count + scheme.stat_sums(v).double(), over)
-                / scheme.total
-            )
-            shift = autograd_collectives.replicate_in([mean], over)[0] - offset
-            v = v - scheme.expand_stat(shift.to(v.dtype))
-        variance = autograd_collectives.reduce(scheme.stat_sums(v.square()), over) / scheme.total
-        return mean, (variance + self.eps).rsqrt(), v
+            mean = average(v)
+            (shared,) = autograd_collectives.replicate_in([mean], over)
+            v = v - scheme.expand_stat(shared).to(v.dtype)
+        return mean, (average(v.square()) + self.eps).rsqrt(), v
 
     def composite(self, input: Tensor, weight: Tensor | None) -> Tensor:
         """Return the result without the bias, differentiable to any order."""
         _, rstd, v = self.statistics(self.view(input))
         (rstd,) = autograd_collectives.replicate_in([rstd], self.stat_groups)
-        out = v * self.scheme.expand_stat(rstd)
+        out = v * self.scheme.expand_stat(rstd).to(v.dtype)
         if weight is not None:
-            out = out * self.scheme.expand_param(autograd_collectives.replicate_in([weight], self.param_groups)[0]).to(
-                v.dtype
-            )
-        return out.view(input.shape).to(self.result)
+            (weight,) = autograd_collectives.replicate_in([weight], self.param_groups)
+            out = out * self.scheme.expand_param(weight, v.dtype)
+        return out.reshape(input.shape).to(self.result)
 
     def double_backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute `backward` as a function that is itself differentiable."""
@@ -220,13 +212,22 @@ class ShardedNorm:
         grads = [next(computed) if want else None for want in (want_input, want_weight)]
         grad_bias = None
         if want_bias:
-            sums = (
-                self.view(grad).sum(0)
-                if isinstance(self.scheme, RowStats)
-                else self.scheme.param_sums(self.scheme.sum_inner(self.view(grad)))
-            )
-            grad_bias = autograd_collectives.reduce(sums, self.param_groups).view(ctx.bias.shape).to(ctx.bias.dtype)
+            g = self.view(grad)
+            sums = g if self.rows else self.scheme.sum_inner(g)
+            sums = sums if self.batch else sums.sum(0)
+            shape, dtype = ctx.bias
+            grad_bias = autograd_collectives.reduce(sums, self.param_groups).view(shape).to(dtype)
         return grads[0], grads[1], grad_bias
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def shaped(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return `value` in this shape and dtype; each call of torch is skipped where it would change nothing."""
+    value = value if value.shape == shape else value.reshape(shape)
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 class _ShardedNormFunction(Collective):

@@ -2,237 +2,192 @@
 
 A `StatGrouping` has a `view` of the local tensor against which statistics and parameters broadcast:
 
-    RowStats      (rows, elements)      one mean per row                    layer_norm, rms_norm
-    BatchStats    (N, C, ...)           one mean per channel                batch_norm
-    InstanceStats (N, C, ...)           one per channel of each sample      instance_norm
-    GroupStats    (N, C, ...)           one per group of channels           group_norm
+    RowStats         (rows, elements)                     one mean per row                 layer_norm, rms_norm
+    BatchStats       (N, C, ...)                          one mean per channel             batch_norm
+    InstanceStats    (N, C, ...)                          one per channel of each sample   instance_norm
+    GroupStats       (N, groups, channels per group, ...) one per group of each sample     group_norm
+    SplitGroupStats  (N, C, ...)                          the same, of groups that are split between ranks
 
-`stat_sums` sums the elements that share a statistic; `expand_stat` expands statistics to broadcast against the view.
+Sums are taken over `sum_dims`, which leaves one number per parameter (and sample), and from there to one number per
+statistic (`sum_to_stats`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ...layout import DimSharding, Layout, Span, starts
+from ...layout import DimSharding, Layout, starts
 from ..reduction.common import sharding_axes
-from .affine_params import match_memory_format
 
 
 class StatGrouping:
-    """The elements that share a statistic, and how many of them each rank holds.
+    """The elements that share a statistic, and how many of them there are.
 
     sum_dims: the dims of the view that are summed first.
-    count: elements of this rank per statistic (a tensor if the statistics differ in it).
+    moment_dims: the dims of the view over which a rank computes moments.
     total: elements of all ranks per statistic.
     axes: the mesh axes, of more than one rank, that shard these elements.
-    merge_steps: for each of `axes`, its group and the element count of each coord, with the earlier axes merged.
+    count: elements of this rank over `moment_dims`.
     """
 
     sum_dims: tuple[int, ...]
-    # True if the product of a statistic and a parameter is much smaller than the tensor
-    stats_are_small = True
+    moment_dims: tuple[int, ...]
 
-    def __init__(self, layout: Layout, dims: Sequence[int], axes: Sequence[int] | None = None):
-        self.layout = layout
-        self.shape = tuple(layout.local_shape)
-        self.axes = sharding_axes(layout, dims) if axes is None else tuple(axes)
-        self.dims = tuple(dims)
-        self.count: Any = self.element_count(layout.coords)
-        self.total = math.prod(layout.shape[d] for d in dims)
+    def __init__(self, layout: Layout, total: int, axes: Sequence[int]):
+        self.layout, self.total, self.axes = layout, total, tuple(axes)
+        self.shape = self.view_shape(tuple(layout.local_shape))
+        self.count = math.prod(self.shape[d] for d in self.moment_dims)
+        self.is_empty = 0 in layout.local_shape
+        self.param_shape = self.shape[1], *[1] * (len(self.shape) - 2)
 
-    def element_count(self, coords: Sequence[int]) -> Any:
-        """Return the element count per statistic of the rank at `coords`."""
-        shape = self.layout.local_shape_at(coords)
-        return math.prod(shape[d] for d in self.dims)
-
-    def merge_steps(self, device: torch.device) -> list[tuple[ProcessGroup, Tensor]]:
-        return [(self.layout.mesh.get_group(a), self._weights(i, device)) for i, a in enumerate(self.axes)]
-
-    def _weights(self, at: int, device: torch.device) -> Tensor:
-        """Return the element count of each coord of axis number `at`, with the earlier axes merged."""
-        mesh = self.layout.mesh
-        found = []
-        for coord in range(mesh.size(self.axes[at])):
-            coords = list(self.layout.coords)
-            coords[self.axes[at]] = coord
-            parts = []
-            for earlier in product(*(range(mesh.size(a)) for a in self.axes[:at])):
-                for axis, c in zip(self.axes[:at], earlier, strict=True):
-                    coords[axis] = c
-                parts.append(torch.as_tensor(self.element_count(coords), dtype=torch.float64))
-            found.append(torch.stack(parts).sum(0))
-        weights = torch.stack(found).to(device)
-        return weights.view(-1, *[1] * self.view_ndim) if weights.ndim == 1 else weights
-
-    @property
-    def view_ndim(self) -> int:
-        """The number of dims of the view."""
-        return len(self.shape)
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the view of a tensor of this shape."""
+        return shape
 
     def view(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a center near the mean over `moment_dims`, `v` minus it, and mean and variance in fp64.
+
+        The mean is the center plus what it lost when it was rounded: of deviations from a mean of 1000 that is rounded
+        to fp32, four digits would be left.
+        """
+        dims = self.moment_dims
+        if not dims or self.is_empty:
+            center = v if v.numel() else v.new_zeros([1 if d in dims else n for d, n in enumerate(v.shape)])
+            return center, v - center, center.double(), torch.zeros_like(center, dtype=torch.float64)
+        if v.device.type != "cpu":  # one launch; its mean is as accurate as those of torch's norms there
+            variance, center = torch.var_mean(v, dims, correction=0, keepdim=True)
+            return center, v - center, center.double(), variance.double()
+        center = v.sum(dims, keepdim=True).mul_(1 / self.count)
+        off = v - center
+        pair = torch.stack([off.sum(dims, keepdim=True), (off * off).sum(dims, keepdim=True)])
+        error, squares = pair.double().mul_(1 / self.count).unbind()
+        return center, off, error + center, torch.addcmul(squares, error, error, value=-1)
+
+    def merge(self, moments: Tensor) -> Tensor:
+        """Sum moments, stacked along a new first dim, to one number per statistic."""
+        return moments
 
     def sum_inner(self, tensor: Tensor) -> Tensor:
         """Sum over `sum_dims`."""
         return tensor.sum(self.sum_dims, keepdim=True) if self.sum_dims else tensor
 
     def sum_to_stats(self, sums: Tensor) -> Tensor:
-        """Reduce sums over `sum_dims` to one sum per statistic."""
+        """Reduce sums over `sum_dims`, stacked along a new first dim, to one number per statistic."""
         return sums
-
-    def stat_sums(self, tensor: Tensor) -> Tensor:
-        """Return this rank's sum per statistic."""
-        return self.sum_to_stats(self.sum_inner(tensor))
-
-    def as_channels(self, tensor: Tensor) -> Tensor | None:
-        """View the tensor as (samples, channels, ...) with one channel per sum over `sum_dims`; None if impossible."""
-        contiguous = self.sum_dims and tensor.is_contiguous()
-        return tensor.view(1, self.shape[0] * self.shape[1], -1) if contiguous and tensor.numel() else None
-
-    def grad_sums(self, grad: Tensor, off: Tensor, shift: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of `grad` and of `grad * (off - shift) * rstd` over `sum_dims`; statistics are expanded."""
-        views = self.as_channels(grad), self.as_channels(off)
-        # On other devices the kernel below needs a weight, and torch's sums are as fast.
-        if views[0] is None or views[1] is None or grad.device.type != "cpu":
-            level = self.sum_inner(grad)
-            return level, (self.sum_inner(grad * off) - shift * level) * rstd
-        grad, off = match_memory_format(*views), views[1]
-        args = (grad, off, None, None, None, shift.flatten(), rstd.flatten(), True, 0.0, [False, True, True])
-        _, slope, level = torch.ops.aten.native_batch_norm_backward(*args)
-        return level.view(rstd.shape), slope.view(rstd.shape)
-
-    def moments(self, off: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's sum and sum of squares per statistic."""
-        shape = [1 if d in self.sum_dims else n for d, n in enumerate(off.shape)]
-        level, slope = self.grad_sums(off, off, off.new_zeros(shape), off.new_ones(shape))
-        return self.sum_to_stats(level), self.sum_to_stats(slope)
 
     def expand_stat(self, statistic: Tensor) -> Tensor:
         """Expand a statistic to broadcast against the view."""
         return statistic
 
-    def expand_param(self, parameter: Tensor) -> Tensor:
+    def expand_param(self, parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Reshape a parameter, one element per channel, to broadcast against the view."""
-        return parameter.reshape(-1, *[1] * (self.view_ndim - 2))
-
-    def param_sums(self, sums: Tensor) -> Tensor:
-        """Reduce sums over `sum_dims` to one sum per parameter."""
-        return sums.sum(0).reshape(-1)
+        if parameter is None:
+            return None
+        expanded = parameter.reshape(self.param_shape)
+        return expanded if expanded.dtype is dtype else expanded.to(dtype)
 
 
 class RowStats(StatGrouping):
     """One statistic per row of the last `number` dims."""
 
-    sum_dims = (1,)
-    stats_are_small = False
+    sum_dims = moment_dims = (1,)
 
     def __init__(self, layout: Layout, number: int):
-        dims = range(layout.ndim - number, layout.ndim)
-        super().__init__(layout, dims)
-        local = layout.local_shape
-        self.shape = (math.prod(local[: dims.start]), math.prod(local[dims.start :]))
+        self.first = layout.ndim - number
+        dims = range(self.first, layout.ndim)
+        super().__init__(layout, math.prod(layout.shape[d] for d in dims), sharding_axes(layout, dims))
+        self.param_shape = self.shape[1:]
+
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return math.prod(shape[: self.first]), math.prod(shape[self.first :])
 
     def view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(self.shape)
-
-    def as_channels(self, tensor: Tensor) -> Tensor | None:
-        return tensor.reshape(1, *self.shape) if tensor.numel() else None
-
-    def expand_param(self, parameter: Tensor) -> Tensor:
-        return parameter.reshape(-1)
 
 
 class BatchStats(StatGrouping):
     """One statistic per channel, over all samples and spatial dims."""
 
     def __init__(self, layout: Layout):
-        self.sum_dims = (0, *range(2, layout.ndim))
-        super().__init__(layout, self.sum_dims)
-
-    def as_channels(self, tensor: Tensor) -> Tensor | None:
-        return tensor if tensor.numel() else None
+        self.sum_dims = self.moment_dims = (0, *range(2, layout.ndim))
+        total = math.prod(layout.shape[d] for d in self.sum_dims)
+        super().__init__(layout, total, sharding_axes(layout, self.sum_dims))
 
 
 class InstanceStats(StatGrouping):
     """One statistic per channel of each sample, over the spatial dims."""
 
     def __init__(self, layout: Layout):
-        self.sum_dims = tuple(range(2, layout.ndim))
-        super().__init__(layout, self.sum_dims)
+        self.sum_dims = self.moment_dims = tuple(range(2, layout.ndim))
+        super().__init__(layout, math.prod(layout.shape[2:]), sharding_axes(layout, self.sum_dims))
+
+
+def group_stats(layout: Layout, groups: int) -> GroupStats | SplitGroupStats:
+    """Return the grouping of group_norm: whether ranks share groups depends on the sharding of the channels."""
+    size = layout.shape[1] // groups
+    split = layout.is_sharded(1) and any(start % size for start in starts(layout.shard_sizes(1)))
+    return (SplitGroupStats if split else GroupStats)(layout, groups)
 
 
 class GroupStats(StatGrouping):
-    """One statistic per `group_size` channels of each sample.
-
-    If a group is split between ranks (`splits_groups`), every rank has statistics of all groups.
-    """
+    """One statistic per group of channels of each sample; every group is on one rank or sharded along spatial dims."""
 
     def __init__(self, layout: Layout, groups: int):
-        self.sum_dims = tuple(range(2, layout.ndim))
         self.groups, self.group_size = groups, layout.shape[1] // groups
-        places = sharding_axes(layout, self.sum_dims)
-        self.splits_groups = any(
-            start % self.group_size for start in starts(layout.shard_sizes(1))
-        ) and layout.is_sharded(1)
-        channels = layout.nontrivial_axes(layout.axes_of(1)) if self.splits_groups else ()
-        self.span = layout.span(1)
-        # the first group that this rank has statistics of
-        self.first = 0 if self.splits_groups else self.span.start // self.group_size
-        self.local_groups = groups if self.splits_groups else (self.span.stop - self.span.start) // self.group_size
-        super().__init__(layout, (1, *self.sum_dims), (*places, *channels))
-        self.total = self.group_size * math.prod(layout.shape[2:])
-        self.runs = list(self._runs())
+        self.local_groups = layout.local_shape[1] // self.group_size
+        self.sum_dims, self.moment_dims = tuple(range(3, layout.ndim + 1)), tuple(range(2, layout.ndim + 1))
+        places = sharding_axes(layout, range(2, layout.ndim))
+        super().__init__(layout, self.group_size * math.prod(layout.shape[2:]), places)
+        self.param_shape = self.local_groups, self.group_size, *[1] * len(self.sum_dims)
 
-    def _runs(self):
-        """Yield (first channel, one past the last, first group, group count) of full groups or of one partial group."""
-        at, (start, stop) = self.span.start, self.span
-        while at < stop:
-            group = at // self.group_size
-            full = (stop - at) // self.group_size if at % self.group_size == 0 else 0
-            end = at + full * self.group_size if full else min((group + 1) * self.group_size, stop)
-            yield at - start, end - start, group - self.first, max(full, 1)
-            at = end
+    def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[0], self.local_groups, self.group_size, *shape[2:]
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor.view(self.shape)  # splits a dim: possible for any strides
 
     def statistics(self) -> Layout:
         """Return the layout of one number per group of each sample."""
         (channels,) = self.layout.dims[1]
-        if self.splits_groups or not channels.axes:
-            groups = DimSharding(self.groups)
-        else:
+        groups = DimSharding(self.groups)
+        if channels.axes:
             groups = DimSharding(self.groups, channels.axes, tuple(n // self.group_size for n in channels.shard_sizes))
         return self.layout.with_dims([self.layout.dims[0], (groups,)])
 
-    def element_count(self, coords: Sequence[int]) -> Any:
-        shape = self.layout.local_shape_at(coords)
-        places = math.prod(shape[d] for d in self.sum_dims)
-        if not self.splits_groups:
-            return self.group_size * places
-        lo, hi = self.layout.span(1, coords)
-        spans = [Span(g * self.group_size, (g + 1) * self.group_size) for g in range(self.groups)]
-        held = [places * max(0, min(hi, b) - max(lo, a)) for a, b in spans]
-        return torch.tensor(held, dtype=torch.float64).view(1, -1, *[1] * len(self.sum_dims))
+    def sum_to_stats(self, sums: Tensor) -> Tensor:
+        return sums.sum(3, keepdim=True)
+
+
+class SplitGroupStats(StatGrouping):
+    """One statistic per group of channels of each sample; every rank has the statistics of all groups."""
+
+    def __init__(self, layout: Layout, groups: int):
+        self.groups, self.group_size = groups, layout.shape[1] // groups
+        self.sum_dims = self.moment_dims = tuple(range(2, layout.ndim))
+        channels = layout.nontrivial_axes(layout.axes_of(1))
+        axes = (*sharding_axes(layout, self.sum_dims), *channels)
+        super().__init__(layout, self.group_size * math.prod(layout.shape[2:]), axes)
+        start, stop = layout.span(1)
+        self.group_of = torch.arange(start, stop) // self.group_size  # of each channel of this rank
+
+    def statistics(self) -> Layout:
+        """Return the layout of one number per group of each sample."""
+        return self.layout.with_dims([self.layout.dims[0], (DimSharding(self.groups),)])
 
     def sum_to_stats(self, sums: Tensor) -> Tensor:
-        parts = [sums[:, a:b].unflatten(1, (n, -1)).sum(2) for a, b, _, n in self.runs]
-        held = torch.cat(parts, 1) if parts else sums[:, :0]
-        before = self.runs[0][2] if self.runs else 0
-        after = self.local_groups - before - held.shape[1]
-        # Padded, not copied into zeros: a rank without channels must have the same graph as the others, so that it
-        # sends the messages of backward.
-        return F.pad(held, [0, 0] * len(self.sum_dims) + [before, after]) if before or after else held
+        """Sum over the channels of each group. A rank without channels has the same graph as the others."""
+        shape = (*sums.shape[:2], self.groups, *sums.shape[3:])
+        return sums.new_zeros(shape).index_add(2, self.group_of.to(sums.device), sums)
+
+    def merge(self, moments: Tensor) -> Tensor:
+        return self.sum_to_stats(moments)
 
     def expand_stat(self, statistic: Tensor) -> Tensor:
-        parts = []
-        for a, b, group, n in self.runs:
-            part = statistic[:, group : group + n].unsqueeze(2)
-            parts.append(part.expand(-1, -1, (b - a) // n, *statistic.shape[2:]).flatten(1, 2))
-        return torch.cat(parts, 1) if parts else statistic[:, :0]
+        return statistic.index_select(1, self.group_of.to(statistic.device))

@@ -9,25 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import runtime
-from ...comm import autograd_collectives
-from ...comm.autograd_collectives import Groups
+from ...comm import autograd_collectives, collectives
+from ...comm.autograd_collectives import Collective, Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
-from .common import all_reduce_minmax, gather_stacked, reduced_dims, reduced_layout, sharding_axes
+from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
 from .minmax import local_minmax
-
-
-def shifted_exp_sum(input: Tensor, dim: int, over: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `input` minus its global maximum along `dim`, the exponential of that, and its sum over all ranks.
-
-    Two small messages. The maximum is treated as a constant: softmax and log_softmax do not depend on it.
-    """
-    top = all_reduce_minmax(local_minmax(input, (dim,), "max"), over, "max")
-    shifted = input - top
-    powers = shifted.exp()
-    return shifted, powers, autograd_collectives.reduce(powers.sum(dim, keepdim=True), over)
 
 
 @rule("softmax", "log_softmax", torch.special.softmax, torch.special.log_softmax, merged=True)
@@ -37,18 +26,84 @@ def softmax(input: Operand, dim, dtype=None, *, fn):
     layout = input.layout
     dims = reduced_dims(layout.ndim, dim)
     over = process_groups(layout, sharding_axes(layout, dims))
-    wide = torch.float32 if result in HALF_DTYPES else result
     is_log = "log" in fn.__name__
     if not over:
         named = {} if dtype is None else {"dtype": dtype}
         return Plan(local=lambda input: fn(input, dim, **named), layout=layout)
+    function = _LogSoftmax if is_log else _Softmax
 
     def local(input):
-        shifted, powers, total = shifted_exp_sum(input.to(result).to(wide), dims[0], over)
-        (total,) = autograd_collectives.replicate_in([total.log() if is_log else total], over)
-        return (shifted - total if is_log else powers / total).to(result)
+        return function.apply(input if input.dtype is result else input.to(result), dims[0], over)
 
     return Plan(local=local, layout=layout)
+
+
+def _shifted_exp_sum(value: Tensor, dim: int, over: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `value` minus its global maximum along `dim`, the exponential of that, and its sum over all ranks.
+
+    The maximum may ignore NaN, since the sum does not.
+    """
+    top = local_minmax(value, (dim,), "max")
+    for group in over:
+        top = collectives.all_reduce_(top, group, "max")
+    shifted = value - top
+    powers = shifted.exp()
+    total = powers.sum(dim, keepdim=True)
+    for group in over:
+        total = collectives.all_reduce_(total, group)
+    return shifted, powers, total
+
+
+def _sum_over_ranks(part: Tensor, over: Groups) -> Tensor:
+    """Return the sum over all ranks, which enters work that differs from rank to rank; differentiable."""
+    if torch.is_grad_enabled():
+        return autograd_collectives.replicate_in([autograd_collectives.reduce(part, over)], over)[0]
+    for group in over:
+        part = collectives.all_reduce_(part, group)
+    return part
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+
+class _Softmax(Collective):
+    """Softmax along a sharded dim. The backward is that of torch, with its sum taken over all ranks."""
+
+    @staticmethod
+    def forward(ctx, input, dim, over):
+        _, powers, total = _shifted_exp_sum(_widened(input), dim, over)
+        out = powers.div_(total).to(input.dtype)
+        ctx.how = dim, over
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        dim, over = ctx.how
+        out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
+        product = wide * out
+        total = _sum_over_ranks(product.sum(dim, keepdim=True), over)
+        return torch.addcmul(product, out, total, value=-1).to(grad.dtype), None, None
+
+
+class _LogSoftmax(Collective):
+    """Log_softmax along a sharded dim. The backward is that of torch, with its sum taken over all ranks."""
+
+    @staticmethod
+    def forward(ctx, input, dim, over):
+        shifted, _, total = _shifted_exp_sum(_widened(input), dim, over)
+        out = shifted.sub_(total.log_()).to(input.dtype)
+        ctx.how = dim, over
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        dim, over = ctx.how
+        out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
+        total = _sum_over_ranks(wide.sum(dim, keepdim=True), over)
+        return torch.addcmul(wide, out.exp(), total, value=-1).to(grad.dtype), None, None
 
 
 @rule("logsumexp", torch.special.logsumexp, merged=True)
