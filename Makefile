@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train test sweep bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
+.PHONY: train test sweep fuzz curves bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -59,12 +59,17 @@ test-models: $(VENV)/.zoo
 	SHARDFIELD_MODELS=.models.jsonl $(BIN)/python -m pytest tests/zoo
 	$(BIN)/python -m tests.zoo.page .models.jsonl docs/models.md
 
-# Every layout of the case table, every row in bf16 and under autocast, and PyTorch's whole operator database: takes a
-# while, writes docs/op-coverage.md, and fails where its numbers fall.
+# Every layout of the case table, every row in bf16 and under autocast, PyTorch's whole operator database, and 2,000
+# random programs: takes a while, writes docs/op-coverage.md, and fails where its numbers fall.
 sweep: setup
 	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/ops/test_case_tables.py tests/ops/test_low_precision.py \
 		tests/compiler/test_compile.py
 	$(BIN)/python -m tests.ops.opinfo_sweep --page docs/op-coverage.md
+	$(BIN)/python -m tests.fuzz $(FUZZ)
+
+# Random programs against one device, `make fuzz FUZZ="--programs 500 --seed 7000"`; a failure is shrunk and printed.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.
 bench: setup

@@ -29,7 +29,7 @@ LAYERS = [
     {"dispatch.plan", "dispatch.promotion", "spec", "dcp", "pickling"},
     {"redistribute", "dispatch.write_tracking"},
     {"tensor"},
-    {"dispatch.arguments"},
+    {"dispatch.arguments", "dispatch.copied_views"},
     {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},
     {"dispatch.executor"},
     {"dispatch.registry"},

@@ -1,4 +1,4 @@
-"""The command `shardfield`: train, check, plan, bench, convert, info. Runs alone or under torchrun, mpirun, srun."""
+"""The command `shardfield`: train, compare, check, plan, bench, convert, info. Runs alone or under a launcher."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .errors import ShardfieldError
 USAGE = """usage: shardfield COMMAND [...]
 
   train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
+  compare RUN RUN [--modules] [--tolerance T]        show where two training runs begin to differ
   check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
+        "compare": compare,
         "check": check,
         "plan": plan,
         "bench": bench,
@@ -121,6 +123,19 @@ def _run(recipe, config) -> int:
         return 0
     finally:
         DistributedManager.cleanup()
+
+
+def compare(words: list[str]) -> int:
+    from .train.compare import command
+
+    if _rank() != 0:  # the comparison is the same on all ranks
+        return 0
+    try:
+        return command(words)
+    except SystemExit as end:  # argparse has printed an error or the help
+        return int(end.code or 0)
+    except (ShardfieldError, OSError, ValueError) as error:
+        return _fail(str(error))
 
 
 def check(words: list[str]) -> int:

@@ -66,6 +66,8 @@ class Deferred(WriteObserver):
     """
 
     layout: Layout  # of the value
+    volatile = False  # computed at every read, not once
+    version: Any = 0
 
     @property
     def requires_grad(self) -> bool:
@@ -85,7 +87,7 @@ DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
         "is_leaf": lambda deferred: not deferred.requires_grad,
         "grad": lambda deferred: None,
         "retains_grad": lambda deferred: False,
-        "_version": lambda deferred: 0,
+        "_version": lambda deferred: deferred.version,
     }
 )
 
@@ -102,6 +104,8 @@ class _MaterializeOnRead:
         if deferred is None:
             raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
         local = deferred.materialize()._local_tensor
+        if deferred.volatile:
+            return local
         tensor._local_tensor = local
         del tensor.__dict__["_deferred"]
         return local
@@ -409,13 +413,18 @@ class ShardTensor(torch.Tensor):
         if not self._layout.partial:
             return self
         local = self._local_tensor
-        if local.is_inference():  # it has no version counter, so the result cannot be cached
+        if local.is_inference() or self._deferred is not None:  # the version does not tell if it has changed
             return self._redistribute_to(self._layout.with_partial(()))
         key = (local._version, torch.is_grad_enabled())
         cached = self._reduced_cache
         if cached is None or cached[0] != key:
             cached = self._reduced_cache = (key, self._redistribute_to(self._layout.with_partial(())))
         return cached[1]
+
+    def _settled(self) -> ShardTensor:
+        """Return this tensor, or its present value if that is computed at every read."""
+        deferred = self._deferred
+        return wrap(self._local_tensor, self._layout) if deferred is not None and deferred.volatile else self
 
     def _unmerged_value(self) -> ShardTensor:
         """Return this value without Partial axes and without merged dims. Communicates."""

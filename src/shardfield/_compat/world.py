@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,13 @@ from . import without_modes
 
 # torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Can go with 2.12.
 all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
+# The option of DDP that syncs buffers before a forward. torch 2.13 renames it and warns. Can go with 2.12.
+BUFFER_SYNC = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 def process_group(name: str) -> Any:

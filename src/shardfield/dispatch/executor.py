@@ -24,6 +24,7 @@ from ..tensor import ShardTensor, wrap
 from ..trace_state import same_memory
 from .arguments import as_operand, map_tensors, mesh_of, write_out
 from .call_cache import ArgumentReader, make_reader
+from .copied_views import CopiedView
 from .fallback import gather_fallback
 from .plan import Operand, Plan, Returns, process_groups
 from .torch_aliases import function_name
@@ -43,6 +44,7 @@ class BoundPlan:
         "targets",
         "grad_sums",
         "layout",
+        "first_layout",
         "arg_style",
         "tracks_views",
         "single_rank",
@@ -54,6 +56,7 @@ class BoundPlan:
         self.tracks_views = plan.view.returns is not Returns.NEW
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and not self.tracks_views
+        self.first_layout = tensors[0].layout if tensors else None
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
             value = bound[name]
@@ -145,19 +148,33 @@ class BoundPlan:
             return out
         if layout.__class__ is Layout:
             return self._wrap_result(out, layout, base, source)
-        parts = [o if x is None else self._wrap_result(o, x, base, source) for o, x in zip(out, layout, strict=True)]
+        parts = [
+            o if x is None else self._wrap_result(o, x, base, source, i)
+            for i, (o, x) in enumerate(zip(out, layout, strict=True))
+        ]
         # torch.return_types.* take one sequence; tuples and lists too
         return type(out)(parts) if isinstance(out, (tuple, list)) else tuple(parts)
 
-    def _wrap_result(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+    def _wrap_result(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None = None) -> Any:
         assert out.shape == layout.local_shape, (
             f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
         )
         if self.tracks_views:
-            return self._wrap_view(out, layout, base, source)
+            return self._wrap_view(out, layout, base, source, index)
+        if not out.numel() and out._is_view():  # a write into an empty view of a leaf would raise on this rank alone
+            out = out.clone()
         return wrap(out, layout)
 
-    def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any) -> Any:
+    def _view_again(self, source: ShardTensor, index: int | None) -> ShardTensor:
+        """Run the plan again on the present value of `source`."""
+        local = source._local_tensor
+        first = self.first_layout
+        if first is not None and source._layout is not first:  # a Partial operand, or merged dims
+            local = redistribute(local, source._layout, first)
+        out = self.run([local], source)
+        return out if index is None else out[index]
+
+    def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
         """Wrap a result that torch returns as a view, and record whether a write into it would be lost."""
         kind = self.plan.view
         of_shards = source.__class__ is ShardTensor
@@ -175,6 +192,9 @@ class BoundPlan:
         result = wrap(out, layout)
         if copied:
             set_copied_view(result, copied)
+        if copied is True and of_shards and kind.returns is not Returns.VIEW_OR_COPY:
+            nested = not kind.merged or dims_are_nested(base, kind.merged)
+            CopiedView(result, source, lambda: self._view_again(source, index), bool(kind.merged), nested)
         if narrowed:
             result._narrowed = True
         return result

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from ..comm.consensus import ask_first_rank
+from .buffers import check_buffers
 from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
 from .storage import CheckpointReader, CheckpointWriter, Snapshot, remove_checkpoint
@@ -90,6 +91,8 @@ class Checkpoints:
         self.wait()
         if self.run_id is None:
             self.claim(self._loaded)
+        if self.group is not None:
+            check_buffers(model, self.group, f"checkpoint of step {step}")
         tensors, plain = _flat_state(model, optimizer)
         tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
         content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}

@@ -74,6 +74,8 @@ class TrainConfig:
     """Epochs between evaluations; 0: only at the end."""
     log_every: int = 20
     """Steps between reads of the losses, and between lines of progress if the output is not a terminal."""
+    record: int = 0
+    """Steps after each start whose module outputs and gradients are recorded for `shardfield compare --modules`."""
     picture: bool = True
     """Plot prediction.png and curve.png at the end, if matplotlib is installed."""
 
@@ -85,7 +87,7 @@ class TrainConfig:
         for name in ("epochs", "batch_size", "accumulate", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; at least 1 is needed")
-        for name in ("save_every", "evaluate_every", "warmup"):
+        for name in ("save_every", "evaluate_every", "warmup", "record"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 0 or more is needed")
         if not 1 <= len(self.domain) <= len(DOMAIN_AXES) or min(self.domain) < 1:

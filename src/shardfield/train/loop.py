@@ -24,6 +24,7 @@ from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, shard_sizes_of
 from ..tensor import ShardTensor, wrap
+from .buffers import check_buffers
 from .checkpoint import Checkpoints
 from .checkpoint_index import CheckpointError
 from .complex_params import real_pairs
@@ -32,6 +33,7 @@ from .ema import ParameterEMA
 from .log import Log
 from .nonfinite import NonFinite, save_report
 from .parallel import LocalGrads, no_sync, parallelize
+from .record import ModuleRecorder
 from .run_folder import FolderLock, check_writable
 from .task import Task
 
@@ -70,6 +72,8 @@ class Trainer:
         )
         self.rate = torch.zeros((), device=self.device)  # the learning rate, for a step without values of the host
         self.ema_average = None if config.ema is None else ParameterEMA(self.model, config.ema)
+        self.recorder = ModuleRecorder(self.model, mesh, config.out) if config.record else None
+        self.recorded = 0  # steps since the start
         self.checkpoints = Checkpoints(config.out, config.keep)
         self.steps_per_epoch = len(task.train) // config.accumulate
         if not self.steps_per_epoch:
@@ -148,12 +152,18 @@ class Trainer:
         """Run one step without reading a value on the host. Return the mean loss and the norm of the gradients."""
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        recorder = self.recorder if self.recorded < self.config.record else None
+        if recorder is not None:
+            recorder.begin(self.step + 1)
         for i, batch in enumerate(parts):
             with no_sync(self.model) if i + 1 < len(parts) else nullcontext():
                 _, part = self._forward(batch)
                 part = part / len(parts)
                 part.backward()
             loss += to_full_tensor(part.detach()).double()
+        if recorder is not None:
+            recorder.finish()
+            self.recorded += 1
         grads = LocalGrads(self.model)
         # One message for both, so that all ranks see a loss that is not finite on one of them.
         stats = torch.stack([loss / dist.get_world_size(), grads.sum_of_squares()])
@@ -281,6 +291,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the mean of each metric over each test set."""
+        check_buffers(self.model, self.mesh, f"evaluate at step {self.step}")
         self.model.eval()
         results: dict[str, float] = {}
         with self.ema_average.swapped_in() if self.ema_average is not None else nullcontext():

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from .. import runtime
 from .._compat import foreach_mul_
-from .._compat.world import flatten_mesh
+from .._compat.world import BUFFER_SYNC, flatten_mesh
 from ..comm.grad_deferral import defer_to_average
 from ..distribute import sync_module_over_mesh
+from .buffers import check_buffers
 from .complex_params import real_pairs
 from .ddp_simulation import SimulatedDDP
 from .fsdp_dims import make_placement_fn, warn_about_padding
@@ -44,8 +45,9 @@ def parallelize(
     """Train a model on fields that are sharded over the mesh axes `domain`, with different samples along axis `data`.
 
     Call the model with ShardTensors on `mesh[domain]` (or plain tensors), and take the mean of the loss over the local
-    samples, as in any data-parallel run. Parameters are broadcast from rank 0. Their gradients are summed over the
-    domain and averaged over the data axis in one message: the domain adds no message.
+    samples, as in any data-parallel run. Parameters are broadcast from rank 0. Buffers must be equal on all ranks: a
+    difference is refused, here and when a checkpoint is saved. The gradients of parameters are summed over the domain
+    and averaged over the data axis in one message: the domain adds no message.
 
     - "fsdp": parameters, gradients and optimizer state are sharded over data x domain (FSDP2), in place;
     - "hsdp": they are sharded over the domain and replicated along the data axis (FSDP2 on a mesh of two axes);
@@ -66,6 +68,7 @@ def parallelize(
     if strategy not in ("fsdp", "hsdp", "ddp"):
         raise ValueError(f"parallelize: strategy {strategy!r} is none of 'fsdp', 'hsdp', 'ddp'")
     over = mesh[axes] if len(axes) < mesh.ndim else mesh
+    check_buffers(model, over, "parallelize")
     if sync:
         sync_module_over_mesh(model, over, verify=True)
     groups = [over.get_group(a) for a in axes]
@@ -163,8 +166,10 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, groups: list[ProcessGroup]) -> nn.M
     if runtime.active.fake_tensors:
         SimulatedDDP(model, mesh.get_group())
         return model
-    # No init_sync: `sync_module_over_mesh` has broadcast the parameters.
-    return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
+    # No init_sync: `sync_module_over_mesh` has broadcast the parameters. No sync of buffers: if rank 0's replaced the
+    # others' before each forward, `check_buffers` could not find that they differ.
+    options: dict[str, Any] = {"process_group": mesh.get_group(), "init_sync": False, BUFFER_SYNC: False}
+    return nn.parallel.DistributedDataParallel(model, **options)
 
 
 def _fsdp(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, groups: list[ProcessGroup], reshard: bool):

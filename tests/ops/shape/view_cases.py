@@ -16,7 +16,18 @@ def round_trip(x):
     return torch.relu(x.reshape(2, 3, 24) * 2).reshape(2, 3, 4, 6)
 
 
+def views_read_after_a_write(x):
+    """Take views, some of which need communication, and write into their source; one device's views see the write."""
+    y = x * 1
+    views = [y.reshape(8, 3), y[2], y.view(-1)[5:9], y.select(1, 4), y.t().reshape(-1), y[1:, 0].reshape(3, 1)]
+    before = views[1] + views[4].sum()
+    y.mul_(2)
+    y[1] = 0.5
+    return [before, views[1] - views[1].sum(), *(v * 1 for v in views), y]
+
+
 CASES = [
+    case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
     # ---- reshapes
     case(torch.reshape, T(2, 3, 4, 6), (2, 3, 24), options=NO_MESSAGES),
     case(torch.Tensor.view, T(2, 6, 4), 12, 4, options=NO_MESSAGES),

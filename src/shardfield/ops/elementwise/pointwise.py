@@ -17,6 +17,7 @@ from ... import runtime
 from ...dispatch.registry import as_operand, composed, handler, map_tensors, mesh_of, to_full_tensor, write_out
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap
+from ...trace_state import same_memory
 from .._common.broadcast import Alignment, align, align_to
 
 UNARY = """
@@ -128,7 +129,7 @@ def pointwise_inplace(func, types, args, kwargs):
     key, values = call_key(INPLACE, args, kwargs)
     plan = runtime.active.plans[key] or plan_broadcast(key, lambda layouts: align_to(layouts[0], layouts))
     if plan is not None:
-        func(*plan.redistribute(values), **kwargs)
+        func(*_without_overlaps(plan.redistribute(values)), **kwargs)
         return target
     locals_, layouts, put_back = collect_tensors(args, kwargs)
     keep = linear_partials(func.__name__, layouts, args, kwargs)
@@ -143,9 +144,23 @@ def pointwise_inplace(func, types, args, kwargs):
     alignment = align_to(target._layout, layouts, keep)
     redistributed = alignment.redistribute(locals_, layouts)
     redistributed[0] = target._local_tensor
-    args, kwargs = put_back(redistributed)
+    args, kwargs = put_back(_without_overlaps(redistributed))
     func(*args, **kwargs)
     return target
+
+
+def _without_overlaps(values: list[Any]) -> list[Any]:
+    """Copy operands that share memory with the target, which comes first.
+
+    torch refuses operands that overlap the target in part. Whether local tensors do depends on the rank: an empty shard
+    overlaps nothing. With a copy all ranks read the operand before it is written, and none raises.
+    """
+    target = values[0]
+    for i in range(1, len(values)):
+        value = values[i]
+        if isinstance(value, Tensor) and value is not target and same_memory(value, target):
+            values[i] = value.clone()
+    return values
 
 
 # ---------------------------------------------------------------------- plans cached by the operands' layouts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ...dispatch.copied_views import CopiedView
 from ...dispatch.registry import as_operand, composed
 from ...dispatch.write_tracking import set_copied_view
 from ...layout import DimSharding, Layout, starts
@@ -51,6 +52,8 @@ class BasicIndexPlan(NamedTuple):
         out = wrap(local, self.result)
         if self.copied or x._copied_view:
             set_copied_view(out, self.copied or x._copied_view)
+        if out._copied_view is True:
+            CopiedView(out, x, lambda: self.run(x))
         if self.narrowed or x._narrowed:
             out._narrowed = True
         return out

@@ -49,7 +49,7 @@ def defer_forward(
         return None
     if any(n is not None and n != input.shape[d] for d, n in zip(dims, sizes, strict=True)):
         return None
-    source = input._unmerged_value()
+    source = input._settled()._unmerged_value()
     if not any(source._layout.is_sharded(d) for d in dims):
         return None
     layout = spectrum_layout(source._layout, dims, real)

@@ -119,6 +119,7 @@ def pad(func, types, args, kwargs):
 def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> ShardTensor | None:
     if input.__class__ is not ShardTensor or not pad or not all(type(n) is int and n >= 0 for n in pad):
         return None
+    input = input._settled()
     former: Any = input._deferred
     extends = isinstance(former, LazyPad) and former.grad_enabled == torch.is_grad_enabled()
     if mode not in ("reflect", "replicate", "circular") and not (extends and mode == "constant" and not value):

@@ -1,0 +1,91 @@
+"""Copies of what is a view on one device: after a write into the source they are computed from it again.
+
+Where a view would need communication (an integer index into a sharded dim, a reshape across shards) the result is a
+copy. On one device a later write into the source shows in the view. Here the write turns the copy into a deferred
+value, which takes the view again at every read. It does so at the read, not at the write, because taking the view
+communicates: all ranks read the same tensors, but one of them may keep a copy alive that others have dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import runtime
+from ..comm.consensus import any_rank
+from ..errors import ShardingError
+from ..tensor import Deferred, ShardTensor, wrap
+from ..trace_state import same_memory
+from .plan import process_groups
+
+
+class CopiedView(Deferred):
+    """The copy `tensor` of a view of `source`; `take_view` takes the view again. Held by the tensor.
+
+    merges: the view joins dims, so that strides decide whether torch returns a view or a copy. nested: on this rank
+    they say a view. A copy of torch's does not see the write.
+    """
+
+    volatile = True
+
+    def __init__(
+        self,
+        tensor: ShardTensor,
+        source: ShardTensor,
+        take_view: Callable[[], ShardTensor],
+        merges: bool = False,
+        nested: bool = True,
+    ):
+        self.layout, self.source, self.take_view = tensor._layout, source, take_view
+        self.merges, self.nested, self.grad_enabled = merges, nested, torch.is_grad_enabled()
+        self.tensor = weakref.ref(tensor)
+        former = source.__dict__.get("_copy_of")
+        self.memory: list[Tensor] = [source._local_tensor, *(former.memory if former is not None else ())]
+        self.before: Tensor | None = None  # the value before the first write
+        tensor._copy_of = self
+        runtime.active.write_observers.add(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad_enabled and self.source.requires_grad
+
+    def before_write(self, target: Tensor) -> None:
+        """Turn the copy into a deferred value if `target` is its source, or shares memory with it."""
+        tensor = self.tensor()
+        if tensor is None:
+            return
+        held = self.source.__dict__.get("_local_tensor")  # another one than in `memory` if a Partial was reduced
+        if not any(same_memory(target, m) for m in (*self.memory, *(() if held is None else (held,)))):
+            return
+        self.version += 1
+        local = tensor.__dict__.get("_local_tensor")
+        if local is None:
+            return
+        for observer in list(runtime.active.write_observers):  # lazy values of the copy need it as it is
+            if not isinstance(observer, CopiedView):
+                observer.before_write(local)
+        if self.merges:
+            self.before = local.clone() if same_memory(local, target) else local
+        del tensor.__dict__["_local_tensor"]
+        tensor._deferred = self
+
+    def materialize(self) -> ShardTensor:
+        """Take the view of the source as it is now. Communicates."""
+        with torch.set_grad_enabled(self.grad_enabled and torch.is_grad_enabled()):
+            if self.merges and not self._is_view():
+                assert self.before is not None
+                return wrap(self.before, self.layout)
+            return self.take_view()
+
+    def _is_view(self) -> bool:
+        groups = process_groups(self.layout, range(self.layout.mesh.ndim))
+        views, copies = any_rank([self.nested, not self.nested], groups)
+        if views and copies:
+            raise ShardingError(
+                "the source of this reshaped tensor was written since, and its strides differ between ranks: on one "
+                "device the result may be a view, which sees the write, or a copy. Use reshape(...).clone()"
+            )
+        return views
