@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shardfield import ShardTensor
 from shardfield.testing import run_on_ranks
 from shardfield.train import CheckpointError, Checkpoints, full_state_dict, load_full_state_dict, storage
 from tests.train.test_parallelize import batch, field, loss_of, parallelize, seeded
@@ -219,6 +221,44 @@ def test_refused_checkpoints(tmp_path):
     ]
     for text, part in zip(told, expected, strict=True):
         assert part in text, (part, text)
+
+
+DTYPES = "float64 float16 bfloat16 int8 uint8 uint16 int64 bool complex64 complex128 float8_e4m3fn".split()
+
+
+def assorted():
+    """Return tensors of all kinds by name: dtypes, views, uneven, empty and merged shards, a deferred spectrum."""
+    draw, mesh = torch.Generator().manual_seed(0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    numbers = torch.rand(3, 5, generator=draw) * 9
+    found = {name: numbers.to(getattr(torch, name)) for name in DTYPES}
+    pairs = torch.randn(3, 4, dtype=torch.complex64, generator=draw)
+    found |= {"conjugate": pairs.conj(), "negative": pairs.conj().imag, "transposed": numbers.t()}
+    found |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "a/../odd name é": torch.ones(2)}
+    full = torch.randn(7, 6, generator=draw)
+    held = ShardTensor.from_local(full, mesh, [Replicate(), Replicate()], "chunk", (7, 6))
+    found["uneven"] = held.redistribute(placements=[Shard(0), Shard(1)], sharding_shapes={0: [7, 0], 1: [5, 1]})
+    found["merged"] = held.redistribute(placements=[Shard(0), Shard(1)]).flatten()
+    found["spectrum"] = torch.fft.rfft(held.redistribute(placements=[Shard(0), Replicate()]), dim=0)
+    found["dtensor"] = distribute_tensor(full, mesh, [Shard(1), Shard(0)])
+    return found
+
+
+def bits(tensor):
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.resolve_conj().resolve_neg()
+    return bytes(storage.tensor_bytes(full))
+
+
+def every_kind(folder):
+    extra, kept = assorted(), Checkpoints(folder)
+    kept.save(1, nn.Linear(1, 1), extra=extra)
+    kept.wait()
+    back = {name: torch.zeros_like(t.resolve_neg()) for name, t in extra.items()}
+    kept.load(kept.latest(), nn.Linear(1, 1), extra=back)
+    return [name for name in extra if bits(back[name]) != bits(extra[name])], len(extra)
+
+
+def test_every_dtype_and_layout(tmp_path):
+    assert run_on_ranks(every_kind, 4, tmp_path) == [([], 21)] * 4
 
 
 def test_nothing_is_pickled():

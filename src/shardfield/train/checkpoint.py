@@ -61,14 +61,15 @@ class Checkpoints:
     def claim_alone(self, path: Path | None) -> str:
         """Return the run id that `claim` would set, on the first rank and without messages."""
         held, run_id = self.steps(), None if path is None else run_of(path)
-        if not held or path is None:
-            problem = "has checkpoints of another run" if held else ""
-        else:
+        problem = "has checkpoints of another run" if held and path is None else ""
+        if held and path is not None:
+            step = read_index(path)["scalars"]["step"]
             inside = path.resolve().parent == self.folder.resolve()
             # Checkpoints of an older format name no run.
             others = {run_of(p) for p in held.values()} - {run_id} - ({None} if inside else set())
-            problem = f"has checkpoints of another run than that of {path}" if others or not (run_id or inside) else ""
-            if not problem and read_index(path)["scalars"]["step"] < max(held):
+            if others or not (run_id or inside):
+                problem = f"has checkpoints of another run than that of {path}"
+            elif step < max(held):
                 problem = f"has newer checkpoints than {path}"
         if problem:
             newest = held[max(held)]

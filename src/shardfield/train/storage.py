@@ -219,7 +219,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor's elements, in order."""
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     array: np.ndarray = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return memoryview(array)  # type: ignore[arg-type]
 
