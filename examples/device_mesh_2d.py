@@ -19,18 +19,16 @@ dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 # Create shard groups (e.g. (0, 1, 2, 3), (4, 5, 6, 7))
 # and assign the correct shard group to each rank
 num_node_devices = torch.cuda.device_count() if torch.cuda.is_available() else world_size
-shard_rank_lists = list(range(0, num_node_devices // 2)), list(range(num_node_devices // 2, num_node_devices))
-shard_groups = (
-    dist.new_group(shard_rank_lists[0]),
-    dist.new_group(shard_rank_lists[1]),
-)
-current_shard_group = shard_groups[0] if rank in shard_rank_lists[0] else shard_groups[1]
+rows = 2 if num_node_devices % 2 == 0 else 1
+shard_factor = num_node_devices // rows
+shard_rank_lists = [list(range(row * shard_factor, (row + 1) * shard_factor)) for row in range(rows)]
+shard_groups = [dist.new_group(ranks) for ranks in shard_rank_lists]
+current_shard_group = shard_groups[rank // shard_factor]
 
 # Create replicate groups (for example, (0, 4), (1, 5), (2, 6), (3, 7))
 # and assign the correct replicate group to each rank
 current_replicate_group = None
-shard_factor = len(shard_rank_lists[0])
-for i in range(num_node_devices // 2):
+for i in range(shard_factor):
     replicate_group_ranks = list(range(i, num_node_devices, shard_factor))
     replicate_group = dist.new_group(replicate_group_ranks)
     if rank in replicate_group_ranks:

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 8 examples/hsdp.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -22,9 +24,10 @@ class ToyModel(nn.Module):
         return self.net2(self.relu(self.net1(x)))
 
 
-# HSDP: MeshShape(2, 4)
+# HSDP: MeshShape(2, 4) on eight ranks
+rows = 2 if int(os.environ["WORLD_SIZE"]) % 2 == 0 else 1
 device_type = "cuda" if torch.cuda.is_available() else "cpu"
-mesh_2d = init_device_mesh(device_type, (2, 4))
+mesh_2d = init_device_mesh(device_type, (rows, int(os.environ["WORLD_SIZE"]) // rows))
 # Without a device_id FSDP looks for an accelerator and fails on a machine that has none.
 device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 model = FSDP(ToyModel(), device_mesh=mesh_2d, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=device)

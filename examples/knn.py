@@ -47,7 +47,7 @@ def knn_ring(func, types, args, kwargs):
             best = values, torch.gather(indices, 1, order)
         if i + 1 < size:
             local_x = perform_ring_iteration(local_x, mesh, ring, recv_shape=shapes[(source - 1) % size])
-    y_shapes = {0: [(s[0], k) for s in y._spec.sharding_shapes()[0]]}
+    y_shapes = y._spec.sharding_shapes()  # the results are sharded as y, with k columns
     return tuple(ShardTensor.from_local(t, mesh, y._spec.placements, y_shapes) for t in best)
 
 

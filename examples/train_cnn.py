@@ -6,15 +6,16 @@ torchrun --standalone --nproc-per-node 4 examples/train_cnn.py
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shardfield import sync_module_over_mesh
 from shardfield.distributed import DistributedManager
 from shardfield.distributed.shard_tensor import ShardTensor
 
 DistributedManager.initialize()
 dm = DistributedManager()
 # First dimension for data parallel, second for spatial decomposition
-mesh = dm.initialize_mesh((-1, 2), mesh_dim_names=["data", "spatial"])
+mesh = dm.initialize_mesh((-1, min(2, dm.world_size)), mesh_dim_names=["data", "spatial"])
 data_mesh = mesh["data"]  # For FSDP
 spatial_mesh = mesh["spatial"]  # For spatial decomposition
 
@@ -46,8 +47,9 @@ def create_sample_data(batch_size=32, height=32, width=64):
 
 def setup_model():
     model = SimpleCNN().to(dm.device)
-    # This will replicate the model over the spatial mesh
-    model = distribute_module(model, device_mesh=spatial_mesh)
+    # All ranks of the spatial mesh get the same weights. `distribute_module` would turn them into DTensors, and FSDP
+    # fails on those where the data axis has one rank.
+    sync_module_over_mesh(model, spatial_mesh)
     # Without a device_id FSDP looks for an accelerator and fails on a machine that has none.
     return FSDP(model, device_mesh=data_mesh, use_orig_params=True, device_id=dm.device)
 

@@ -16,6 +16,12 @@ def test_examples_are_short_and_tested(path):
     assert path.name in Path(__file__).read_text(), f"{path.name} is run by no test in {Path(__file__).name}"
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_examples_are_named_on_a_page(path):
+    pages = [page for page in (ROOT / "docs").glob("*.md") if f"examples/{path.name}" in page.read_text()]
+    assert pages, f"no page of docs/ names examples/{path.name}"
+
+
 def trained(out: str) -> tuple[float, str]:
     """Return the final loss and parameter norm that a rank of train_ddp.py prints."""
     loss, norm = re.fullmatch(r"rank \d of \d on cpu: loss ([\d.]+), \|parameters\| ([\d.]+)\n", out).groups()
@@ -35,12 +41,20 @@ def test_train_ddp(tmp_path):
     assert len(set(norms)) == 1, "all ranks end with the same parameters"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["device_mesh_2d.py", "device_mesh.py"])
-def test_device_mesh_by_hand_and_by_mesh(name, forks, tmp_path):
-    out = forks.run(EXAMPLES / name, tmp_path, 8)
+def test_device_mesh_by_hand_and_by_mesh(name, ranks, forks, tmp_path):
+    out = forks.run(EXAMPLES / name, tmp_path, ranks)
+    size = max(ranks // 2, 1)
     for rank, text in enumerate(out):
-        row = [0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7]
-        assert f"{rank=} shards with {row} and replicates with {[rank % 4, rank % 4 + 4]}" in text
+        row = list(range(rank // size * size, rank // size * size + size))
+        assert f"{rank=} shards with {row} and replicates with {list(range(rank % size, ranks, size))}" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_hsdp_on_fewer_ranks(ranks, forks, tmp_path):
+    for text in forks.run(EXAMPLES / "hsdp.py", tmp_path, ranks):
+        assert f"holds {-(-165 // max(ranks // 2, 1))} of 165 parameters" in text
 
 
 def test_hsdp(forks, tmp_path):
@@ -78,8 +92,9 @@ def test_knn_by_broadcasting(forks, tmp_path):
     assert "broadcasting (303, 17)" in forks.run(EXAMPLES / "knn.py", tmp_path, 2)[0]
 
 
-def test_knn_by_a_ring(forks, tmp_path):
-    out, _, _ = forks.run(EXAMPLES / "knn.py", tmp_path, 3, "--ring")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_knn_by_a_ring(ranks, forks, tmp_path):
+    out, *_ = forks.run(EXAMPLES / "knn.py", tmp_path, ranks, "--ring")
     assert "ring (303, 17) (Shard(dim=0),) agrees: True" in out
 
 
@@ -99,8 +114,9 @@ def test_unet(ranks, forks, tmp_path):
     assert "conv2d" in first and "gather " not in first
 
 
-def test_train_cnn(forks, tmp_path):
-    first, *others = forks.run(EXAMPLES / "train_cnn.py", tmp_path, 4)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_train_cnn(ranks, forks, tmp_path):
+    first, *others = forks.run(EXAMPLES / "train_cnn.py", tmp_path, ranks)
     assert not any(others) and re.findall(r"^Epoch (\d)$", first, re.M) == ["1", "2", "3", "4", "5"]
     losses = [float(x) for x in re.findall(r"^Step [02468], Loss: ([\d.]+)$", first, re.M)]
     # Labels are noise, so a model of ten classes stays at log(10).

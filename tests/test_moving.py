@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import shardfield
 from shardfield import ShardTensor, TensorPromotionMode, runtime, scatter_tensor, sync_module_over_mesh
 from shardfield.comm import collectives
 from shardfield.distributed import (
@@ -39,7 +40,7 @@ from shardfield.distributed.utils import (
     truncate_helper,
 )
 from shardfield.errors import ShardingError, WorldError
-from shardfield.shard_utils import HaloConfig, RingPassingConfig, perform_ring_iteration_async
+from shardfield.shard_utils import HaloConfig, RingPassingConfig, halo_padding, perform_ring_iteration_async
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 from tests.launch import ROOT
@@ -261,6 +262,32 @@ def ring_async(_):
     ):
         with pytest.raises(ValueError, match="perform_ring_iteration_async"):
             bad()
+
+
+@same("torch.compile(fullgraph=True) takes halo_padding, and shardfield.compile takes it on a captured mesh")
+def halo_compiled(_):
+    mesh = world_mesh((2,))
+    field = torch.randn(2, 4 + dist.get_rank(), 6, dtype=torch.float64)
+
+    def results(run):
+        x = field.clone().requires_grad_()
+        y = run(x)
+        return y, torch.autograd.grad(y.sin().sum(), x)[0]
+
+    def squares(x):
+        return halo_padding(x, mesh, HaloConfig(0, 1, 1, 2)).square()
+
+    def wider_than_a_shard(x):
+        return halo_padding(x, mesh, HaloConfig(0, 1, 5, boundary="pole", pole_dim=2, lengths=(4, 5)))
+
+    whole = {"fullgraph": True, "backend": "aot_eager"}
+    for run, compilers in ((squares, (torch.compile, shardfield.compile)), (wider_than_a_shard, (torch.compile,))):
+        expected = results(run)
+        for compiler in compilers:
+            torch.testing.assert_close(results(compiler(run, **whole)), expected, rtol=1e-12, atol=1e-12)
+    narrow = torch.compile(lambda x: halo_padding(x, mesh, HaloConfig(0, 1, 5)), **whole)
+    with pytest.raises(ShardingError, match="are narrower than the halo of 5"):
+        narrow(field)
 
 
 # ---------------------------------------------------------------------- collectives
@@ -493,7 +520,7 @@ def mesh_by_name(_):
 
 @pytest.mark.parametrize("row", [*SAME.items(), *DIFFERS.items()], ids=lambda row: row[1].__name__)
 def test_contract(row, tmp_path):
-    run_on_ranks(row[1], 2, str(tmp_path))
+    run_on_ranks(row[1], 2, str(tmp_path), timeout=180)  # the first call of torch.compile imports much
 
 
 def test_every_difference_of_the_page_is_tested():

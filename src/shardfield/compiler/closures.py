@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Untraceable
 
@@ -23,7 +24,8 @@ class Captured:
     """Collect what a callable may read: its `self`, closure, globals, default arguments and non-tensor arguments.
 
     `modules` includes submodules. `objects` are other user objects with attributes. `variables` are pairs (globals
-    dict, name) and `cells` are pairs (closure cell, name). `defaults` are default values of arguments.
+    dict, name) and `cells` are pairs (closure cell, name). `defaults` are default values of arguments. `meshes` are
+    those among all of these.
     """
 
     def __init__(self, target: Any, arguments: Iterable[Any] = ()):
@@ -31,6 +33,7 @@ class Captured:
         self.variables: list[tuple[dict[str, Any], str]] = []
         self.cells: list[tuple[types.CellType, str]] = []
         self.defaults: list[Any] = []
+        self.meshes: list[DeviceMesh] = []
         self._roots: dict[int, nn.Module] = {}
         self._seen: dict[int, Any] = {}  # id -> value; the value is kept alive so that its id stays unique
         self._visit(target, 0, strict=True)
@@ -67,6 +70,9 @@ class Captured:
             return
         if isinstance(value, nn.Module):
             self._roots[id(value)] = self._seen[id(value)] = value
+        elif isinstance(value, DeviceMesh):
+            self._seen[id(value)] = value
+            self.meshes.append(value)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self._visit(inner, depth, strict)

@@ -45,6 +45,7 @@ class ModuleState:
         """`constant_indices`: integer tensors are constants of the program, not inputs."""
         self.modules = modules = captured.modules
         self.guards = ReadGuards(captured)
+        self.meshes = [mesh for mesh in captured.meshes if mesh.get_coordinate() is not None]
         # The container of each tensor and its key there: a dict and a name, or a list and an index.
         self._slots: list[tuple[Any, Any]] = []
         self._empty_slots: list[tuple[Any, Any]] = []  # parameters and buffers that are None

@@ -103,7 +103,8 @@ class Program:
         layouts = [k for k in [*self._kinds, *self._state_kinds] if isinstance(k, Layout)]
         layouts += [k.value._layout for k in self._kinds if isinstance(getattr(k, "value", None), ShardTensor)]
         mesh_args = [k.value for k in self._kinds if isinstance(k, Static) and isinstance(k.value, DeviceMesh)]
-        self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *mesh_args]))
+        # Plain tensors have no mesh: the ranks of the meshes that the callable captures trace together.
+        self._meshes = list(dict.fromkeys([*(x.mesh for x in layouts), *mesh_args] or state.meshes))
         self._constant_args = [k.value for k in self._kinds if isinstance(k, ConstantTensor)]
         self._constants = [*self._constant_args, *(tensor for _, _, tensor, _ in state.constants)]
         self._calls = TracedCalls(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,14 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import autograd_collectives
 from ..comm.consensus import check_arguments
-from ..comm.route import RowRequest, fetch_route
+from ..comm.route import Route, RowRequest, fetch_route
 from ..errors import ShardingError
 from ..layout import starts
 from ..ops.shape.flip_roll import periodic_runs
 from ..ops.stencil.pad import padding_runs
 from ..ops.stencil.window import shard_spans
 from ..tensor import ShardTensor
+from .halo_op import GroupAxes, traced_padding
 
+Axes: TypeAlias = "DeviceMesh | GroupAxes"
 BOUNDARIES = ("zero", "circular", "reflect", "replicate", "pole")
 
 
@@ -84,9 +87,13 @@ def halo_padding(tensor: Tensor, mesh: DeviceMesh, halo_config: HaloConfig | Seq
             HaloConfig(1, 3, 2, boundary="circular"),
         ])
     """
+    if torch.compiler.is_dynamo_compiling():
+        for config in _as_list(halo_config):
+            tensor = traced_padding(tensor, mesh, config)
+        return tensor
     block, layout_sizes = _local_block(tensor), _layout_shard_sizes(tensor)
     for config in _as_list(halo_config):
-        block = _pad_dim(block, mesh, config, layout_sizes)
+        block = pad_dim(block, mesh, config, layout_sizes)
     return block
 
 
@@ -124,11 +131,37 @@ def _layout_shard_sizes(tensor: Tensor) -> dict[tuple[int, int], tuple[int, ...]
     return {(layout.axes_of(d)[0], d): layout.shard_sizes(d) for d in range(layout.ndim) if len(layout.axes_of(d)) == 1}
 
 
-def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, layout_sizes: dict) -> Tensor:
+def pad_dim(block: Tensor, mesh: Axes, config: HaloConfig, layout_sizes: dict) -> Tensor:
+    """Return the block, extended along the dim of one config."""
     dim = config.tensor_dim % block.ndim
-    lengths = _shard_sizes(
-        block, mesh, config.mesh_dim, dim, config.lengths or layout_sizes.get((config.mesh_dim, dim))
-    )
+    lengths = shard_sizes(block, mesh, config.mesh_dim, dim, config.lengths or layout_sizes.get((config.mesh_dim, dim)))
+    coord = mesh.get_local_rank(config.mesh_dim)
+    route = _halo_route(dim, config, lengths, coord)
+    wide = autograd_collectives.exchange(block, route, mesh.get_group(config.mesh_dim))
+    return _turn_poles(wide, mesh, config, lengths, layout_sizes)
+
+
+def padding_adjoint(grad: Tensor, mesh: Axes, config: HaloConfig, lengths: Sequence[int]) -> Tensor:
+    """Return the adjoint of `pad_dim`, without autograd. That of a half turn is the same half turn."""
+    dim, coord = config.tensor_dim % grad.ndim, mesh.get_local_rank(config.mesh_dim)
+    grad = _turn_poles(grad, mesh, config, lengths, {})
+    route = _halo_route(dim, config, lengths, coord)
+    return autograd_collectives.exchange_no_grad(grad, route.transposed, mesh.get_group(config.mesh_dim))
+
+
+def _turn_poles(wide: Tensor, mesh: Axes, config: HaloConfig, lengths: Sequence[int], layout_sizes: dict) -> Tensor:
+    """Rotate the rows beyond the poles of an extended block by half of the longitudes."""
+    if config.boundary != "pole":
+        return wide
+    dim, size = config.tensor_dim % wide.ndim, sum(lengths)
+    low, high = config.ranges(lengths)[mesh.get_local_rank(config.mesh_dim)]
+    front, back = max(-low, 0), max(high - size, 0)
+    first, middle, last = wide.split([front, high - low - front - back, back], dim)
+    turn = _half_turn(wide, mesh, config, layout_sizes)
+    return torch.cat([turn(first), middle, turn(last)], dim)
+
+
+def _halo_route(dim: int, config: HaloConfig, lengths: Sequence[int], coord: int) -> Route:
     size, edge = sum(lengths), config.edge
     most = {"circular": size, "reflect": size - 1, "pole": size}.get(config.boundary or "", edge)
     if size == 0 or edge > most:
@@ -137,20 +170,10 @@ def _pad_dim(block: Tensor, mesh: DeviceMesh, config: HaloConfig, layout_sizes: 
         )
     wanted = config.ranges(lengths)
     requests = [_boundary_runs(config.boundary, size, edge, low, high) for low, high in wanted]
-    coord, group = mesh.get_local_rank(config.mesh_dim), mesh.get_group(config.mesh_dim)
-    route = fetch_route(dim, lengths, coord, requests, [high - low for low, high in wanted])
-    wide = autograd_collectives.exchange(block, route, group)
-    if config.boundary != "pole":
-        return wide
-    low, high = wanted[coord]
-    front, back = max(-low, 0), max(high - size, 0)
-    first, middle, last = wide.split([front, high - low - front - back, back], dim)
-    assert config.pole_dim is not None
-    turn = _half_turn(block, mesh, config, layout_sizes)
-    return torch.cat([turn(first), middle, turn(last)], dim)
+    return fetch_route(dim, lengths, coord, requests, [high - low for low, high in wanted])
 
 
-def _shard_sizes(block: Tensor, mesh: DeviceMesh, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
+def shard_sizes(block: Tensor, mesh: Axes, axis: int, dim: int, stated: Sequence[int] | None) -> tuple[int, ...]:
     """Return the shard sizes along a dim: `stated`, or gathered from the ranks."""
     group, coord = mesh.get_group(axis), mesh.get_local_rank(axis)
     if stated is None:
@@ -178,12 +201,12 @@ def _boundary_runs(boundary: str | None, size: int, edge: int, low: int, high: i
     return mirrored + inside + ([RowRequest(2 * size - high, high - back, back - low, True)] if back < high else [])
 
 
-def _half_turn(block: Tensor, mesh: DeviceMesh, config: HaloConfig, layout_sizes: dict):
+def _half_turn(block: Tensor, mesh: Axes, config: HaloConfig, layout_sizes: dict):
     """Return a function that rotates rows by half of the longitudes."""
     dim = (config.pole_dim or 0) % block.ndim
     axis = config.pole_mesh_dim
     lengths = (
-        (block.shape[dim],) if axis is None else _shard_sizes(block, mesh, axis, dim, layout_sizes.get((axis, dim)))
+        (block.shape[dim],) if axis is None else shard_sizes(block, mesh, axis, dim, layout_sizes.get((axis, dim)))
     )
     longitudes = sum(lengths)
     if longitudes % 2:
