@@ -272,7 +272,6 @@ ALLOWED = {
     "neighbors/tree.py kdtree_class": "an optional import, once per process",
     "ops/elementwise/pointwise.py runtime.active.registry.elementwise": "a field of the Registry",
     "ops/protocol/method_install.py ShardTensor.<name>": "methods of our own class, at import",
-    "shard_utils/halo_op.py torch.library.custom_op": "torch's registration of operators, once per process",
     "shard_utils/halo_blocks.py _dim_ranges": "pure function of ints, bounded",
     "testing/_run.py _close_pools": "ends the rank processes at exit",
     "testing/_run.py _lock": "guards the pools",
