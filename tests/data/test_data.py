@@ -408,6 +408,40 @@ class Pairs:
         return np.full((4, 4), i, np.float64), i
 
 
+class Typed:
+    """Samples in one dtype, from sample `change` on in another."""
+
+    def __init__(self, dtype, change=99, other=torch.float64):
+        self.dtype, self.change, self.other = dtype, change, other
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.full((2, 4), float(i), dtype=self.other if i >= self.change else self.dtype), i
+
+
+def dtypes():
+    mesh, rank = mesh_of(data=1, spatial=2), dist.get_rank()
+    mine = Typed([torch.float32, torch.float64][rank])
+    said = refused(lambda: list(ShardedLoader(mine, 2, mesh)), "the ranks do not agree on dtypes")
+    assert "rank 0: dtypes [torch.float32, torch.int64]" in said
+    assert "rank 1: dtypes [torch.float64, torch.int64]" in said
+    later = Typed(torch.float32, [99, 2][rank])  # on one rank, in a later batch
+    loader = iter(ShardedLoader(later, 2, mesh, shuffle=False))
+    next(loader)
+    said = refused(
+        lambda: next(loader), "rank 1: a batch has tensors of [torch.float64", "first one had [torch.float32"
+    )
+    assert "rank 0" not in said
+    epochs = ShardedLoader(Typed(torch.float16), 3, mesh)
+    assert [x.dtype for _ in range(2) for x, _ in epochs] == [torch.float16] * 4
+
+
+def test_dtypes_are_compared():
+    run_on_ranks(dtypes, 2)
+
+
 def structures_and_errors():
     mesh = mesh_of(data=1, spatial=2)
     for x, label in ShardedLoader(Pairs(), 3, mesh, shuffle=False):
@@ -620,6 +654,18 @@ def field_errors(folder):
     refused(lambda: open_field(good, mesh, [Shard(2)], sizes={0: [1, 1]}), "do not sum to its size 48")
     with pytest.raises(ValueError, match="pass the mesh too"):
         open_field(good, None, [Shard(0)])
+    with pytest.raises(ValueError, match="neither 'fill' nor 'error'"):
+        open_field(good, missing="warn")
+
+    # without a mesh, one rank lacks the file: the loader raises on all ranks
+    mine = open_field(f"{folder}/{'v2.zarr' if dist.get_rank() == 0 else 'none.zarr'}")
+    for dataset in (mine, {"x": mine}):
+        said = refused(lambda: ShardedLoader(dataset, 1, mesh, data=None), "ShardedLoader: cannot be done")  # noqa: B023
+        assert f"rank 1: open_field: there is no {folder}/none.zarr" in said and "rank 0" not in said
+    if dist.get_rank() == 1:
+        assert "not opened" in repr(mine)
+        refused(lambda: mine[0], "there is no")
+        refused(lambda: mine.shape, "there is no")
 
     # a file that fails after opening, on one rank
     field = open_field(good, mesh, [Shard(2)])
@@ -639,6 +685,53 @@ class Broken:
 
 def test_field_errors(stores):
     run_on_ranks(field_errors, 2, stores)
+
+
+def test_a_missing_file_of_a_single_process_is_an_error_at_once(tmp_path):
+    refused(lambda: open_field(tmp_path / "none.zarr"), "open_field: there is no")
+
+
+def write_with_holes(folder):
+    """Write arrays of 4 x 6 in chunks of 2 x 3, without chunk (1, 0)."""
+    zarr, h5py = pytest.importorskip("zarr"), pytest.importorskip("h5py")
+    values = np.arange(1.0, 25.0, dtype="float32").reshape(4, 6)
+    for version in (2, 3):
+        array = zarr.create_array(
+            store=str(folder / f"v{version}.zarr"), shape=(4, 6), chunks=(2, 3), dtype="float32", zarr_format=version
+        )
+        array[...] = values
+        (folder / f"v{version}.zarr" / array.metadata.encode_chunk_key((1, 0))).unlink()
+    group = zarr.open_group(str(folder / "group.zarr"), mode="w")
+    array = group.create_array("a/u", shape=(4, 6), chunks=(2, 3), dtype="float32")
+    array[:2], array[:, 3:] = values[:2], values[:, 3:]
+    with h5py.File(folder / "f.h5", "w") as file:
+        chunked = file.create_dataset("u", (4, 6), "float32", chunks=(2, 3))
+        chunked[:2], chunked[:, 3:] = values[:2], values[:, 3:]
+        file.create_dataset("never", (4, 6), "float32")
+        file["whole"] = values
+    return values
+
+
+def holes(folder):
+    mesh = mesh_of(spatial=2)
+    for file, name in (("v2.zarr", None), ("v3.zarr", None), ("group.zarr", "a/u"), ("f.h5", "u")):
+        field = open_field(f"{folder}/{file}", mesh, [Shard(1)], name=name, missing="error")
+        assert field[:2].full_tensor().tolist()[0] == [1, 2, 3, 4, 5, 6], file
+        said = refused(lambda: field[2], "field: cannot be done", "chunks of", "are not stored: (1, 0)")  # noqa: B023
+        assert "rank 0" in said and "rank 1" not in said  # whose block has the chunk
+        plain = open_field(f"{folder}/{file}", name=name, missing="error")
+        assert plain[3, 3:].tolist() == [22, 23, 24]
+        filled = open_field(f"{folder}/{file}", mesh, [Shard(1)], name=name)
+        assert filled[2].full_tensor().tolist() == [0, 0, 0, 16, 17, 18], file
+        dataset = open_field(f"{folder}/{file}", name=name, missing="error")
+        refused(lambda: list(ShardedLoader(dataset, 4, mesh, data=None, placements=[Shard(0)])), "(1, 0)")  # noqa: B023
+    assert open_field(f"{folder}/f.h5", mesh, [Shard(0)], name="whole", missing="error")[:].full_tensor()[3, 5] == 24
+    refused(lambda: open_field(f"{folder}/f.h5", mesh, [Shard(0)], name="never", missing="error")[:], "not stored")
+
+
+def test_missing_chunks(tmp_path):
+    write_with_holes(tmp_path)
+    run_on_ranks(holes, 2, tmp_path)
 
 
 # ---------------------------------------------------------------------- normalizers

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -20,7 +21,7 @@ from ..errors import ShardingError
 from ..layout import DimSharding, Layout
 from ..tensor import ShardTensor, wrap
 from .error_sync import run_with_error_sync
-from .formats import open_array
+from .formats import missing_chunks, open_array
 from .sharding import build_layout, local_slices
 
 
@@ -31,6 +32,7 @@ def open_field(
     *,
     name: str | None = None,
     sizes: Mapping[Any, Sequence[int]] | None = None,
+    missing: str = "fill",
 ) -> Field:
     """Open an array in a zarr folder or an HDF5 file, sharded over a mesh by `placements`.
 
@@ -43,26 +45,38 @@ def open_field(
     its shard sizes; the default is that of torch.chunk. A rank reads every file chunk that overlaps its block, so shard
     boundaries at chunk boundaries read each chunk once. All ranks of the mesh must open and index together; if one of
     them fails to read, all raise. Without a mesh, indexing returns plain tensors. A `ShardedLoader` accepts a field
-    without a mesh as a dataset with samples along dim 0, and reads it in blocks.
+    without a mesh as a dataset with samples along dim 0, and reads it in blocks. If such a field cannot be opened on
+    one of several ranks, its first use raises: a loader then raises on all ranks.
+
+    `missing`: what a chunk that is not stored means. "fill": the array's fill value, since zarr and HDF5 do not store
+    chunks that were never written, nor, by default, zarr those that equal the fill value. "error": the file is
+    incomplete, and reading the chunk raises.
     """
     path = Path(path).expanduser()
-    array, dtype = run_with_error_sync("open_field", mesh, lambda: open_array(path, name))
+    if missing not in ("fill", "error"):
+        raise ValueError(f"open_field: missing={missing!r} is neither 'fill' nor 'error'")
     if mesh is None:
         if placements is not None or sizes is not None:
             raise ValueError("open_field: placements and sizes are for a mesh: pass the mesh too")
-        return Field(path, array, dtype, None)
+        try:
+            return Field(path, *run_with_error_sync("open_field", None, lambda: open_array(path, name)), None, missing)
+        except ShardingError as error:
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                raise
+            return UnopenedField(path, error)
+    array, dtype = run_with_error_sync("open_field", mesh, lambda: open_array(path, name))
     found = {"shape": tuple(array.shape), "dtype": dtype}
     check_arguments("open_field", mesh, found, {"path": path}, always=True)
     if placements is None:
         raise ShardingError("open_field: a mesh needs placements, one for each of its axes")
-    return Field(path, array, dtype, build_layout(mesh, placements, array.shape, sizes))
+    return Field(path, array, dtype, build_layout(mesh, placements, array.shape, sizes), missing)
 
 
 class Field:
     """An array on disk that is read when it is indexed; made by `open_field`."""
 
-    def __init__(self, path: Path, array: Any, dtype: torch.dtype, layout: Layout | None):
-        self.path, self.dtype, self.layout = path, dtype, layout
+    def __init__(self, path: Path, array: Any, dtype: torch.dtype, layout: Layout | None, missing: str = "fill"):
+        self.path, self.dtype, self.layout, self.missing = path, dtype, layout, missing
         self.shape = torch.Size(array.shape)
         self._array = array
 
@@ -113,10 +127,32 @@ class Field:
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=self.dtype)
         try:
-            found = np.asarray(self._array[tuple(block)])
+            absent = missing_chunks(self.path, self._array, block) if self.missing == "error" else []
+            found = None if absent else np.asarray(self._array[tuple(block)])
         except Exception as error:  # whatever the reader of this format raises on a broken file
             raise OSError(f"cannot read {self.path}: {type(error).__name__}: {error}") from error
+        if found is None:
+            names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+            raise ShardingError(
+                f"{self.path}: {len(absent)} of the chunks of {self._array.name} are not stored: {names}. The file is "
+                "incomplete; missing='fill' reads them as the fill value"
+            )
         return torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))
+
+
+class UnopenedField(Field):
+    """A field without a mesh that this rank could not open. Its first use raises, where other ranks can take part."""
+
+    def __init__(self, path: Path, problem: ShardingError):
+        self.path, self._problem = path, problem
+
+    def __getattr__(self, name: str) -> Any:  # of the attributes that an open field has
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._problem
+
+    def __repr__(self) -> str:
+        return f"Field({self.path}, not opened: {self._problem})"
 
 
 def _wrap_on_mesh(local: Tensor, layout: Layout) -> ShardTensor:

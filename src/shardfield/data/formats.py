@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,29 @@ def open_array(path: Path, name: str | None) -> tuple[Any, torch.dtype]:
     except TypeError:
         raise ShardingError(f"{path}: arrays of {array.dtype} cannot be tensors") from None
     return array, dtype
+
+
+def missing_chunks(path: Path, array: Any, block: Sequence[int | slice]) -> list[tuple[int, ...]]:
+    """Return the chunks of an array that overlap a block and are not stored: they are read as the fill value.
+
+    A block has an int or a slice per dim. A zarr array that stores its chunks in shards is looked up by shards.
+    """
+    is_hdf5 = hasattr(array, "id")
+    chunks = array.chunks if is_hdf5 else getattr(array, "shards", None) or array.chunks
+    if chunks is None:  # an HDF5 dataset in one piece
+        return [] if array.id.get_offset() is not None or array.size == 0 else [(0,) * array.ndim]
+    spans = [
+        range(at // size, at // size + 1) if isinstance(at, int) else range(at.start // size, -(-at.stop // size))
+        for at, size in zip(block, chunks, strict=True)
+    ]
+    return [coords for coords in itertools.product(*spans) if not _is_stored(path, array, coords, chunks, is_hdf5)]
+
+
+def _is_stored(path: Path, array: Any, coords: Sequence[int], chunks: Sequence[int], is_hdf5: bool) -> bool:
+    if not is_hdf5:
+        return (path / array.path / array.metadata.encode_chunk_key(tuple(coords))).exists()
+    found = array.id.get_chunk_info_by_coord(tuple(c * n for c, n in zip(coords, chunks, strict=True)))
+    return found.byte_offset is not None
 
 
 def _open_zarr(path: Path, name: str | None) -> Any:

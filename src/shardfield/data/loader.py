@@ -8,12 +8,14 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ..comm import collectives
 from ..comm.consensus import check_arguments
+from ..errors import ShardingError
 from ..layout import Layout, balanced, starts
 from ..tensor import wrap
 from .error_sync import can_exchange_on_host, run_with_error_sync
@@ -65,12 +67,12 @@ class ShardedLoader:
         drop_last: bool = False,
         prefetch: int = 2,
     ):
-        dataset = ZippedDatasets(dataset) if isinstance(dataset, Mapping) else dataset
+        dataset, samples = run_with_error_sync("ShardedLoader", mesh, lambda: _with_length(dataset))
         # Ranks with different orders would combine blocks of different samples.
         check_arguments(
             "ShardedLoader",
             mesh,
-            dict(samples=len(dataset), batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last),
+            dict(samples=samples, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last),
             always=True,
         )
         names = mesh.mesh_dim_names or ()
@@ -105,6 +107,7 @@ class ShardedLoader:
             "ShardedLoader", mesh, lambda: SampleSharding(dataset, self.domain, placements, sizes)
         )
         self._syncs_errors = can_exchange_on_host(mesh)
+        self._dtypes: list[torch.dtype] | None = None  # of the first batch, the same on all ranks
         self.epoch, self._seen, self._resume = 0, 0, 0
         self.weight = 1.0  # of the last batch, like `indices`
         self.indices: list[int] = []
@@ -178,6 +181,8 @@ class ShardedLoader:
                 # If a message would have to wait for the accelerator's queue, a rank that fails raises alone.
                 mesh = self.mesh if self._syncs_errors else None
                 read = run_with_error_sync("ShardedLoader", mesh, lambda: self._next_block(blocks))
+                if self._dtypes is None:
+                    self._compare_dtypes([t.dtype for t, _ in read])
                 self.weight, self.indices = len(indices) * self.data_size / count, indices
                 yield (
                     count,
@@ -187,9 +192,18 @@ class ShardedLoader:
     def _next_block(self, blocks: Iterator[Any]) -> Any:
         begun = time.perf_counter()
         try:
-            return next(blocks)
+            read = next(blocks)
         finally:
             self.waited += time.perf_counter() - begun
+        dtypes = [t.dtype for t, _ in read]
+        if self._dtypes is not None and dtypes != self._dtypes:
+            raise ShardingError(f"a batch has tensors of {dtypes}, and the first one had {self._dtypes}")
+        return read
+
+    def _compare_dtypes(self, dtypes: list[torch.dtype]) -> None:
+        """Raise on all ranks if their first batches differ in a dtype: a message would reinterpret the bits."""
+        check_arguments("ShardedLoader", self.mesh, {"dtypes": dtypes}, always=True)
+        self._dtypes = dtypes
 
     def _read_batch(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
         """Read this rank's blocks in the thread, to pinned memory for CUDA, so that copies overlap computation."""
@@ -201,3 +215,9 @@ class ShardedLoader:
     def _to_device(self, local: Tensor, layout: Layout | None, samples: int) -> Tensor:
         local = local.to(collectives.device_of(self.mesh), non_blocking=True)
         return local if layout is None else wrap(local, layout.insert(0, samples))
+
+
+def _with_length(dataset: Any) -> tuple[Any, int]:
+    """Return a dataset, several zipped ones as one, and its number of samples."""
+    dataset = ZippedDatasets(dataset) if isinstance(dataset, Mapping) else dataset
+    return dataset, len(dataset)
