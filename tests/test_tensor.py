@@ -315,3 +315,114 @@ def accepting_rules():
 
 def test_rules_that_accept_deferred_values():
     run_on_ranks(accepting_rules, 2)
+
+
+# ---------------------------------------------------------------------- one rank alone reads a loss
+
+
+READS = {
+    "item": lambda loss: loss.item(),
+    "float": float,
+    "f-string": lambda loss: float(f"{loss:.17g}"),
+    "print": lambda loss: float(str(loss).split("(")[1].split(",")[0]),
+    "tolist": lambda loss: loss.tolist(),
+    "detach, cpu": lambda loss: loss.detach().cpu().item(),
+    "numpy": lambda loss: loss.detach().double().numpy().item(),
+    "full_tensor": lambda loss: loss.full_tensor().item(),
+    "to_local": lambda loss: loss.to_local().item(),
+    "comparison": lambda loss: loss.item() if loss > 1e-9 else None,
+    "more arithmetic": lambda loss: (loss * 2 / 4 + loss.sqrt().square() / 2).item(),
+    "stack": lambda loss: torch.stack([loss, loss]).mean().item(),
+}
+
+LOSSES = {
+    "mean": lambda x, y: x.square().mean(),
+    "mse_loss": lambda x, y: F.mse_loss(x, y),
+    "several": lambda x, y: F.l1_loss(x, y) + 0.1 * x.square().sum() / 3 - (x * y).mean((0, 1)),
+    "dot": lambda x, y: torch.dot(x.flatten(), y.flatten()),
+    "keepdim": lambda x, y: x.square().sum((0, 1), keepdim=True).squeeze(),
+    "accumulated": lambda x, y: sum([x.square().mean().detach() for _ in range(3)], 0.0).add_(x.square().mean()),
+}
+
+
+def read_on_rank_0(mesh, placements, dtype):
+    """Read losses on rank 0 alone, in every way, before and after backward; the other ranks go on."""
+    mesh = world_mesh(mesh)
+    full = (field(6, 5) / 20).to(dtype)
+    sent = []
+    for name, loss_of in LOSSES.items():
+        x = scatter_tensor(full, 0, mesh, placements, requires_grad=True)
+        y = scatter_tensor(full.flip(0), 0, mesh, placements)
+        plain = full.clone().requires_grad_()
+        ref, loss = loss_of(plain, full.flip(0)), loss_of(x, y)
+        close = {"rtol": 0.02, "atol": 0.01} if dtype is torch.bfloat16 else {}
+        runtime.active.meter = lambda kind, messages, nbytes: sent.append(kind)
+        try:
+            if dist.get_rank() == 0:
+                for how, read in READS.items():
+                    found = torch.tensor(read(loss), dtype=dtype)
+                    torch.testing.assert_close(
+                        found, ref.detach(), **close, msg=lambda m, n=name, h=how: f"{n}, {h}: {m}"
+                    )
+        finally:
+            runtime.active.meter = None
+        if ref.requires_grad:
+            ref.backward()
+            loss.backward()
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad, **close)
+        with torch.no_grad():
+            again = loss_of(x, y)
+        with torch.inference_mode():
+            third = loss_of(x, y)
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(
+                torch.tensor([again.item(), float(third)], dtype=dtype), ref.detach().expand(2), **close
+            )
+    return sent
+
+
+@pytest.mark.parametrize("mesh, placements", [((2,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)])])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_rank_alone_reads_a_loss(mesh, placements, dtype):
+    sent = run_on_ranks(read_on_rank_0, torch.Size(mesh).numel(), mesh, placements, dtype, timeout=60)
+    assert not any(sent)  # all ranks sent the sums when they were made
+
+
+def backward_without_the_value():
+    """Check that backward does not wait for the sum, and what a sum in flight says of itself."""
+    mesh = world_mesh((2,))
+    x = scatter_tensor(field(4, 3), 0, mesh, [Shard(0)], requires_grad=True)
+    loss = (x * x).mean()
+    assert loss._deferred is not None and loss.placements == (Replicate(),)
+    assert loss.requires_grad and not loss.is_leaf and loss.grad is None and loss.shape == ()
+    assert "Replicate" in repr(loss) and loss._deferred is not None
+    loss.backward(retain_graph=True)
+    assert loss._deferred is not None, "backward waited for the value"
+    torch.testing.assert_close(x.grad.full_tensor(), field(4, 3) / 6)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert loss._deferred is not None
+    torch.testing.assert_close(grad.full_tensor(), field(4, 3) / 6)
+    mean = pytest.approx(field(4, 3).square().mean().item())
+    assert loss.item() == mean and loss._deferred is None
+    copied = copy.deepcopy((x.detach() * 2).mean())
+    assert copied.item() == pytest.approx(11.0)
+    double = torch.autograd.grad((torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]).sum(), x)[0]
+    torch.testing.assert_close(double.full_tensor(), 6 * field(4, 3))
+    compiled = shardfield.compile(lambda x: (x * x).mean(), backend="aot_eager")
+    value = compiled(x)
+    if dist.get_rank() == 0:
+        assert value.item() == mean
+    part = torch.tensor(2.0, requires_grad=True)
+    with torch.no_grad():
+        total = ShardTensor.from_local(part, mesh, [Partial()], "chunk")  # as a user's op returns it
+    if dist.get_rank() == 0:
+        assert total.item() == float(total) == total.tolist() == float(f"{total}") == 4.0
+    (total * total).backward()  # the value that was read has no graph
+    assert part.grad == 8.0
+    with torch.no_grad():
+        part.add_(1.0)
+    assert total.item() == 6.0
+
+
+def test_backward_does_not_wait_for_the_value_of_a_loss():
+    run_on_ranks(backward_without_the_value, 2, timeout=60)

@@ -150,7 +150,7 @@ class MeshState:
 # Set by context managers; a new world keeps them.
 _OBSERVERS = (
     "observer", "strict_depth", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
-    "transport_override", "before_collective", "promotion",
+    "transport_override", "before_collective", "promotion", "world_thread",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "reduce_hooks")
@@ -167,6 +167,7 @@ class Runtime:
         fake_tensors: tensors have no data. bridge_depth: depth inside users' autograd.Functions on ShardTensors.
         transport_override: the transport of all messages. before_collective: called with the group before each message.
         promotion: a TensorPromotionMode that warns or refuses, None if plain tensors are promoted silently.
+        world_thread: the thread that initialized the world; None is the main thread. It alone communicates.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -184,12 +185,15 @@ class Runtime:
         (number of this world in its store, number of joint traces).
         capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
+        thread: the thread that has communicated, 0 before the first message. messages: their number. stalls: the
+        StallMonitor of this world.
     """
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
-        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "__weakref__",
+        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "thread", "messages",
+        "stalls", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -207,6 +211,7 @@ class Runtime:
         self.transport_override: Any = None
         self.promotion: Any = None
         self.before_collective: Callable[[dist.ProcessGroup], None] | None = None
+        self.world_thread: int | None = None
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.reduce_hooks: Any = WeakTensorKeyDictionary()
@@ -227,6 +232,13 @@ class Runtime:
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
+        self.thread = self.messages = 0
+        self.stalls: Any = None
+
+    def stop_monitor(self) -> None:
+        """End the thread that watches for stalls, before the store of the world ends."""
+        if self.stalls is not None:
+            self.stalls.stop()
 
     def forget(self, func: Any) -> None:
         """Drop the plans of `func`, and the resolved handlers of unregistered functions."""
@@ -279,6 +291,7 @@ def renew() -> None:
     """Begin a new world: `active` becomes an empty Runtime, and meshes of the previous world are refused."""
     global active
     before = active
+    before.stop_monitor()
     active = before.successor()
     active.ended_meshes.update(before.ended_meshes)
     for state in before.mesh_states.values():
@@ -316,6 +329,8 @@ def fresh(*, registry: Registry | None = None, **fields: Any) -> Iterator[Runtim
     try:
         yield active
     finally:
+        if active.stalls is not before.stalls:
+            active.stop_monitor()
         active = before
 
 

@@ -79,6 +79,28 @@ class Deferred(WriteObserver):
         raise NotImplementedError
 
 
+class StartedSum(Deferred):
+    """The sum over ranks of a single number, in flight: a loss. Every rank has started it, so one alone may read it.
+
+    Backward does not wait for the sum: `local` has the graph before it has the value.
+    """
+
+    def __init__(self, partial_sum: Tensor, layout: Layout):
+        groups = process_groups(layout, layout.partial_axes)
+        self.layout = layout.with_partial(())
+        self.local, self._pending = autograd_collectives.start_reduce(partial_sum, groups)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    def materialize(self) -> ShardTensor:
+        """Wait for the sum. Sends nothing."""
+        with torch.inference_mode(self.local.is_inference()):  # landing may write into `local`
+            self._pending.wait()
+        return wrap(self.local, self.layout)
+
+
 # Attributes of a deferred tensor that are read without materializing it. Every other read of its local tensor
 # materializes, which communicates: all ranks must then read it.
 DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
@@ -148,8 +170,8 @@ class ShardTensor(torch.Tensor):
     _copied_view: bool | ViewConsensus = False
     _narrowed = False  # a slice along a sharded dim
     _grad_incomplete = False  # its consumers were fused with its source, so its `.grad` is incomplete
-    # (version of the local tensor, grad mode) and the reduced value of a Partial, computed at that version
-    _reduced_cache: tuple[tuple[int, bool], ShardTensor] | None = None
+    # version of the local tensor, and the reduced value of a Partial, computed at that version
+    _reduced_cache: tuple[int, ShardTensor] | None = None
 
     @staticmethod
     def __new__(cls, local_tensor: Tensor, spec: Layout | ShardTensorSpec, *, requires_grad: bool = False):
@@ -281,6 +303,11 @@ class ShardTensor(torch.Tensor):
         layout = self._grad_layout
         return self._local_for_grad().register_hook(_wrap_hook(hook, layout))
 
+    def _local_for_backward(self) -> Tensor:
+        """Return the local tensor for its graph alone: a sum in flight is not waited for."""
+        deferred = self._deferred
+        return deferred.local if isinstance(deferred, StartedSum) else self._local_tensor
+
     def _local_for_grad(self) -> Tensor:
         """Return the local tensor; raise if its gradient would be incomplete."""
         if self._grad_incomplete:
@@ -312,7 +339,8 @@ class ShardTensor(torch.Tensor):
         `sharding_shapes`: "infer" exchanges the local shapes between ranks (one small message), "chunk" assumes the
         shard sizes of torch.chunk, and a dict `{mesh axis: local shape on each coordinate}` or a list of these, axis by
         axis, states them; the last two send nothing. Only the sizes of the sharded dims are read, so a result that is
-        sharded as `x` takes `x._spec.sharding_shapes()`, whatever its other sizes are.
+        sharded as `x` takes `x._spec.sharding_shapes()`, whatever its other sizes are. A single number that is
+        Partial starts its sum over ranks.
         """
         if device_mesh is None:
             raise ShardingError("from_local: device_mesh is needed")
@@ -321,7 +349,10 @@ class ShardTensor(torch.Tensor):
             layout = infer_layout(local_tensor, device_mesh, placed, global_shape)
         else:
             layout = layout_from_shapes(local_tensor, device_mesh, placed, sharding_shapes, global_shape)
-        return wrap(expose_local(local_tensor), layout)
+        made = wrap(expose_local(local_tensor), layout)
+        if is_single_sum(layout) and not local_tensor.is_inference():
+            made._reduced_cache = (local_tensor._version, wrap_sum(local_tensor, layout))
+        return made
 
     @staticmethod
     def from_dtensor(dtensor: DTensor, **kwargs: Any) -> ShardTensor:
@@ -367,6 +398,12 @@ class ShardTensor(torch.Tensor):
             raise ShardingError(
                 f"redistribute: moving from {self._layout.mesh} to another mesh {device_mesh} is not supported"
             )
+        if runtime.active.observer is not None:
+            how = {"sharding_shapes": sharding_shapes}
+            return _observed(ShardTensor.redistribute, ShardTensor._redistributed, self, placements, **how)
+        return self._redistributed(placements, sharding_shapes)
+
+    def _redistributed(self, placements: Any, sharding_shapes: Any) -> ShardTensor:
         target = target_layout(self._layout, placements, sharding_shapes)
         local = redistribute(self._local_tensor, self._layout, target)
         if target.bare is not self._layout.bare and local._is_view() and not local.requires_grad:
@@ -393,6 +430,9 @@ class ShardTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the global value as a plain tensor on every rank. Communicates."""
         target = Layout.replicate(self._layout.mesh, self._layout.shape)
+        if runtime.active.observer is not None and target is not self._layout:
+            full = _observed(ShardTensor.full_tensor, ShardTensor._redistribute_to, self, target)
+            return full.to_local(grad_placements=grad_placements)
         return self._redistribute_to(target).to_local(grad_placements=grad_placements)
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
@@ -415,11 +455,23 @@ class ShardTensor(torch.Tensor):
         local = self._local_tensor
         if local.is_inference() or self._deferred is not None:  # the version does not tell if it has changed
             return self._redistribute_to(self._layout.with_partial(()))
-        key = (local._version, torch.is_grad_enabled())
         cached = self._reduced_cache
-        if cached is None or cached[0] != key:
-            cached = self._reduced_cache = (key, self._redistribute_to(self._layout.with_partial(())))
-        return cached[1]
+        # Without a graph, a cached value serves only where none is recorded.
+        if cached is not None and cached[0] == local._version:
+            if cached[1].requires_grad == local.requires_grad or not torch.is_grad_enabled():
+                return cached[1]
+        reduced = self._redistribute_to(self._layout.with_partial(()))
+        self._reduced_cache = (local._version, reduced)
+        return reduced
+
+    def _read_value(self) -> Tensor:
+        """Return the global value for reading numbers, without a graph. It must not be returned to the user."""
+        with torch.no_grad():
+            value = self._reduced_value() if self._layout.numel == 1 else self
+            layout = value._layout
+            if runtime.active.observer is not None and (layout.shard_axes or layout.partial):
+                return _observed(ShardTensor.item if layout.numel == 1 else ShardTensor.tolist, to_full_tensor, value)
+            return to_full_tensor(value).detach()
 
     def _settled(self) -> ShardTensor:
         """Return this tensor, or its present value if that is computed at every read."""
@@ -555,11 +607,11 @@ class ShardTensor(torch.Tensor):
 
     def item(self) -> Any:
         """Return the value of a tensor with one element, the same on every rank. Communicates unless Replicate."""
-        return to_full_tensor(self).item()
+        return self._read_value().item()
 
     def tolist(self) -> Any:
         """Return the global value as nested lists. Communicates unless Replicate."""
-        return to_full_tensor(self).tolist()
+        return self._read_value().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the global value as an array on every rank. Communicates unless Replicate."""
@@ -570,19 +622,19 @@ class ShardTensor(torch.Tensor):
         return full if dtype is None else full.astype(dtype, copy=False)
 
     def __bool__(self) -> bool:
-        return bool(to_full_tensor(self).detach())
+        return bool(self._read_value())
 
     def __int__(self) -> int:
-        return int(to_full_tensor(self).detach())
+        return int(self._read_value())
 
     def __float__(self) -> float:
-        return float(to_full_tensor(self).detach())
+        return float(self._read_value())
 
     def __complex__(self) -> complex:
-        return complex(to_full_tensor(self).detach())
+        return complex(self._read_value())
 
     def __index__(self) -> int:
-        return to_full_tensor(self).__index__()
+        return self._read_value().__index__()
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())
@@ -625,6 +677,15 @@ def rebuild(local: Tensor, *saved_layout: Any) -> ShardTensor:
 torch.serialization.add_safe_globals([rebuild])
 
 
+def _observed(name: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a method that communicates and is no torch call, as a call that `explain` and `lockstep` see."""
+
+    def found(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return runtime.active.observer.run_call(name, found, (ShardTensor,), args, kwargs)
+
+
 def wrap(local: Tensor, layout: Layout) -> ShardTensor:
     """Return the ShardTensor with this local tensor under this layout; nothing is checked."""
     dtype, device = local.dtype, local.device
@@ -640,6 +701,28 @@ def wrap_deferred(deferred: Deferred, dtype: torch.dtype, device: torch.device) 
     made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, device)
     made.__dict__ = {"_deferred": deferred, "_layout": layout, "_dtype": dtype, "_device": device}
     return made
+
+
+def is_single_sum(layout: Any) -> bool:
+    """Return whether a layout is that of a single number of which each rank has a part."""
+    if not isinstance(layout, Layout) or not layout.partial or layout.numel != 1 or layout.shard_axes:
+        return False
+    return all(op == "sum" for _, op in layout.partial)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Return whether a device graph is captured: a message that is not waited for inside it would be an error."""
+    if tensor.device.type == "cpu":
+        return False
+    return getattr(torch.get_device_module(tensor.device), "is_current_stream_capturing", bool)()
+
+
+def wrap_sum(partial_sum: Tensor, layout: Layout) -> ShardTensor:
+    """Return the sum of a single number over the Partial axes of `layout`. Its message starts here."""
+    groups = process_groups(layout, layout.partial_axes)
+    if not groups or runtime.active.tracer is not None or _is_capturing(partial_sum):
+        return wrap(autograd_collectives.reduce(partial_sum, groups), layout.with_partial(()))
+    return wrap_deferred(StartedSum(partial_sum, layout), partial_sum.dtype, partial_sum.device)
 
 
 # ---------------------------------------------------------------------- any tensor as (local tensor, layout)

@@ -1,5 +1,8 @@
 """Transports: staged through host memory, tried for a backend, and the silent one that sends nothing."""
 
+import _thread
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
 import shardfield
-from shardfield import runtime, scatter_tensor
+from shardfield import ShardTensor, runtime, scatter_tensor
 from shardfield.comm import collectives, transport
 from shardfield.errors import ShardingError
 from shardfield.testing import run_on_ranks
@@ -116,3 +119,93 @@ def silent():
 
 def test_silent_transport_sends_nothing():
     run_on_ranks(silent, 2)
+
+
+def two_threads(in_threads):
+    """Sum 60 fields in two threads at once; return what became of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("h",))
+    if not in_threads:
+        scatter_tensor(torch.ones(2), 0, mesh, (Shard(0),))
+    outcomes = []
+
+    def work(start):
+        for i in range(30):
+            try:
+                value = ShardTensor.from_local(torch.full((2, 2), start + i), mesh, [Shard(0)], "chunk").cumsum(0)
+                found = value.full_tensor()[-1, 0].item()
+                outcomes.append("right" if found == 4 * (start + i) else f"wrong: {found} for {4 * (start + i)}")
+            except ShardingError as error:
+                outcomes.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(start,), name=f"worker-{start:g}") for start in (1.0, 1000.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@pytest.mark.parametrize("in_threads", [False, True], ids=["after the main thread", "first of all"])
+def test_two_threads_of_a_rank_are_right_or_refused(in_threads):
+    for outcomes in run_on_ranks(two_threads, 2, in_threads, timeout=60):
+        assert len(outcomes) == 60
+        refused = [text for text in outcomes if text != "right"]
+        assert all("communicates, and so may 'MainThread'" in text for text in refused), refused[0]
+
+
+def train_in_a_thread():
+    """Communicate in the thread that initialized the world; the main thread is refused then."""
+    result = []
+
+    def work():
+        runtime.active.world_thread, runtime.active.thread = threading.get_ident(), 0  # as initialize() sets it
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("h",))
+        x = scatter_tensor(torch.arange(6.0).reshape(3, 2), 0, mesh, (Shard(0),), requires_grad=True)
+        loss = x.cumsum(0).sum()
+        loss.backward()
+        result.append((loss.item(), x.grad.full_tensor()[:, 0].tolist(), x))
+        worked.set()
+        ending.wait(30)
+
+    worked, ending = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work, name="trainer")
+    before = runtime.active.world_thread
+    try:
+        thread.start()
+        worked.wait(30)
+        (value, grad, x), alive = result[0], threading.Event()
+        try:
+            x.full_tensor()
+        except ShardingError as error:
+            refused = str(error)
+        # Threads that C++ starts communicate only inside backward.
+        told = []
+
+        def foreign(inside):
+            transport.inside_backward, kept = (lambda: inside), transport.inside_backward
+            try:
+                transport._enter_thread(runtime.active)
+                told.append("allowed")
+            except ShardingError:
+                told.append("refused")
+            finally:
+                transport.inside_backward = kept
+                alive.set()
+
+        for inside in (True, False):
+            alive.clear()
+            _thread.start_new_thread(foreign, (inside,))
+            alive.wait(10)
+        ending.set()
+        thread.join()
+        return value, grad, refused, told, x.full_tensor().sum().item()
+    finally:
+        runtime.active.world_thread, runtime.active.thread = before, 0
+
+
+def test_the_thread_that_initialized_the_world_communicates():
+    for value, grad, refused, told, later in run_on_ranks(train_in_a_thread, 2, timeout=60):
+        assert value == 22.0 and grad == [3.0, 2.0, 1.0]
+        assert "the thread 'MainThread' communicates, and so may 'trainer'" in refused
+        assert later == 15.0  # the main thread, once the other has ended
+        assert told == ["allowed", "refused"]

@@ -37,8 +37,9 @@ def explained():
     assert (table["linear"].messages, table["linear"].back_messages) == (0, 1)
     assert table["linear"].back_bytes == 15 * 8
     assert table["relu"].messages == table["relu"].back_messages == 0
-    assert "Partial" in repr(table["sum"].output)
-    assert seen.messages == 2 and seen.bytes == 15 * 8 + 8  # and item(), which is no call on tensors
+    assert "Replicate" in repr(table["sum"].output)
+    assert (table["sum"].messages, table["sum"].bytes) == (1, 8)  # the loss: item() sends nothing more
+    assert seen.messages == 2 and seen.bytes == 15 * 8 + 8
     text = str(seen)
     assert "linear" in text and "total" in text and "Shard(0) as 3+3" in text and "0 gathered" in text
     assert runtime.active.meter is None and runtime.active.observer is None and not sent

@@ -182,6 +182,13 @@ APART: dict[str, Callable] = {
     "a keyword": lambda x, rank: torch.sum(x, dim=0, keepdim=bool(rank)),
     "a plain tensor": lambda x, rank: x * torch.ones(3, dtype=torch.float32 if rank else torch.float64),
     "a call more": lambda x, rank: ((x if rank else x.exp()) + 1).relu(),
+    "redistribute": lambda x, rank: x.redistribute(placements=[Shard(rank), *x.placements[1:]]),
+    "redistribute or not": lambda x, rank: (
+        x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) if rank else x.sin()
+    ),
+    "shard sizes": lambda x, rank: x.redistribute(placements=x.placements, sharding_shapes=["balanced", "chunk"][rank]),
+    "full_tensor": lambda x, rank: x.full_tensor() if rank else x.cumsum(0),
+    "tolist": lambda x, rank: x.tolist() if rank else x.cumsum(0),
 }
 
 
@@ -190,6 +197,10 @@ def apart(name: str, mesh: tuple[int, ...]) -> str:
     y = x + 1
     with lockstep():
         assert torch.equal((y * 2).softmax(0).full_tensor(), ((x + 1) * 2).softmax(0).full_tensor())
+        assert y.redistribute(placements=[Shard(1), *y.placements[1:]]).placements[0] == Shard(1)
+        loss = y.mean()
+        if dist.get_rank() == 0:
+            assert loss.item() > 0  # sends nothing, so it is no call of all ranks
         with pytest.raises(ShardingError) as error:
             APART[name](x, rank)
     dist.barrier()

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
+from shardfield import scatter_tensor
 from shardfield.distributed import DistributedManager, membership, tcp
 from shardfield.distributed.rendezvous import GREETING
 from tests.launch import clean_env
@@ -311,3 +314,32 @@ def wait_for_sleepers():
 def test_timeout_holds_for_every_group(tmp_path):
     envs = launched("env", 4, free_port(), SHARDFIELD_TIMEOUT="2")
     assert [code for code, _ in run_world(tmp_path, wait_for_sleepers, envs=envs)] == [0] * 4
+
+
+# Worlds in which a rank does not come to a message.
+
+
+def stall(how, victim):
+    DistributedManager.initialize()
+    dm = DistributedManager()
+    mesh = dm.initialize_mesh((-1,), mesh_dim_names=["domain"])
+    x = scatter_tensor(torch.arange(12.0).reshape(6, 2), 0, mesh, (Shard(0),))
+    for step in range(4):
+        x = x.roll(1, 0)
+        if step == 2 and dm.rank == victim:
+            if how == "stopped":
+                subprocess.Popen(["sh", "-c", f"sleep 13; kill -9 {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        x.cumsum(0)
+
+
+@pytest.mark.parametrize("how, victim", [("stopped", 2), ("slow", 1)])
+def test_the_rank_that_did_not_come_is_named(tmp_path, how, victim):
+    results = run_world(tmp_path, stall, how, victim, envs=launched("env", 3, free_port(), SHARDFIELD_TIMEOUT="5"))
+    for rank in {0, 1, 2} - {victim}:
+        error = error_of(results[rank])
+        assert re.match(rf"cumsum at test_world_errors\.py:\d+: rank {victim} did not come", error), error
+        if how == "slow":
+            assert re.search(r"it is at stall at test_world_errors\.py:\d+, 1 messages behind", error), error
+        assert "The limit is 5 s" in error

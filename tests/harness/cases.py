@@ -88,7 +88,7 @@ class Case:
     """Describe the call `fn(*args, **kwargs)` with T for tensors, and how it is checked.
 
     layouts: number of layout assignments drawn on each mesh. try_partial: also draw Partial operands.
-    no_messages: the forward sends no message for any drawn layout.
+    no_messages: the forward sends no message for any drawn layout, except the sum of a result of one element.
     may_gather: the op has no rule, and the fallback to a gather is accepted.
     may_refuse: a ShardingError on all ranks is accepted.
     raises: the call is invalid; the error that torch and the sharded call raise.

@@ -8,6 +8,7 @@ a private name of torch (a test checks this).
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -85,6 +86,16 @@ def select_overload(packet: Any, args: tuple, kwargs: dict) -> str | None:
         return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
         return None
+
+
+def inside_backward() -> bool:
+    """Return whether autograd's engine runs in this thread. torch 2.11-2.15; no public name."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_foreign_thread(thread: threading.Thread) -> bool:
+    """Return whether C++ started a thread: autograd's engine has one per device. Python 3.10-3.14; no public name."""
+    return isinstance(thread, threading._DummyThread)
 
 
 def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:

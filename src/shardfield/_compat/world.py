@@ -56,6 +56,23 @@ def world_store() -> Any:
     return None if type(store).__name__ == "FakeStore" else store
 
 
+def store_client(store: Any) -> Any:
+    """Return a client of the same store with a connection of its own, so that a blocked call on one stops no other.
+
+    torch 2.11-2.15; stores without `clone` are returned as they are.
+    """
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return store
+
+
+def group_timeout(group: Any) -> float:
+    """Return the time limit of the messages of a group, in seconds. torch 2.11-2.15; no public name."""
+    kinds = torch.distributed.get_backend_config(group).split(",")
+    return group._get_backend(torch.device(kinds[0].split(":")[0])).options._timeout.total_seconds()
+
+
 def backend_class(group: Any, device: torch.device) -> type:
     """Return the class of the backend of a group for a device. torch 2.11-2.15; no public name."""
     return type(group._get_backend(device))

@@ -56,6 +56,16 @@ def reduce(tensor: Tensor, groups: Groups) -> Tensor:
     return _Reduce.apply(groups, tensor)[0] if groups else tensor
 
 
+def start_reduce(tensor: Tensor, groups: Groups) -> tuple[Tensor, collectives.Pending[Tensor]]:
+    """Start to reduce Partial -> Replicate. Return the result, valid once the second value was waited for.
+
+    Every message is started here, so that a rank alone may wait. Over several groups, all but the last are waited for.
+    Adjoint: identity. It needs no wait.
+    """
+    started: list[collectives.Pending[Tensor]] = []
+    return _StartReduce.apply(tensor, groups, started), started[0]
+
+
 def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:
     """Reduce Partial(op) -> Replicate. Adjoint: identity for a sum; for avg, 1/P.
 
@@ -324,6 +334,26 @@ class _Reduce(Collective):
     @staticmethod
     def backward(ctx, *grads):
         return None, *_ReplicateIn.adjoint(ctx.groups, *grads)
+
+
+class _StartReduce(Collective):
+    @staticmethod
+    def forward(ctx, tensor, groups, started):
+        ctx.groups = groups
+        for group in groups[:-1]:
+            tensor = collectives.all_reduce(tensor, group)
+        pending = collectives.start_all_reduce(tensor, groups[-1])
+        if pending.recv_buffers is not None:
+            started.append(pending)
+            return pending.recv_buffers.data  # the transport writes into the buffer, which must have no graph
+        out = torch.empty_like(tensor)
+        target = out.data
+        started.append(collectives.Pending((), (), lambda: target.copy_(pending.wait())))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ReplicateIn.apply(ctx.groups, grad)[0], None, None
 
 
 class _MinMax(Collective):

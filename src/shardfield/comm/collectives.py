@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
 from .._compat import materialize_zeros
+from . import stalls
 from .transport import cached_transport, transport_for
 
 T = TypeVar("T")
@@ -30,15 +31,26 @@ class Pending(Generic[T]):
     `recv_buffers`, if set, is the same value before it is complete: its contents are valid only after `wait()`.
     """
 
-    def __init__(self, works: Sequence[Any], kept: Any, finish: Callable[[], T], recv_buffers: T | None = None):
+    def __init__(
+        self,
+        works: Sequence[Any],
+        kept: Any,
+        finish: Callable[[], T],
+        recv_buffers: T | None = None,
+        group: ProcessGroup | None = None,
+    ):
         # `kept` holds the send buffers: the backend reads them until the messages are complete.
         self._works, self._kept, self._finish, self.recv_buffers = works, kept, finish, recv_buffers
+        self._group = group
         self._value: list[T] = []
 
     def wait(self) -> T:
         if not self._value:
-            for work in self._works:
-                work.wait()
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                stalls.reraise(error, self._group)
             self._value = [self._finish()]
             self._works = self._kept = ()
         return self._value[0]
@@ -161,7 +173,8 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
         out = _from_ordered(work, op) if ordered else work / size if op == "avg" else work
         return out.to(dtype)
 
-    return Pending(handles, work, finish)
+    in_place = work.dtype == dtype and not ordered and op != "avg"
+    return Pending(handles, work, finish, recv_buffers=work if in_place else None, group=group)
 
 
 def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -278,7 +291,7 @@ def start_exchange(
             nbytes += _nbytes(piece)
     handles = transport_for(like, group).exchange(receives, sent, group)
     _record_sent("exchange", len(sent), nbytes)
-    return Pending(handles, kept, lambda: pieces, recv_buffers=pieces)
+    return Pending(handles, kept, lambda: pieces, recv_buffers=pieces, group=group)
 
 
 def _recv_buffer(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, ...], Tensor]) -> Tensor:

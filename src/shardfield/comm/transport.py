@@ -8,9 +8,11 @@ staged, and any other is probed once per group.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .. import runtime
+from .._compat import inside_backward, is_foreign_thread
 from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
+from . import stalls
 
 UNUSED_TAG = 7331  # no rank sends a message with this tag
 PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)
@@ -51,7 +55,7 @@ class Transport(Protocol):
 
 
 class DirectTransport:
-    """Call torch.distributed on the tensors directly."""
+    """Call torch.distributed on the tensors directly. An error of a blocking call names the rank that did not come."""
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
         if torch.compiler.is_compiling():  # torch.compile traces no asynchronous collective
@@ -60,10 +64,16 @@ class DirectTransport:
         return [dist.all_reduce(buffer, op, group=group, async_op=True)]
 
     def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
-        all_gather_flat(out, mine, group=group)
+        try:
+            all_gather_flat(out, mine, group=group)
+        except RuntimeError as error:
+            stalls.reraise(error, group)
 
     def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
-        dist.broadcast(buffer, group_src=source, group=group)
+        try:
+            dist.broadcast(buffer, group_src=source, group=group)
+        except RuntimeError as error:
+            stalls.reraise(error, group)
 
     def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
         ops = [dist.P2POp(dist.irecv, flat, group=group, group_peer=peer) for peer, flat in receives]
@@ -75,7 +85,10 @@ class DirectTransport:
         return [work for work in works if work is not None]
 
     def recv_from_rank(self, into: Tensor, source: int) -> None:
-        dist.recv(into, src=source)
+        try:
+            dist.recv(into, src=source)
+        except RuntimeError as error:
+            stalls.reraise(error, None)
 
 
 class HostStagedTransport:
@@ -175,6 +188,9 @@ STAGED = HostStagedTransport(DIRECT)
 def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
     """Return the transport of the next message of a group. All ranks of the group call it: the first call may probe."""
     rt = runtime.active
+    if get_ident() != rt.thread:
+        _enter_thread(rt)
+    rt.messages += 1
     if rt.before_collective is not None:
         rt.before_collective(group)
     if rt.transport_override is not None:
@@ -192,6 +208,8 @@ def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
 def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
     """Return the transport of a group with the same backend class. It never probes, so some ranks may call it alone."""
     rt = runtime.active
+    if get_ident() != rt.thread:
+        _enter_thread(rt)
     if rt.before_collective is not None:
         raise ShardingError(
             "compile: one rank sends shards to the others, which cannot be traced: do this before the call"
@@ -199,6 +217,26 @@ def cached_transport(tensor: Tensor, group: ProcessGroup) -> Transport:
     if rt.transport_override is not None or tensor.device.type == "cpu":
         return rt.transport_override or DIRECT
     return rt.transports_by_backend.get((backend_class(group, tensor.device), tensor.device.type), DIRECT)
+
+
+def _enter_thread(rt: runtime.Runtime) -> None:
+    """Let the thread of the world communicate, and autograd's threads on its behalf; refuse every other thread.
+
+    Two threads of a rank send in an order that differs from rank to rank, so that one's values would be summed with
+    the other's. The first message of a world starts its StallMonitor.
+    """
+    current = threading.current_thread()
+    names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident}  # None: it is starting
+    owner = rt.world_thread if rt.world_thread in names else threading.main_thread().ident  # it may have ended
+    if owner is not None and current.ident == owner:
+        rt.thread = owner
+        stalls.start_monitor(rt)
+    elif not (inside_backward() and is_foreign_thread(current)):
+        raise ShardingError(
+            f"the thread {current.name!r} communicates, and so may {names.get(owner or 0)!r}: messages of two "
+            "threads would be mixed up, in an order that differs from rank to rank. Communicate from one thread: the "
+            "main thread, or the one that calls DistributedManager.initialize()"
+        )
 
 
 def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:

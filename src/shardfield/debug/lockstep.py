@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from .. import runtime
 from ..comm.consensus import Consensus
@@ -31,6 +34,9 @@ _COMPARABLE_TYPES = (
     torch.dtype,
     torch.device,
     torch.memory_format,
+    np.generic,
+    Placement,
+    DeviceMesh,
 )
 
 
@@ -38,8 +44,9 @@ _COMPARABLE_TYPES = (
 def lockstep() -> Iterator[None]:
     """Compare every torch call on ShardTensors over all ranks before it runs; each takes one small message.
 
-    If ranks differ in the function, the layouts or other arguments, all of them raise a ShardingError that shows the
-    call of each rank. All ranks must enter the context, or none. Backward is not checked.
+    So are `redistribute`, `full_tensor` and reads of values that communicate. If ranks differ in the function, the
+    layouts or other arguments, all of them raise a ShardingError that shows the call of each rank. All ranks must enter
+    the context, or none. Backward is not checked.
     """
     with runtime.observing(observer=_Lockstep(runtime.active.observer)):
         yield

@@ -20,7 +20,7 @@ from ..comm import autograd_collectives
 from ..errors import ShardingError
 from ..layout import Layout
 from ..redistribute import redistribute
-from ..tensor import ShardTensor, wrap
+from ..tensor import ShardTensor, is_single_sum, wrap, wrap_sum
 from ..trace_state import same_memory
 from .arguments import as_operand, map_tensors, mesh_of, write_out
 from .call_cache import ArgumentReader, make_reader
@@ -46,16 +46,22 @@ class BoundPlan:
         "layout",
         "first_layout",
         "arg_style",
-        "tracks_views",
+        "finish",
+        "partial_layout",
         "single_rank",
     )
 
     def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool = False):
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
-        self.tracks_views = plan.view.returns is not Returns.NEW
+        returns_new = plan.view.returns is Returns.NEW
+        self.finish: Any = None if returns_new else BoundPlan._wrap_view  # in the place of `wrap`
+        self.partial_layout: Any = None
+        if returns_new and is_single_sum(plan.layout):
+            self.finish, self.partial_layout = BoundPlan._start_sum, plan.layout
+            self.layout = self.partial_layout.with_partial(())
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
-        self.single_rank = single_rank and not plan.own and not self.tracks_views
+        self.single_rank = single_rank and not plan.own and returns_new
         self.first_layout = tensors[0].layout if tensors else None
         self.slots: list[tuple[bool, Any]] = []
         for name in plan.takes or inspect.signature(plan.local).parameters:
@@ -159,11 +165,15 @@ class BoundPlan:
         assert out.shape == layout.local_shape, (
             f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
         )
-        if self.tracks_views:
-            return self._wrap_view(out, layout, base, source, index)
+        if self.finish is not None:
+            return self.finish(self, out, layout, base, source, index)
         if not out.numel() and out._is_view():  # a write into an empty view of a leaf would raise on this rank alone
             out = out.clone()
         return wrap(out, layout)
+
+    def _start_sum(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
+        """Start the sum over ranks of a single number, so that a rank alone may read it: `if rank == 0: print`."""
+        return wrap_sum(out, self.partial_layout)
 
     def _view_again(self, source: ShardTensor, index: int | None) -> ShardTensor:
         """Run the plan again on the present value of `source`."""

@@ -220,13 +220,13 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     if gradient is None:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        local = output._local_tensor
+        local = output._local_for_backward()
         # torch makes the seed of one number itself, and then checks no shapes. An empty shard has none.
         return local, None if local.numel() == 1 else torch.ones_like(local)
     if gradient.shape != output.shape:
         raise RuntimeError(f"Mismatch in shape: gradient has {tuple(gradient.shape)}, output {tuple(output.shape)}")
     local, layout = as_operand(gradient, output._layout.mesh)
-    return output._local_tensor, redistribute(local, layout, output._grad_layout)
+    return output._local_for_backward(), redistribute(local, layout, output._grad_layout)
 
 
 def _connect(registry: runtime.Registry) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import random
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -404,7 +405,8 @@ class DistributedManager:
 
     @staticmethod
     def _set_world(world: worlds.World) -> None:
-        """Fill the shared state: from here on the manager is initialized."""
+        """Fill the shared state: from here on the manager is initialized, and this thread communicates."""
+        runtime.active.world_thread, runtime.active.thread = threading.get_ident(), 0
         DistributedManager._shared_state.update(
             _world=world,
             _broadcast_buffers=False,
@@ -431,6 +433,7 @@ class DistributedManager:
         self = DistributedManager()
         of_meshes = [group for mesh in self._meshes for group in mesh.get_all_groups()]
         made_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
+        runtime.active.stop_monitor()
         try:
             worlds.shut_down(self._world, barrier, made_here)
         finally:
@@ -456,6 +459,7 @@ def _format_names(names) -> str:
 
 
 def _at_exit() -> None:
+    runtime.active.stop_monitor()  # a thread must not be inside a call of the store while Python ends
     # A forked child shares the connections of its parent and must not end them.
     if DistributedManager.is_initialized() and DistributedManager._shared_state["_pid"] == os.getpid():
         with contextlib.suppress(Exception):
