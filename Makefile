@@ -71,6 +71,11 @@ sweep: setup
 fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
+# 300 steps of three models on 1, 2, 4 and 2 x 2 ranks under each strategy, against plain torch: writes docs/curves.json
+# and docs/curves.svg. Curves that the file has are not run again, `make curves CURVES=--again` runs all of them.
+curves: setup
+	$(BIN)/python -m tests.train.curves $(CURVES)
+
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.
 bench: setup
 	$(BIN)/python -m shardfield bench $(NAMES) --out benchmarks/results $(ARGS)

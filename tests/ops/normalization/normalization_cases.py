@@ -64,7 +64,14 @@ def by_places(fn, *args):
     return named(f"{fn.__name__} by places", call)
 
 
+def norm_and_a_view(x, weight):
+    """Return a norm and a view of it: a compiled program must add the gradients of both."""
+    y = F.batch_norm(x, None, None, weight, training=True)
+    return y, y.view(3, 4, 15)
+
+
 CASES = [
+    case(norm_and_a_view, T(3, 4, 5, 3), T(4), options=FEW | NO_PARTIAL),
     # along the last dims
     case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
     case(F.layer_norm, T(3, 4, 5), (4, 5), T(4, 5), T(4, 5)),
