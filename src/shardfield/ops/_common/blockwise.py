@@ -118,3 +118,8 @@ class Blocks:
     def all_gather_unit(self, tensor: Tensor, dim: int, move: Callable = autograd_collectives.gather) -> Tensor:
         """Concatenate every block's tensor, of size 1 along `dim`."""
         return self.all_gather(tensor, dim, (1,) * self.count, move)
+
+
+def pick_columns(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return `rows.gather(1, columns)`; its backward needs the columns alone, so that `rows` may be written before."""
+    return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], columns]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm import autograd_collectives, collectives
-from .._common.blockwise import Blocks
+from .._common.blockwise import Blocks, pick_columns
 
 
 def sortable_key(x: Tensor, descending: bool = False) -> Tensor:
@@ -88,7 +88,7 @@ def select_columns(rows: Tensor, columns: Tensor, blocks: Blocks) -> Tensor:
     """Return the values at global columns on all ranks of the blocks, by an all_reduce of the owner's values."""
     is_local = (columns >= blocks.start) & (columns < blocks.start + rows.shape[1])
     if rows.shape[1]:
-        values = rows.gather(1, (columns - blocks.start).clamp(0, rows.shape[1] - 1))
+        values = pick_columns(rows, (columns - blocks.start).clamp(0, rows.shape[1] - 1))
     else:  # an empty shard must depend on rows too: all ranks run the adjoint of the reduction
         values = rows.sum(1, keepdim=True).to(rows.dtype).expand(columns.shape)
     return autograd_collectives.reduce(torch.where(is_local, values, values.new_zeros(())), blocks.groups)

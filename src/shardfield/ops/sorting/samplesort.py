@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._common.blockwise import Blocks
+from .._common.blockwise import Blocks, pick_columns
 from ..indexing.owners import AxisExchange, gather_counts
 from .order_statistics import sortable_key
 
@@ -28,7 +28,7 @@ def sort_rows(rows: Tensor, blocks: Blocks, descending: bool) -> tuple[Tensor, T
         return rows, torch.zeros_like(rows, dtype=torch.int64)
     keys, order = sortable_key(rows, descending).sort(dim=1, stable=True)
     codes = order + blocks.start + torch.arange(count, device=device)[:, None] * n
-    values = rows.gather(1, order).flatten()
+    values = pick_columns(rows, order).flatten()
     bounds = torch.tensor(_bucket_bounds(keys, codes, blocks, n), dtype=torch.int64, device=device)
     bucket = torch.searchsorted(bounds, torch.arange(len(values), device=device), right=True)
     narrow = torch.int32 if count * n < 1 << 31 else torch.int64  # codes are most of the bytes sent
