@@ -20,4 +20,5 @@ BENCHMARKS = {
     "graph": "message passing on a sharded graph, against gathering all nodes",
     "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
+    "faults": "killed ranks: time lost, equal losses; how long a checkpoint blocks",
 }
