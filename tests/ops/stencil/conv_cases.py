@@ -242,4 +242,12 @@ CASES = [
         T(8, 16, 3, 3, 3, shard_dims=()),
         options=FEW | {"name": "low precision conv3d, channels last", "try_partial": False},
     ),
+    case(
+        F.conv2d,
+        T(1, 16, 4, 3, shard_dims=(3,)),
+        T(32, 16, 1, 1, shard_dims=()),
+        stride=(1, 2),
+        padding=1,
+        options=FEW | {"name": "low precision conv2d, a stride over a narrow shard"},
+    ),
 ]

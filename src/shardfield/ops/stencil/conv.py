@@ -232,7 +232,7 @@ def plan_conv(
         targets["bias"] = channels.bias
     out_layout = result if batched else result.drop_dims([0])
     half = input.dtype in HALF_DTYPES or torch.is_autocast_enabled(input.device.type)
-    narrow_half = half and is_narrow(input.shape[-nd:], out, weight.shape[2:], call.dilation)
+    narrow_half = half and is_narrow(input.shape[-nd:], out, weight.shape[2:], call.stride, call.dilation)
     spatial = any(layout.is_sharded(d) for d in range(2, nd + 2))
     if reduces_grads and all_nonempty and not pre_pad and not spatial and not narrow_half:
         return Plan(local=native(bias is not None), operands=targets, layout=out_layout)

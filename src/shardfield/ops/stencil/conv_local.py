@@ -76,9 +76,9 @@ class ConvArgs(NamedTuple):
         return out
 
     def is_narrow(self, input: Tensor, weight: Tensor, padding: Sequence[int]) -> bool:
-        """Return whether a window is larger than the input or the output along some dim (see `half_conv`)."""
+        """Return whether input or output are narrow along some dim (see `half_conv`)."""
         sizes, kernel = input.shape[2:], weight.shape[2:]
-        return is_narrow(sizes, self.out_sizes(sizes, kernel, padding), kernel, self.dilation)
+        return is_narrow(sizes, self.out_sizes(sizes, kernel, padding), kernel, self.stride, self.dilation)
 
 
 def needs_no_halo(window: Window, shard_sizes: Sequence[int]) -> bool:
