@@ -394,6 +394,10 @@ class Layout:
         return self
 
     def __repr__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         names = self.mesh.mesh_dim_names or tuple(str(a) for a in range(self.mesh.ndim))
         parts = []
         for dim, factors in enumerate(self.dims):

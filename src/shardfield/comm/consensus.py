@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import trace_state
+from .. import runtime, trace_state
 from ..errors import ShardfieldError, ShardingError
 from . import collectives
 
@@ -54,7 +54,7 @@ class Consensus:
     def __init__(self, mesh: DeviceMesh | None, description: str, problem: str | None, flag: bool, always: bool):
         self._mesh, self._description, self._problem, self._flag = mesh, description, problem, flag
         checked = mesh is not None and (always or checks_enabled())
-        self._groups = [g for g in _groups(mesh) if g.size() > 1] if checked else []
+        self._groups = _wide_groups(runtime.mesh_state(mesh).mesh) if checked else ()
         self._done = False
         if self._groups:
             if problem:
@@ -267,6 +267,7 @@ def gather_texts(text: str, over: ProcessGroup | DeviceMesh) -> list[str]:
     return [bytes(row[:length]).decode(errors="replace") for row, length in zip(rows, lengths, strict=True)]
 
 
+@runtime.memo
 def group_device(group: ProcessGroup) -> torch.device:
     """Return the device for the integers of a check: the CPU if the group has a backend for it.
 
@@ -283,6 +284,12 @@ def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
     if over is None:
         return []
     return [over.get_group(axis) for axis in range(over.ndim)] if isinstance(over, DeviceMesh) else [over]
+
+
+@runtime.memo
+def _wide_groups(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
+    """Return the process groups of all mesh axes with more than one rank; `mesh` is the first of its equals."""
+    return tuple(g for g in _groups(mesh) if g.size() > 1)
 
 
 def _ranks(over: ProcessGroup | DeviceMesh) -> list[int]:

@@ -80,8 +80,10 @@ def route_sparse(body: Callable, dense_handler: Handler) -> Handler:
     """Return a handler that runs `body` for calls with a sparse operand and `dense_handler` for all others."""
 
     def run(func, types, args, kwargs):
-        for value in args:
-            if is_sparse(value):
+        for value in args:  # `is_sparse` written out: it is called for each operand of every product
+            if value.__class__ is ShardTensor:
+                value = value.__dict__.get("_local_tensor")
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
                 break
         else:
             return dense_handler(func, types, args, kwargs)

@@ -51,11 +51,13 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
     out = [layout, statistics, statistics] if len(dtypes) > 1 else layout
     affine = AffineParams(layout, layout.dims[dims.start :], weight, bias)
     if not sharding_axes(layout, dims) or not input.numel():
+        shape = tuple(layout.local_shape[dims.start :])
 
         def on_one_rank(input, weight, bias):
-            return fn(input, input.shape[-number:], *affine.replicate_in(weight, bias), eps)
+            return fn(input, shape, weight, bias, eps)
 
-        return norm_plan(on_one_rank, input, layout, out)
+        operands = {n: affine.layout for n, p in (("weight", weight), ("bias", bias)) if p is not None}
+        return Plan(local=on_one_rank, layout=out, operands=operands)
     shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], affine.layout)
 
     def on_shards(input, weight, bias):

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
@@ -21,7 +22,8 @@ from .._common.probe import probe
 from .common import gather_stacked, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
 
 
-def shard_counts(layout: Layout, dims: Sequence[int], axes: Sequence[int]) -> list[int]:
+@runtime.memo
+def shard_counts(layout: Layout, dims: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     """Return the element count along `dims` of each rank over `axes`, in the order of `gather_stacked`."""
     found = []
     for at in product(*(range(layout.mesh.size(a)) for a in reversed(axes))):
@@ -55,7 +57,7 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     if not axes:
         return mean, deviations
     means, all_deviations = gather_stacked(torch.stack([mean, deviations]), layout, axes).unbind(1)
-    weights = torch.tensor(shard_counts(layout, dims, axes), dtype=wide, device=value.device)
+    weights = torch.tensor(shard_counts(layout, tuple(dims), axes), dtype=wide, device=value.device)
     weights = weights.view(-1, *[1] * mean.ndim)
     number = weights.sum()
     start = means[:1].detach()

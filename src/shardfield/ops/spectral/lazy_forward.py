@@ -22,9 +22,18 @@ from ...comm.consensus import Consensus
 from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
 from ...errors import ShardingError
-from ...layout import Layout, Origin
+from ...layout import Layout
 from ...tensor import Deferred, ShardTensor, wrap
-from .mode_blocks import IndexRanges, as_slice, block_is_cheaper, format_index, overlaps, parse_block, roll_dims
+from .mode_blocks import (
+    IndexRanges,
+    as_slice,
+    block_is_cheaper,
+    format_index,
+    overlaps,
+    parse_block,
+    roll_dims,
+    with_mode_origins,
+)
 from .mode_placement import choose_placement
 from .truncation import truncated_fft_unchecked
 
@@ -136,9 +145,10 @@ class LazySpectrum(Deferred):
         gradient, unless gradients are averaged over these ranks later.
         """
         layout = modes._layout
-        reduces = grad and not has_deferred(process_groups(layout, layout.partial_axes))
+        deferring = runtime.active.deferring_groups
+        reduces = grad and not (deferring and has_deferred(process_groups(layout, layout.partial_axes)))
         return choose_placement(
-            layout, self.dims, modes.element_size(), grad_bytes=math.inf if reduces else 0.0, grad=grad
+            layout, self.dims, modes._dtype.itemsize, grad_bytes=math.inf if reduces else 0.0, grad=grad
         )
 
     def _records_grad(self) -> bool:
@@ -152,11 +162,7 @@ class LazySpectrum(Deferred):
         """
         if self.is_inverse:
             return modes
-        layout = modes._layout
-        for dim in self.dims:
-            (field,), (factor,) = self.field._layout.dims[dim], layout.dims[dim]
-            kind = "half modes" if self.real and dim == self.dims[-1] else "modes"
-            layout = layout.with_dim(dim, factor.with_origins([Origin(kind, *field)]))
+        layout = with_mode_origins(modes._layout, self.field._layout, self.dims, self.real)
         return wrap(modes._local_tensor, layout)
 
     def _write_conflict(self) -> str | None:

@@ -52,7 +52,7 @@ def defer_forward(
     source = input._settled()._unmerged_value()
     if not any(source._layout.is_sharded(d) for d in dims):
         return None
-    layout = spectrum_layout(source._layout, dims, real)
+    layout = spectrum_layout(source._layout, tuple(dims), real)
     spectrum = LazySpectrum(source, dims, norm, real, is_inverse, layout, compute)
     return wrap_deferred(spectrum, source._dtype.to_complex(), source._device)
 

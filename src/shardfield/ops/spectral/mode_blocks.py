@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...layout import DimSharding, Layout
+from ... import runtime
+from ...layout import DimSharding, Layout, Origin
 from .._common.blockwise import move_shard_off
 from ..indexing.parse_index import basic_index_key, parse_index
 
@@ -46,11 +47,16 @@ def overlaps(one: IndexRanges, other: IndexRanges) -> bool:
     return all(set(a) & set(b) for a, b in zip(one, other, strict=True))
 
 
-def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], ranges: IndexRanges) -> bool:
+def block_is_cheaper(field: Layout, dims: tuple[int, ...], shape: Sequence[int], ranges: IndexRanges) -> bool:
     """Return whether an all_reduce of a block of modes sends less than the all_to_all of the full spectrum.
 
     Always True if no other dim can take the sharding of the transformed dims: the spectrum would then be gathered.
     """
+    return _block_is_cheaper(field, dims, tuple(shape), tuple(map(len, ranges)))
+
+
+@runtime.memo
+def _block_is_cheaper(field: Layout, dims: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
     if spectrum_layout(field, dims, False).is_replicated:
         return True
     all_reduce = all_to_all = 0.0  # elements sent
@@ -58,12 +64,13 @@ def block_is_cheaper(field: Layout, dims: Sequence[int], shape: Sequence[int], r
     spectrum_share = math.prod(max(field.shard_sizes(d)) / field.shape[d] for d in range(field.ndim))
     for axis in {a for d in dims for a in field.nontrivial_axes(field.axes_of(d))}:
         remote = 1 - 1 / field.mesh.size(axis)
-        all_reduce += 2 * remote * block_share * math.prod(map(len, ranges))
+        all_reduce += 2 * remote * block_share * math.prod(block)
         all_to_all += remote * spectrum_share * math.prod(shape)
     return all_reduce < all_to_all
 
 
-def spectrum_layout(layout: Layout, dims: Sequence[int], real: bool) -> Layout:
+@runtime.memo
+def spectrum_layout(layout: Layout, dims: tuple[int, ...], real: bool) -> Layout:
     """Return the layout of a spectrum that `fft.py` computes; replicated if a sharding cannot move to another dim."""
     remaining, field = list(dims), layout
     half = remaining.pop() if real else None
@@ -78,6 +85,16 @@ def spectrum_layout(layout: Layout, dims: Sequence[int], real: bool) -> Layout:
             return Layout.replicate(field.mesh, [n // 2 + 1 if d == half else n for d, n in enumerate(field.shape)])
         layout = moved.with_dim(d, DimSharding(layout.shape[d] // 2 + 1 if d == half else layout.shape[d]))
     return layout
+
+
+@runtime.memo
+def with_mode_origins(modes: Layout, field: Layout, dims: tuple[int, ...], real: bool) -> Layout:
+    """Return the layout of a block of modes with the sharding of the field's dims as the `Origin` of its mode dims."""
+    for dim in dims:
+        (origin,), (factor,) = field.dims[dim], modes.dims[dim]
+        kind = "half modes" if real and dim == dims[-1] else "modes"
+        modes = modes.with_dim(dim, factor.with_origins([Origin(kind, *origin)]))
+    return modes
 
 
 def as_slice(indices: range) -> slice:
