@@ -63,7 +63,7 @@ def test_blocks_return_to_their_owner(mesh):
 def in_flight(mesh_shape):
     """Return how many blocks were in flight at each step of a rank."""
     ring, flying, found = here(mesh_shape), 0, []
-    start = collectives.start_exchange
+    start = collectives.start_sends
 
     def spy(*args):
         nonlocal flying
@@ -77,12 +77,12 @@ def in_flight(mesh_shape):
 
         return collectives.Pending((), (), land)
 
-    collectives.start_exchange = spy
+    collectives.start_sends = spy
     try:
         for _ in iterate_blocks(torch.ones(3), [3] * ring.num_steps, ring):
             found.append(flying)
     finally:
-        collectives.start_exchange = start
+        collectives.start_sends = start
     return found
 
 

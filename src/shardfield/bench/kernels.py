@@ -112,7 +112,7 @@ def make_halo(device: str, s: Settings) -> tuple[Tensor, Halo]:
     halo = Halo.plan(
         2,
         [rows],
-        [Span(0, rows + 2)],
+        lambda coord: Span(0, rows + 2),
         0,
         None,
         1,

@@ -185,7 +185,7 @@ def count_traffic() -> Iterator[Traffic]:
 @contextmanager
 def delay_messages(seconds: float) -> Iterator[None]:
     """Delay the arrival of every exchange and all_reduce. Gathers, which nothing overlaps with, are not delayed."""
-    real = collectives.start_exchange, collectives.start_all_reduce
+    real = collectives.start_sends, collectives.start_all_reduce
 
     def delayed(start: Callable[..., collectives.Pending]) -> Callable[..., collectives.Pending]:
         def run(*args: Any, **kwargs: Any) -> collectives.Pending:
@@ -201,8 +201,8 @@ def delay_messages(seconds: float) -> Iterator[None]:
 
         return run
 
-    collectives.start_exchange, collectives.start_all_reduce = delayed(real[0]), delayed(real[1])
+    collectives.start_sends, collectives.start_all_reduce = delayed(real[0]), delayed(real[1])
     try:
         yield
     finally:
-        collectives.start_exchange, collectives.start_all_reduce = real
+        collectives.start_sends, collectives.start_all_reduce = real

@@ -240,6 +240,8 @@ def model_steps(
 
     def plain_steps(name: str, plain: nn.Module) -> dict[str, Step]:
         steps = {name: Step(partial(train_step, plain, field))}
+        if not set(compiled_of) & set(meshes):
+            return steps
         steps[f"{name}, torch.compile"] = Step(partial(train_step, torch.compile(plain), field))
         if graphs:
             steps[f"{name}, CUDA graph"] = Step(capture_graph(partial(train_step, plain, field)))

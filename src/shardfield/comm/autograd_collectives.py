@@ -25,9 +25,10 @@ from .. import runtime, trace_state
 from .._compat import flatten_tensors, function_apply, unflatten_tensors
 from ..errors import ShardingError
 from . import collectives, grad_deferral
-from .route import Region, Route
+from .route import Region, Route, Shapes
 
 Groups = tuple[ProcessGroup, ...]
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 
 
 def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
@@ -159,40 +160,102 @@ def replicate_out(tensor: Tensor, groups: Groups) -> Tensor:
 
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """Exchange shards by a route, without autograd."""
-    coord = dist.get_rank(group)
-    nothing = tensor.new_empty(0)  # shared: most ranks of a large group receive nothing
-    sends = [_pack(tensor, pieces) if pieces else nothing for pieces in route.send]
-    shape = list(tensor.shape)
-    for dim, size in route.sizes_out:
-        shape[dim] = size
-    shapes = [[sum(torch.Size(p.shape(shape)).numel() for p in pieces)] for pieces in route.recv]
-    pending = collectives.start_exchange(sends, shapes, group)
-    out = (
-        tensor.new_zeros(shape, dtype=collectives.accumulate_dtype(tensor.dtype))
-        if route.add
-        else tensor.new_full(shape, fill)
-    )
-    _unpack(out, route.recv[coord], sends[coord], route.add)  # copy this rank's own region while messages are in flight
-    for peer, flat in enumerate(pending.wait()):
-        if peer != coord:
-            _unpack(out, route.recv[peer], flat, route.add)
-    return out.to(tensor.dtype)
+    shapes = route.shapes_for(tensor.shape)
+    received = collectives.start_sends(
+        _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
+    ).wait()
+    return _assemble(tensor, route, shapes, received, fill, False)
 
 
-def _pack(block: Tensor, pieces: Sequence[Region]) -> Tensor:
-    flat = [p.view(block).flip(p.flip).reshape(-1) if p.flip else p.view(block).reshape(-1) for p in pieces]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+def start_route(
+    tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0, owned: bool = False
+) -> collectives.Pending[Tensor]:
+    """Start the messages of a route, without autograd. Waiting for the result assembles it: one kernel, if possible.
+
+    `owned`: the tensor may be overwritten, and the result may be a view of it.
+    """
+    shapes = route.shapes_for(tensor.shape)
+    pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
+    return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
 
 
-def _unpack(out: Tensor, pieces: Sequence[Region], flat: Tensor, add: bool) -> None:
-    at = 0
-    for piece in pieces:
-        target = piece.view(out)
-        part = flat[at : at + target.numel()].view(target.shape)
-        at += target.numel()
-        if piece.flip:
-            part = part.flip(piece.flip)
-        target.add_(part) if add else target.copy_(part)
+def _pack(block: Tensor, route: Route) -> list[tuple[int, Tensor]]:
+    """Return a contiguous tensor for each peer. One kernel packs all messages if their shapes are equal."""
+    if route.equal_sends:
+        packed = collectives.concatenate([_region(block, regions[0]) for _, regions in route.send], new_dim=True)
+        parts = (packed if packed.is_contiguous() else packed.contiguous()).unbind(0)
+        return [(peer, part) for (peer, _), part in zip(route.send, parts, strict=True)]
+    sends = []
+    for peer, regions in route.send:
+        views = [_region(block, region) for region in regions]
+        one = views[0] if len(views) == 1 else collectives.concatenate([view.reshape(-1) for view in views])
+        sends.append((peer, collectives.contiguous(one)))
+    return sends
+
+
+def _region(block: Tensor, region: Region) -> Tensor:
+    return region.view(block).flip(region.flip) if region.flip else region.view(block)
+
+
+def _assemble(
+    block: Tensor, route: Route, shapes: Shapes, received: Sequence[Tensor], fill: Any, owned: bool
+) -> Tensor:
+    """Return the result of a route from the block and the received tensors."""
+    parts = received
+    if not shapes.single:
+        parts = []
+        for flat, of in zip(received, shapes.regions, strict=True):
+            sizes = [math.prod(shape) for shape in of]
+            parts += [part.view(shape) for part, shape in zip(flat.view(-1).split(sizes), of, strict=True)]
+    if route.steps is not None:
+        return _concatenate(block, route, route.steps, shapes.result, parts, fill)
+    wide = collectives.accumulate_dtype(block.dtype) if route.add else block.dtype
+    if route.add and route.keeps_all:
+        out = _region(block, route.own[0][0])
+        if not owned or wide != block.dtype:
+            out = out.to(wide, copy=True, memory_format=torch.contiguous_format)
+    else:
+        out = block.new_full(shapes.result, 0 if route.add else fill, dtype=wide)
+        for source, target in route.own:
+            _place(out, target, _region(block, source), route.add)
+    for target, part in zip(route.targets, parts, strict=True):
+        _place(out, target, part, route.add)
+    return out if wide == block.dtype else out.to(block.dtype)
+
+
+def _concatenate(
+    block: Tensor,
+    route: Route,
+    steps: Sequence[tuple[int, int, int]],
+    shape: Sequence[int],
+    parts: Sequence[Tensor],
+    fill: Any,
+) -> Tensor:
+    dim = (route.own[0][1] if route.own else route.targets[0]).ranges[0][0]
+    pieces = []
+    for kind, index, length in steps:
+        if kind == 0:
+            source, target = route.own[index]
+            piece = _region(block, source)
+            pieces.append(piece.flip(target.flip) if target.flip else piece)
+        elif kind == 1 and len(route.targets[index].ranges) == 1:
+            flip = route.targets[index].flip
+            pieces.append(parts[index].flip(flip) if flip else parts[index])
+        else:
+            piece = block.new_full([length if d == dim % block.ndim else n for d, n in enumerate(shape)], fill)
+            if kind == 1:
+                Region(route.targets[index].ranges[1:]).view(piece).copy_(parts[index])
+            pieces.append(piece)
+    if not block.is_contiguous():
+        kept = CHANNELS_LAST.get(block.ndim)
+        if kept is not None and block.is_contiguous(memory_format=kept):  # torch.cat keeps it if all parts have it
+            pieces = [piece.contiguous(memory_format=kept) for piece in pieces]
+    return collectives.concatenate(pieces, dim)
+
+
+def _place(out: Tensor, region: Region, part: Tensor, add: bool) -> None:
+    target, part = region.view(out), part.flip(region.flip) if region.flip else part
+    target.add_(part) if add else target.copy_(part)
 
 
 def _slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -240,12 +303,20 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [p if p.shape == t.shape else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
 
 
-def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[list[Tensor]]:
-    """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait."""
+def reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """Reduce several Partial values of one dtype -> Replicate by one message. Differentiable, like `reduce`."""
+    return list(_Reduce.apply(groups, *tensors)) if groups else list(tensors)
+
+
+def start_sum(tensors: Sequence[Tensor], groups: Groups, owned: bool = False) -> collectives.Pending[list[Tensor]]:
+    """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait.
+
+    `owned`: the tensors may be overwritten.
+    """
     if not groups or not tensors:
         return collectives.Pending((), (), lambda: list(tensors))
     flat = flatten_tensors(tensors)
-    pending = collectives.start_all_reduce(flat, groups[0])
+    pending = collectives.start_all_reduce(flat, groups[0], owned=owned or len(tensors) > 1)
 
     def land() -> list[Tensor]:
         total = pending.wait()
@@ -460,11 +531,8 @@ class _Shift(Collective):
         size, coord = dist.get_world_size(group), dist.get_rank(group)
         if size == 1:
             return tensor.clone()
-        nothing = tensor.new_empty(0)
-        sends, shapes = [nothing] * size, [(0,)] * size
-        sends[(coord + step) % size] = tensor
-        shapes[(coord - step) % size] = shape
-        return collectives.exchange(sends, shapes, group)[(coord - step) % size].view(shape)
+        to, source = (coord + step) % size, (coord - step) % size
+        return collectives.start_sends([(to, tensor)], [(source, shape)], group, tensor).wait()[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -482,10 +550,7 @@ class _StartShift(Collective):
             into.copy_(tensor)
             started.append(collectives.Pending((), (), lambda: [into]))
             return into
-        nothing = tensor.new_empty(0)
-        sends, shapes, buffers = [nothing] * size, [(0,)] * size, [nothing] * size
-        sends[to], shapes[source], buffers[source] = tensor, into.shape, into
-        started.append(collectives.start_exchange(sends, shapes, group, into=buffers))
+        started.append(collectives.start_sends([(to, tensor)], [(source, into.shape)], group, tensor, into=[into]))
         return into
 
     @staticmethod

@@ -31,6 +31,8 @@ class Pending(Generic[T]):
     `recv_buffers`, if set, is the same value before it is complete: its contents are valid only after `wait()`.
     """
 
+    __slots__ = ("_works", "_kept", "_finish", "recv_buffers", "_group", "_value")
+
     def __init__(
         self,
         works: Sequence[Any],
@@ -79,7 +81,7 @@ _SUPPORTED_DTYPES = {
 }
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
+def contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor without lazy conjugate or negation: a backend sends the raw memory."""
     return materialize_zeros(tensor).resolve_conj().resolve_neg().contiguous()
 
@@ -88,6 +90,21 @@ def _flat_view(packed: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor in a dtype that backends support."""
     flat = packed.as_strided((packed.numel(),), (1,))  # view(-1) may keep an odd stride of one element
     return flat if flat.dtype in _SUPPORTED_DTYPES else flat.view(torch.uint8)
+
+
+def concatenate(parts: list[Tensor], dim: int = 0, new_dim: bool = False) -> Tensor:
+    """Return torch.cat (torch.stack for a `new_dim`) in the dtype of the parts.
+
+    Under autocast these would convert some dtypes and refuse others.
+    """
+    join, kind = torch.stack if new_dim else torch.cat, parts[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return join(parts, dim)
+    torch.set_autocast_enabled(kind, False)
+    try:
+        return join(parts, dim)
+    finally:
+        torch.set_autocast_enabled(kind, True)
 
 
 # ---------------------------------------------------------------------- reductions
@@ -136,8 +153,8 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     return buffer
 
 
-def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pending[Tensor]:
-    """Start an `all_reduce`."""
+def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned: bool = False) -> Pending[Tensor]:
+    """Start an `all_reduce`. `owned`: the tensor may be overwritten, which saves a copy."""
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -163,8 +180,8 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Pe
     elif dtype in _ACCUMULATE_DTYPES:
         work = tensor.to(_ACCUMULATE_DTYPES[dtype]).contiguous()
     else:
-        work = _contiguous(tensor)
-        work = work.clone() if work is tensor else work
+        work = contiguous(tensor)
+        work = work.clone() if work is tensor and not owned else work
     buffer = torch.view_as_real(work) if work.is_complex() else work
     handles = transport_for(buffer, group).all_reduce(buffer, reduce_op, group)
     _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
@@ -190,7 +207,7 @@ def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def _as_ordered(tensor: Tensor, op: str) -> Tensor:
     """Return integers that sort like the floats, with NaN as the extreme: backends lose NaN in a max of floats."""
     ints, flip = (torch.int32, 0x7FFFFFFF) if tensor.dtype is torch.float32 else (torch.int64, 0x7FFFFFFFFFFFFFFF)
-    bits = _contiguous(tensor).view(ints)
+    bits = contiguous(tensor).view(ints)
     bits = torch.where(bits < 0, bits ^ flip, bits)
     return torch.where(tensor.isnan(), flip if op == "max" else -flip, bits)
 
@@ -243,7 +260,7 @@ def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
     size = group.size()
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
-        transport_for(out, group).all_gather(_flat_view(out), _flat_view(_contiguous(tensor)), group)
+        transport_for(out, group).all_gather(_flat_view(out), _flat_view(contiguous(tensor)), group)
         _record_sent("all_gather", 1, (size - 1) * _nbytes(tensor))
     return out
 
@@ -255,52 +272,64 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
         return tensor
     if runtime.active.tracer is not None:
         return runtime.active.tracer.broadcast(tensor, source, group)()
-    work = _contiguous(tensor)
+    work = contiguous(tensor)
     work = work.clone() if work is tensor else work
     transport_for(work, group).broadcast(_flat_view(work), source, group)
     _record_sent("broadcast", 1, _nbytes(work) if group.rank() == source else 0)
     return work
 
 
-def start_exchange(
-    sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup, into: Sequence[Tensor] | None = None
+def start_sends(
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Shape]],
+    group: ProcessGroup,
+    like: Tensor,
+    into: Sequence[Tensor] | None = None,
+    packed: bool = False,
 ) -> Pending[list[Tensor]]:
-    """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it; one message per non-empty tensor.
+    """Send a tensor to each of some peers and receive one of a known shape from each of some peers.
 
-    Both ends know the shapes, so a rank with nothing to send or receive takes part without a message. This rank's own
-    tensor is not copied. `into`: receive buffers, by coord.
+    `sends` and `receives` list (coord of a peer, tensor) and (coord of a peer, shape); the received tensors come in the
+    order of `receives`. Both ends know the shapes: an empty tensor takes no message. Every rank of the group takes
+    part, also one that has nothing to send or receive; `like` has the dtype and device of the messages. `into`: receive
+    buffers, in the order of `receives`. `packed`: no message is empty, and `sends` are contiguous. The work of a rank
+    does not depend on the size of the group.
+    """
+    if runtime.active.tracer is not None:
+        return Pending((), (), runtime.active.tracer.exchange(sends, receives, group, like))
+    received = [like.new_empty(shape) for _, shape in receives] if into is None else list(into)
+    if packed:
+        kept, incoming = list(sends), [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]
+    else:
+        kept = [(peer, contiguous(tensor)) for peer, tensor in sends if tensor.numel()]
+        incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True) if buffer.numel()]
+    outgoing = kept
+    if like.dtype not in _SUPPORTED_DTYPES:
+        incoming, outgoing = ([(peer, _flat_view(t)) for peer, t in pairs] for pairs in (incoming, kept))
+    handles = transport_for(like, group).exchange(incoming, outgoing, group)
+    if runtime.active.meter is not None:
+        _record_sent("exchange", len(kept), sum(_nbytes(t) for _, t in kept))
+    return Pending(handles, kept, lambda: received, recv_buffers=received, group=group)
+
+
+def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending[list[Tensor]]:
+    """Send `sends[c]` to coord c and receive a tensor of `shapes[c]` from it: `start_sends` with all ranks of a group.
+
+    This rank's own tensor is not copied.
     """
     if len(shapes) == 1:
         return Pending((), (), lambda: list(sends), recv_buffers=list(sends))
     coord = group.rank()
-    like = sends[coord]
-    if runtime.active.tracer is not None:
-        return Pending((), (), runtime.active.tracer.exchange(sends, shapes, coord, group))
-    receives, sent, kept, pieces = [], [], [], []
-    nbytes = 0
-    nothing: dict[tuple[int, ...], Tensor] = {}  # one buffer for all empty receives: most, in large groups
-    for peer, shape in enumerate(shapes):
-        piece = like if peer == coord else _recv_buffer(like, tuple(shape), nothing) if into is None else into[peer]
-        pieces.append(piece)
-        if peer != coord and piece.numel():
-            receives.append((peer, _flat_view(piece)))
-    for peer, piece in enumerate(sends):
-        if peer != coord and piece.numel():
-            kept.append(_contiguous(piece))
-            sent.append((peer, _flat_view(kept[-1])))
-            nbytes += _nbytes(piece)
-    handles = transport_for(like, group).exchange(receives, sent, group)
-    _record_sent("exchange", len(sent), nbytes)
-    return Pending(handles, kept, lambda: pieces, recv_buffers=pieces, group=group)
+    mine = sends[coord]
+    outgoing = [(peer, tensor) for peer, tensor in enumerate(sends) if peer != coord]
+    incoming = [(peer, shape) for peer, shape in enumerate(shapes) if peer != coord]
+    pending = start_sends(outgoing, incoming, group, mine)
 
+    def with_mine(received: list[Tensor]) -> list[Tensor]:
+        return [*received[:coord], mine, *received[coord:]]
 
-def _recv_buffer(like: Tensor, shape: tuple[int, ...], nothing: dict[tuple[int, ...], Tensor]) -> Tensor:
-    """Return a receive buffer."""
-    if 0 not in shape:
-        return like.new_empty(shape)
-    if shape not in nothing:
-        nothing[shape] = like.new_empty(shape)
-    return nothing[shape]
+    buffers = None if pending.recv_buffers is None else with_mine(pending.recv_buffers)
+    return Pending((), (), lambda: with_mine(pending.wait()), recv_buffers=buffers)
 
 
 def exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> list[Tensor]:
@@ -350,10 +379,10 @@ def scatter_from(
         if piece.numel():
             cached_transport(piece, dist.group.WORLD).recv_from_rank(_flat_view(piece), source)
         return piece
-    kept = {rank: _contiguous(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
+    kept = {rank: contiguous(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
     carrier = cached_transport(pieces[source].to(device), dist.group.WORLD)
     handles = carrier.send_to_ranks([(rank, _flat_view(piece)) for rank, piece in kept.items()])
     _record_sent("deliver", len(kept), sum(map(_nbytes, kept.values())))
     for handle in handles:
         handle.wait()
-    return _contiguous(pieces[source].to(device, copy=True))
+    return contiguous(pieces[source].to(device, copy=True))

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ..layout import Span, starts
 from . import collectives
 from .autograd_collectives import exchange
-from .route import Region, Route, RowRequest, fetch_route
+from .route import Region, Route, RowRequest, range_route, readers_of
 
 
 class Halo(NamedTuple):
@@ -33,45 +33,74 @@ class Halo(NamedTuple):
     route: Route
     before: int
     after: int
-    any: bool  # whether any rank of the group sends; if not, the exchange is skipped on all ranks
     block_route: Route  # block -> block with its halo in one tensor
 
     @staticmethod
     def plan(
         dim: int,
         lengths: Sequence[int],
-        ranges: Sequence[Span],
+        range_of: Callable[[int], Span],
         coord: int,
         group: ProcessGroup | None,
         shift: int = 0,
-        rows_at: Callable[[int, int], list[RowRequest]] = lambda start, stop: [RowRequest(start, stop - start)],
+        rows_at: Callable[[int, int], list[RowRequest]] | None = None,
     ) -> Halo:
-        """Build the halo of the rank at `coord`: coord c owns shard c of `lengths` and reads the range `ranges[c]`.
+        """Build the halo of the rank at `coord`: coord c owns shard c of `lengths` and reads the range `range_of(c)`.
 
         A range contains the shard or is empty. Range index 0 is `shift` positions before the first row. `rows_at(start,
-        stop)` maps a range to rows of the field, which is how boundary conditions are applied.
+        stop)` maps a range to rows of the field, which is how boundary conditions are applied. Without it, a range is
+        the same rows of the field, and the ranges increase with the coord, so that only neighbors are visited.
         """
-        requests, sizes, full_requests = [], [], []
-        for start, length, (lo, hi) in zip(starts(lengths), lengths, ranges, strict=True):
-            start, stop = start + shift, start + shift + length
+        begins = starts(lengths)
+        held = Span(begins[coord] + shift, begins[coord] + shift + lengths[coord])
+
+        def sides(c: int) -> tuple[Span, Span]:
+            """Return the rows before and after the block of coord c."""
+            start, (lo, hi) = begins[c] + shift, range_of(c)
+            stop = start + lengths[c]
             if lo < hi:  # include the rows between the range and the block
                 lo, hi = min(lo, stop), max(hi, start)
-            first, last = Span(lo, max(min(hi, start), lo)), Span(max(lo, stop), max(hi, lo, stop))
-            before, after = first.stop - first.start, last.stop - last.start
-            following = [run._replace(target=run.target + before) for run in rows_at(*last)]
-            requests.append([*rows_at(*first), *following])
-            sizes.append((before, after))
-            full_requests.append(rows_at(start - before, stop + after))
-        route = fetch_route(dim, lengths, coord, requests, [a + b for a, b in sizes])
-        padded_sizes = [a + n + b for n, (a, b) in zip(lengths, sizes, strict=True)]
-        block_route = fetch_route(dim, lengths, coord, full_requests, padded_sizes)
-        return Halo(dim, group, route, *sizes[coord], any(a + b for a, b in sizes), block_route)
+            return Span(lo, max(min(hi, start), lo)), Span(max(lo, stop), max(hi, lo, stop))
+
+        def rows(start: int, stop: int, target: int = 0) -> list[RowRequest]:
+            if rows_at is None:
+                return [RowRequest(start, stop - start, target)]
+            return [run._replace(target=run.target + target) for run in rows_at(start, stop)]
+
+        def halo_rows(c: int) -> list[RowRequest]:
+            first, last = sides(c)
+            return [*rows(*first), *rows(*last, first.stop - first.start)]
+
+        def block_rows(c: int) -> list[RowRequest]:
+            first, last = sides(c)
+            start, before, after = begins[c] + shift, first.stop - first.start, last.stop - last.start
+            return rows(start - before, start + lengths[c] + after)
+
+        first, last = sides(coord)
+        before, after = first.stop - first.start, last.stop - last.start
+        if rows_at is None:
+
+            def reach(c: int) -> Span:
+                first, last = sides(c)
+                if first.start == first.stop and last.start == last.stop:
+                    return Span(0, 0)  # reads its own rows only
+                return Span(begins[c] + first.start - first.stop, begins[c] + lengths[c] + last.stop - last.start)
+
+            readers = readers_of(held, reach, coord, len(lengths))
+        else:
+            readers = list(range(len(lengths)))
+        sizes = before + after, before + lengths[coord] + after
+        route, block_route = (
+            range_route(dim, lengths, coord, [(c, wanted(c)) for c in readers], wanted(coord), size)
+            for wanted, size in zip((halo_rows, block_rows), sizes, strict=True)
+        )
+        return Halo(dim, group, route, before, after, block_route)
 
     def with_halo(self, block: Tensor) -> Tensor:
         """Return the block and its halo as one tensor. Differentiable; one exchange, adjoint: the exchange reversed."""
         if self.group is not None:
             return exchange(block, self.block_route, self.group)
-        return torch.cat([_flipped(region.view(block), region) for region in self.block_route.send[0]], self.dim)
+        return torch.cat([_flipped(region.view(block), region) for region, _ in self.block_route.own], self.dim)
 
     def start(self, block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> collectives.Pending[Tensor]:
         """Start the exchange: send the requested rows of `block`, extended by the halos of `earlier` dims.
@@ -82,17 +111,23 @@ class Halo(NamedTuple):
         for halo, _ in earlier:
             shape[halo.dim] += halo.before + halo.after
         shape[self.dim] = self.before + self.after
-        outgoing = [
-            [_flipped(_with_earlier_halos(block, earlier, r), r) for r in regions] for regions in self.route.send
-        ]
-        pending = self._exchange(outgoing, self.route.recv, block, shape)
+
+        def extended(region: Region) -> Tensor:
+            return _flipped(_with_earlier_halos(block, earlier, region), region)
+
+        pending = self._exchange(self.route, extended, block, shape)
 
         def finish() -> Tensor:
             # in the order of the halo rows, so that one call concatenates them
-            parts = sorted(self._rows(self.route.recv, pending.wait()), key=lambda pair: pair[0].ranges)
+            own = [(there, extended(here)) for here, there in self.route.own]
+            parts = sorted([*own, *self._rows(self.route, pending.wait())], key=lambda pair: pair[0].ranges)
             rows = [part for _, part in parts]
             return (
-                torch.cat(rows, self.dim) if len(rows) > 1 else rows[0].contiguous() if rows else block.new_empty(shape)
+                collectives.concatenate(rows, self.dim)
+                if len(rows) > 1
+                else rows[0].contiguous()
+                if rows
+                else block.new_empty(shape)
             )
 
         return collectives.Pending((), (), finish)
@@ -107,35 +142,39 @@ class Halo(NamedTuple):
         shape = list(block_shape)
         for halo in earlier:
             shape[halo.dim] += halo.before + halo.after
-        outgoing = [[r.view(halo_grad) for r in regions] for regions in self.route.recv]
-        pending = self._exchange(outgoing, self.route.send, halo_grad, shape)
+        route = self.route.transposed
+        pending = self._exchange(route, lambda region: region.view(halo_grad), halo_grad, shape)
 
         def finish() -> list[tuple[Region, Tensor]]:
-            return [(region, _flipped(part, region)) for region, part in self._rows(self.route.send, pending.wait())]
+            own = [(there, here.view(halo_grad)) for here, there in route.own]
+            return [(region, _flipped(part, region)) for region, part in [*own, *self._rows(route, pending.wait())]]
 
         return collectives.Pending((), (), finish)
 
     def _exchange(
-        self, outgoing: list[list[Tensor]], incoming: Sequence[Sequence[Region]], like: Tensor, shape: Sequence[int]
+        self, route: Route, region_of: Callable[[Region], Tensor], like: Tensor, shape: Sequence[int]
     ) -> collectives.Pending[list[Tensor]]:
-        """Start sending `outgoing[c]` to coord c and receiving the regions `incoming[c]` of a block of `shape`.
+        """Start sending the regions of a route and receiving those of a block of `shape`.
 
         Rows are packed along the first dim, peer after peer, so that one call packs the messages to all peers.
         """
-        rows = [part.movedim(self.dim, 0) for parts in outgoing for part in parts]
-        others = [n for d, n in enumerate(shape) if d != self.dim]
-        packed = torch.cat(rows) if len(rows) > 1 else rows[0].contiguous() if rows else like.new_empty([0, *others])
-        sends = list(packed.split([sum(part.shape[self.dim] for part in parts) for parts in outgoing]))
         if self.group is None:
-            return collectives.Pending((), (), lambda: sends)
-        counts = [sum(region.ranges[0][2] for region in regions) for regions in incoming]
-        return collectives.start_exchange(sends, [(n, *others) for n in counts], self.group)
+            return collectives.Pending((), (), list)
+        outgoing = [[region_of(r).movedim(self.dim, 0) for r in regions] for _, regions in route.send]
+        rows = [part for parts in outgoing for part in parts]
+        sends: Sequence[Tensor] = rows
+        if len(rows) > 1:
+            sends = collectives.concatenate(rows).split([sum(len(part) for part in parts) for parts in outgoing])
+        others = [n for d, n in enumerate(shape) if d != self.dim]
+        receives = [(peer, (sum(r.ranges[0][2] for r in regions), *others)) for peer, regions in route.recv]
+        peers = [peer for peer, _ in route.send]
+        return collectives.start_sends(list(zip(peers, sends, strict=True)), receives, self.group, like)
 
-    def _rows(self, incoming: Sequence[Sequence[Region]], received: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
+    def _rows(self, route: Route, received: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
         """Return views of the received buffers, one per region."""
         found = []
-        for regions, rows in zip(incoming, received, strict=True):
-            parts = rows.split([region.ranges[0][2] for region in regions]) if regions else ()
+        for (_, regions), rows in zip(route.recv, received, strict=True):
+            parts = rows.split([region.ranges[0][2] for region in regions])
             found += [(region, part.movedim(0, self.dim)) for region, part in zip(regions, parts, strict=True)]
         return found
 

@@ -113,11 +113,8 @@ def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> 
     """Start sending a block to the coord `step` ahead on an axis and receiving one of `length` from `step` behind."""
     size, coord = ring.sizes[axis], ring.coords[axis]
     to, source = (coord + step) % size, (coord - step) % size
-    nothing = block.new_empty(0)
-    sends, shapes = [nothing] * size, [(0,)] * size
-    sends[to], shapes[source] = block, (length,)
-    pending = collectives.start_exchange(sends, shapes, ring.groups[axis])
-    return lambda: pending.wait()[source]
+    pending = collectives.start_sends([(to, block)], [(source, (length,))], ring.groups[axis], block)
+    return lambda: pending.wait()[0]
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:

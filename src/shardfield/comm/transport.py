@@ -1,6 +1,6 @@
 """Transports: how bytes get from rank to rank. Direct, staged through host memory, or none.
 
-A transport works in place on flat tensors in dtypes that backends support (`collectives` converts both).
+A transport works in place on contiguous tensors in dtypes that backends support (`collectives` converts both).
 `transport_for` chooses one per group: the messages of a backend that cannot send between devices (gloo on CUDA tensors)
 are staged through host memory. The name of a backend is not enough to decide: a backend that also serves the CPU is
 staged, and any other is probed once per group.
@@ -27,7 +27,7 @@ from ..errors import ShardingError
 from . import stalls
 
 UNUSED_TAG = 7331  # no rank sends a message with this tag
-PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, flat tensor)
+PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, contiguous tensor)
 
 
 class Handle(Protocol):

@@ -61,12 +61,24 @@ def _broadcast(x: Tensor, source: int, group: str, calls: list[int], after: Tens
 
 
 def _exchange(
-    x: Tensor, sends: list[int], receives: list[int], group: str, calls: list[int], after: Tensor | None, keep: bool
+    x: Tensor,
+    to: list[int],
+    sends: list[int],
+    source: list[int],
+    receives: list[int],
+    group: str,
+    calls: list[int],
+    after: Tensor | None,
+    keep: bool,
 ) -> Tensor:
     _notify(calls)
     received = x.new_empty(sum(receives))
-    pending = collectives.start_exchange(
-        x.split(sends), [(n,) for n in receives], process_group(group), into=received.split(receives)
+    pending = collectives.start_sends(
+        list(zip(to, x.split(sends), strict=True)) if to else [],
+        [(peer, (n,)) for peer, n in zip(source, receives, strict=True)],
+        process_group(group),
+        x,
+        into=received.split(receives) if receives else [],
     )
 
     def finish() -> Tensor:
@@ -113,7 +125,7 @@ _define(f"start_all_reduce(Tensor x, str op, str group, {ORDER_ARGS}", _all_redu
 _define(f"start_all_gather(Tensor x, str group, {ORDER_ARGS}", _all_gather, _fake_token, effect=True)
 _define(f"start_broadcast(Tensor x, int source, str group, {ORDER_ARGS}", _broadcast, _fake_token, effect=True)
 _define(
-    f"start_exchange(Tensor x, int[] sends, int[] receives, str group, {ORDER_ARGS}",
+    f"start_exchange(Tensor x, int[] to, int[] sends, int[] source, int[] receives, str group, {ORDER_ARGS}",
     _exchange,
     _fake_token,
     effect=True,
@@ -195,24 +207,22 @@ class CollectiveTracer:
         return self._emit(OPS.start_broadcast, tensor, (source, group.group_name), tensor.shape)
 
     def exchange(
-        self, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]], coord: int, group: ProcessGroup
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        group: ProcessGroup,
+        like: Tensor,
     ) -> Callable[[], list[Tensor]]:
-        """Start an all_to_all: one flat tensor holds all that is sent, another all that is received.
-
-        The tensor for this rank itself is not sent; it is returned as it is.
-        """
-        outgoing = [t.reshape(-1) for peer, t in enumerate(sends) if peer != coord]
-        flat = torch.cat(outgoing) if len(outgoing) > 1 else outgoing[0]
-        send_counts = [0 if peer == coord else t.numel() for peer, t in enumerate(sends)]
-        recv_counts = [0 if peer == coord else math.prod(s) for peer, s in enumerate(shapes)]
-        wait = self._emit(OPS.start_exchange, flat, (send_counts, recv_counts, group.group_name), (sum(recv_counts),))
+        """Start messages to some peers: one flat tensor holds all that is sent, another all that is received."""
+        outgoing = [t.reshape(-1) for _, t in sends]
+        flat = torch.cat(outgoing) if len(outgoing) > 1 else outgoing[0] if outgoing else like.new_empty(0)
+        to, source = [peer for peer, _ in sends], [peer for peer, _ in receives]
+        counts = [math.prod(shape) for _, shape in receives]
+        args = (to, [t.numel() for _, t in sends], source, counts, group.group_name)
+        wait = self._emit(OPS.start_exchange, flat, args, (sum(counts),))
 
         def finish() -> list[Tensor]:
-            received = [
-                part.view(tuple(shape)) if peer != coord else part
-                for peer, (part, shape) in enumerate(zip(wait().split(recv_counts), shapes, strict=True))
-            ]
-            received[coord] = sends[coord]
-            return received
+            parts = wait().split(counts) if counts else []
+            return [part.view(tuple(shape)) for part, (_, shape) in zip(parts, receives, strict=True)]
 
         return finish

@@ -101,7 +101,8 @@ def indexed_all_to_all_v(
         return packed
     sent = [int(n) for n in sizes[args.coord]]
     received = [int(row[args.coord]) for row in sizes]
-    route = Route(
+    route = Route.from_lists(
+        args.coord,
         send=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(sent), sent, strict=True)),
         recv=tuple((Region(((dim, b, n),)),) for b, n in zip(starts(received), received, strict=True)),
         sizes_in=((dim, sum(sent)),),

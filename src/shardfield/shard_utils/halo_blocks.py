@@ -20,6 +20,7 @@ from ..dispatch.plan import process_groups
 from ..layout import DimSharding, Layout, Span, shard_sizes_of
 from ..ops.stencil.conv import resolve_padding, to_ntuple
 from ..ops.stencil.conv_local import ConvArgs, make_local_conv, run_local_conv
+from ..ops.stencil.halo_plan import is_subspan
 from ..ops.stencil.window import Window, shard_spans
 from ..tensor import ShardTensor, wrap
 
@@ -200,8 +201,9 @@ def _run_fused(input: Any, layers: Sequence[nn.Module]) -> Any:
         start, stop = shard_spans(shard_sizes_of(factor))[at]
         if layout.is_sharded(dim):
             (axis,) = layout.nontrivial_axes(factor.axes)
-            halo = Halo.plan(dim, shard_sizes_of(factor), found.read, layout.coords[axis], layout.mesh.get_group(axis))
-            if halo.any:
+            if any(not is_subspan(r, s) for r, s in zip(found.read, shard_spans(shard_sizes_of(factor)), strict=True)):
+                ranges_read, group = found.read, layout.mesh.get_group(axis)
+                halo = Halo.plan(dim, shard_sizes_of(factor), ranges_read.__getitem__, layout.coords[axis], group)
                 block = halo.with_halo(block)
                 start, stop = start - halo.before, stop + halo.after
         held.append(Span(start, stop))

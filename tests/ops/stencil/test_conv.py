@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardfield import ShardTensor, explain, strict
+from shardfield import ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
+from shardfield.ops.stencil import conv as conv_rule
+from shardfield.ops.stencil.padded_conv import prefers_joining
 from shardfield.redistribute import redistribute
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
+from tests.ops import case_tables
+from tests.ops.test_case_tables import run_rows
 
 
 def field(mesh_shape, placements, shape, lengths=None, dtype=torch.float64) -> tuple[torch.Tensor, ShardTensor]:
@@ -165,3 +171,29 @@ def narrow_depth(depths, autocast):
 def test_narrow_shards_in_low_precision(depths, autocast):
     for errors in run_on_ranks(narrow_depth, 2, depths, autocast):
         assert max(errors) < 0.02, errors
+
+
+def overlapping_rows(rows, mesh):
+    """Return, on a rank, the failures of rows of the table of convolutions that overlap the exchange of their halos."""
+    before = conv_rule.prefers_joining
+    conv_rule.prefers_joining = lambda *sizes: False  # it prefers to join such small blocks with their halos
+    try:
+        with runtime.fresh():
+            return run_rows("conv", rows, mesh)
+    finally:
+        conv_rule.prefers_joining = before
+
+
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+def test_exchange_is_overlapped(mesh):
+    rows = list(range(0, len(case_tables.table("conv")), 5))
+    found = run_on_ranks(overlapping_rows, math.prod(mesh), rows, mesh, timeout=120)
+    failures = [f"rank {rank}: {failure}" for rank, listed in enumerate(found) for failure in listed]
+    assert not failures, "\n".join(failures[:6])
+
+
+def test_large_blocks_and_slow_links_overlap():
+    assert prefers_joining("cuda", 200 << 20, 1 << 20, 1), "fewer kernels are worth a copy of the block"
+    assert not prefers_joining("cuda", 2 << 30, 1 << 20, 1), "the copy takes longer than the kernels it saves"
+    assert not prefers_joining("cuda", 1 << 20, 64 << 20, 1), "the messages take longer than the kernels it saves"
+    assert prefers_joining("cpu", 1 << 16, 1 << 12, 2) and not prefers_joining("cpu", 1 << 24, 1 << 14, 1)

@@ -119,7 +119,7 @@ class AxisExchange(NamedTuple):
         arriving = [row[me] for row in table]
         send = tuple((Region(((0, at, n),)),) for at, n in zip(starts(counts), counts, strict=True))
         recv = tuple((Region(((0, at, n),)),) for at, n in zip(starts(arriving), arriving, strict=True))
-        route = Route(send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
+        route = Route.from_lists(me, send, recv, ((0, sum(counts)),), ((0, sum(arriving)),))
         is_noop = not any(n for c, row in enumerate(table) for peer, n in enumerate(row) if peer != c)
         return AxisExchange(order, torch.argsort(order), route, group, is_noop)
 
@@ -133,8 +133,7 @@ class AxisExchange(NamedTuple):
 
     @property
     def reverse_route(self) -> Route:
-        r = self.route
-        return Route(r.recv, r.send, r.sizes_out, r.sizes_in)
+        return self.route.reversed
 
 
 def select_rows(block: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> Tensor:

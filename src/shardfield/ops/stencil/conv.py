@@ -7,6 +7,7 @@ give a Partial result, as every output sums over all of them. With groups > 1, e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, shard_sizes_of, starts
@@ -28,6 +30,8 @@ from .half_conv import is_narrow
 from .halo_plan import HaloPlan
 from .lazy_pad import accept_lazy_pad
 from .pad import PadSpec, dim_paddings_of, padded_operand
+from .padded_block import PaddedBlockPlan
+from .padded_conv import OVERLAP_BYTES, PaddedConv, prefers_joining
 from .window import Window
 
 
@@ -236,12 +240,23 @@ def plan_conv(
     spatial = any(layout.is_sharded(d) for d in range(2, nd + 2))
     if reduces_grads and all_nonempty and not pre_pad and not spatial and not narrow_half:
         return Plan(local=native(bias is not None), operands=targets, layout=out_layout)
-    # With a boundary condition the first and the last rank read padding cells that no rank sends.
-    halo_conv = HaloConv(call._replace(groups=channels.groups), halo_plan, grad_groups, all_nonempty and not boundaries)
+    call = call._replace(groups=channels.groups)
+    halo_conv: HaloConv | PaddedConv | None = None
+    if all_nonempty and not pre_pad and not input.dtype.is_complex:
+        halo_conv = plan_padded_conv(layout, halo_plan, call, before, grad_groups, input.dtype, input.device)
+    if halo_conv is None:
+        # With a boundary condition the first and the last rank read padding cells that no rank sends.
+        halo_conv = HaloConv(call, halo_plan, grad_groups, all_nonempty and not boundaries)
     has_bias = all(layout.coords[a] == 0 for a in channels.partial)
     narrow = channels.narrow
 
     def local(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        device = input.device.type
+        if torch.is_autocast_enabled(device):  # before the exchange, so that the halo is sent in lower precision
+            dtype = torch.get_autocast_dtype(device)
+            input, weight, bias = (
+                t.to(dtype) if t is not None and t.dtype in AUTOCAST_DTYPES else t for t in (input, weight, bias)
+            )
         if narrow is not None:
             weight = weight.narrow(*narrow)
         if bias is not None and not has_bias:
@@ -252,3 +267,32 @@ def plan_conv(
 
     own_reduction = ("weight", "bias") if reduces_grads else ()
     return Plan(local=local, operands=targets, layout=out_layout, whole=own_reduction)
+
+
+def plan_padded_conv(
+    layout: Layout,
+    halo_plan: HaloPlan,
+    call: ConvArgs,
+    before: Sequence[int],
+    grad_groups: Groups,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PaddedConv | None:
+    """Plan one convolution of the block joined with its halo; None if that is impossible or slower than overlapping."""
+    windows = halo_plan.windows
+    if call.transposed or not halo_plan.ranges:
+        return None
+    padding = []
+    for (dim, window), pad in zip(windows.items(), before, strict=True):
+        symmetric = (window.size + 2 * pad - window.reach - 1) // window.stride + 1 == window.out
+        if not layout.is_sharded(dim) and not symmetric:
+            return None  # torch pads both sides of an unsharded dim alike
+        padding.append(0 if layout.is_sharded(dim) else pad)
+    largest = [max(layout.shard_sizes(d)) if len(layout.dims[d]) == 1 else layout.shape[d] for d in range(layout.ndim)]
+    block_bytes = math.prod(largest) * dtype.itemsize
+    halo_bytes = max(block_bytes // max(largest[d], 1) * windows[d].reach for d in halo_plan.ranges)
+    if not prefers_joining(device.type, block_bytes, halo_bytes, len(halo_plan.ranges)):
+        return None
+    block_plan = PaddedBlockPlan(layout, windows)
+    out = [stop - start for start, stop in block_plan.owned.values()]
+    return PaddedConv(call, block_plan.steps, padding, out, grad_groups, overlaps=block_bytes >= OVERLAP_BYTES)

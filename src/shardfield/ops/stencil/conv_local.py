@@ -233,12 +233,6 @@ class HaloConv:
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the rank's outputs."""
-        device = block.device.type
-        if torch.is_autocast_enabled(device):  # before the exchange, so that the halo is sent in lower precision
-            dtype = torch.get_autocast_dtype(device)
-            block, weight, bias = (
-                t.to(dtype) if t is not None and t.dtype in AUTOCAST_DTYPES else t for t in (block, weight, bias)
-            )
         if block.is_complex():
             return self.convolve_padded(block, weight, bias, self.grad_groups)
         if self.is_local:

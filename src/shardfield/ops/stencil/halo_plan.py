@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
+from ... import runtime
 from ...comm.halo import Halo
-from ...layout import DimSharding, Layout, Span, shard_sizes_of
+from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
 from .pad import DimPadding
-from .window import Window, shard_spans
+from .window import Window
 
 
 def is_subspan(inner: Span, outer: Span) -> bool:
     """Return whether `inner` is inside `outer`; an empty range is inside every range."""
     return inner.start >= inner.stop or (outer.start <= inner.start and inner.stop <= outer.stop)
+
+
+def owned_sizes(window: Any, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return `window.owned(shard_sizes)`, cached: the layers of a model at one resolution share it."""
+    return _owned_sizes(window, tuple(shard_sizes)) if isinstance(window, Window) else window.owned(shard_sizes)
+
+
+@runtime.memo
+def _owned_sizes(window: Window, shard_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return window.owned(shard_sizes)
 
 
 class HaloPlan:
@@ -24,7 +37,7 @@ class HaloPlan:
 
     held: dim -> the inputs in this rank's shard.
     owned: dim -> the outputs that this rank computes.
-    halos: one exchange for each dim along which some rank reads inputs of another rank.
+    ranges: dim -> the inputs that each coord reads, for dims along which some rank reads inputs of another rank.
     out_shardings: dim -> the sharding of the outputs.
     dim_paddings: dim -> boundary condition of the field. The window of such a dim reads the padded field, and `held`
         is in indices of the padded field.
@@ -37,26 +50,41 @@ class HaloPlan:
         self.held: dict[int, Span] = {}
         self.owned: dict[int, Span] = {}
         self.out_shardings: dict[int, DimSharding] = {}
-        self.halos: list[Halo] = []
+        self.ranges: dict[int, Callable[[int], Span]] = {}
         for dim, window in self.windows.items():
             (sharding,) = layout.dims[dim]
             shard_sizes = shard_sizes_of(sharding)
             padding = self.dim_paddings.get(dim)
-            out_sizes = window.owned(shard_sizes if padding is None else padding.padded_sizes(shard_sizes))
+            out_sizes = owned_sizes(window, shard_sizes if padding is None else padding.padded_sizes(shard_sizes))
             coord = layout.index(sharding.axes)
             shift = 0 if padding is None else padding.before
-            held = [Span(start + shift, stop + shift) for start, stop in shard_spans(shard_sizes)]
-            self.held[dim], self.owned[dim] = held[coord], shard_spans(out_sizes)[coord]
+            held, owned = starts(shard_sizes), starts(out_sizes)
+            self.held[dim] = Span(held[coord] + shift, held[coord] + shift + shard_sizes[coord])
+            self.owned[dim] = Span(owned[coord], owned[coord] + out_sizes[coord])
             self.out_shardings[dim] = DimSharding(window.out, sharding.axes, out_sizes if sharding.axes else ())
-            input_ranges = [window.input_range(*span) for span in shard_spans(out_sizes)]
-            if any(not is_subspan(needed, local) for needed, local in zip(input_ranges, held, strict=True)):
-                group = (
-                    layout.mesh.get_group(layout.nontrivial_axes(sharding.axes)[0]) if layout.is_sharded(dim) else None
-                )
-                boundary = () if padding is None else (shift, padding.source_runs)
-                self.halos.append(Halo.plan(dim, shard_sizes, input_ranges, coord, group, *boundary))
+
+            def range_of(c: int, window: Any = window, owned: Any = owned, out_sizes: Any = out_sizes) -> Span:
+                return window.input_range(owned[c], owned[c] + out_sizes[c])
+
+            if any(
+                not is_subspan(range_of(c), Span(start + shift, start + shift + n))
+                for c, (start, n) in enumerate(zip(held, shard_sizes, strict=True))
+            ):
+                self.ranges[dim] = range_of
+
+    @cached_property
+    def halos(self) -> list[Halo]:
+        """One exchange for each dim along which some rank reads inputs of another rank."""
+        halos, layout = [], self.layout
+        for dim, range_of in self.ranges.items():
+            (sharding,) = layout.dims[dim]
+            padding = self.dim_paddings.get(dim)
+            group = layout.mesh.get_group(layout.nontrivial_axes(sharding.axes)[0]) if layout.is_sharded(dim) else None
+            boundary = () if padding is None else (padding.before, padding.source_runs)
+            coord = layout.index(sharding.axes)
+            halos.append(Halo.plan(dim, shard_sizes_of(sharding), range_of, coord, group, *boundary))
         # Local copies come last: otherwise the exchanges of other dims would also send them, as corners.
-        self.halos.sort(key=lambda halo: halo.group is None)
+        return sorted(halos, key=lambda halo: halo.group is None)
 
     @property
     def held_with_halo(self) -> dict[int, Span]:

@@ -8,7 +8,7 @@ every cell back to the rank that owns the cell, which adds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...comm.autograd_collectives import exchange
-from ...comm.route import Route, RowRequest, fetch_route
-from ...layout import DimSharding, Layout, Span, shard_sizes_of
+from ...comm.route import Route, RowRequest, fetch_route, range_route, readers_of
+from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
+from .halo_plan import is_subspan
+from .halo_plan import owned_sizes as cached_owned_sizes
 from .pad import DimPadding, gather_runs
 from .window import shard_spans
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 
 
 class WindowLike(Protocol):
@@ -46,11 +46,7 @@ class ExchangedDim(NamedTuple):
     group: ProcessGroup
 
     def apply(self, block: Tensor, fill: float) -> Tensor:
-        padded = exchange(block, self.route, self.group, fill)
-        channels_last = CHANNELS_LAST.get(block.ndim)
-        if channels_last is None or block.is_contiguous() or not block.is_contiguous(memory_format=channels_last):
-            return padded
-        return padded.contiguous(memory_format=channels_last)
+        return exchange(block, self.route, self.group, fill)
 
     def apply_adjoint(self, block: Tensor) -> Tensor:
         return exchange(block, self.route.transposed, self.group)
@@ -118,18 +114,20 @@ class PaddedBlockPlan:
         self.block_starts: dict[int, int] = {}
         self.owned: dict[int, Span] = {}
         self.out_shardings: dict[int, DimSharding] = {}
-        self.remote_cells: dict[int, int] = {}
+        self._remote_cells: dict[int, Callable[[], int]] = {}
         self.steps: list[ExchangedDim | LocalDim] = []
+        self._filled: list[tuple[int, int, int]] = []  # dim, start and length of the cells between fill values
         for dim, window in self.windows.items():
             (sharding,) = layout.dims[dim]
             shard_sizes = shard_sizes_of(sharding)
             padding = self.dim_paddings.get(dim)
             cells = shard_sizes if padding is None else padding.padded_sizes(shard_sizes)
-            owned_sizes = window.owned(cells) if out_sizes is None else tuple(out_sizes[dim])
+            owned_sizes = cached_owned_sizes(window, cells) if out_sizes is None else tuple(out_sizes[dim])
             coord = layout.index(sharding.axes)
-            self.owned[dim] = shard_spans(owned_sizes)[coord]
+            first = starts(owned_sizes)[coord]
+            self.owned[dim] = Span(first, first + owned_sizes[coord])
             self.out_shardings[dim] = DimSharding(window.out, sharding.axes, owned_sizes if sharding.axes else ())
-            self.block_starts[dim] = self.remote_cells[dim] = 0
+            self.block_starts[dim] = 0
             if layout.is_sharded(dim) and padding is not None:
                 self._plan_padded_dim(layout, dim, shard_sizes, owned_sizes, coord)
             elif layout.is_sharded(dim):
@@ -154,23 +152,40 @@ class PaddedBlockPlan:
     def _plan_dim(
         self, layout: Layout, dim: int, shard_sizes: Sequence[int], owned_sizes: Sequence[int], coord: int
     ) -> None:
-        window, held = self.windows[dim], shard_spans(shard_sizes)
-        fields = [
-            window.receptive_field(*o) if o.start < o.stop else Span(h.start, h.start)
-            for h, o in zip(held, shard_spans(owned_sizes), strict=True)
-        ]
-        runs = []
-        for (begin, end), (start, stop) in zip(fields, held, strict=True):
-            first, last = max(begin, 0), min(end, window.size)
-            runs.append(RowRequest(first, max(last - first, 0), min(first, end) - begin))
-            own = max(min(last, stop) - max(first, start), 0)
-            self.remote_cells[dim] += runs[-1].length - own
-        (begin, end), run, (start, stop) = fields[coord], runs[coord], held[coord]
+        window, begins, owned = self.windows[dim], starts(shard_sizes), starts(owned_sizes)
+
+        def field_of(c: int) -> Span:
+            """Return the cells of the block of coord c."""
+            if not owned_sizes[c]:
+                return Span(begins[c], begins[c])
+            return window.receptive_field(owned[c], owned[c] + owned_sizes[c])
+
+        def inside(c: int) -> Span:
+            """Return the cells of the block that are in the field."""
+            begin, end = field_of(c)
+            first = max(begin, 0)
+            return Span(first, max(min(end, window.size), first))
+
+        def run_of(c: int) -> RowRequest:
+            (begin, end), (first, last) = field_of(c), inside(c)
+            return RowRequest(first, last - first, min(first, end) - begin)
+
+        (begin, end), run = field_of(coord), run_of(coord)
+        start, stop = begins[coord], begins[coord] + shard_sizes[coord]
         self.block_starts[dim] = begin
-        if self.remote_cells[dim]:
+        if any(
+            not is_subspan(inside(c), Span(b, b + n)) for c, (b, n) in enumerate(zip(begins, shard_sizes, strict=True))
+        ):
             (axis,) = layout.nontrivial_axes(layout.axes_of(dim))
-            sizes = [end - begin for begin, end in fields]
-            route = fetch_route(dim, shard_sizes, layout.coords[axis], [[r] for r in runs], sizes)
+            held = [Span(b, b + n) for b, n in zip(begins, shard_sizes, strict=True)]
+            self._remote_cells[dim] = lambda: sum(_outside(inside(c), span) for c, span in enumerate(held))
+            readers = readers_of(Span(start, stop), inside, coord, len(shard_sizes))
+            requests = [(c, [run_of(c)]) for c in readers]
+            route = range_route(dim, shard_sizes, layout.coords[axis], requests, [run], end - begin)
+            for restriction in self._filled:  # messages do not contain fill values
+                route = route.restricted(*restriction)
+            if run.length < end - begin:
+                self._filled.append((dim, run.target, run.length))
             self.steps.append(ExchangedDim(route, layout.mesh.get_group(axis)))
             return
         before = run.target if run.length else 0
@@ -182,7 +197,13 @@ class PaddedBlockPlan:
             before,
             end - begin - run.length - before,
         )
+        if run.length < end - begin:
+            self._filled.append((dim, before, run.length))
         self.steps.append(crop)
+
+    @property
+    def remote_cells(self) -> dict[int, int]:
+        return {dim: self._remote_cells[dim]() if dim in self._remote_cells else 0 for dim in self.windows}
 
     def gather_block(self, block: Tensor, fill: float = 0) -> Tensor:
         """Return the cells that this rank's outputs read. Differentiable; at most one exchange per sharded dim."""
@@ -204,6 +225,11 @@ class PaddedBlockPlan:
         for dim, sharding in self.out_shardings.items():
             layout = layout.with_dim(dim, sharding)
         return layout
+
+
+def _outside(inner: Span, outer: Span) -> int:
+    """Return the number of indices of `inner` that are not in `outer`."""
+    return inner.stop - inner.start - max(min(inner.stop, outer.stop) - max(inner.start, outer.start), 0)
 
 
 def empty_result(block: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

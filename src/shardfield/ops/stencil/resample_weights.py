@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +20,16 @@ from ...layout import Span, starts
 from .weighted_sum import WeightedSum
 
 
-class Taps(NamedTuple):
+class _TapsFields(NamedTuple):
+    size: int
+    out: int
+    cells: Tensor
+    weights: Tensor | None
+    center: Tensor
+    ratio: tuple[int, int] | None
+
+
+class Taps(_TapsFields):
     """Taps of one dim of `size` inputs and `out` outputs.
 
     weights: None in the nearest modes, where each output copies one input. `cells` may then have two columns, the first
@@ -28,12 +38,11 @@ class Taps(NamedTuple):
     ratio: (p, q) if the taps repeat, that is output `o + q` reads the inputs of output `o` shifted by `p`; else None.
     """
 
-    size: int
-    out: int
-    cells: Tensor
-    weights: Tensor | None
-    center: Tensor
-    ratio: tuple[int, int] | None
+    @cached_property
+    def _bounds(self) -> tuple[list[int], list[int]]:
+        """The first and the last input of each output."""
+        low, high = self.cells.aminmax(dim=1)
+        return low.tolist(), high.tolist()
 
     def owned(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of outputs that each shard of the input owns."""
@@ -47,8 +56,8 @@ class Taps(NamedTuple):
         """Return the input range that outputs `first` to `stop` read."""
         if first >= stop:
             return Span(0, 0)
-        low, high = self.cells[first:stop].aminmax()
-        return Span(int(low), int(high) + 1)
+        low, high = self._bounds
+        return Span(min(low[first:stop]), max(high[first:stop]) + 1)
 
     def weighted_sums(self, dim: int, held: Span, owned: Span, device: torch.device) -> list[WeightedSum]:
         """Return the weighted sums that compute the outputs `owned` along `dim` of a block of the inputs `held`.

@@ -1,0 +1,167 @@
+"""Sharded convolution as one convolution of the block joined with its halo.
+
+The fewest kernels: one packs the rows for all neighbors, one joins the received rows with the block, one convolves.
+Backward: the gradient of the joined block comes first, the rows of the halo in it are sent to their owners, and the
+gradients of weight and bias are computed in the meantime. `conv_local.py` instead convolves the block while the halo is
+in flight, which takes many more kernels. `prefers_joining` estimates which of the two is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import runtime
+from ...comm import autograd_collectives, collectives, grad_deferral
+from ...comm.autograd_collectives import Groups
+from .conv_local import ConvArgs
+from .padded_block import ExchangedDim, LocalDim
+
+
+class Speeds(NamedTuple):
+    """Rough speeds of a kind of device, in seconds and bytes per second: only their ratios matter."""
+
+    launch: float  # host time of one small kernel
+    memory: float
+    latency: float  # of one message between neighbors
+    link: float
+
+
+SPEEDS = {"cpu": Speeds(20e-6, 8e9, 60e-6, 2e9)}
+DEVICE_SPEEDS = Speeds(10e-6, 4e12, 20e-6, 25e9)
+OVERLAP_BYTES = 1 << 20  # of a block, from which on a call of its own for the gradients of the parameters pays
+EXTRA_KERNELS = 40  # of overlapping over joining, for each dim: two borders, forward and backward (counted)
+
+
+def prefers_joining(device: str, block_bytes: int, halo_bytes: int, dims: int) -> bool:
+    """Return whether joining the block with its halo takes less time than overlapping the exchange.
+
+    Joining copies the block in forward, and waits for messages in forward and backward. All ranks pass equal arguments:
+    the sizes of the largest block and halo.
+
+    >>> prefers_joining("cuda", 64 << 20, 256 << 10, 1), prefers_joining("cuda", 1 << 30, 1 << 20, 1)
+    (True, False)
+    """
+    speeds = SPEEDS.get(device, DEVICE_SPEEDS)
+    joining = 2 * dims * (speeds.latency + halo_bytes / speeds.link) + 2 * block_bytes / speeds.memory
+    return joining < dims * EXTRA_KERNELS * speeds.launch
+
+
+class PaddedConv:
+    """Convolution of one rank on its block joined with the halo; `steps` join it, dim by dim.
+
+    The gradients of weight and bias are summed over `grad_groups`. `out`: the spatial shape of the rank's outputs,
+    which may be empty. `padding`: of the local call, 0 along sharded dims, whose joined block contains the padding.
+    `overlaps`: backward computes the gradients of the parameters while those of the halo are in flight, by a call of
+    its own; small blocks take one call for all gradients.
+    """
+
+    def __init__(
+        self,
+        call: ConvArgs,
+        steps: Sequence[ExchangedDim | LocalDim],
+        padding: Sequence[int],
+        out: Sequence[int],
+        grad_groups: Groups,
+        overlaps: bool,
+    ):
+        self.overlaps = overlaps
+        self.steps, self.out, self.grad_groups = list(steps), tuple(out), grad_groups
+        self.call, self.padding = call, tuple(padding)
+        self.is_empty = 0 in self.out
+
+    def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the rank's outputs."""
+        params = [weight] if bias is None else [weight, bias]
+        params, groups = grad_deferral.defer_sums(params, self.grad_groups)
+        return _PaddedConvFunction.apply(self, groups, block, params[0], None if bias is None else params[1])[0]
+
+    def join(self, block: Tensor) -> Tensor:
+        """Return the block joined with its halo, without autograd."""
+        for step in self.steps:
+            if isinstance(step, ExchangedDim):
+                block = autograd_collectives.exchange_no_grad(block, step.route, step.group)
+            else:
+                block = step.apply(block, 0)
+        return block
+
+    def start_adjoint(self, grad: Tensor) -> collectives.Pending[Tensor]:
+        """Start sending the rows of the halo to their owners, without autograd; the gradient may be overwritten."""
+        pending = collectives.Pending((), (), lambda: grad)
+        for step in reversed(self.steps):
+            grad = pending.wait()
+            if isinstance(step, ExchangedDim):
+                pending = autograd_collectives.start_route(grad, step.route.transposed, step.group, owned=True)
+            else:
+                landed = step.apply_adjoint(grad)
+                pending = collectives.Pending((), (), partial(_same, landed))
+        return pending
+
+    def run(self, joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_empty:
+            return joined.new_empty(joined.shape[0], weight.shape[0], *self.out)
+        return self.call.run(joined, weight, bias, self.padding)
+
+    def grads(self, grad: Tensor, joined: Tensor, weight: Tensor, needs_grad: list[bool]) -> Sequence[Any]:
+        """Return the gradients of joined block, weight and bias; None where `needs_grad` is False."""
+        if self.is_empty:
+            shapes = (joined, weight, weight.new_empty(weight.shape[0]))
+            return [torch.zeros_like(t) if needed else None for t, needed in zip(shapes, needs_grad, strict=True)]
+        return self.call.grads(grad, joined, weight, [weight.shape[0]], self.padding, needs_grad)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+class _PaddedConvFunction(autograd_collectives.Collective):
+    """One autograd node for a convolution with its halo exchange.
+
+    The joined block is a second result, so that derivatives of any order reach the block through it, and the block
+    itself is not kept. Adjoint: the gradients of the halo rows are sent to their owners and added there.
+    """
+
+    @staticmethod
+    def forward(ctx, conv, groups, block, weight, bias):
+        joined = conv.join(block)
+        ctx.conv, ctx.groups = conv, groups
+        ctx.save_for_backward(joined, weight)
+        ctx.set_materialize_grads(False)
+        return conv.run(joined, weight, bias), joined
+
+    @staticmethod
+    def backward(ctx, grad, joined_grad):
+        conv, groups = ctx.conv, ctx.groups
+        joined, weight = ctx.saved_tensors
+        need_block, need_weight, need_bias = ctx.needs_input_grad[2:]
+        differentiable = torch.is_grad_enabled()
+        pending = block_grad = weight_grad = bias_grad = None
+        params: list[Tensor] = []
+        # A compiled program may compute the gradients of the parameters later, behind other messages.
+        at_once = not conv.overlaps and not differentiable and runtime.active.tracer is None
+        if need_block:
+            block_grad = joined_grad
+            if grad is not None:
+                needs_grad = [True, need_weight, need_bias] if at_once else [True, False, False]
+                of_conv, *params = conv.grads(grad, joined, weight, needs_grad)
+                block_grad = of_conv if joined_grad is None else of_conv + joined_grad
+            if differentiable:
+                for step in reversed(conv.steps):
+                    block_grad = step.apply_adjoint(block_grad)
+            else:
+                pending = conv.start_adjoint(block_grad if grad is not None else block_grad.clone())
+        if grad is not None and (need_weight or need_bias):
+            if not (need_block and at_once):
+                (_, *params) = conv.grads(grad, joined, weight, [False, need_weight, need_bias])
+            params = [g for g, needed in zip(params, (need_weight, need_bias), strict=True) if needed]
+            if differentiable:
+                params = autograd_collectives.reduce_all(params, groups)
+            else:
+                params = autograd_collectives.start_sum(params, groups, owned=True).wait()
+            summed = iter(params)
+            weight_grad, bias_grad = next(summed) if need_weight else None, next(summed) if need_bias else None
+        return None, None, block_grad if pending is None else pending.wait(), weight_grad, bias_grad
