@@ -6,6 +6,13 @@ x 8 x 8 values a rank, so small that the cost of the call dominates; the mean ov
 and backward; on a device also the time on the host until the step is queued, the time of its kernels, and their number.
 The ViT on plain tensors repeats keys and values P times, so that its attention computes as much as a rank of P does.
 First step: planning included, of a rank that has planned nothing before.
+
+What the profile shows. An eager rank is host-bound: on an H200 the 256 x 2048 UNet needs 21 ms on the host and 8.5 ms
+of kernels. Plain torch needs 6 ms and 17 ms; torch.compile, which keeps its convolutions and replaces its norms, 5.8
+ms. By a count of calls, three quarters of the 330 kernels that a rank adds are those of the sharded norms, and a
+quarter those of the convolutions, about twelve each: they pack rows, join them with the block, return their
+gradients, and sum those of the parameters; five of the twelve stand in for messages. What remains is Python between
+kernels, which a CUDA graph removes.
 """
 
 from __future__ import annotations
