@@ -284,6 +284,8 @@ CONTEXTS = ("_compat/fake.py", "planning/fake_world.py", "planning/memory.py", "
 READ_ONLY = {
     "bench/__init__.py BENCHMARKS",
     "bench/overhead.py OPS",
+    "bench/rank.py OPS",
+    "bench/train.py RandomFields.shapes",
     "distributed/rendezvous.py GREETING",
     "ops/spectral/fft.py EAGER",
     "planning/cli.py BYTES",

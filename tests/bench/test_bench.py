@@ -295,5 +295,5 @@ def test_memory_and_late_messages():
 def test_rank_among_many():
     rows = {(r.case, r.candidate): r for r in bench.run_benchmark("rank", quick=True, rounds=2, only="roll").rows}
     assert rows["roll", "rank of 8"].against == "plain torch" and rows["roll", "rank of 8"].ratio > 0
-    assert rows["roll: sent", "rank of 8"].median == 2, "one row to the next rank, its gradient back"
+    assert rows["roll: sent", "rank of 8"].median == 3, "one row to the next rank, its gradient back, and the sum"
     assert ("roll: sent", "rank of 1") not in rows, "a rank alone sends nothing"

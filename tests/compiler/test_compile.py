@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -629,8 +630,11 @@ def failing_on_some(mesh_shape):
 
     fast = eagerly(looks)
     assert torch.equal(to_full_tensor(fast(x, torch.tensor([1, 5]))), to_full_tensor(looks(x, torch.tensor([1, 5]))))
+    captured = eagerly(lambda x: ShardTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim))(torch.ones(3))
+    assert torch.equal(to_full_tensor(captured), torch.ones(3 * ranks))
+    hidden = weakref.ref(mesh)
     with pytest.raises(Untraceable, match="over a mesh that none of the arguments"):
-        eagerly(lambda x: ShardTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim))(torch.ones(3))
+        eagerly(lambda x: ShardTensor.from_local(x, hidden(), [Shard(0)] * mesh.ndim))(torch.ones(3))
     with pytest.raises(ShardingError, match="program"):
         eagerly(lambda x, y: x + scatter_tensor(y, 0, mesh, x.placements))(x, torch.ones(8, 6))
     return gone

@@ -225,7 +225,7 @@ def range_route(
     begins = starts(lengths)
     recv: dict[int, list[Region]] = {}
     for source, length, target, flip in wanted:
-        owner, stop = bisect_right(begins, source) - 1, source + length
+        owner, stop = max(bisect_right(begins, source) - 1, 0), source + length
         while owner < len(begins) and begins[owner] < stop:
             first, last = max(begins[owner], source), min(begins[owner] + lengths[owner], stop)
             if first < last:

@@ -188,7 +188,7 @@ STAGED = HostStagedTransport(DIRECT)
 def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
     """Return the transport of the next message of a group. All ranks of the group call it: the first call may probe."""
     rt = runtime.active
-    if get_ident() != rt.thread:
+    if not torch.compiler.is_dynamo_compiling() and get_ident() != rt.thread:
         _enter_thread(rt)
     rt.messages += 1
     if rt.before_collective is not None:

@@ -13,15 +13,16 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..comm import collectives
 from .vcollective_args import resolve_group
 
-_OP_NAMES = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "avg",
-    ReduceOp.PRODUCT: "prod",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-}
+# Pairs and not a dict: torch.compile hashes no ReduceOp in torch 2.11.
+_OP_NAMES = (
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "avg"),
+    (ReduceOp.PRODUCT, "prod"),
+    (ReduceOp.MIN, "min"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.BAND, "band"),
+    (ReduceOp.BOR, "bor"),
+)
 
 
 class FusedWork:
@@ -66,9 +67,9 @@ def fused_all_reduce(
     >>> float(sums["loss"] / sums["count"])
     1.5
     """
-    name = next((text for known, text in _OP_NAMES.items() if op == known), None)
+    name = next((text for known, text in _OP_NAMES if op == known), None)
     if name is None:
-        raise ValueError(f"fused_all_reduce: op {op} is not one of {', '.join(str(o) for o in _OP_NAMES)}")
+        raise ValueError(f"fused_all_reduce: op {op} is not one of {', '.join(str(o) for o, _ in _OP_NAMES)}")
     result = _clone_tensors(tensors)
     leaves = list(_tensor_leaves(result))
     group, size, _ = resolve_group(group)

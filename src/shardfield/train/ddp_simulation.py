@@ -7,8 +7,6 @@ as those of DDP do.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,10 +34,6 @@ class SimulatedDDP:
                 limits[parameter.dtype] = BUCKET_BYTES
         for filling in open_.values():
             self._close_bucket(filling)
-        self.buffers: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            self.buffers.setdefault(buffer.dtype, []).append(buffer)
-        model.register_forward_pre_hook(self._sync_buffers)
 
     def _close_bucket(self, parameters: list[Tensor]) -> None:
         number = len(self.flat_buckets)
@@ -54,9 +48,3 @@ class SimulatedDDP:
         if not self.pending[number]:
             self.pending[number] = self.bucket_counts[number]
             dist.all_reduce(self.flat_buckets[number], group=self.group)
-
-    def _sync_buffers(self, module: nn.Module, args: Any) -> None:
-        """Broadcast the buffers of the first rank before each forward, as DDP does."""
-        for buffers in self.buffers.values():
-            flat = torch.cat([b.reshape(-1) for b in buffers])
-            dist.broadcast(flat, group_src=0, group=self.group)

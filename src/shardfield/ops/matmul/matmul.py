@@ -240,7 +240,11 @@ def kron(input: Operand, other: Operand, *, fn):
     out = [tuple(x[d] for x in (left, right) if d in x) for d in batch_labels(max(input.ndim, other.ndim))]
     plan = plan_contraction([make_term(input, tuple(left.values())), make_term(other, tuple(right.values()))], out)
     targets = dict(zip(("input", "other"), plan.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
+
+    def local(input, other):
+        return fn(input.contiguous(), other.contiguous())  # torch's kron fails for some strided blocks
+
+    return Plan(local=local, operands=targets, layout=plan.result)
 
 
 @rule("trace", partial=True, around=under_autocast(torch.trace, 1, 1))
