@@ -332,7 +332,10 @@ def detach_view(fresh: Tensor) -> Tensor:
 
     Autograd forbids in-place writes into a view that a Function returns: an in-place activation would raise.
     """
-    return fresh.data if fresh._is_view() else fresh
+    if not fresh._is_view():
+        return fresh
+    # In a traced program a result that aliases `.data` of another tensor, and a view of it, would lose a gradient.
+    return fresh.data if runtime.active.tracer is None else fresh.clone()
 
 
 class _NoContext:

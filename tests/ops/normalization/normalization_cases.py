@@ -64,14 +64,21 @@ def by_places(fn, *args):
     return named(f"{fn.__name__} by places", call)
 
 
-def norm_and_a_view(x, weight):
+def with_a_view(fn, *args, **kwargs):
     """Return a norm and a view of it: a compiled program must add the gradients of both."""
-    y = F.batch_norm(x, None, None, weight, training=True)
-    return y, y.view(3, 4, 15)
+
+    def call(x):
+        y = fn(x, *args, **kwargs)
+        return y, y.select(0, 1)
+
+    return named(f"{fn.__name__} and a view of it", call)
 
 
 CASES = [
-    case(norm_and_a_view, T(3, 4, 5, 3), T(4), options=FEW | NO_PARTIAL),
+    case(with_a_view(F.batch_norm, None, None, training=True), T(3, 4, 5, 3), options=FEW),
+    case(with_a_view(F.layer_norm, (5, 3)), T(3, 4, 5, 3), options=FEW),
+    case(with_a_view(F.rms_norm, (3,)), T(3, 4, 5, 3), options=FEW),
+    case(with_a_view(F.group_norm, 2), T(3, 4, 5, 3), options=FEW),
     # along the last dims
     case(F.layer_norm, T(5, 6), (6,), T(6), T(6)),
     case(F.layer_norm, T(3, 4, 5), (4, 5), T(4, 5), T(4, 5)),
