@@ -34,7 +34,7 @@ class Speeds(NamedTuple):
 SPEEDS = {"cpu": Speeds(20e-6, 8e9, 60e-6, 2e9)}
 DEVICE_SPEEDS = Speeds(10e-6, 4e12, 20e-6, 25e9)
 OVERLAP_BYTES = 1 << 20  # of a block, from which on a call of its own for the gradients of the parameters pays
-EXTRA_KERNELS = 40  # of overlapping over joining, for each dim: two borders, forward and backward (counted)
+EXTRA_KERNELS = 40  # of overlapping over joining, for each dim: two borders, forward and backward (an estimate)
 
 
 def prefers_joining(device: str, block_bytes: int, halo_bytes: int, dims: int) -> bool:
