@@ -14,6 +14,14 @@ def named(name, fn, *args, options=None):
     return case(fn, *args, options={"name": name} | (options or FEW))
 
 
+def unshuffled_before_a_write(x):
+    """Return a copy of what is then written: it must not be a view of it."""
+    wide = F.pixel_shuffle(x * 1, 2)
+    copy = F.pixel_unshuffle(wide, 2)
+    wide.add_(1)
+    return copy
+
+
 CASES = [
     case(torch.flip, T(5, 6), (0,), options=FEW),
     case(torch.flip, T(5, 6), (0, -1), options=FEW),
@@ -80,6 +88,7 @@ CASES = [
         options=FEW | raises(RuntimeError, "pixel_shuffle expects its input's 'channel' dimension"),
     ),
     case(F.pixel_unshuffle, T(2, 3, 4, 6), 2, options=FEW),
+    case(unshuffled_before_a_write, T(2, 4, 3, 5), options=FEW),
     case(F.channel_shuffle, T(2, 6, 3), 3, options=FEW),
     # ---- differences of neighbors
     case(torch.diff, T(5, 6), options=FEW),

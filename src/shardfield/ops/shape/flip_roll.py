@@ -271,7 +271,8 @@ def pixel_shuffle(input, upscale_factor):
     *lead, c, h, w = input.shape
     r, n = upscale_factor, len(lead)
     cells = input.reshape(*lead, c // r**2, r, r, h, w)
-    return cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(*lead, c // r**2, h * r, w * r)
+    shuffled = cells.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(*lead, c // r**2, h * r, w * r)
+    return shuffled.clone()  # torch's is never a view; the reshape of a merged dim may be one
 
 
 @composed("pixel_unshuffle")
@@ -280,7 +281,7 @@ def pixel_unshuffle(input, downscale_factor):
     *lead, c, h, w = input.shape
     r, n = downscale_factor, len(lead)
     cells = input.reshape(*lead, c, h // r, r, w // r, r)
-    return cells.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3).reshape(shape)
+    return cells.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3).reshape(shape).clone()
 
 
 @composed("channel_shuffle", "native_channel_shuffle")
