@@ -632,9 +632,9 @@ def failing_on_some(mesh_shape):
     assert torch.equal(to_full_tensor(fast(x, torch.tensor([1, 5]))), to_full_tensor(looks(x, torch.tensor([1, 5]))))
     captured = eagerly(lambda x: ShardTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim))(torch.ones(3))
     assert torch.equal(to_full_tensor(captured), torch.ones(3 * ranks))
-    hidden = weakref.ref(mesh)
+    hidden, placements = weakref.ref(mesh), [Shard(0)] * mesh.ndim  # a captured mesh would be found
     with pytest.raises(Untraceable, match="over a mesh that none of the arguments"):
-        eagerly(lambda x: ShardTensor.from_local(x, hidden(), [Shard(0)] * mesh.ndim))(torch.ones(3))
+        eagerly(lambda x: ShardTensor.from_local(x, hidden(), placements))(torch.ones(3))
     with pytest.raises(ShardingError, match="program"):
         eagerly(lambda x, y: x + scatter_tensor(y, 0, mesh, x.placements))(x, torch.ones(8, 6))
     return gone
