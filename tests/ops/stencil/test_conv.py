@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardfield import ShardTensor, explain, runtime, strict
-from shardfield.layout import Layout
+from shardfield.layout import DimSharding, Layout
 from shardfield.ops.stencil import conv as conv_rule
 from shardfield.ops.stencil.padded_conv import prefers_joining
 from shardfield.redistribute import redistribute
 from shardfield.testing import run_on_ranks
-from tests.harness import world_mesh
+from tests.harness import local_shard, to_full_tensor, world_mesh
 from tests.ops import case_tables
 from tests.ops.test_case_tables import run_rows
 
@@ -197,3 +198,37 @@ def test_large_blocks_and_slow_links_overlap():
     assert not prefers_joining("cuda", 2 << 30, 1 << 20, 1), "the copy takes longer than the kernels it saves"
     assert not prefers_joining("cuda", 1 << 20, 64 << 20, 1), "the messages take longer than the kernels it saves"
     assert prefers_joining("cpu", 1 << 16, 1 << 12, 2) and not prefers_joining("cpu", 1 << 24, 1 << 14, 1)
+
+
+# ---------------------------------------------------------------------- second derivatives
+
+
+def second_derivatives(fn, x, weight):
+    """Return first derivatives, and those of a function of them, which involves every second derivative."""
+    first = torch.autograd.grad(fn(x, weight).sin().sum(), [x, weight], create_graph=True)
+    return [*first, *torch.autograd.grad(sum((g**2).sum() for g in first), [x, weight])]
+
+
+def compare_second_derivatives(mesh_shape):
+    mesh = world_mesh(mesh_shape)
+    columns = DimSharding(6) if len(mesh_shape) == 1 else DimSharding(6, (1,), (4, 2))
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randn(2, 4, 8, 6, dtype=torch.float64, generator=generator)
+    weight = torch.randn(4, 4, 3, 3, dtype=torch.float64, generator=generator)
+    for options in ({"padding": 1}, {"padding": 1, "stride": 2}):
+        fn = partial(F.conv2d, **options)
+        wanted = second_derivatives(fn, full.clone().requires_grad_(), weight.clone().requires_grad_())
+        for rows in ((5, 3), (1, 7), (8, 0)):
+            layout = Layout.make(
+                mesh, [(DimSharding(2),), (DimSharding(4),), (DimSharding(8, (0,), rows),), (columns,)]
+            )
+            x = ShardTensor(local_shard(full, layout).requires_grad_(), layout)
+            found = second_derivatives(fn, x, weight.clone().requires_grad_())
+            for got, ref in zip(found, wanted, strict=True):
+                torch.testing.assert_close(to_full_tensor(got), ref, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+def test_second_derivatives(mesh):
+    """Each rank adds its share to the second derivative of the weight, and a rank without rows takes part."""
+    run_on_ranks(compare_second_derivatives, torch.Size(mesh).numel(), mesh)

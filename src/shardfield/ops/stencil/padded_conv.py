@@ -110,7 +110,16 @@ class PaddedConv:
         """Return the gradients of joined block, weight and bias; None where `needs_grad` is False."""
         if self.is_empty:
             shapes = (joined, weight, weight.new_empty(weight.shape[0]))
-            return [torch.zeros_like(t) if needed else None for t, needed in zip(shapes, needs_grad, strict=True)]
+            zeros = [torch.zeros_like(t) if needed else None for t, needed in zip(shapes, needs_grad, strict=True)]
+            if not torch.is_grad_enabled():
+                return zeros
+            # Attached to the graph, so that this rank takes part in the collectives of a second backward.
+            none = (
+                grad.sum()
+                + joined.new_zeros(joined.shape).mul(joined).sum()
+                + weight.new_zeros(weight.shape).mul(weight).sum()
+            )
+            return [None if z is None else z + none for z in zeros]
         return self.call.grads(grad, joined, weight, [weight.shape[0]], self.padding, needs_grad)
 
 
@@ -139,6 +148,8 @@ class _PaddedConvFunction(autograd_collectives.Collective):
         joined, weight = ctx.saved_tensors
         need_block, need_weight, need_bias = ctx.needs_input_grad[2:]
         differentiable = torch.is_grad_enabled()
+        if differentiable:  # each rank's share of a second derivative of the weight is summed, as its gradient is
+            (weight,) = autograd_collectives.replicate_in([weight], groups)
         pending = block_grad = weight_grad = bias_grad = None
         params: list[Tensor] = []
         # A compiled program may compute the gradients of the parameters later, behind other messages.
