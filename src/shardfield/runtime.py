@@ -74,7 +74,7 @@ class Registry:
         self.named: dict[str, Callable] = {}  # users' handlers of functions, registered by name
         self.dispatch_handlers: dict[Any, Callable] = {}  # users' handlers of aten operators
         self.elementwise: Callable | None = None  # the handler of functions that map single elements
-        # Dispatcher functions that ShardTensor calls. dispatch/registry.py sets them: tensor.py cannot import it.
+        # Dispatcher functions that ShardTensor calls. dispatch/registry.py sets them: tensor/ cannot import it.
         self.resolve: Callable[[Any], Callable] | Any = None
         self.functions_of: Callable[[Any], Any] | Any = None
         self.dispatch_or: Callable[..., Callable] | Any = None

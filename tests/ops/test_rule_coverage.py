@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # Modules whose rules are no functions of values alone (random numbers, memory, autograd), and the tests that call them.
 ELSEWHERE = {
     "elementwise.random": "tests/ops/elementwise/test_random.py",
-    "protocol.metadata": "tests/test_tensor.py",
+    "protocol.metadata": "tests/tensor/test_shard_tensor.py",
     "protocol.autograd_bridge": "tests/ops/protocol/test_autograd_bridge.py",
 }
 # Rules that refuse every call; a row with `refuses` covers them.

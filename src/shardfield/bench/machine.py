@@ -60,7 +60,7 @@ def commit() -> str | None:
             return None
         return process.stdout.strip() if process.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", "tensor.py") is None:  # installed inside another repository
+    if git("ls-files", "--error-unmatch", "layout.py") is None:  # installed inside another repository
         return None
     head = git("rev-parse", "--short=10", "HEAD")
     return f"{head}+" if head and git("status", "--porcelain", "--", ".") else head

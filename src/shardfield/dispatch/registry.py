@@ -230,7 +230,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _connect(registry: runtime.Registry) -> None:
-    """Set the dispatcher functions that ShardTensor calls: `tensor.py` cannot import this module."""
+    """Set the dispatcher functions that ShardTensor calls: `tensor/` cannot import this module."""
     registry.resolve, registry.torch_dispatch, registry.run_backward = resolve, torch_dispatch, run_backward
     registry.aliases = torch_aliases
     registry.functions_of, registry.dispatch_or = functions_of, dispatch_or

@@ -38,5 +38,5 @@ def install_methods() -> None:
     handlers = runtime.active.handlers
     for name in dir(torch.Tensor):
         func = getattr(torch.Tensor, name)
-        if (name in OPERATORS or not name.startswith("_")) and name not in vars(ShardTensor) and func in handlers:
+        if (name in OPERATORS or not name.startswith("_")) and getattr(ShardTensor, name) is func and func in handlers:
             setattr(ShardTensor, name, direct_method(func))

@@ -1,0 +1,94 @@
+"""What a ShardTensor holds: a layout, and a local tensor or a `Deferred` value that computes one when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.write_tracking import WriteObserver
+from ..layout import Layout
+
+if TYPE_CHECKING:
+    from .shard_tensor import ShardTensor
+
+
+class Deferred(WriteObserver):
+    """A value that is computed when its local tensor is first read: a lazy spectrum, a lazily padded field.
+
+    A deferred value holds its source. `before_write` and `before_export` (see `WriteObserver`) let it take a snapshot
+    before the source is written; both must send nothing, since ranks may differ in which deferred values are alive.
+    """
+
+    layout: Layout  # of the value
+    graph_local: Tensor | None = None  # the local tensor, if its graph is recorded before its value is computed
+    volatile = False  # computed at every read, not once
+    version: Any = 0
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the value will require grad; must be the same on all ranks, without a message."""
+        raise NotImplementedError
+
+    def materialize(self) -> ShardTensor:
+        """Compute the value in `layout`. Communicates: all ranks must call it."""
+        raise NotImplementedError
+
+
+# Attributes of a deferred tensor that are read without materializing it. Every other read of its local tensor
+# materializes, which communicates: all ranks must then read it.
+DEFERRED_ATTRIBUTES: Mapping[str, Callable[[Deferred], Any]] = MappingProxyType(
+    {
+        "requires_grad": lambda deferred: deferred.requires_grad,
+        "is_leaf": lambda deferred: not deferred.requires_grad,
+        "grad": lambda deferred: None,
+        "retains_grad": lambda deferred: False,
+        "_version": lambda deferred: deferred.version,
+    }
+)
+
+
+class _MaterializeOnRead:
+    """The descriptor `_local_tensor`: it materializes a deferred value when the local tensor is first read.
+
+    It is not a data descriptor, so a local tensor in `__dict__` takes precedence and is read at no extra cost. A
+    `__getattr__` would slow down every attribute of every ShardTensor.
+    """
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        deferred = None if tensor is None else tensor._deferred
+        if deferred is None:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
+        local = deferred.materialize()._local_tensor
+        if deferred.volatile:
+            return local
+        tensor._local_tensor = local
+        del tensor.__dict__["_deferred"]
+        return local
+
+
+class LocalState:
+    """The attributes of a ShardTensor. Its base classes, one for each group of methods, share them."""
+
+    _local_tensor: Tensor = _MaterializeOnRead()  # type: ignore[assignment]
+    _deferred: Deferred | None = None  # in the place of a local tensor
+    _layout: Layout
+    _dtype: torch.dtype  # dtype and device of the local tensor; reading them from it takes longer
+    _device: torch.device
+
+
+def local_attribute(name: str, doc: str) -> property:
+    """Build the property that reads `name` from the local tensor, or from the deferred value if that has it."""
+    read, answer = attrgetter(f"_local_tensor.{name}"), DEFERRED_ATTRIBUTES.get(name)
+    if answer is None:
+        return property(read, doc=f"{doc} Communicates if the tensor is deferred.")
+
+    def get(self: LocalState) -> Any:
+        deferred = self._deferred
+        return read(self) if deferred is None else answer(deferred)
+
+    return property(get, doc=doc)

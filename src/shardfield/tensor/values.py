@@ -1,0 +1,118 @@
+"""The value of a ShardTensor as a global tensor, as Python numbers, lists and arrays, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import runtime
+from ..layout import Layout
+from ..redistribute import redistribute
+from .metadata import Metadata
+
+
+def observed_call(method: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a method that communicates and is no torch call, as a call that `explain` and `lockstep` see."""
+
+    def found(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return runtime.active.observer.run_call(method, found, (type(args[0]),), args, kwargs)
+
+
+class Values(Metadata):
+    """Methods of ShardTensor that read its value. All communicate unless it is Replicate, but `repr` never does."""
+
+    # version of the local tensor, and the reduced value of a Partial, computed at that version
+    _reduced_cache: tuple[int, Any] | None = None
+    _redistribute_to: Callable[[Layout], Any]
+    unbind: Callable[[int], Any]  # of torch.Tensor
+
+    def _full_local(self) -> Tensor:
+        """Return the global value as a plain tensor. Communicates unless Replicate."""
+        goal = Layout.replicate(self._layout.mesh, self._layout.shape)
+        return redistribute(self._local_tensor, self._layout, goal)
+
+    def _reduced_value(self) -> Any:
+        """Return this value without Partial axes. Communicates; the result is cached until the next write."""
+        if not self._layout.partial:
+            return self
+        local = self._local_tensor
+        if local.is_inference() or self._deferred is not None:  # the version does not tell if it has changed
+            return self._redistribute_to(self._layout.with_partial(()))
+        cached = self._reduced_cache
+        # Without a graph, a cached value serves only where none is recorded.
+        if cached is not None and cached[0] == local._version:
+            if cached[1].requires_grad == local.requires_grad or not torch.is_grad_enabled():
+                return cached[1]
+        reduced = self._redistribute_to(self._layout.with_partial(()))
+        self._reduced_cache = (local._version, reduced)
+        return reduced
+
+    def _read_value(self) -> Tensor:
+        """Return the global value for reading numbers, without a graph. It must not be returned to the user."""
+        with torch.no_grad():
+            value = self._reduced_value() if self._layout.numel == 1 else self
+            cls, layout = type(value), value._layout
+            if runtime.active.observer is not None and (layout.shard_axes or layout.partial):
+                return observed_call(cls.item if layout.numel == 1 else cls.tolist, cls._full_local, value)
+            return value._full_local().detach()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe layout, dtype and the local tensor. Never communicates, so one rank alone may print it."""
+        deferred = self._deferred
+        local = self._local_tensor if deferred is None else f"deferred {type(deferred).__name__}"
+        return f"ShardTensor({self._layout}, dtype={self._dtype}, local={local})"
+
+    def __str__(self) -> str:
+        """Return the value of a tensor of no dims, which communicates; `repr` of any other."""
+        if self.numel() == 1 and self.ndim == 0:
+            return f"ShardTensor({self.item()}, {self._layout})"
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(str(self), spec)
+
+    def item(self) -> Any:
+        """Return the value of a tensor with one element, the same on every rank. Communicates unless Replicate."""
+        return self._read_value().item()
+
+    def tolist(self) -> Any:
+        """Return the global value as nested lists. Communicates unless Replicate."""
+        return self._read_value().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the global value as an array on every rank. Communicates unless Replicate."""
+        return self._full_local().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        full = self._full_local().numpy()
+        return full if dtype is None else full.astype(dtype, copy=False)
+
+    def __bool__(self) -> bool:
+        return bool(self._read_value())
+
+    def __int__(self) -> int:
+        return int(self._read_value())
+
+    def __float__(self) -> float:
+        return float(self._read_value())
+
+    def __complex__(self) -> complex:
+        return complex(self._read_value())
+
+    def __index__(self) -> int:
+        return self._read_value().__index__()
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    def __iter__(self):
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    __hash__ = object.__hash__
