@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
     {"_compat", "_moved"},
-    {"errors", "triton_kernels"},
+    {"errors", "triton_kernels", "dim_sharding"},
     {"runtime"},
     {"trace_state"},
     {"testing"},

@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(words: list[str]) -> int:
     from .train.config import UsageError, expand_flags, from_file, suggest_name
-    from .train.loop import Preempted
     from .train.nonfinite import NonFinite
+    from .train.preemption import Preempted
     from .train.recipes import DEFAULT_RECIPE, RECIPES
 
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT_RECIPE

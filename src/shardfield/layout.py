@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,89 +18,18 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import runtime
 from ._compat.patches import patches
+from .dim_sharding import DimSharding as DimSharding
+from .dim_sharding import Origin as Origin
+from .dim_sharding import Span as Span
+from .dim_sharding import balanced as balanced
+from .dim_sharding import canonicalize as canonicalize
+from .dim_sharding import chunk as chunk
+from .dim_sharding import nested_chunk as nested_chunk
+from .dim_sharding import outer_shard_sizes as outer_shard_sizes
+from .dim_sharding import regroup as regroup
+from .dim_sharding import shard_sizes_of as shard_sizes_of
+from .dim_sharding import starts as starts
 from .errors import ShardingError
-
-
-class Origin(NamedTuple):
-    """The dim that the entries of a tensor dim were selected from: its size, mesh axes and shard sizes.
-
-    `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field. An
-    origin is a hint, never part of a value: rows that are written back to a dim of this size are sent to its shards,
-    and a spectrum assembled from modes is inverted into the field's sharding.
-    """
-
-    kind: str
-    size: int
-    axes: tuple[int, ...]
-    shard_sizes: tuple[int, ...]
-
-
-MAX_ORIGINS = 4  # per dim; without a limit, results of many operands would accumulate origins
-
-
-class _ShardingFields(NamedTuple):
-    size: int
-    axes: tuple[int, ...] = ()
-    shard_sizes: tuple[int, ...] = ()
-
-
-class DimSharding(_ShardingFields):
-    """The sharding of one factor of a tensor dim: global size and, if sharded, mesh axes and shard sizes.
-
-    `shard_sizes` holds one size per coordinate over `axes`, row-major. Two axes on one dim nest: the first axis shards
-    the dim, the second shards each shard. Most dims have one factor. A dim that merges several
-    others, as (H, W) -> (HW,), has one factor for each of them, so that a sharded inner factor keeps its shards.
-
-    `origins` says which dims the entries were selected from. Equality and hash ignore it, because it does not change
-    where data is; `Layout.make` interns layouts with different origins as different objects.
-    """
-
-    origins: tuple[Origin, ...] = ()
-
-    def with_origins(self, *groups: Iterable[Origin]) -> DimSharding:
-        """Return the same sharding with the union of these origins: sorted, at most `MAX_ORIGINS`.
-
-        >>> DimSharding(3).with_origins([Origin("rows", 9, (0,), (4, 5))]).origins[0].size
-        9
-        """
-        found = tuple(sorted({origin for group in groups for origin in group})[:MAX_ORIGINS])
-        if found == self.origins:
-            return self
-        made = DimSharding(*self)
-        made.origins = found
-        return made
-
-
-class Span(NamedTuple):
-    """A half-open range of global indices."""
-
-    start: int
-    stop: int
-
-
-def chunk(size: int, parts: int) -> tuple[int, ...]:
-    """Return the shard sizes of torch.chunk: equal ones, then a smaller one, then zeros.
-
-    >>> chunk(5, 4)
-    (2, 2, 1, 0)
-    """
-    step = -(-size // parts)
-    return tuple(max(0, min(step, size - i * step)) for i in range(parts))
-
-
-def balanced(size: int, parts: int) -> tuple[int, ...]:
-    """Return shard sizes that differ by at most one.
-
-    >>> balanced(5, 4)
-    (2, 1, 1, 1)
-    """
-    base, extra = divmod(size, parts)
-    return tuple(base + (i < extra) for i in range(parts))
-
-
-def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the index at which each shard begins."""
-    return tuple(accumulate(shard_sizes, initial=0))[:-1]
 
 
 class Layout:
@@ -408,83 +336,3 @@ class Layout:
                     parts.append(f"Shard({dim}) as {'+'.join(map(str, f.shard_sizes))}{inner} over {over!r}")
         parts += [f"Partial({op}) over {names[a]!r}" for a, op in self.partial]
         return f"{tuple(self.shape)} {'; '.join(parts) or 'Replicate'}"
-
-
-def shard_sizes_of(factor: DimSharding) -> tuple[int, ...]:
-    """Return the shard sizes of a factor; an unsharded one has a single shard."""
-    return factor.shard_sizes if factor.axes else (factor.size,)
-
-
-def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
-    """Return the shortest list of factors of a dim: merge a factor into the one before where shards stay contiguous.
-
-    (A sharded, B unsharded) is (AB sharded): the shards of A times all of B are contiguous in AB. The same holds if one
-    rank holds all of a sharded B (for example if B has size 1), and if A has size 1.
-    """
-    found: list[DimSharding] = []
-    for factor in factors:
-        while found and (found[-1].size < 2 or sum(n > 0 for n in shard_sizes_of(factor)) < 2):
-            last = found.pop()
-            axes = last.axes + factor.axes
-            cut = tuple(m * n for m in shard_sizes_of(last) for n in shard_sizes_of(factor)) if axes else ()
-            merged = DimSharding(last.size * factor.size, axes, cut)
-            factor = merged.with_origins(_merged_origins(last, factor))
-        found.append(factor)
-    return tuple(found) or (DimSharding(1),)
-
-
-def _merged_origins(outer: DimSharding, inner: DimSharding) -> Iterable[Origin]:
-    """Return the origins of a dim that merges two factors: the common ones, or all if one has size 1."""
-    if 1 in (outer.size, inner.size):
-        return (*outer.origins, *inner.origins)
-    return [origin for origin in outer.origins if origin in inner.origins]
-
-
-def regroup(
-    factors: Iterable[DimSharding], sizes: Sequence[int], snap: bool = False
-) -> list[tuple[DimSharding, ...]] | None:
-    """Return the same sharding as dims of other `sizes` with the same product, or None if a shard would split an index.
-
-    This is the effect of a view on a layout: an unsharded factor may be split anywhere, a sharded one only where every
-    shard is a multiple of the inner size. With `snap`, other shard boundaries are moved to the nearest such index.
-
-    >>> regroup([DimSharding(6, (0,), (2, 4))], [3, 2])
-    [(DimSharding(size=3, axes=(0,), shard_sizes=(1, 2)),), (DimSharding(size=2, axes=(), shard_sizes=()),)]
-    """
-    rest = list(canonicalize(factors))
-    found = []
-    if 0 in sizes:
-        return None
-    for size in sizes:
-        taken: list[DimSharding] = []
-        need = size
-        while need > 1 or (rest and rest[0].size == 1 and rest[0].axes):
-            if not rest:
-                return None
-            factor = rest.pop(0)
-            if need % factor.size == 0:
-                need //= factor.size
-                taken.append(factor)
-                continue
-            inner, over = divmod(factor.size, need)
-            if over or (not snap and any(n % inner for n in factor.shard_sizes)):
-                return None
-            marks = [(start + inner // 2) // inner for start in (*starts(factor.shard_sizes), factor.size)]
-            split = DimSharding(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ())
-            taken.append(split.with_origins(factor.origins))
-            rest.insert(0, DimSharding(inner).with_origins(factor.origins))
-            need = 1
-        found.append(canonicalize(taken))
-    return None if any(f.axes for f in rest) else found
-
-
-def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Return row-major shard sizes of nested torch.chunks: into `parts[0]` shards, each into `parts[1]`, and so on."""
-    if not parts:
-        return (size,)
-    return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))
-
-
-def outer_shard_sizes(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
-    """Return the shard sizes over all but the innermost axis, which has `inner` coordinates."""
-    return tuple(sum(lengths[i : i + inner]) for i in range(0, len(lengths), inner))

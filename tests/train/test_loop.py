@@ -24,8 +24,10 @@ from shardfield.testing import run_on_ranks
 from shardfield.train import Checkpoints
 from shardfield.train.config import UsageError, from_file
 from shardfield.train.log import Log, read_curves
-from shardfield.train.loop import Preempted, Trainer, shard_boundaries
+from shardfield.train.loop import Trainer
 from shardfield.train.nonfinite import NonFinite
+from shardfield.train.plots import shard_boundaries
+from shardfield.train.preemption import Preempted
 from shardfield.train.recipes import RECIPES
 from shardfield.train.recipes.cnn import CNNConfig
 from shardfield.train.recipes.darcy_tfno import DarcyTFNOConfig

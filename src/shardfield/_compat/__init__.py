@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .patches import patches
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # torch 2.11-2.15: torch's own `Function.apply` (a classmethod in 2.13, a C method descriptor in 2.15), for Functions of
@@ -203,66 +201,6 @@ def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
 
-def replace_function_apply(make: Callable[[Any], Any]) -> None:
-    """Declare the patch of `autograd.Function.apply`; `make(before)` gets and returns an entry of the class's __dict__.
-
-    torch 2.11-2.15. Can go when Function.apply honors `__torch_function__`.
-    """
-    patches.declare(
-        "torch.autograd.Function.apply",
-        make,
-        "C++ records a Function on the wrappers, below every override: gradients of local tensors would be dropped",
-    )
-
-
-def serialize_double_backward() -> None:
-    """Declare the patch that runs a backward with `create_graph=True` in the calling thread.
-
-    torch 2.11-2.15 run ready nodes in the order in which they were recorded, counted per thread. Nodes that a device's
-    own thread records in a first backward would have a position among those of the forward that differs from rank to
-    rank, and a second backward would issue its collectives in different orders. All entry points (`backward`, `grad`,
-    of ShardTensors or of a plain loss) call this, which has no public name.
-    """
-
-    def make(run: Callable) -> Callable:
-        def ordered(
-            outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if not create_graph:
-                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
-            with torch.autograd.set_multithreading_enabled(False):
-                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
-
-        return ordered
-
-    patches.declare(
-        "torch.autograd._engine_run_backward",
-        make,
-        "with create_graph, device threads record nodes in an order that differs from rank to rank: a second backward "
-        "would issue its collectives in different orders",
-    )
-
-
-def replace_script_call(call: Callable) -> None:
-    """Declare the patch that makes scripted functions call `call(before, function, *args, **kwargs)`.
-
-    torch 2.11-2.15 run a `torch.jit.ScriptFunction` (of `script` and of `trace`) in C++ below every override, unlike a
-    ScriptModule. Can go when it honors `__torch_function__`.
-    """
-
-    def make(before: Callable) -> Callable:
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(before.__get__(self), self, *args, **kwargs)
-
-        return __call__
-
-    patches.declare(
-        "torch.jit.ScriptFunction.__call__",
-        make,
-        "the C++ interpreter of TorchScript calls kernels below the rules",
-    )
-
-
 def scripted_source(function: Any) -> Any:
     """Return the Python function of a scripted one, or None. torch 2.11-2.15 keep it for torch.compile."""
     return getattr(function, "_torchdynamo_inline", None)
@@ -279,27 +217,6 @@ def set_node_hook(function: type[torch.autograd.Function], change: Callable[[Any
     """
     nodes: Any = function._backward_cls  # type: ignore[attr-defined]
     nodes.register_hook = lambda self, hook: super(nodes, self).register_hook(change(self, hook))
-
-
-def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], None]) -> None:
-    """Declare the patch that calls `check(module, inputs, result)` after a call with `register_backward_hook` hooks.
-
-    torch 2.11-2.15: such a hook is set on the node of the result, whichever that is; then torch calls this method. No
-    public name; can go when `register_backward_hook` goes.
-    """
-
-    def make(warn: Callable) -> Callable:
-        def checked(self: torch.nn.Module, inputs: Any, result: Any, grad_fn: Any) -> None:
-            check(self, inputs, result)
-            warn(self, inputs, result, grad_fn)
-
-        return checked
-
-    patches.declare(
-        "torch.nn.Module._maybe_warn_non_full_backward_hook",
-        make,
-        "`register_backward_hook` would see gradients of a local call: refused for ShardTensors",
-    )
 
 
 def tensor_getter(name: str, method: str = "__get__") -> Any:

@@ -20,16 +20,16 @@ from .._compat.world import set_group_timeout, uncounted_group
 from ..errors import UndefinedGroupError, UninitializedManagerError, WorldError
 from . import launch as launching
 from . import world as worlds
-from .config import ProcessGroupConfig, ProcessGroupNode
-from .groups import RankLists, complete_shape, mesh_axis_groups, orthogonal_groups, split_groups
+from .groups import RankLists, complete_shape, mesh_axis_groups
 from .launch import Launch
+from .named_groups import NamedGroups, format_names
 
 # The names of PhysicsNeMo.
 PhysicsNeMoUndefinedGroupError = UndefinedGroupError
 PhysicsNeMoUninitializedDistributedManagerWarning = UninitializedManagerError
 
 
-class DistributedManager:
+class DistributedManager(NamedGroups):
     """The process world. All instances share one state, so any code can use `DistributedManager()`.
 
     `initialize()` detects how the program was started (torchrun or anything else that sets torch's variables, SLURM's
@@ -48,12 +48,8 @@ class DistributedManager:
 
     _shared_state: dict[str, Any] = {}
     # Attributes of the shared state.
-    _world: worlds.World
     _broadcast_buffers: bool
     _find_unused_parameters: bool
-    _groups: dict[str, dist.ProcessGroup]
-    _group_ranks: dict[str, RankLists]
-    _group_names: dict[dist.ProcessGroup, str]
     _global_mesh: DeviceMesh | None
     _mesh_dims: dict[str, int]
     _mesh_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]
@@ -138,39 +134,6 @@ class DistributedManager:
             warnings.warn("find_unused_parameters=True makes DDP walk the graph in every step", stacklevel=2)
         self._find_unused_parameters = find
 
-    # Groups by name.
-
-    @property
-    def group_names(self) -> list[str]:
-        """The names of the process groups created so far."""
-        return list(self._groups)
-
-    def group(self, name: str | None = None) -> dist.ProcessGroup | None:
-        """Return this rank's group of that name; without a name return None, which means all ranks in torch."""
-        if name is None:
-            return None
-        if name not in self._groups:
-            raise UndefinedGroupError(f"no process group is named {name!r}; there are {_format_names(self._groups)}")
-        return self._groups[name]
-
-    def group_size(self, name: str | None = None) -> int:
-        """Return the number of ranks in a group."""
-        return self.world_size if name is None else dist.get_world_size(self.group(name))
-
-    def group_rank(self, name: str | None = None) -> int:
-        """Return this rank's position in a group."""
-        return self.rank if name is None else dist.get_rank(self.group(name))
-
-    def group_name(self, group: dist.ProcessGroup | None = None) -> str | None:
-        """Return the name of a group; None for None."""
-        if group is None:
-            return None
-        if group not in self._group_names:
-            raise UndefinedGroupError(
-                f"that process group was not made by name here; there are {_format_names(self._groups)}"
-            )
-        return self._group_names[group]
-
     # Meshes.
 
     @property
@@ -203,11 +166,11 @@ class DistributedManager:
         unknown = [n for n in names if n not in self._mesh_dims]
         if unknown:
             raise UndefinedGroupError(
-                f"no mesh axis is named {_format_names(unknown)}; the mesh has {_format_names(self._mesh_dims)}"
+                f"no mesh axis is named {format_names(unknown)}; the mesh has {format_names(self._mesh_dims)}"
             )
         if names != tuple(n for n in self._mesh_dims if n in names):
             raise WorldError(
-                f"axes {_format_names(names)}: name each once, in the mesh's order {_format_names(self._mesh_dims)}"
+                f"axes {format_names(names)}: name each once, in the mesh's order {format_names(self._mesh_dims)}"
             )
         return self._global_mesh[names]
 
@@ -261,73 +224,12 @@ class DistributedManager:
         self._mesh_dims = dict(zip(names, shape, strict=True))
         return self._global_mesh
 
-    # Creating groups. All ranks must call these together, with the same arguments.
-
-    @staticmethod
-    def create_process_subgroup(name: str, size: int, group_name: str | None = None, verbose: bool = False) -> None:
-        """Split the group `group_name` (None: all ranks) into groups of `size` consecutive ranks."""
-        self = DistributedManager()
-        if group_name is None:
-            parents = [list(range(self.world_size))]
-        else:
-            self.group(group_name)  # raises for an unknown name
-            parents = self._group_ranks[group_name]
-        self._make_groups(name, split_groups(parents, size), verbose)
-
-    @staticmethod
-    def create_orthogonal_process_group(orthogonal_group_name: str, group_name: str, verbose: bool = False) -> None:
-        """Group the ranks at the same position in their groups `group_name`."""
-        self = DistributedManager()
-        self.group(group_name)
-        self._make_groups(orthogonal_group_name, orthogonal_groups(self._group_ranks[group_name]), verbose)
-
-    @staticmethod
-    def create_group_from_node(node: ProcessGroupNode, parent: str | None = None, verbose: bool = False) -> str:
-        """Create the group of a node and the group orthogonal to it; return the name of the latter."""
-        if node.size is None:
-            raise WorldError(f"process group {node.name!r} has no size yet: call config.set_leaf_group_sizes first")
-        DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
-        orthogonal = f"__orthogonal_to_{node.name}"
-        DistributedManager.create_orthogonal_process_group(orthogonal, node.name, verbose)
-        return orthogonal
-
-    @staticmethod
-    def create_groups_from_config(config: ProcessGroupConfig, verbose: bool = False) -> None:
-        """Create all groups of a tree. The children of a node are orthogonal to each other.
-
-        Warns, since the interface is experimental.
-        """
-        warnings.warn("create_groups_from_config is experimental and may change", stacklevel=2)
-        DistributedManager.create_group_from_node(config.root, verbose=verbose)
-        pending = [config.root_id]
-        while pending:
-            parent = pending.pop(0)
-            for child in config.children(parent):
-                pending.append(child.name)
-                # Each child splits the group that is orthogonal to the previous child.
-                parent = DistributedManager.create_group_from_node(child, parent, verbose)
-
-    def _make_groups(self, name: str, ranks_of_groups: RankLists, verbose: bool) -> None:
-        if name in self._groups:
-            raise WorldError(f"there is a process group {name!r} already")
-        self._ensure_process_group()
-        # torch requires that every rank creates every group in the same order, even groups without this rank.
-        for ranks in ranks_of_groups:
-            group = dist.new_group(ranks, timeout=self._world.timeout)
-            if self.rank in ranks:
-                worlds.wait_until_joined(group)
-                self._groups[name] = group
-                self._group_names[group] = name
-        self._group_ranks[name] = ranks_of_groups
-        if verbose and self.rank == 0:
-            print(f"Process group '{name}':", *ranks_of_groups, sep="\n    ")
+    # Setup and cleanup.
 
     def _ensure_process_group(self) -> None:
         """Start the process group of a single process when it is first needed; it opens no connection."""
         if not dist.is_initialized():
             worlds.start_group(self._world, dist.HashStore())
-
-    # Setup and cleanup.
 
     @staticmethod
     def is_initialized() -> bool:
@@ -452,10 +354,6 @@ def _parse_port(port: int | str | None) -> int | None:
         return None if port is None else int(port)
     except ValueError:
         raise WorldError(f"{port!r} is no port") from None
-
-
-def _format_names(names) -> str:
-    return ", ".join(repr(n) for n in names) or "none"
 
 
 def _at_exit() -> None:

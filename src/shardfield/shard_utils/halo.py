@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import autograd_collectives
+from ..comm import autograd_collectives, route_messages
 from ..comm.consensus import check_arguments
 from ..comm.route import Route, RowRequest, fetch_route
 from ..errors import ShardingError
@@ -146,7 +146,7 @@ def padding_adjoint(grad: Tensor, mesh: Axes, config: HaloConfig, lengths: Seque
     dim, coord = config.tensor_dim % grad.ndim, mesh.get_local_rank(config.mesh_dim)
     grad = _turn_poles(grad, mesh, config, lengths, {})
     route = _halo_route(dim, config, lengths, coord)
-    return autograd_collectives.exchange_no_grad(grad, route.transposed, mesh.get_group(config.mesh_dim))
+    return route_messages.exchange_no_grad(grad, route.transposed, mesh.get_group(config.mesh_dim))
 
 
 def _turn_poles(wide: Tensor, mesh: Axes, config: HaloConfig, lengths: Sequence[int], layout_sizes: dict) -> Tensor:

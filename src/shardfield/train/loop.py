@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import accumulate, islice
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from ..comm.consensus import ask_first_rank
 from ..compiler.graphs import StepGraph, check_device, check_messages
 from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
-from ..layout import DimSharding, Layout, shard_sizes_of
+from ..layout import DimSharding, Layout
 from ..tensor import ShardTensor, wrap
 from .buffers import check_buffers
 from .checkpoint import Checkpoints
@@ -33,15 +31,13 @@ from .ema import ParameterEMA
 from .log import Log
 from .nonfinite import NonFinite, save_report
 from .parallel import LocalGrads, no_sync, parallelize
+from .plots import shard_boundaries
+from .preemption import Preempted, catch_sigterm
 from .record import ModuleRecorder
-from .run_folder import FolderLock, check_writable
+from .run_folder import check_writable, own_folder
 from .task import Task
 
 READ_SECONDS = 1.0  # the losses are read about that often, so that a signal is seen soon
-
-
-class Preempted(Exception):
-    """The run received SIGTERM, and its state is saved."""
 
 
 def fit(task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log | None = None) -> dict[str, float]:
@@ -95,10 +91,10 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         results: dict[str, float] = {}
-        with self._own_folder() as path:
+        with own_folder(self.config, self.checkpoints, self.log) as path:
             self._resume(path)
             # The handler covers the last save too: a signal must not end the process before it is complete.
-            with _catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
+            with catch_sigterm() as stop_signals, self.log.progress(self.step, self.steps):
                 while self.step < self.steps:
                     self._run_epoch(stop_signals)
                     self._read_steps(stop_signals)
@@ -340,44 +336,6 @@ class Trainer:
             self.checkpoints.save(self.step, self.model, self.optimizer, self._scalars(), extra)
             self.last_saved_step = self.step
 
-    @contextmanager
-    def _own_folder(self) -> Iterator[Path | None]:
-        """Lock the run's folder, and yield the checkpoint to continue from; rank 0 decides."""
-        locks: list[FolderLock] = []
-
-        def begin() -> list[str | None]:
-            lock = FolderLock(self.config.out)
-            locks.append(lock)
-            path = self._choose_checkpoint(lock)
-            run_id = self.checkpoints.claim_alone(path)
-            (self.config.out / "config.json").write_text(json.dumps(self.config.as_json(), indent=2) + "\n")
-            lock.take(run_id)
-            return [run_id, None if path is None else str(path)]
-
-        ended = False
-        try:
-            self.checkpoints.run_id, path = ask_first_rank(begin, self.checkpoints.group, CheckpointError)
-            yield None if path is None else Path(path)
-            ended = True
-        except Preempted:
-            ended = True
-            raise
-        finally:
-            for lock in locks:
-                lock.release(ended)
-
-    def _choose_checkpoint(self, lock: FolderLock) -> Path | None:
-        if lock.unsupported:
-            self.log.print_line(f"{lock.path}: cannot be locked ({lock.unsupported}): a second run would go unnoticed")
-        run_id = lock.restarted_run()
-        if run_id is not None and (found := self.checkpoints.steps(run_id)):
-            return found[max(found)]  # a restart continues its run, whatever this run began from
-        if run_id is None and (process := lock.abandoned()):
-            self.log.print_line(f"{lock.path}: the last run here, {process}, was killed")
-        if self.config.resume == "auto":
-            return self.checkpoints.latest()
-        return None if self.config.resume == "never" else Path(self.config.resume)
-
     def _resume(self, path: Path | None) -> None:
         if path is not None:
             extra = {} if self.ema_average is None else self.ema_average.means
@@ -402,29 +360,3 @@ def zero_sample(empty: Tensor) -> Tensor:
         return empty.new_zeros(1, *empty.shape[1:])
     layout = Layout.make(empty._layout.mesh, [(DimSharding(1),), *empty._layout.dims[1:]])
     return wrap(empty._local_tensor.new_zeros(layout.local_shape), layout)
-
-
-def shard_boundaries(tensor: Any) -> tuple[list[int], list[int]]:
-    """Return the shard boundaries of a field's last two dims: the first row, or column, of each shard but the first."""
-    if not isinstance(tensor, ShardTensor):
-        return [], []
-    rows, columns = (
-        sorted({*accumulate(shard_sizes_of(dim[0]))} - {0, tensor.shape[at]}) if len(dim) == 1 else []
-        for at, dim in ((d, tensor._layout.dims[d]) for d in (tensor.ndim - 2, tensor.ndim - 1))
-    )
-    return rows, columns
-
-
-@contextmanager
-def _catch_sigterm() -> Iterator[list[int]]:
-    """Collect SIGTERM in a list instead of ending the process."""
-    received: list[int] = []
-    try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    except ValueError:  # not in the main thread
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..layout import shard_sizes_of
+from ..tensor import ShardTensor
 from .log import read_curves
 
 PlotFields = dict[str, tuple[Tensor, tuple[list[int], list[int]]]]
@@ -73,3 +76,14 @@ def _pyplot() -> Any:
 def _save_figure(plt: Any, figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def shard_boundaries(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the shard boundaries of a field's last two dims: the first row, or column, of each shard but the first."""
+    if not isinstance(tensor, ShardTensor):
+        return [], []
+    rows, columns = (
+        sorted({*accumulate(shard_sizes_of(dim[0]))} - {0, tensor.shape[at]}) if len(dim) == 1 else []
+        for at, dim in ((d, tensor._layout.dims[d]) for d in (tensor.ndim - 2, tensor.ndim - 1))
+    )
+    return rows, columns

@@ -12,16 +12,20 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.consensus import raise_together
+from ..comm.consensus import ask_first_rank, raise_together
 from ..distributed.launch import detect
+from .checkpoint import Checkpoints
 from .checkpoint_index import CheckpointError
+from .config import TrainConfig
+from .log import Log
+from .preemption import Preempted
 
 LOCK = "run.lock"
 
@@ -110,3 +114,43 @@ def launch_id(env: Mapping[str, str]) -> str:
 def is_restart(env: Mapping[str, str]) -> bool:
     """Return whether the launcher has started this program before: torchrun's restarts, SLURM's requeued jobs."""
     return any(env.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+@contextmanager
+def own_folder(config: TrainConfig, checkpoints: Checkpoints, log: Log) -> Iterator[Path | None]:
+    """Lock the run's folder, and yield the checkpoint to continue from; rank 0 decides."""
+    locks: list[FolderLock] = []
+
+    def begin() -> list[str | None]:
+        lock = FolderLock(config.out)
+        locks.append(lock)
+        path = _choose_checkpoint(lock, config, checkpoints, log)
+        run_id = checkpoints.claim_alone(path)
+        (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
+        lock.take(run_id)
+        return [run_id, None if path is None else str(path)]
+
+    ended = False
+    try:
+        checkpoints.run_id, path = ask_first_rank(begin, checkpoints.group, CheckpointError)
+        yield None if path is None else Path(path)
+        ended = True
+    except Preempted:
+        ended = True
+        raise
+    finally:
+        for lock in locks:
+            lock.release(ended)
+
+
+def _choose_checkpoint(lock: FolderLock, config: TrainConfig, checkpoints: Checkpoints, log: Log) -> Path | None:
+    if lock.unsupported:
+        log.print_line(f"{lock.path}: cannot be locked ({lock.unsupported}): a second run would go unnoticed")
+    run_id = lock.restarted_run()
+    if run_id is not None and (found := checkpoints.steps(run_id)):
+        return found[max(found)]  # a restart continues its run, whatever this run began from
+    if run_id is None and (process := lock.abandoned()):
+        log.print_line(f"{lock.path}: the last run here, {process}, was killed")
+    if config.resume == "auto":
+        return checkpoints.latest()
+    return None if config.resume == "never" else Path(config.resume)

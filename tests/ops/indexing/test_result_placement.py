@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor
-from shardfield.layout import MAX_ORIGINS, DimSharding, Layout, Origin, canonicalize, regroup
+from shardfield.dim_sharding import MAX_ORIGINS, DimSharding, Origin, canonicalize, regroup
+from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, to_full_tensor, world_mesh
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import autograd_collectives, collectives
+from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
 from ...comm.ring import Ring, gather_blocks, iterate_blocks, pack, send_to_owner, unpack
 from ...layout import Span
@@ -76,7 +76,7 @@ def attend(
     return _RingAttention.apply(plan, q, k, v, mask, head_index, key)
 
 
-class _RingAttention(autograd_collectives.Collective):
+class _RingAttention(adjoints.Collective):
     @staticmethod
     def forward(ctx, plan, q, k, v, mask, head_index, key):
         with torch.autocast(q.device.type, enabled=False):

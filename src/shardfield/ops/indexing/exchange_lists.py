@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ... import runtime
 from ..._compat import base_and_version
-from ...comm import autograd_collectives, consensus
+from ...comm import autograd_collectives, consensus, route_messages
 from ...comm.route import Route
 from ...debug import explain
 from ...layout import Layout
@@ -57,7 +57,7 @@ class ExchangeStage(NamedTuple):
         """Send rows to their owners, reduced with "amax" or "amin" first. Without autograd."""
         out = rows.new_zeros(self.num_sent, *rows.shape[1:])
         out = out.scatter_reduce(0, expand_row_index(self.row_index, rows), rows, reduce, include_self=False)
-        return autograd_collectives.exchange_no_grad(out, self.route, self.group)
+        return route_messages.exchange_no_grad(out, self.route, self.group)
 
 
 class ExchangeLists:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.autograd_collectives import Collective
+from ...comm.adjoints import Collective
 from .exchange_lists import ExchangeLists
 
 

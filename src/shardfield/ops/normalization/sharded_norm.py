@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._compat import flatten_tensors
 from ...comm import autograd_collectives, collectives
-from ...comm.autograd_collectives import Collective, detach_view, unpack
+from ...comm.adjoints import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups
 from ...layout import Layout
 from .._common.autocast import HALF_DTYPES, autocast_disabled

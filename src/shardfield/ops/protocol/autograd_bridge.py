@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import function_apply, module_hook_function, replace_function_apply, serialize_double_backward
+from ..._compat import function_apply, module_hook_function
+from ..._compat.patches import replace_function_apply, serialize_double_backward
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
 from ...dispatch.registry import as_operand, handler, map_tensors, run_backward, seed_gradient, to_full_tensor

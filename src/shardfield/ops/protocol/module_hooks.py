@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import check_legacy_backward_hooks, function_apply, set_node_hook
+from ..._compat import function_apply, set_node_hook
+from ..._compat.patches import check_legacy_backward_hooks
 from ...dispatch.registry import as_operand, map_tensors, to_full_tensor
 from ...dispatch.write_tracking import set_copied_view
 from ...errors import ShardingError

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..._compat import replace_script_call, scripted_source
+from ..._compat import scripted_source
+from ..._compat.patches import replace_script_call
 from ...dispatch.registry import mesh_of, torch_function
 from ...tensor import ShardTensor
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...comm import autograd_collectives, collectives
-from ...comm.autograd_collectives import Collective, Groups
+from ...comm.adjoints import Collective, Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from .._common.autocast import HALF_DTYPES

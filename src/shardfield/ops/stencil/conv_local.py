@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm import autograd_collectives, collectives, grad_deferral
+from ...comm import adjoints, autograd_collectives, collectives, grad_deferral
 from ...comm.autograd_collectives import Groups
 from ...comm.halo import add_to_earlier_halos
 from ...layout import Span, shard_sizes_of
@@ -351,7 +351,7 @@ class HaloConv:
         )
 
 
-class _HaloConvFunction(autograd_collectives.Collective):
+class _HaloConvFunction(adjoints.Collective):
     """One autograd node for a convolution with its halo exchanges.
 
     Adjoint: the gradients of the halos are sent back to the ranks that own the rows and are added there.
@@ -362,7 +362,7 @@ class _HaloConvFunction(autograd_collectives.Collective):
         out, received = halo_conv.forward(block, weight, bias)
         ctx.halo_conv, ctx.grad_groups = halo_conv, groups
         ctx.save_for_backward(block, weight, bias, *received)
-        return autograd_collectives.detach_view(out)
+        return adjoints.detach_view(out)
 
     @staticmethod
     def backward(ctx, grad):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ...comm import autograd_collectives, collectives, grad_deferral
+from ...comm import adjoints, autograd_collectives, collectives, grad_deferral, route_messages
 from ...comm.autograd_collectives import Groups
 from .conv_local import ConvArgs
 from .padded_block import ExchangedDim, LocalDim
@@ -84,7 +84,7 @@ class PaddedConv:
         """Return the block joined with its halo, without autograd."""
         for step in self.steps:
             if isinstance(step, ExchangedDim):
-                block = autograd_collectives.exchange_no_grad(block, step.route, step.group)
+                block = route_messages.exchange_no_grad(block, step.route, step.group)
             else:
                 block = step.apply(block, 0)
         return block
@@ -95,7 +95,7 @@ class PaddedConv:
         for step in reversed(self.steps):
             grad = pending.wait()
             if isinstance(step, ExchangedDim):
-                pending = autograd_collectives.start_route(grad, step.route.transposed, step.group, owned=True)
+                pending = route_messages.start_route(grad, step.route.transposed, step.group, owned=True)
             else:
                 landed = step.apply_adjoint(grad)
                 pending = collectives.Pending((), (), partial(_same, landed))
@@ -127,7 +127,7 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-class _PaddedConvFunction(autograd_collectives.Collective):
+class _PaddedConvFunction(adjoints.Collective):
     """One autograd node for a convolution with its halo exchange.
 
     The joined block is a second result, so that derivatives of any order reach the block through it, and the block

@@ -1,0 +1,326 @@
+"""The autograd.Functions of the collectives: the backward of each is the forward of another one.
+
+`autograd_collectives.py` has the functions to call, with the placements before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import runtime, trace_state
+from .._compat import flatten_tensors, function_apply, unflatten_tensors
+from . import collectives
+from .route import Region
+from .route_messages import exchange_no_grad
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def local_slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    coord = dist.get_rank(group)
+    return tensor.narrow(dim, sum(lengths[:coord]), lengths[coord])
+
+
+def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    if len(lengths) > 1 and lengths[0] > 0 and lengths.count(lengths[0]) == len(lengths):
+        # One copy at most, and none where shards are contiguous in memory.
+        stacked = collectives.all_gather_even(tensor, group)
+        return detach_view(stacked.movedim(0, dim % tensor.ndim).flatten(dim % tensor.ndim, dim % tensor.ndim + 1))
+    shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
+    return torch.cat(collectives.all_gather(tensor, shapes, group), dim)
+
+
+def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """All-reduce several tensors over each group, one message for those of one dtype. The results are new tensors."""
+    dtypes = {t.dtype for t in tensors}
+    if len(tensors) == 1 or len(dtypes) == 1:
+        return _all_reduce_packed(tensors, groups)
+    done: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        done.update(zip(chosen, _all_reduce_packed([tensors[i] for i in chosen], groups), strict=True))
+    return [done[i] for i in range(len(tensors))]
+
+
+def _all_reduce_packed(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """All-reduce tensors of one dtype in one message per group."""
+    if len(tensors) == 1:
+        total = tensors[0]
+        for group in groups:
+            total = collectives.all_reduce(total, group)
+        return [total.clone() if total is tensors[0] else total]
+    flat = flatten_tensors(tensors)
+    for group in groups:
+        flat = collectives.all_reduce_(flat, group)
+    return unpack(flat, tensors)
+
+
+def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor as views of the shapes of `like`: the inverse of `flatten_tensors`."""
+    parts = unflatten_tensors(flat, like)
+    return [p if p.shape == t.shape else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
+
+
+def detach_view(fresh: Tensor) -> Tensor:
+    """Return `fresh`, made inside a Function, as a tensor that is not a view.
+
+    Autograd forbids in-place writes into a view that a Function returns: an in-place activation would raise.
+    """
+    if not fresh._is_view():
+        return fresh
+    # In a traced program a result that aliases `.data` of another tensor, and a view of it, would lose a gradient.
+    return fresh.data if runtime.active.tracer is None else fresh.clone()
+
+
+class _NoContext:
+    """Takes what a forward saves for a backward that will not come."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class Collective(torch.autograd.Function):
+    """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
+
+    apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
+    compute: Any  # `forward`, as a plain function
+
+    def __init_subclass__(cls) -> None:
+        forward, backward = cls.forward, cls.backward
+
+        def tagged_forward(ctx, *args):
+            ctx.tag = runtime.active.tag
+            out = forward(ctx, *args)
+            return out if runtime.active.tracer is None else _clone_if_aliased(out, args)
+
+        def tagged_backward(ctx, *grads):
+            rt = runtime.active
+            before, rt.tag = rt.tag, ctx.tag
+            try:
+                return backward(ctx, *grads)
+            finally:
+                rt.tag = before
+
+        cls.forward, cls.backward = staticmethod(tagged_forward), staticmethod(tagged_backward)
+        cls.compute = staticmethod(forward)
+
+    @classmethod
+    def adjoint(cls, *args: Any) -> Any:
+        """Apply this collective inside the backward of another one, as a part of the graph if it is recorded."""
+        if torch.is_grad_enabled() or runtime.active.tracer is not None:
+            return cls.apply(*args)
+        return cls.compute(_NoContext(), *args)
+
+
+def _clone_if_aliased(out: Any, args: tuple) -> Any:
+    """Return a result that does not share memory with the inputs, for traces.
+
+    A traced program would return such a result as a view of its input, and its gradient would bypass the collective.
+    """
+    if isinstance(out, tuple):
+        return tuple(_clone_if_aliased(part, args) for part in out)
+    shared = any(isinstance(x, Tensor) and trace_state.same_memory(out, x) for x in args)
+    return out.clone() if shared else out
+
+
+class ReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *Reduce.adjoint(ctx.groups, *grads)
+
+
+class Reduce(Collective):
+    @staticmethod
+    def forward(ctx, groups, *tensors):
+        ctx.groups = groups
+        return tuple(_all_reduce_all(tensors, groups))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ReplicateIn.adjoint(ctx.groups, *grads)
+
+
+class StartReduce(Collective):
+    @staticmethod
+    def forward(ctx, tensor, groups, started):
+        ctx.groups = groups
+        for group in groups[:-1]:
+            tensor = collectives.all_reduce(tensor, group)
+        pending = collectives.start_all_reduce(tensor, groups[-1])
+        if pending.recv_buffers is not None:
+            started.append(pending)
+            return pending.recv_buffers.data  # the transport writes into the buffer, which must have no graph
+        out = torch.empty_like(tensor)
+        target = out.data
+        started.append(collectives.Pending((), (), lambda: target.copy_(pending.wait())))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ReplicateIn.apply(ctx.groups, grad)[0], None, None
+
+
+class MinMax(Collective):
+    @staticmethod
+    def forward(ctx, tensor, op, groups):
+        out = tensor
+        for group in groups:
+            out = collectives.all_reduce(out, group, op)
+        out = out.clone() if out is tensor else out
+        chosen = (tensor == out) | (tensor.isnan() & out.isnan())
+        ctx.groups = groups
+        ctx.save_for_backward(chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (chosen,) = ctx.saved_tensors
+        count = chosen.to(grad.dtype)
+        for group in ctx.groups:
+            count = collectives.all_reduce(count, group)
+        return ReplicateIn.adjoint(ctx.groups, grad)[0] * (chosen / count), None, None
+
+
+class Gather(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return _all_gather(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Split.adjoint(grad, *ctx.how), None, None, None
+
+
+class Split(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group):
+        ctx.how = dim, lengths, group
+        return local_slice(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.adjoint(grad, *ctx.how), None, None, None
+
+
+class ReduceScatter(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group, widen):
+        ctx.how = dim, lengths, group, widen
+        out = collectives.reduce_scatter(tensor.split(lengths, dim), group, widen)
+        return out.clone() if len(lengths) == 1 else out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return GatherReplicateIn.adjoint(grad, *ctx.how), None, None, None, None
+
+
+class GatherReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, tensor, dim, lengths, group, widen):
+        ctx.how = dim, lengths, group, widen
+        return _all_gather(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ReduceScatter.adjoint(grad, *ctx.how), None, None, None, None
+
+
+SMALL_BYTES = 1 << 16  # sums of at most this size are all-reduced where a reduce_scatter would do
+
+
+class GatherAllReplicateIn(Collective):
+    @staticmethod
+    def forward(ctx, dim, lengths, group, *tensors):
+        ctx.how = dim, lengths, group
+        return tuple(map(detach_view, _all_gather(torch.stack(tensors), *ctx.how).unbind()))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        both = torch.stack(grads)
+        if both.numel() * both.element_size() <= SMALL_BYTES and not torch.is_grad_enabled():
+            mine = local_slice(collectives.all_reduce_(both, ctx.how[2]), *ctx.how)
+        else:
+            mine = ReduceScatter.adjoint(both, *ctx.how, True)
+        return None, None, None, *mine.unbind()
+
+
+class Exchange(Collective):
+    @staticmethod
+    def forward(ctx, tensor, route, group, fill):
+        ctx.how = route, group
+        return exchange_no_grad(tensor, route, group, fill)
+
+    @staticmethod
+    def backward(ctx, grad):
+        route, group = ctx.how
+        return Exchange.adjoint(grad, route.transposed, group, 0), None, None, None
+
+
+class Shift(Collective):
+    @staticmethod
+    def forward(ctx, tensor, shape, step, group):
+        ctx.how = tensor.shape, -step, group
+        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        if size == 1:
+            return tensor.clone()
+        to, source = (coord + step) % size, (coord - step) % size
+        return collectives.start_sends([(to, tensor)], [(source, shape)], group, tensor).wait()[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Shift.adjoint(grad, *ctx.how), None, None, None
+
+
+class StartShift(Collective):
+    @staticmethod
+    def forward(ctx, tensor, into, step, group, started):
+        ctx.how = tensor.shape, -step, group
+        ctx.mark_dirty(into)
+        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        to, source = (coord + step) % size, (coord - step) % size
+        if to == coord:
+            into.copy_(tensor)
+            started.append(collectives.Pending((), (), lambda: [into]))
+            return into
+        started.append(collectives.start_sends([(to, tensor)], [(source, into.shape)], group, tensor, into=[into]))
+        return into
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Shift.adjoint(grad, *ctx.how), None, None, None, None
+
+
+class ToPartial(Collective):
+    @staticmethod
+    def forward(ctx, tensor, groups):
+        ctx.groups = groups
+        first = all(dist.get_rank(g) == 0 for g in groups)
+        return tensor.clone() if first else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ReplicateOut.adjoint(grad, ctx.groups), None
+
+
+class ReplicateOut(Collective):
+    """The adjoint of `ToPartial`. Forward: identity. Adjoint: `ToPartial`, since an all_reduce follows."""
+
+    @staticmethod
+    def forward(ctx, grad, groups):
+        ctx.groups = groups
+        return grad
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ToPartial.adjoint(grad, ctx.groups), None

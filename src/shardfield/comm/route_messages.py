@@ -1,0 +1,116 @@
+"""The messages of a route, without autograd: pack the regions for each peer, send, assemble the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import collectives
+from .route import Region, Route, Shapes
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
+
+
+def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
+    """Exchange shards by a route, without autograd."""
+    shapes = route.shapes_for(tensor.shape)
+    received = collectives.start_sends(
+        _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
+    ).wait()
+    return _assemble(tensor, route, shapes, received, fill, False)
+
+
+def start_route(
+    tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0, owned: bool = False
+) -> collectives.Pending[Tensor]:
+    """Start the messages of a route, without autograd. Waiting for the result assembles it: one kernel, if possible.
+
+    `owned`: the tensor may be overwritten, and the result may be a view of it.
+    """
+    shapes = route.shapes_for(tensor.shape)
+    pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
+    return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
+
+
+def _pack(block: Tensor, route: Route) -> list[tuple[int, Tensor]]:
+    """Return a contiguous tensor for each peer. One kernel packs all messages if their shapes are equal."""
+    if route.equal_sends:
+        packed = collectives.concatenate([_region(block, regions[0]) for _, regions in route.send], new_dim=True)
+        parts = (packed if packed.is_contiguous() else packed.contiguous()).unbind(0)
+        return [(peer, part) for (peer, _), part in zip(route.send, parts, strict=True)]
+    sends = []
+    for peer, regions in route.send:
+        views = [_region(block, region) for region in regions]
+        one = views[0] if len(views) == 1 else collectives.concatenate([view.reshape(-1) for view in views])
+        sends.append((peer, collectives.contiguous(one)))
+    return sends
+
+
+def _region(block: Tensor, region: Region) -> Tensor:
+    return region.view(block).flip(region.flip) if region.flip else region.view(block)
+
+
+def _assemble(
+    block: Tensor, route: Route, shapes: Shapes, received: Sequence[Tensor], fill: Any, owned: bool
+) -> Tensor:
+    """Return the result of a route from the block and the received tensors."""
+    parts = received
+    if not shapes.single:
+        parts = []
+        for flat, of in zip(received, shapes.regions, strict=True):
+            sizes = [math.prod(shape) for shape in of]
+            parts += [part.view(shape) for part, shape in zip(flat.view(-1).split(sizes), of, strict=True)]
+    if route.steps is not None:
+        return _concatenate(block, route, route.steps, shapes.result, parts, fill)
+    wide = collectives.accumulate_dtype(block.dtype) if route.add else block.dtype
+    if route.add and route.keeps_all:
+        out = _region(block, route.own[0][0])
+        if not owned or wide != block.dtype:
+            out = out.to(wide, copy=True, memory_format=torch.contiguous_format)
+    else:
+        out = block.new_full(shapes.result, 0 if route.add else fill, dtype=wide)
+        for source, target in route.own:
+            _place(out, target, _region(block, source), route.add)
+    for target, part in zip(route.targets, parts, strict=True):
+        _place(out, target, part, route.add)
+    return out if wide == block.dtype else out.to(block.dtype)
+
+
+def _concatenate(
+    block: Tensor,
+    route: Route,
+    steps: Sequence[tuple[int, int, int]],
+    shape: Sequence[int],
+    parts: Sequence[Tensor],
+    fill: Any,
+) -> Tensor:
+    dim = (route.own[0][1] if route.own else route.targets[0]).ranges[0][0]
+    pieces = []
+    for kind, index, length in steps:
+        if kind == 0:
+            source, target = route.own[index]
+            piece = _region(block, source)
+            pieces.append(piece.flip(target.flip) if target.flip else piece)
+        elif kind == 1 and len(route.targets[index].ranges) == 1:
+            flip = route.targets[index].flip
+            pieces.append(parts[index].flip(flip) if flip else parts[index])
+        else:
+            piece = block.new_full([length if d == dim % block.ndim else n for d, n in enumerate(shape)], fill)
+            if kind == 1:
+                Region(route.targets[index].ranges[1:]).view(piece).copy_(parts[index])
+            pieces.append(piece)
+    if not block.is_contiguous():
+        kept = CHANNELS_LAST.get(block.ndim)
+        if kept is not None and block.is_contiguous(memory_format=kept):  # torch.cat keeps it if all parts have it
+            pieces = [piece.contiguous(memory_format=kept) for piece in pieces]
+    return collectives.concatenate(pieces, dim)
+
+
+def _place(out: Tensor, region: Region, part: Tensor, add: bool) -> None:
+    target, part = region.view(out), part.flip(region.flip) if region.flip else part
+    target.add_(part) if add else target.copy_(part)

@@ -1,0 +1,26 @@
+"""A run that is asked to stop: SIGTERM is noted, the step is finished, the state is saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Preempted(Exception):
+    """The run received SIGTERM, and its state is saved."""
+
+
+@contextmanager
+def catch_sigterm() -> Iterator[list[int]]:
+    """Collect SIGTERM in a list instead of ending the process."""
+    received: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    except ValueError:  # not in the main thread
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
