@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, runtime
+from shardfield.distributed import DistributedManager
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 
@@ -88,8 +88,10 @@ def own(folder: str) -> str:
 
 
 def other_world(folder: str) -> str:
+    DistributedManager.initialize()  # no ShardTensor was made here
     with pytest.raises(ShardingError) as error:
         torch.load(f"{folder}/0.pt")
+    DistributedManager.cleanup()
     return str(error.value)
 
 
@@ -98,6 +100,21 @@ def test_misuse(tmp_path):
         assert f"the shard at ({1 - rank},)" in other and f"this rank is at ({rank},)" in other
         assert "meta" in device
     assert "saved on a cpu mesh of shape (2,)" in run_on_ranks(other_world, 1, str(tmp_path))[0]
-    script = f"import torch, shardfield; torch.load({str(tmp_path / '0.pt')!r})"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
-    assert "initialize the process group" in run.stderr
+    run = subprocess.run([sys.executable, "-c", IMPORTED, str(tmp_path / "0.pt")], capture_output=True, text=True)
+    imported, initialized = run.stdout.splitlines()
+    assert "UnpicklingError" in imported and "shardfield.tensor.rebuild" in imported, run.stderr
+    assert "ShardingError" in initialized and "create that mesh" in initialized, run.stderr
+
+
+# `import shardfield` changes nothing in torch, so that torch.load refuses the file; the manager allows it to be read.
+IMPORTED = """
+import sys
+import torch, shardfield
+from shardfield.distributed import DistributedManager
+for prepare in (lambda: None, DistributedManager.initialize):
+    prepare()
+    try:
+        torch.load(sys.argv[1], weights_only=True)
+    except Exception as error:
+        print(type(error).__name__, " ".join(str(error).split()))
+"""

@@ -1,7 +1,8 @@
 """Plain values from which a ShardTensor is rebuilt, for pickle and torch.save.
 
 A file holds one rank's shard, its coordinates, and the layout as strings and integers. The only global that it names is
-`rebuild`, which is on torch's list of safe globals, so that `torch.load` reads it with `weights_only=True`.
+`rebuild` of `tensor/`, which `_compat/patches.py` adds to torch's safe globals: `torch.load` reads the file with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _find_mesh(device_type: str, ranks: Any, names: Any) -> DeviceMesh:
     wanted = torch.tensor(ranks)
     saved = f"a {device_type} mesh of shape {tuple(wanted.shape)} with axes {names}"
     if not dist.is_initialized():
-        raise ShardingError(f"a ShardTensor was saved on {saved}: initialize the process group before loading it")
+        raise ShardingError(f"a ShardTensor was saved on {saved}: create that mesh before loading it")
     for mesh in runtime.active.mesh_states:
         if mesh.device_type == device_type and mesh.mesh_dim_names == names and mesh.mesh.equal(wanted):
             return mesh

@@ -1,8 +1,8 @@
-"""The attributes of torch that shardfield replaces: declared at import, installed with the first Layout.
+"""What shardfield changes in torch: declared at import, installed with the first Layout.
 
 Importing shardfield changes nothing in torch. `Layout.make` installs the patches, before any ShardTensor can exist, and
-`uninstall` puts torch's own attributes back. docs/architecture.md lists the patches; a test compares that list with
-`patches`.
+`uninstall` puts torch's own attributes back. `DistributedManager` installs `safe_globals` earlier, for `torch.load`.
+docs/architecture.md lists the patches; a test compares that list with `patches`.
 """
 
 from __future__ import annotations
@@ -57,14 +57,42 @@ class Patch:
         self.before = self.after = None
 
 
+class SafeGlobals:
+    """Functions of shardfield that `torch.load` may call with `weights_only=True`, its default."""
+
+    path = "torch.serialization.get_safe_globals()"
+    reason = "`torch.load` refuses a file that names the function that rebuilds a saved ShardTensor"
+
+    def __init__(self) -> None:
+        self._declared: list[Any] = []
+        self.after: Any = None  # the context of torch that adds the functions, while entered
+
+    def declare(self, function: Callable) -> None:
+        """Name a function that saved files call."""
+        self._declared.append(function)
+
+    def install(self) -> None:
+        """Add the functions that nobody has added yet."""
+        if self.after is None:
+            present = torch.serialization.get_safe_globals()
+            self.after = torch.serialization.safe_globals([f for f in self._declared if f not in present])
+            self.after.__enter__()
+
+    def uninstall(self) -> None:
+        """Remove the functions that `install` has added."""
+        if self.after is not None:
+            self.after.__exit__(None, None, None)
+            self.after = None
+
+
 class Patches:
     """All declared patches; `installed` says whether they are in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, *patches: SafeGlobals) -> None:
         self.installed = False
-        self._all: list[Patch] = []
+        self._all: list[Patch | SafeGlobals] = list(patches)
 
-    def __iter__(self) -> Iterator[Patch]:
+    def __iter__(self) -> Iterator[Patch | SafeGlobals]:
         return iter(self._all)
 
     def declare(self, path: str, make: Callable[[Any], Any], reason: str) -> None:
@@ -85,13 +113,14 @@ class Patches:
         self.installed = False
 
 
-patches = Patches()
+safe_globals = SafeGlobals()
+patches = Patches(safe_globals)
 
 
 def uninstall() -> None:
-    """Put back every attribute of torch that shardfield replaced.
+    """Undo every change that shardfield has made in torch.
 
-    The replacements are installed with the first ShardTensor; importing shardfield changes nothing in torch.
+    The changes are made with the first ShardTensor; importing shardfield changes nothing in torch.
     ShardTensors made before this call must not be used after it. The next one that is made installs them again.
     [Architecture](architecture.md#what-is-patched-in-torch) lists them.
     """

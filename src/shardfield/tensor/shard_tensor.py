@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import runtime
 from .._compat import dynamo_disable, make_wrapper
+from .._compat.patches import safe_globals
 from ..comm import autograd_collectives
 from ..dispatch.plan import process_groups
 from ..dispatch.promotion import check_promotion
@@ -329,8 +330,8 @@ def rebuild(local: Tensor, *saved_layout: Any) -> ShardTensor:
     return wrap(local, layout)
 
 
-# torch.load reads only these with weights_only=True, its default.
-torch.serialization.add_safe_globals([rebuild, (rebuild, "shardfield.tensor.rebuild")])
+rebuild.__module__ = __package__  # saved files name it: they must not depend on the modules of the package
+safe_globals.declare(rebuild)
 
 
 class StartedSum(Deferred):
