@@ -71,8 +71,10 @@ foreach_copy_ = torch._foreach_copy_
 same_memory = torch._C._is_alias_of
 
 
-# torch 2.11-2.15: the type of `torch.ops.lib.op`, which stands for all its overloads. No public name.
+# torch 2.11-2.15: the types of `torch.ops.lib.op`, which stands for all its overloads, and of one overload. No public
+# names.
 OpOverloadPacket: Any = type(torch.ops.aten.add)
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
 
 
 def select_overload(packet: Any, args: tuple, kwargs: dict) -> str | None:

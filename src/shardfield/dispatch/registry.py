@@ -9,6 +9,7 @@ so that the calls inside it dispatch. The operands of any other function are gat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import runtime
-from .._compat import OpOverloadPacket, select_overload, without_override_check
+from .._compat import OpOverload, OpOverloadPacket, select_overload, without_override_check
 from ..errors import ShardingError
 from ..redistribute import redistribute
 from ..tensor import Deferred, ShardTensor, torch_function, wrap
@@ -135,7 +136,10 @@ def handler_of(func: Any) -> Handler:
 
 
 def resolve(func: Any) -> Handler:
-    """Return the handler of a function that is not registered: by name, its Python body, or a gather."""
+    """Return the handler of a function that is not registered: by name, its Python body, or a gather.
+
+    An operator (`torch.ops.aten.softmax.int`) has the handler of torch's C function, which takes the same arguments.
+    """
     registry = runtime.active.registry
     named = registry.named
     if func in registry.dispatch_handlers:
@@ -147,6 +151,11 @@ def resolve(func: Any) -> Handler:
     for name in spelled:
         if name in named:
             return named[name]
+    if isinstance(func, OpOverload):
+        for function in functions_of(func):
+            if function in registry.handlers and not inspect.isfunction(function):
+                run = registry.handlers[function]
+                return lambda func, types, args, kwargs: run(function, types, args, kwargs)
     opened = without_override_check(func)
     if opened is not None:
         return lambda func, types, args, kwargs: opened(*args, **kwargs)

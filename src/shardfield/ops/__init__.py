@@ -9,6 +9,7 @@ from .elementwise import random as random
 from .elementwise import recurrent as recurrent
 from .indexing import basic_index as basic_index
 from .indexing import embedding as embedding
+from .indexing import embedding_bag as embedding_bag
 from .indexing import gather_rows as gather_rows
 from .indexing import getitem as getitem
 from .indexing import index_put as index_put
@@ -49,6 +50,7 @@ from .stencil import adaptive_pool as adaptive_pool
 from .stencil import conv as conv
 from .stencil import diff as diff
 from .stencil import fold_unfold as fold_unfold
+from .stencil import gradient as gradient
 from .stencil import grid_sample as grid_sample
 from .stencil import interpolate as interpolate
 from .stencil import lazy_pad as lazy_pad

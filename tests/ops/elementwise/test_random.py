@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
-from shardfield import scatter_tensor
+from shardfield import scatter_tensor, strict
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -29,6 +29,11 @@ DRAWS = {
     "log_normal": lambda x: torch.empty_like(x).log_normal_(0, 0.5),
     "uniform": lambda x: torch.empty_like(x).uniform_(2, 5),
     "random_": lambda x: torch.empty_like(x).random_(10, 20),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "normal of a number": lambda x: torch.normal(1.0, x.abs()),
+    "normal by rows": lambda x: torch.normal(x, torch.linspace(0.1, 1, 10)),
+    "multinomial": lambda x: torch.multinomial(x.sigmoid(), 4),
+    "multinomial with replacement": lambda x: torch.multinomial(x.sigmoid(), 14, replacement=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=-1),
 }
 
@@ -85,6 +90,37 @@ def distributions():
     assert abs(e.mean() - 0.5) < 0.01 and e.min() >= 0
     with pytest.raises((RuntimeError, ValueError)):
         F.dropout(ones, 1.5)
+    mean = (ones.detach() * 3).requires_grad_()
+    near = torch.normal(mean, ones.detach() * 0.5)
+    assert abs(near.mean().item() - 3) < 0.01 and abs(near.std().item() - 0.5) < 0.01
+    near.sum().backward()
+    assert mean.grad.full_tensor().abs().max() == 0  # as torch's
+    p = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
+    for dim, replacement in ((0, True), (0, False), (1, True), (1, False)):
+        rows = scatter_tensor(p.expand(20000, 4).contiguous(), 0, mesh, [Shard(dim)])
+        with strict():
+            drawn = torch.multinomial(rows, 2, replacement).full_tensor()
+        assert (drawn[:, 0].bincount(minlength=4) / 20000 - p).abs().max() < 0.02
+        assert replacement or (drawn[:, 0] != drawn[:, 1]).all()
+    line = scatter_tensor(p, 0, mesh, [Shard(0)])
+    with strict():
+        drawn = torch.multinomial(line, 20000, True)
+    assert (drawn.full_tensor().bincount(minlength=4) / 20000 - p).abs().max() < 0.02
+    assert not drawn._layout.is_replicated
+    bad = scatter_tensor(torch.tensor([[0.5, 0.5], [0.5, -1.0]]), 0, mesh, [Shard(0)])
+    zero = scatter_tensor(torch.tensor([[0.5, 0.5], [0.0, 0.0]]), 0, mesh, [Shard(0)])
+    refused = [
+        lambda: torch.multinomial(bad, 1),
+        lambda: torch.multinomial(zero, 1),
+        lambda: torch.multinomial(line, 5),
+        lambda: torch.multinomial(line, 0),
+        lambda: torch.multinomial(line.long(), 1),
+        lambda: torch.normal(line, -line),
+        lambda: torch.normal(line, -1.0),
+    ]
+    for call in refused:
+        with pytest.raises(RuntimeError):
+            call()
 
 
 def test_distributions():

@@ -24,6 +24,15 @@ def renormed(indices, weight):
     return F.embedding(indices, table, max_norm=0.9), table
 
 
+def bags(mode, padding_idx=None, weighted=False):
+    """Return a call of embedding_bag whose indices come with offsets, and perhaps with weights."""
+
+    def run(indices, table, offsets, weights=None):
+        return F.embedding_bag(indices, table, offsets, mode=mode, per_sample_weights=weights, padding_idx=padding_idx)
+
+    return run
+
+
 CASES = [
     case(F.embedding, I(4, 5), T(7, 6), options=OPTIONS),
     case(F.embedding, I(8), T(7, 6), padding_idx=2, options=OPTIONS),
@@ -53,4 +62,32 @@ CASES = [
     case(F.one_hot, I(0), 3, options=OPTIONS),
     case(F.one_hot, I(0), options=OPTIONS | raises(RuntimeError, "Can not infer total number of classes")),
     case(F.one_hot, T(3), options=OPTIONS | raises(RuntimeError, "one_hot is only applicable to index tensor")),
+    # ---- bags of one length
+    *(case(F.embedding_bag, I(5, 3), T(7, 6), mode=mode, options=OPTIONS) for mode in ("sum", "mean", "max")),
+    *(case(F.embedding_bag, I(5, 3), T(7, 6), mode=m, padding_idx=2, options=OPTIONS) for m in ("sum", "mean", "max")),
+    case(F.embedding_bag, I(5, 3), T(7, 6), mode="sum", per_sample_weights=T(5, 3), options=OPTIONS),
+    case(
+        F.embedding_bag, I(5, 3), T(7, 6), mode="sum", scale_grad_by_freq=True, options=OPTIONS | {"may_gather": True}
+    ),
+    case(F.embedding_bag, I(5, 0), T(7, 6), options=OPTIONS | raises(RuntimeError, "step must be nonzero")),
+    # ---- bags of other lengths, some of them empty
+    *(case(bags(m), I(9), T(7, 6), values(0, 3, 3, 8), options=OPTIONS | {"name": m}) for m in ("sum", "mean", "max")),
+    *(case(bags(m, 1), I(9), T(7, 6), values(0, 4), options=OPTIONS | {"name": f"pad {m}"}) for m in ("mean", "max")),
+    case(bags("sum"), I(9), T(7, 6), values(0, 4), T(9), options=OPTIONS | {"name": "weighted"}),
+    case(F.embedding_bag, I(9), T(7, 6), values(0, 4, 9), include_last_offset=True, options=OPTIONS),
+    # ---- bad calls
+    case(
+        F.embedding_bag, I(9), T(7, 6), values(1, 4), options=OPTIONS | raises(RuntimeError, "offsets[0] has to be 0")
+    ),
+    case(F.embedding_bag, I(9), T(7, 6), options=OPTIONS | raises(ValueError, "offsets has to be a 1D Tensor")),
+    case(
+        F.embedding_bag, I(5, 3), T(7, 6), mode="median", options=OPTIONS | raises(ValueError, "mode has to be one of")
+    ),
+    case(
+        F.embedding_bag,
+        values(2, 0, 7, 1),
+        T(7, 6),
+        values(0, 2),
+        options=OPTIONS | raises(RuntimeError, "Expected idx >= 0", device_asserts=True),
+    ),
 ]

@@ -56,4 +56,14 @@ CASES = [
     case(torch.logsumexp, T(5, 6, dtype=torch.complex128), 0, options=FEW),
     case(torch.logsumexp, T(6, 5, dtype=torch.float16), 0, options=FEW | {"tolerance": 2e-3}),
     case(torch.special.logsumexp, T(5, 6), 0, options=FEW),
+    # ---- rows of -inf alone give zeros
+    case(torch._safe_softmax, T(5, 6), 0),
+    case(torch._safe_softmax, T(6, 5, fill=masked), 0, options=FEW),
+    case(torch._safe_softmax, T(6, 5, fill=masked), 1, options=FEW),
+    case(torch._safe_softmax, T(6, 5, dtype=torch.float32, grad=False), -1, dtype=torch.float64, options=FEW),
+    case(torch._safe_softmax, T(6, 5), 2, options=FEW | raises(IndexError, "Dimension out of range")),
+    # ---- the operators behind the functions
+    case(torch.ops.aten._safe_softmax.default, T(6, 5, fill=masked), 1, options=FEW),
+    case(torch.ops.aten.softmax.int, T(5, 6), 0, options=FEW),
+    case(torch.ops.aten.log_softmax.int, T(5, 6), 0, options=FEW),
 ]

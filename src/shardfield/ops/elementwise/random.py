@@ -16,10 +16,14 @@ from torch import Tensor
 
 from ... import runtime
 from ...comm import collectives
+from ...dispatch.plan import process_groups
 from ...dispatch.registry import gather_fallback, handler, mesh_of
 from ...errors import ShardingError
-from ...layout import Layout, starts
+from ...layout import DimSharding, Layout, starts
 from ...tensor import ShardTensor, wrap
+from .._common.blockwise import nested_balanced
+from .._common.probe import meta_tensor
+from .._common.value_checks import raise_if_any_rank
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit numbers
 _INVERSE = pow(_GOLDEN, -1, 1 << 64) - (1 << 64)  # inverse of _GOLDEN modulo 2**64
@@ -273,10 +277,76 @@ def _alpha_dropout(name, input, p=0.5, train=False, inplace=False, *, training=N
     return input.mul_(keep * a).add_(shift) if in_place else input * (keep * a) + shift
 
 
+# ---------------------------------------------------------------------- normal and multinomial
+
+
+@handler("normal")
+def normal_of(func, types, args, kwargs):
+    """Draw normal numbers with the mean and standard deviation of each element; local where both have one layout."""
+    return _normal(*args, **kwargs)
+
+
+def _normal(mean, std=1.0, *, generator=None, out=None):
+    result = torch.normal(*(meta_tensor(v) if isinstance(v, Tensor) else v for v in (mean, std)))
+    if not (result.is_floating_point() or result.is_complex()):
+        raise NotImplementedError(f"normal: not implemented for {result.dtype}")
+    center, spread = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
+    layout = torch.add(center, spread)._reduced_value()._layout
+    if isinstance(spread, ShardTensor):
+        _raise_if_any(spread < 0, "normal expects all elements of std >= 0.0")
+    elif isinstance(spread, Tensor) and spread.device.type == "cpu" and bool((spread < 0).any()):
+        raise RuntimeError("normal expects all elements of std >= 0.0")
+    key, device = draw_key(layout.mesh, generator), collectives.device_of(layout.mesh)
+    noise = normal(layout, device, key)
+    if result.is_complex():
+        noise = torch.complex(noise, normal(layout, device, key ^ _MIX2)) * math.sqrt(0.5)
+    drawn = (wrap(_cast(noise, result.dtype), layout) * spread + center).to(result.dtype)
+    for source in (mean, std):  # torch's result is in the graph, with gradients of zero
+        if isinstance(source, Tensor) and source.requires_grad:
+            drawn = torch.where(torch.zeros_like(drawn, dtype=torch.bool), source.to(drawn.dtype), drawn)
+    return drawn if out is None else out._write(drawn)
+
+
+def _raise_if_any(flags: ShardTensor, why: str) -> None:
+    flags = flags._reduced_value()
+    raise_if_any_rank(flags._local_tensor, process_groups(flags._layout, flags._layout.shard_axes), RuntimeError, why)
+
+
+@handler("multinomial")
+def multinomial(func, types, args, kwargs):
+    """Draw categories. The numbers are those of each category's global index, so every sharding draws the same."""
+    return _multinomial(*args, **kwargs)
+
+
+def _multinomial(input, num_samples, replacement=False, *, generator=None, out=None):
+    p = input.detach()._reduced_value()
+    if p.ndim not in (1, 2) or not p.is_floating_point():
+        raise RuntimeError(f"multinomial: the probabilities must be floats of 1 or 2 dims, not {p.ndim} of {p.dtype}")
+    size = p.shape[-1]
+    if num_samples <= 0 or size == 0 or (not replacement and num_samples > size):
+        raise RuntimeError(f"multinomial: cannot draw {num_samples} of {size} categories, replacement={replacement}")
+    _raise_if_any((p < 0) | ~p.isfinite(), "probability tensor contains either `inf`, `nan` or element < 0")
+    _raise_if_any(p.sum(-1) <= 0, "invalid multinomial distribution (sum of probabilities <= 0)")
+    layout, device, p = p._layout, p._local_tensor.device, p.double()
+    key = draw_key(layout.mesh, generator)
+    if not replacement:
+        # the largest of p / e, with e exponentially distributed, are categories drawn one after the other
+        e = wrap(torch.log1p(-uniform(layout, device, key)).neg().clamp_min(2.0**-60), layout)
+        drawn = (p / e).topk(num_samples, -1).indices
+    else:
+        axes = layout.axes_of(p.ndim - 1)
+        sizes = nested_balanced(num_samples, [layout.mesh.size(a) for a in axes])
+        layout = layout.with_dim(p.ndim - 1, DimSharding(num_samples, axes, tuple(sizes) if axes else ()))
+        total = p.cumsum(-1)
+        u = wrap(uniform(layout, device, key), layout) * total.narrow(-1, size - 1, 1)
+        drawn = torch.searchsorted(total, u, right=True).clamp_max(size - 1)
+    return drawn if out is None else out._write(drawn)
+
+
 # ---------------------------------------------------------------------- functions without a rule
 
 
-@handler("multinomial", "poisson", "binomial", "normal", "rrelu", "rrelu_", "rrelu_with_noise", torch.native_dropout)
+@handler("poisson", "binomial", "rrelu", "rrelu_", "rrelu_with_noise", torch.native_dropout)
 def draw_replicated(func, types, args, kwargs):
     """Gather the operands and draw the full result on every rank from the same key, so that ranks agree."""
     key = draw_key(mesh_of(args, kwargs), kwargs.get("generator"))

@@ -12,7 +12,7 @@ from ... import runtime
 from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, Groups
 from ...dispatch.plan import Operand, Plan, process_groups
-from ...dispatch.registry import rule
+from ...dispatch.registry import composed, rule
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
 from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
@@ -104,6 +104,13 @@ class _LogSoftmax(Collective):
         out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
         total = _sum_over_ranks(wide.sum(dim, keepdim=True), over)
         return torch.addcmul(wide, out.exp(), total, value=-1).to(grad.dtype), None, None
+
+
+@composed("_safe_softmax")
+def safe_softmax(input, dim, dtype=None):
+    """Return the softmax with 0 instead of NaN where all elements along `dim` are -inf, as masked attention needs."""
+    masked = input.eq(-math.inf).all(dim, keepdim=True)
+    return input.masked_fill(masked, 0).softmax(dim, dtype).masked_fill(masked, 0)
 
 
 @rule("logsumexp", torch.special.logsumexp, merged=True)
