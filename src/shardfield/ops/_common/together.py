@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ...comm.autograd_collectives import Collective
+from ...comm.adjoints import Collective
 
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -293,7 +293,7 @@ def _normal(mean, std=1.0, *, generator=None, out=None):
     center, spread = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
     layout = torch.add(center, spread)._reduced_value()._layout
     if isinstance(spread, ShardTensor):
-        _raise_if_any(spread < 0, "normal expects all elements of std >= 0.0")
+        _raise_if_any(spread.lt(0), "normal expects all elements of std >= 0.0")
     elif isinstance(spread, Tensor) and spread.device.type == "cpu" and bool((spread < 0).any()):
         raise RuntimeError("normal expects all elements of std >= 0.0")
     key, device = draw_key(layout.mesh, generator), collectives.device_of(layout.mesh)
@@ -307,7 +307,7 @@ def _normal(mean, std=1.0, *, generator=None, out=None):
     return drawn if out is None else out._write(drawn)
 
 
-def _raise_if_any(flags: ShardTensor, why: str) -> None:
+def _raise_if_any(flags: Any, why: str) -> None:
     flags = flags._reduced_value()
     raise_if_any_rank(flags._local_tensor, process_groups(flags._layout, flags._layout.shard_axes), RuntimeError, why)
 
