@@ -7,6 +7,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -26,17 +28,19 @@ USAGE = """usage: shardfield COMMAND [...]
 Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
 """
 
+ERRORS = (ShardfieldError, OSError)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code. Code 2 means invalid arguments, explained in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
-        "compare": compare,
-        "check": check,
-        "plan": plan,
-        "bench": bench,
-        "convert": convert,
+        "compare": partial(_run_module, module="train.compare", expected=(*ERRORS, ValueError), alone=True),
+        "check": partial(_run_module, module="debug.parity", expected=(ShardfieldError,), alone=False),
+        "plan": partial(_run_module, module="planning.cli", expected=(ShardfieldError,), alone=True),
+        "bench": partial(_run_module, module="bench.command", expected=ERRORS, alone=False),
+        "convert": partial(_run_module, module="train.convert", expected=ERRORS, alone=True),
         "info": info,
     }
     if not words or words[0] in ("-h", "--help"):
@@ -125,64 +129,15 @@ def _run(recipe, config) -> int:
         DistributedManager.cleanup()
 
 
-def compare(words: list[str]) -> int:
-    from .train.compare import command
-
-    if _rank() != 0:  # the comparison is the same on all ranks
+def _run_module(words: list[str], module: str, expected: tuple[type[Exception], ...], alone: bool) -> int:
+    """Run `command(words)` of a module. `expected` errors are one line; `alone`: rank 0 does it for all ranks."""
+    if alone and _rank() != 0:
         return 0
     try:
-        return command(words)
-    except SystemExit as end:  # argparse has printed an error or the help
-        return int(end.code or 0)
-    except (ShardfieldError, OSError, ValueError) as error:
-        return _fail(str(error))
-
-
-def check(words: list[str]) -> int:
-    from .debug.parity import command
-
-    try:
-        return command(words)
-    except SystemExit as end:  # argparse has printed an error or the help
-        return int(end.code or 0)
-    except ShardfieldError as error:
-        return _fail(str(error))
-
-
-def plan(words: list[str]) -> int:
-    from .planning.cli import command
-
-    if _rank() != 0:  # the plan is the same on all ranks
-        return 0
-    try:
-        return command(words)
+        return import_module(f".{module}", __package__).command(words)
     except SystemExit as end:  # argparse or tyro has printed an error or the help
         return int(end.code or 0)
-    except ShardfieldError as error:
-        return _fail(str(error))
-
-
-def bench(words: list[str]) -> int:
-    from .bench.command import command
-
-    try:
-        return command(words)
-    except SystemExit as end:  # argparse has printed an error or the help
-        return int(end.code or 0)
-    except (ShardfieldError, OSError) as error:
-        return _fail(str(error))
-
-
-def convert(words: list[str]) -> int:
-    from .train.convert import command
-
-    if _rank() != 0:  # one process converts
-        return 0
-    try:
-        return command(words)
-    except SystemExit as end:  # argparse has printed an error or the help
-        return int(end.code or 0)
-    except (ShardfieldError, OSError) as error:
+    except expected as error:
         return _fail(str(error))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler import compile
+from ..compiler.graphs import WARMUPS, memory_pool, record, run_aside
 from ..compiler.lowering import PASS_NAMES
 from .measure import Times, count_traffic, delay_messages, interleave, max_over_ranks, rank_seconds
 from .models import branches, tfno, unet
@@ -121,16 +122,9 @@ def time_one_rank(device: str, name: str, size: int, channels: int, rounds: int)
 
 def capture_graph(call: Callable[[], Any], graph: torch.cuda.CUDAGraph | None = None) -> Callable[[], Any]:
     """Capture a call as a CUDA graph and return a function that replays it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = graph or torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    for _ in range(WARMUPS):
+        run_aside(call)
+    return record(call, memory_pool(), graph)[1]
 
 
 def run(settings: Settings, device: str, table: Table) -> None:

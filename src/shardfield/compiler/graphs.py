@@ -50,12 +50,12 @@ def check_messages(groups: Sequence[ProcessGroup], device: torch.device) -> None
             )
 
 
-def record(call: Callable[[], T], pool: Any) -> tuple[T, Callable[[], None]]:
+def record(call: Callable[[], T], pool: Any, graph: torch.cuda.CUDAGraph | None = None) -> tuple[T, Callable[[], None]]:
     """Capture a call; return its results, in static memory of the pool, and the function that launches the graph."""
     # Any CUDA call in another thread, of a loader that pins memory for example, is allowed meanwhile.
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.clone_state()
-    graph = torch.cuda.CUDAGraph()
+    graph = graph or torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=_side_stream(), capture_error_mode="thread_local"):
             result = call()

@@ -30,10 +30,9 @@ def softmax(input: Operand, dim, dtype=None, *, fn):
     if not over:
         named = {} if dtype is None else {"dtype": dtype}
         return Plan(local=lambda input: fn(input, dim, **named), layout=layout)
-    function = _LogSoftmax if is_log else _Softmax
 
     def local(input):
-        return function.apply(input if input.dtype is result else input.to(result), dims[0], over)
+        return _Softmax.apply(input if input.dtype is result else input.to(result), dims[0], over, is_log)
 
     return Plan(local=local, layout=layout)
 
@@ -68,42 +67,23 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 class _Softmax(Collective):
-    """Softmax along a sharded dim. The backward is that of torch, with its sum taken over all ranks."""
+    """Softmax or log_softmax along a sharded dim. The backward is that of torch, with its sum taken over all ranks."""
 
     @staticmethod
-    def forward(ctx, input, dim, over):
-        _, powers, total = _shifted_exp_sum(_widened(input), dim, over)
-        out = powers.div_(total).to(input.dtype)
-        ctx.how = dim, over
+    def forward(ctx, input, dim, over, is_log):
+        shifted, powers, total = _shifted_exp_sum(_widened(input), dim, over)
+        out = (shifted.sub_(total.log_()) if is_log else powers.div_(total)).to(input.dtype)
+        ctx.how = dim, over, is_log
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        dim, over = ctx.how
+        dim, over, is_log = ctx.how
         out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
-        product = wide * out
-        total = _sum_over_ranks(product.sum(dim, keepdim=True), over)
-        return torch.addcmul(product, out, total, value=-1).to(grad.dtype), None, None
-
-
-class _LogSoftmax(Collective):
-    """Log_softmax along a sharded dim. The backward is that of torch, with its sum taken over all ranks."""
-
-    @staticmethod
-    def forward(ctx, input, dim, over):
-        shifted, _, total = _shifted_exp_sum(_widened(input), dim, over)
-        out = shifted.sub_(total.log_()).to(input.dtype)
-        ctx.how = dim, over
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        dim, over = ctx.how
-        out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
-        total = _sum_over_ranks(wide.sum(dim, keepdim=True), over)
-        return torch.addcmul(wide, out.exp(), total, value=-1).to(grad.dtype), None, None
+        shares, part = (out.exp(), wide) if is_log else (out, wide * out)
+        total = _sum_over_ranks(part.sum(dim, keepdim=True), over)
+        return torch.addcmul(part, shares, total, value=-1).to(grad.dtype), None, None, None
 
 
 @composed("_safe_softmax")
