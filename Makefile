@@ -44,12 +44,12 @@ test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
 
 # The tests on another release of torch, `make test-torch TORCH=2.15.0`: its default build in an environment of its own,
-# beside which the packages of the usual one lie. (torch-harmonics is built for one release: tests/ops/spectral/test_torch_harmonics.py may fail.)
+# which also sees the packages of the usual one. (torch-harmonics is built for one release: tests/ops/spectral/test_torch_harmonics.py may fail.)
 test-torch: setup
 	$(BIN)/python -m venv $(VENV)/torch-$(TORCH)
 	$(VENV)/torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check torch==$(TORCH)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-		> $$($(VENV)/torch-$(TORCH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth
+		> $$($(VENV)/torch-$(TORCH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/packages.pth
 	PYTHONPATH=src SHARDFIELD_PRELOAD="neuralop torch_geometric.nn" $(VENV)/torch-$(TORCH)/bin/python -m pytest \
 		--numprocesses $(JOBS) --dist worksteal $(ARGS)
 

@@ -48,7 +48,7 @@ LAYERS = [
     {""},  # shardfield/__init__: the public surface
 ]
 # Packages of one row that may use each other.
-BESIDE = {("comm", "debug.explain"), ("debug.explain", "comm")}
+MUTUAL = {("comm", "debug.explain"), ("debug.explain", "comm")}
 
 MODULES = {
     ".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): p
@@ -97,7 +97,7 @@ def wrong_imports(module: str, tree: ast.AST, known=MODULES) -> list[str]:
     wrong = []
     for other in sorted(imported_modules(module, tree, known)):
         there, other_unit = row(other)
-        sideways = unit.split(".")[0] != other_unit.split(".")[0] and (unit, other_unit) not in BESIDE
+        sideways = unit.split(".")[0] != other_unit.split(".")[0] and (unit, other_unit) not in MUTUAL
         if there > here or (there == here and sideways):
             wrong.append(f"{module} (row {here}) imports {other} (row {there})")
     return wrong

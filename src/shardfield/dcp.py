@@ -1,4 +1,4 @@
-"""ShardTensors in torch.distributed.checkpoint (DCP): where this rank's shard lies in the global tensor.
+"""ShardTensors in torch.distributed.checkpoint (DCP): the position of this rank's shard in the global tensor.
 
 DCP asks a tensor for the chunks that a rank writes and reads, by three methods (`__create_write_items__`,
 `__create_chunk_list__`, `__get_tensor_shard__`), which DTensor has too. It moves chunks between any two layouts. An
@@ -45,7 +45,7 @@ def local_chunks(layout: Layout) -> list[tuple[torch.Size, torch.Size, tuple[sli
         )
     if layout.mesh.get_coordinate() is None:  # this rank is not on the mesh
         return []
-    if not layout.numel:  # nobody has an element, and the tensor has to be in the checkpoint
+    if not layout.numel:  # no rank has an element, and the tensor has to be in the checkpoint
         return [(torch.Size([0] * layout.ndim), layout.shape, ())]
     blocks = product(*(local_ranges(dim, layout) for dim in layout.dims))
     return [

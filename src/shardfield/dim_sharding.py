@@ -93,7 +93,7 @@ def nested_chunk(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     """Return row-major shard sizes of nested torch.chunks: into `parts[0]` shards, each into `parts[1]`, and so on."""
     if not parts:
         return (size,)
-    return tuple(n for piece in chunk(size, parts[0]) for n in nested_chunk(piece, parts[1:]))
+    return tuple(n for outer in chunk(size, parts[0]) for n in nested_chunk(outer, parts[1:]))
 
 
 def outer_shard_sizes(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
         while found and (found[-1].size < 2 or sum(n > 0 for n in shard_sizes_of(factor)) < 2):
             last = found.pop()
             axes = last.axes + factor.axes
-            cut = tuple(m * n for m in shard_sizes_of(last) for n in shard_sizes_of(factor)) if axes else ()
-            merged = DimSharding(last.size * factor.size, axes, cut)
+            sizes = tuple(m * n for m in shard_sizes_of(last) for n in shard_sizes_of(factor)) if axes else ()
+            merged = DimSharding(last.size * factor.size, axes, sizes)
             factor = merged.with_origins(_merged_origins(last, factor))
         found.append(factor)
     return tuple(found) or (DimSharding(1),)

@@ -106,10 +106,10 @@ class Layout:
                 dims.append((DimSharding(size),))
                 continue
             if shard_sizes is not None and dim in shard_sizes:
-                cut = tuple(int(n) for n in shard_sizes[dim])
+                sizes = tuple(int(n) for n in shard_sizes[dim])
             else:
-                cut = nested_chunk(size, [mesh.size(a) for a in axes[dim]])
-            dims.append((DimSharding(size, tuple(axes[dim]), cut),))
+                sizes = nested_chunk(size, [mesh.size(a) for a in axes[dim]])
+            dims.append((DimSharding(size, tuple(axes[dim]), sizes),))
         return Layout.make(mesh, dims, partial)
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Roll calls: which rank did not come to a message. The time-outs of real ranks are in tests/distributed."""
+"""Which rank did not take part in a message. The time-outs of real ranks are in tests/distributed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_busy_device_is_reported_before_the_watchdog_aborts(capsys):
         monitor.stop(), other.stop()
     printed += capsys.readouterr().err
     assert "shardfield, rank 0: no progress for" in printed and printed.count("no progress") == 1
-    assert "rank 2 did not come and did not answer: stopped, or out of reach" in printed
-    assert "rank 1 did not come: it is at load at data.py:80, 1 messages behind" in printed
+    assert "rank 2 did not take part and did not answer: stopped, or unreachable" in printed
+    assert "rank 1 did not take part: it is at load at data.py:80, 1 messages behind" in printed
     assert "test_stalls.py" in printed
 
 
@@ -54,30 +54,30 @@ def test_a_stopped_store_does_not_block_the_error():
     with runtime.fresh(messages=3):
         monitor = StallMonitor(Stopped(), 1, 2, 0.1)
         monitor.period = 0.01
-        assert "rank 0 did not come, or no rank can reach the store" in monitor.diagnose([0, 1])
+        assert "rank 0 did not take part, or its store of the world" in monitor.diagnose([0, 1])
 
 
 def test_descriptions():
     here = (5, "mean at train.py:14")
     assert describe(5, 0, [0, 1, 2, 3], {0: here, 1: here, 3: here}).startswith(
-        "rank 2 did not come and did not answer"
+        "rank 2 did not take part and did not answer"
     )
-    assert describe(5, 0, [0, 1, 2], {0: here}).startswith("ranks 1, 2 did not come")
+    assert describe(5, 0, [0, 1, 2], {0: here}).startswith("ranks 1, 2 did not take part")
     assert describe(5, 0, [0, 1], {0: here, 1: (8, "sum at train.py:20")}) == (
-        "rank 1 has gone on: it is at sum at train.py:20, 3 messages ahead"
+        "rank 1 is past this message: it is at sum at train.py:20, 3 messages ahead"
     )
-    assert "all ranks came (rank 1 at mean at train.py:14)" in describe(5, 0, [0, 1], {0: here, 1: here})
+    assert "all ranks took part (rank 1 at mean at train.py:14)" in describe(5, 0, [0, 1], {0: here, 1: here})
     many = describe(5, 0, range(100), {0: here})
     assert "1, 2, 3, 4, 5, 6, 7, 8, ..." in many and len(many) < 200
 
 
-def test_an_answer_of_an_earlier_roll_call_counts_only_for_the_same_message():
+def test_an_answer_to_an_earlier_request_counts_only_for_the_same_message():
     store = dist.HashStore()
     with runtime.fresh(messages=9):
         monitor = StallMonitor(store, 0, 3, 1.0)
-        store.set(f"{PREFIX}/1", json.dumps([0, 9, "cumsum at a.py:1"]))  # it came, gave up and has ended
+        store.set(f"{PREFIX}/1", json.dumps([0, 9, "cumsum at a.py:1"]))  # it took part, timed out and has ended
         store.set(f"{PREFIX}/2", json.dumps([0, 4, "cumsum at a.py:1"]))  # an answer of long ago
-        assert set(monitor.roll_call([0, 1, 2], 0.3)) == {0, 1}
+        assert set(monitor.request_positions([0, 1, 2], 0.3)) == {0, 1}
 
 
 def test_only_a_time_out_is_explained():

@@ -52,7 +52,7 @@ def simulate_graphs(monkeypatch):
     """Replace CUDA graphs by simulated ones."""
     monkeypatch.setattr(graphs, "record", simulated_record)
     monkeypatch.setattr(graphs, "memory_pool", lambda: None)
-    monkeypatch.setattr(graphs, "run_aside", lambda call: call())
+    monkeypatch.setattr(graphs, "run_on_capture_stream", lambda call: call())
     monkeypatch.setattr(graphs, "find_host_reads", lambda call: (call(), None))
     monkeypatch.setattr("shardfield.compiler.program.check_device", lambda device: None)
 
@@ -297,7 +297,7 @@ def captured_messages():
         DIRECT.all_gather(all_of, total, dist.group.WORLD)
         return [all_of + 1]
 
-    graphs.run_aside(messages)
+    graphs.run_on_capture_stream(messages)
     (result,), launch = graphs.record(messages, graphs.memory_pool())
     for value in (3.0, 5.0):
         x.fill_(value)

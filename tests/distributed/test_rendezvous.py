@@ -1,4 +1,4 @@
-"""The rendezvous server meets strangers: whatever they send, the world forms, and only at its own address."""
+"""Other programs connect to the rendezvous server: whatever they send, the world forms, at its own address only."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from torch import distributed as dist
 from shardfield.distributed import membership, tcp
 from shardfield.distributed.launch import Launch
 from shardfield.distributed.membership import Membership
-from shardfield.distributed.rendezvous import MAX_STRANGERS, Peer, read_registration
+from shardfield.distributed.rendezvous import MAX_UNREGISTERED, Peer, read_registration
 
 HELLO = {"job": "", "world_size": 2, "peer": {"rank": 1, "pid": 5, "host": "here", "loopback": ""}}
 DEEP = b"[" * 60_000 + b"\n"
@@ -38,7 +38,7 @@ def draw_value(rng, depth=0):
 
 
 def draw_input(rng):
-    """Draw what a stranger may send: bytes, JSON, brackets, or a registration with one part changed."""
+    """Draw what another program may send: bytes, JSON, brackets, or a registration with one part changed."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.randbytes(rng.randrange(300)) + b"\n"
@@ -116,11 +116,11 @@ def quiet(monkeypatch):
     monkeypatch.setattr(membership, "_install_excepthook", lambda member: None)
 
 
-def test_a_world_forms_among_strangers(quiet):
+def test_a_world_forms_while_other_programs_connect(quiet):
     port, rng = free_port(), random.Random(1)
     silent = []
 
-    def strangers():
+    def other_programs():
         tcp.connect(1, "127.0.0.1", port, {"shardfield": 1}, 20).close()  # rank 0 listens now
         for data in [DEEP, b"x" * 200_000, *(draw_input(rng) for _ in range(300))]:
             with socket.create_connection(("127.0.0.1", port), 10) as sock:
@@ -130,9 +130,9 @@ def test_a_world_forms_among_strangers(quiet):
                         sock.sendall(data)
                 except OSError:
                     pass  # refused while it was sent
-        silent.extend(socket.create_connection(("127.0.0.1", port), 10) for _ in range(MAX_STRANGERS + 20))
+        silent.extend(socket.create_connection(("127.0.0.1", port), 10) for _ in range(MAX_UNREGISTERED + 20))
 
-    members = form(port, strangers)
+    members = form(port, other_programs)
     try:
         members[0].store.set("key", "value")
         assert members[1].store.get("key") == b"value"
@@ -190,9 +190,7 @@ def test_addresses_that_do_not_tell_the_interface(monkeypatch):
     ]
     with tcp.listen("192.0.2.7", 0) as server:  # not an address of this host: it may be forwarded
         assert server.getsockname()[0] in ("::", "0.0.0.0")
-        with tcp.listen_beside(server) as beside:
-            assert beside.getsockname()[0] == server.getsockname()[0]
-            store = dist.TCPStore(
-                "127.0.0.1", beside.getsockname()[1], is_master=True, master_listen_fd=beside.detach()
-            )
+        with tcp.listen_at_same_address(server) as sock:
+            assert sock.getsockname()[0] == server.getsockname()[0]
+            store = dist.TCPStore("127.0.0.1", sock.getsockname()[1], is_master=True, master_listen_fd=sock.detach())
     store.set("key", "value")

@@ -145,20 +145,21 @@ def test_port_in_use(tmp_path, method):
         assert time.monotonic() - begin < 20
     assert f"rank 0 cannot listen at localhost:{port}: the port is taken" in error_of(first)
     for rank, other in enumerate(others, 1):
-        assert f"rank {rank}: the port localhost:{port} is taken by another program, which keeps silent" in error_of(
-            other
+        assert (
+            f"rank {rank}: the port localhost:{port} is taken by another program, which sends no greeting"
+            in error_of(other)
         )
 
 
 @pytest.mark.parametrize(
     "behave, says",
     [
-        (lambda c: c.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n"), "answers in another way"),
-        (lambda c: c.sendall(b'{"shardfield": 99}\n'), "answers in another way"),
-        (lambda c: c.sendall(b"[]\n"), "answers in another way"),
-        (lambda c: None, "hangs up"),
+        (lambda c: c.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n"), "sends another greeting"),
+        (lambda c: c.sendall(b'{"shardfield": 99}\n'), "sends another greeting"),
+        (lambda c: c.sendall(b"[]\n"), "sends another greeting"),
+        (lambda c: None, "closes the connection"),
     ],
-    ids=["http", "other version", "other json", "hangs up"],
+    ids=["http", "other version", "other json", "closes the connection"],
 )
 def test_foreign_program_at_the_port(tmp_path, behave, says):
     with listener(behave) as port:
@@ -172,14 +173,14 @@ def test_foreign_program_at_the_port(tmp_path, behave, says):
 def test_missing_ranks(tmp_path):
     envs = launched("env", 4, free_port(), SHARDFIELD_TIMEOUT="2")
     for result in run_world(tmp_path, join, envs=[envs[0], envs[2]]):
-        assert re.match(r"2 of 4 ranks did not come to localhost:\d+ within 2 s: 1, 3\.", error_of(result))
+        assert re.match(r"2 of 4 ranks did not connect to localhost:\d+ within 2 s: 1, 3\.", error_of(result))
 
 
 def test_missing_rank_0(tmp_path):
     port = free_port()
     envs = launched("env", 3, port, SHARDFIELD_TIMEOUT="1.5")
     for rank, result in enumerate(run_world(tmp_path, join, envs=envs[1:]), 1):
-        assert f"rank {rank} found nobody at localhost:{port} in 1.5 s" in error_of(result)
+        assert f"rank {rank} could not connect to rank 0 at localhost:{port} in 1.5 s" in error_of(result)
 
 
 def test_duplicate_rank(tmp_path):
@@ -224,7 +225,7 @@ def end_while_others_come():
 def test_rank_dies_while_the_world_forms(tmp_path):
     envs = launched("env", 3, free_port())
     (result,) = run_world(tmp_path, end_while_others_come, envs=envs[:2])[:1]
-    assert re.match(r"rank 1 \(pid \d+ on here\) ended while the others were still coming", error_of(result))
+    assert re.match(r"rank 1 \(pid \d+ on here\) ended while other ranks were still connecting", error_of(result))
 
 
 # Worlds that lose a rank.
@@ -339,7 +340,7 @@ def test_the_rank_that_did_not_come_is_named(tmp_path, how, victim):
     results = run_world(tmp_path, stall, how, victim, envs=launched("env", 3, free_port(), SHARDFIELD_TIMEOUT="5"))
     for rank in {0, 1, 2} - {victim}:
         error = error_of(results[rank])
-        assert re.match(rf"cumsum at test_world_errors\.py:\d+: rank {victim} did not come", error), error
+        assert re.match(rf"cumsum at test_world_errors\.py:\d+: rank {victim} did not take part", error), error
         if how == "slow":
             assert re.search(r"it is at stall at test_world_errors\.py:\d+, 1 messages behind", error), error
         assert "The limit is 5 s" in error

@@ -229,7 +229,7 @@ def test_all_gathers_overlap_but_for_the_first_and_the_last():
     assert predict(seen_of(*tape), SLOW, network).parameters == pytest.approx(0.5)
     tape[2] = gather(1, 5.0)
     assert predict(seen_of(*tape), SLOW, network).parameters == pytest.approx(3.5)
-    assert predict(seen_of(*tape), SLOW, Network(Link(1e-9, 1e9), beside=False)).parameters == pytest.approx(5.5)
+    assert predict(seen_of(*tape), SLOW, Network(Link(1e-9, 1e9), overlap=False)).parameters == pytest.approx(5.5)
 
 
 def test_messages_within_a_node_are_cheaper():

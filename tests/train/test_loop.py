@@ -283,7 +283,7 @@ def test_loss_that_is_not_finite(tmp_path):
     assert re.search(r"step 5: the loss is nan; first seen on rank 2, in its shard of 'batch.x'", first), first
     kept = tmp_path / "nonfinite-step-5"
     assert list(Checkpoints(kept).steps()) == [5]
-    shards = [np.load(kept / f"pieces-rank-{rank}.npz") for rank in range(3)]
+    shards = [np.load(kept / f"shards-rank-{rank}.npz") for rank in range(3)]
     assert [int(np.isnan(p["batch.x"]).sum()) for p in shards] == [0, 0, 1]
 
 

@@ -72,7 +72,7 @@ class SafeGlobals:
         self._declared.append(function)
 
     def install(self) -> None:
-        """Add the functions that nobody has added yet."""
+        """Add the functions that are not in torch's list yet."""
         if self.after is None:
             present = torch.serialization.get_safe_globals()
             self.after = torch.serialization.safe_globals([f for f in self._declared if f not in present])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler import compile
-from ..compiler.graphs import WARMUPS, memory_pool, record, run_aside
+from ..compiler.graphs import WARMUPS, memory_pool, record, run_on_capture_stream
 from ..compiler.lowering import PASS_NAMES
 from .measure import Times, count_traffic, delay_messages, interleave, max_over_ranks, rank_seconds
 from .models import branches, tfno, unet
@@ -123,7 +123,7 @@ def time_one_rank(device: str, name: str, size: int, channels: int, rounds: int)
 def capture_graph(call: Callable[[], Any], graph: torch.cuda.CUDAGraph | None = None) -> Callable[[], Any]:
     """Capture a call as a CUDA graph and return a function that replays it."""
     for _ in range(WARMUPS):
-        run_aside(call)
+        run_on_capture_stream(call)
     return record(call, memory_pool(), graph)[1]
 
 

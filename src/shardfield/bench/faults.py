@@ -120,14 +120,14 @@ def run(settings: Settings, device: str, table: Table) -> None:
         steps = max(10 * settings.kills, round(settings.kills * settings.seconds_between_kills / seconds))
         every = max(1, round(settings.seconds_between_checkpoints / seconds))
         options = OPTIONS | {"max_steps": steps, "epochs": 1 + steps // 500, "save_every": every, "log_every": every}
-        whole = Job(f"{folder}/whole", settings.ranks, options)
+        undisturbed = Job(f"{folder}/undisturbed", settings.ranks, options)
         killed = Job(f"{folder}/killed", settings.ranks, options, plan_kills(settings, steps))
-        run_job(whole)
+        run_job(undisturbed)
         took = run_job(killed)
-        measure(table, settings, steps, Path(whole.out), Path(killed.out), took)
+        measure(table, settings, steps, Path(undisturbed.out), Path(killed.out), took)
 
 
-def measure(table: Table, settings: Settings, steps: int, whole: Path, killed: Path, took: float) -> None:
+def measure(table: Table, settings: Settings, steps: int, undisturbed: Path, killed: Path, took: float) -> None:
     """Add the rows of an undisturbed and a killed run."""
     case = f"{settings.kills} kills in {steps:,} steps on {settings.ranks} ranks"
     first = Trace.read(killed / "trace-0.jsonl")
@@ -135,12 +135,12 @@ def measure(table: Table, settings: Settings, steps: int, whole: Path, killed: P
     useful = first.useful_seconds()
     table.add_counts(case, {"the run": took, "steps that were not repeated": useful}, "s", "the run")
     table.add_ratio(case, "time lost", [1 - useful / took], "the run", bar=0.2)
-    expected, found = (dict(read_curves(folder / "metrics.jsonl")[0]) for folder in (whole, killed))
+    expected, found = (dict(read_curves(folder / "metrics.jsonl")[0]) for folder in (undisturbed, killed))
     same = sum(found.get(step) == loss for step, loss in expected.items())
     table.add_ratio(case, "losses that differ", [1 - same / steps], "all losses", bar=0.0)
     table.add_text(case, "equal losses", f"{same:,} of {steps:,}, to the last bit")
     table.add_text(case, "starts", f"{len(starts):,}")
-    for name, folder in (("undisturbed", whole), ("with kills", killed)):
+    for name, folder in (("undisturbed", undisturbed), ("with kills", killed)):
         by_rank = [Trace.read(folder / f"trace-{rank}.jsonl").stalls() for rank in range(settings.ranks)]
         slowest = max(by_rank, key=lambda stalls: sum(stalls) / max(len(stalls), 1))
         if slowest:

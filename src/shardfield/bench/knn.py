@@ -98,7 +98,7 @@ def run(settings: Settings, device: str, table: Table) -> None:
             table.add_counts(f"{case}: memory", peaks, "MB", base)
         if device != "cpu" and ranks == 1 and (settings.points, settings.queries, settings.k) == TUTORIAL:
             seconds = by_rank[0]["times"]["knn"]
-            table.add_ratio(f"{case}: what is asked", "knn", [s / 0.005 for s in seconds], "5 ms", 1.0)
-            table.add_ratio(f"{case}: memory that is asked", "knn", [by_rank[0]["peaks"]["knn"] / 200e6], "200 MB", 1.0)
+            table.add_ratio(f"{case}: time limit", "knn", [s / 0.005 for s in seconds], "5 ms", 1.0)
+            table.add_ratio(f"{case}: memory limit", "knn", [by_rank[0]["peaks"]["knn"] / 200e6], "200 MB", 1.0)
         for name, why in by_rank[0]["failed"].items():
             table.add_skipped(name, why, case)

@@ -223,19 +223,19 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return _ACCUMULATE_DTYPES.get(dtype, dtype)
 
 
-def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup, widen: bool = True) -> Tensor:
+def reduce_scatter(shards: Sequence[Tensor], group: ProcessGroup, widen: bool = True) -> Tensor:
     """Return the sum over ranks of the shard of this coord. Each shard is sent once.
 
     Half precision is summed in fp32, or in its own dtype without `widen`.
     """
     size, coord = group.size(), group.rank()
     if size == 1:
-        return pieces[0]
-    mine = pieces[coord]
-    received = exchange(pieces, [mine.shape] * size, group)
+        return shards[0]
+    mine = shards[coord]
+    received = exchange(shards, [mine.shape] * size, group)
     total = received[0].to(accumulate_dtype(mine.dtype) if widen else mine.dtype, copy=True)
-    for piece in received[1:]:
-        total += piece
+    for shard in received[1:]:
+        total += shard
     return total.to(mine.dtype)
 
 
@@ -371,18 +371,18 @@ def broadcast_over(tensor: Tensor, mesh: DeviceMesh, position: int) -> Tensor:
 
 
 def scatter_from(
-    pieces: dict[int, Tensor] | None, shape: Shape, dtype: torch.dtype, device: torch.device, source: int
+    shards: dict[int, Tensor] | None, shape: Shape, dtype: torch.dtype, device: torch.device, source: int
 ) -> Tensor:
     """Send each rank its shard from global rank `source`; the others pass None. Empty shards take no message."""
-    if pieces is None:
-        piece = torch.empty(tuple(shape), dtype=dtype, device=device)
-        if piece.numel():
-            cached_transport(piece, dist.group.WORLD).recv_from_rank(_flat_view(piece), source)
-        return piece
-    kept = {rank: contiguous(piece.to(device)) for rank, piece in pieces.items() if rank != source and piece.numel()}
-    carrier = cached_transport(pieces[source].to(device), dist.group.WORLD)
-    handles = carrier.send_to_ranks([(rank, _flat_view(piece)) for rank, piece in kept.items()])
+    if shards is None:
+        shard = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if shard.numel():
+            cached_transport(shard, dist.group.WORLD).recv_from_rank(_flat_view(shard), source)
+        return shard
+    kept = {rank: contiguous(shard.to(device)) for rank, shard in shards.items() if rank != source and shard.numel()}
+    transport = cached_transport(shards[source].to(device), dist.group.WORLD)
+    handles = transport.send_to_ranks([(rank, _flat_view(shard)) for rank, shard in kept.items()])
     _record_sent("deliver", len(kept), sum(map(_nbytes, kept.values())))
     for handle in handles:
         handle.wait()
-    return contiguous(pieces[source].to(device, copy=True))
+    return contiguous(shards[source].to(device, copy=True))

@@ -90,25 +90,25 @@ def _concatenate(
     fill: Any,
 ) -> Tensor:
     dim = (route.own[0][1] if route.own else route.targets[0]).ranges[0][0]
-    pieces = []
+    blocks = []
     for kind, index, length in steps:
         if kind == 0:
             source, target = route.own[index]
-            piece = _region(block, source)
-            pieces.append(piece.flip(target.flip) if target.flip else piece)
+            part = _region(block, source)
+            blocks.append(part.flip(target.flip) if target.flip else part)
         elif kind == 1 and len(route.targets[index].ranges) == 1:
             flip = route.targets[index].flip
-            pieces.append(parts[index].flip(flip) if flip else parts[index])
+            blocks.append(parts[index].flip(flip) if flip else parts[index])
         else:
-            piece = block.new_full([length if d == dim % block.ndim else n for d, n in enumerate(shape)], fill)
+            part = block.new_full([length if d == dim % block.ndim else n for d, n in enumerate(shape)], fill)
             if kind == 1:
-                Region(route.targets[index].ranges[1:]).view(piece).copy_(parts[index])
-            pieces.append(piece)
+                Region(route.targets[index].ranges[1:]).view(part).copy_(parts[index])
+            blocks.append(part)
     if not block.is_contiguous():
         kept = CHANNELS_LAST.get(block.ndim)
         if kept is not None and block.is_contiguous(memory_format=kept):  # torch.cat keeps it if all parts have it
-            pieces = [piece.contiguous(memory_format=kept) for piece in pieces]
-    return collectives.concatenate(pieces, dim)
+            blocks = [part.contiguous(memory_format=kept) for part in blocks]
+    return collectives.concatenate(blocks, dim)
 
 
 def _place(out: Tensor, region: Region, part: Tensor, add: bool) -> None:

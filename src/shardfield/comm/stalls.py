@@ -1,9 +1,9 @@
-"""Name the rank that did not come to a message within the time limit, with the call and the line of every rank.
+"""Name the rank that did not take part in a message within the time limit, with the call and the line of every rank.
 
 A backend reports a time-out without the rank that caused it (gloo), or aborts the process (NCCL). A thread of each rank
-looks every few seconds whether another rank calls the roll in the store of the world, and answers where its own program
-is. A rank that is stopped does not answer, and one that is busy elsewhere answers with its line. Counting its messages
-is all that a rank does before a time-out.
+looks in the store of the world every few seconds: if another rank has requested positions, it publishes where its own
+program is. A rank that is stopped does not answer, and one that is busy elsewhere answers with its line. Counting its
+messages is all that a rank does before a time-out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..errors import WorldError
 PREFIX = "shardfield/stalls"
 SHOWN = 8  # ranks in an error
 
-# Parts of the texts of a backend whose message failed because a rank did not come, and because a rank closed its
-# connection: that rank may have died, or given up waiting for a third one.
+# Parts of the texts of a backend whose message failed because a rank did not take part, and because a rank closed its
+# connection: that rank may have died, or its own message with a third rank may have timed out.
 _TIMED_OUT = ("timed out", "timeout")
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "closed by peer", "pair closure")
-CLOSED_SECONDS = 0.5  # until a rank whose time is over has called the roll
+CLOSED_SECONDS = 0.5  # until a rank whose message has timed out has requested positions
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
@@ -41,7 +41,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class StallMonitor(threading.Thread):
-    """Answers the roll call of other ranks, and calls the roll itself while this rank's device makes no progress."""
+    """Publishes this rank's position on request, and requests those of all ranks if the device makes no progress."""
 
     def __init__(
         self, store: Any, rank: int, size: int, limit: float, device_is_busy: Callable[[], bool] | None = None
@@ -71,22 +71,22 @@ class StallMonitor(threading.Thread):
                 return
 
     def answer(self) -> None:
-        """Publish where this rank is if another one has called the roll since the last answer."""
-        call = self.store.add(f"{PREFIX}/calls", 0)
-        if call > self._answered:
-            self._answered = call
-            self.store.set(f"{PREFIX}/{self.rank}", json.dumps([call, *self.position()]))
+        """Publish the position of this rank if another one has requested it since the last answer."""
+        request = self.store.add(f"{PREFIX}/requests", 0)
+        if request > self._answered:
+            self._answered = request
+            self.store.set(f"{PREFIX}/{self.rank}", json.dumps([request, *self.position()]))
 
     def position(self) -> tuple[int, str]:
         """Return the number of messages of this rank, and its call and line."""
         return runtime.active.messages, where(sys._current_frames().get(self._program))
 
-    def roll_call(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, str]]:
+    def request_positions(self, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, str]]:
         """Return the positions of the ranks that answer."""
-        call = self.store.add(f"{PREFIX}/calls", 1)
-        self._answered = call
+        request = self.store.add(f"{PREFIX}/requests", 1)
+        self._answered = request
         mine, here = self.position()
-        self.store.set(f"{PREFIX}/{self.rank}", json.dumps([call, mine, here]))
+        self.store.set(f"{PREFIX}/{self.rank}", json.dumps([request, mine, here]))
         found: dict[int, tuple[int, str]] = {}
         end = time.monotonic() + seconds
         while len(found) < len(ranks) and time.monotonic() < end:
@@ -94,24 +94,24 @@ class StallMonitor(threading.Thread):
                 key = f"{PREFIX}/{rank}"
                 if rank not in found and self.store.check([key]):
                     answered, messages, line = json.loads(self.store.get(key))
-                    # A rank that came to this message may have ended since.
-                    if answered >= call or messages == mine:
+                    # A rank that took part in this message may have ended since.
+                    if answered >= request or messages == mine:
                         found[rank] = messages, line
             time.sleep(min(0.05, self.period))
         return found
 
     def diagnose(self, ranks: Sequence[int]) -> str:
-        """Call the roll of `ranks` and describe which of them did not come. It waits for two periods at most."""
+        """Describe which of `ranks` did not take part in the message. Waits for their answers, two periods at most."""
         seconds = 2 * self.period + 1.0
         result: list[dict[int, tuple[int, str]]] = []
         # In a thread: the store does not answer if the rank that serves it is stopped.
-        caller = threading.Thread(target=lambda: result.append(self.roll_call(ranks, seconds)), daemon=True)
+        caller = threading.Thread(target=lambda: result.append(self.request_positions(ranks, seconds)), daemon=True)
         caller.start()
         caller.join(seconds + 2.0)
         return describe(runtime.active.messages, self.rank, ranks, result[0] if result else None)
 
     def look_at_device(self) -> None:
-        """Print which rank did not come, before the watchdog of an asynchronous backend (NCCL) aborts this process."""
+        """Print which rank did not take part, before the watchdog of an asynchronous backend (NCCL) ends this rank."""
         if self._device_is_busy is None:
             return
         now, messages = time.monotonic(), runtime.active.messages
@@ -129,7 +129,7 @@ class StallMonitor(threading.Thread):
 
 
 def start_monitor(rt: runtime.Runtime) -> None:
-    """Start the thread of this world that answers roll calls, if the world has a store and several ranks."""
+    """Start the thread that publishes this rank's position, if the world has a store and several ranks."""
     store = world_store()
     if rt.stalls is not None or store is None or rt.transport_override is not None or dist.get_world_size() == 1:
         return
@@ -145,7 +145,7 @@ def _cuda_is_busy() -> bool:
 
 
 def reraise(error: RuntimeError, group: ProcessGroup | None) -> NoReturn:
-    """Raise the error of a message that failed, or one that names the rank that did not come to it."""
+    """Raise the error of a message that failed, or one that names the rank that did not take part in it."""
     why = _cause(error, group)
     if why is None:
         raise error
@@ -160,17 +160,17 @@ def _cause(error: RuntimeError, group: ProcessGroup | None) -> str | None:
     if monitor is None or isinstance(error, WorldError) or not (closed or any(part in text for part in _TIMED_OUT)):
         return None
     try:
-        if closed and not _roll_was_called(monitor):
+        if closed and not _positions_were_requested(monitor):
             return None  # a rank has died
         return monitor.diagnose(dist.get_process_group_ranks(group))
     except (RuntimeError, ValueError):  # the store, or the group, is gone too
         return None
 
 
-def _roll_was_called(monitor: StallMonitor) -> bool:
-    """Return whether a rank whose time was over has called the roll: then it closed its connections too."""
+def _positions_were_requested(monitor: StallMonitor) -> bool:
+    """Return whether a message of another rank has timed out: that rank then closes its connections too."""
     end = time.monotonic() + CLOSED_SECONDS
-    while monitor.store.add(f"{PREFIX}/calls", 0) == 0:
+    while monitor.store.add(f"{PREFIX}/requests", 0) == 0:
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
@@ -178,9 +178,9 @@ def _roll_was_called(monitor: StallMonitor) -> bool:
 
 
 def describe(mine: int, rank: int, ranks: Sequence[int], found: dict[int, tuple[int, str]] | None) -> str:
-    """Describe which of `ranks` did not come to message number `mine` of this rank."""
+    """Describe which of `ranks` did not take part in message number `mine` of this rank."""
     if found is None:
-        return "rank 0 did not come, or no rank can reach the store of the world, which it serves: it is stopped"
+        return "rank 0 did not take part, or its store of the world cannot be reached: it is stopped"
     silent = [r for r in ranks if r != rank and r not in found]
     behind = {r: f for r, f in found.items() if r != rank and f[0] < mine}
     ahead = {r: f for r, f in found.items() if r != rank and f[0] > mine}
@@ -188,14 +188,14 @@ def describe(mine: int, rank: int, ranks: Sequence[int], found: dict[int, tuple[
     if silent:
         names = ", ".join(map(str, silent[:SHOWN])) + (", ..." if len(silent) > SHOWN else "")
         many = "s" if len(silent) > 1 else ""
-        parts.append(f"rank{many} {names} did not come and did not answer: stopped, or out of reach")
+        parts.append(f"rank{many} {names} did not take part and did not answer: stopped, or unreachable")
     for r, (messages, line) in list(behind.items())[:SHOWN]:
-        parts.append(f"rank {r} did not come: it is at {line}, {mine - messages} messages behind")
+        parts.append(f"rank {r} did not take part: it is at {line}, {mine - messages} messages behind")
     for r, (messages, line) in list(ahead.items())[:SHOWN]:
-        parts.append(f"rank {r} has gone on: it is at {line}, {messages - mine} messages ahead")
+        parts.append(f"rank {r} is past this message: it is at {line}, {messages - mine} messages ahead")
     if not parts:
-        came = ", ".join(f"rank {r} at {f[1]}" for r, f in list(found.items())[:SHOWN] if r != rank)
-        parts.append(f"all ranks came ({came}), and the messages between them did not")
+        places = ", ".join(f"rank {r} at {f[1]}" for r, f in list(found.items())[:SHOWN] if r != rank)
+        parts.append(f"all ranks took part ({places}), and the messages between them did not arrive")
     return "; ".join(parts)
 
 

@@ -55,7 +55,7 @@ class Transport(Protocol):
 
 
 class DirectTransport:
-    """Call torch.distributed on the tensors directly. An error of a blocking call names the rank that did not come."""
+    """Call torch.distributed on the tensors directly. Errors of blocking calls name the rank that did not take part."""
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
         if torch.compiler.is_compiling():  # torch.compile traces no asynchronous collective

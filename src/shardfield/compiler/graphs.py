@@ -57,7 +57,7 @@ def record(call: Callable[[], T], pool: Any, graph: torch.cuda.CUDAGraph | None 
     before = generator.clone_state()
     graph = graph or torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=_side_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(), capture_error_mode="thread_local"):
             result = call()
     except Exception:
         generator.graphsafe_set_state(before)  # a failed capture leaves the generator in capture mode
@@ -70,7 +70,7 @@ def memory_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def _side_stream() -> torch.cuda.Stream:
+def _capture_stream() -> torch.cuda.Stream:
     """Return the stream of warm-up calls and captures, one per device: gradients are accumulated on the same stream."""
     streams = runtime.active.capture_streams
     device = torch.cuda.current_device()
@@ -79,9 +79,9 @@ def _side_stream() -> torch.cuda.Stream:
     return streams[device]
 
 
-def run_aside(call: Callable[[], T]) -> T:
+def run_on_capture_stream(call: Callable[[], T]) -> T:
     """Run a call on the stream of the captures."""
-    stream, current = _side_stream(), torch.cuda.current_stream()
+    stream, current = _capture_stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         result = call()
@@ -193,8 +193,8 @@ class StepGraph:
 
     def _warm_up(self, key: Any, args: Any, calls: int) -> Any:
         if calls < WARMUPS:
-            return run_aside(lambda: self._function(*args))
-        result, reason = run_aside(lambda: find_host_reads(lambda: self._function(*args)))
+            return run_on_capture_stream(lambda: self._function(*args))
+        result, reason = run_on_capture_stream(lambda: find_host_reads(lambda: self._function(*args)))
         reason = agree(reason, self._groups)
         if reason is None:
             self._clean.add(key)
@@ -271,7 +271,7 @@ class ProgramGraph:
             return self._run(*inputs)
         self._calls += 1
         if self._calls <= WARMUPS:
-            return run_aside(lambda: self._run(*inputs))
+            return run_on_capture_stream(lambda: self._run(*inputs))
         places = [t.data_ptr() for t in inputs[: self._state]]
         if places != self._places:
             if not self._capture(inputs):

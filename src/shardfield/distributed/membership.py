@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..errors import WorldError
 from .launch import Launch
 from .rendezvous import GREETING, Peer, RendezvousServer
-from .tcp import Connection, connect, listen, listen_beside
+from .tcp import Connection, connect, listen, listen_at_same_address
 
 # Seconds that a leaving rank waits for the others: short, because they may have work left.
 LINGER_SECONDS = 5.0
@@ -48,11 +48,11 @@ class Membership:
 
     def _rendezvous(self, launch: Launch) -> Connection:
         """Connect to the rendezvous server; rank 0 starts it."""
-        meeting = next(_rendezvous_count)
+        number = next(_rendezvous_count)
         # torchrun's store listens at addr:port, so the server uses any free port and publishes it in that store.
         agent = key = None
         if launch.store_prefix:
-            agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.store_prefix}/{meeting}"
+            agent, key = _store_client(launch.addr, launch.port, self.timeout), f"{launch.store_prefix}/{number}"
         if launch.rank == 0:
             server = listen(launch.addr, 0 if agent else launch.port)
             store = _store_server(server, self.timeout)
@@ -68,7 +68,9 @@ class Membership:
             try:
                 port = int(agent.get(key))
             except dist.DistError:
-                raise WorldError(f"rank {launch.rank}: rank 0 opened no meeting point in {self.timeout:g} s") from None
+                raise WorldError(
+                    f"rank {launch.rank}: rank 0 published no rendezvous address in {self.timeout:g} s"
+                ) from None
         return connect(launch.rank, launch.addr, port, GREETING, self.timeout)
 
     def _open_store(self, launch: Launch):
@@ -83,7 +85,7 @@ class Membership:
             self._connection.close()
             raise WorldError(
                 f"rank {self.local_peer.rank}: rank 0 at {launch.addr}:{launch.port} ended "
-                "while the ranks were still coming"
+                "while ranks were still connecting"
             )
         if "error" in answer:
             self._connection.close()
@@ -179,9 +181,9 @@ def _install_excepthook(member: Membership) -> None:
     _active_memberships[:] = [member]
 
 
-def _store_server(beside: socket.socket, timeout: float):
-    """Start the store of the world at the address of `beside`, on any free port."""
-    sock = listen_beside(beside)
+def _store_server(server: socket.socket, timeout: float):
+    """Start the store of the world at the address of `server`, on any free port."""
+    sock = listen_at_same_address(server)
     host, port, *_ = sock.getsockname()
     return dist.TCPStore(
         "127.0.0.1" if host in ("0.0.0.0", "::") else host,

@@ -16,7 +16,7 @@ from .tcp import Connection
 
 GREETING = {"shardfield": 1}
 # Connections that have not registered. Above this number the oldest is closed: a rank registers at once.
-MAX_STRANGERS = 256
+MAX_UNREGISTERED = 256
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RendezvousServer(threading.Thread):
         self.launch, self.local_peer, self.server, self.timeout = launch, local_peer, server, timeout
         self.store = store  # kept alive as long as a rank may use it
         self.peers: dict[Connection, Peer] = {}
-        self.strangers: dict[Connection, None] = {}  # connected and not registered, the oldest first
+        self.unregistered: dict[Connection, None] = {}  # connections that have not registered, the oldest first
         self.leaving: set[Connection] = set()
         self.own_connection, self.own_departure_sent = own_connection, threading.Event()
         self.selector = selectors.DefaultSelector()
@@ -85,17 +85,17 @@ class RendezvousServer(threading.Thread):
         return [key.data for key in self.selector.get_map().values() if key.data]
 
     def _accept(self, connection: Connection) -> None:
-        if len(self.strangers) >= MAX_STRANGERS + self.launch.world_size:
-            self._drop(next(iter(self.strangers)))
+        if len(self.unregistered) >= MAX_UNREGISTERED + self.launch.world_size:
+            self._drop(next(iter(self.unregistered)))
         connection.sock.settimeout(5.0)
         connection.send(GREETING)
         self.selector.register(connection.sock, selectors.EVENT_READ, connection)
-        self.strangers[connection] = None
+        self.unregistered[connection] = None
 
     def _drop(self, connection: Connection) -> Peer | None:
         self.selector.unregister(connection.sock)
         connection.close()
-        self.strangers.pop(connection, None)
+        self.unregistered.pop(connection, None)
         return self.peers.pop(connection, None)
 
     def _wait_for_ranks(self) -> str | None:
@@ -108,7 +108,7 @@ class RendezvousServer(threading.Thread):
                 missing = sorted(set(range(size)) - {p.rank for p in self.peers.values()})
                 names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
                 return (
-                    f"{len(missing)} of {size} ranks did not come to {where} within {self.timeout:g} s: {names}. "
+                    f"{len(missing)} of {size} ranks did not connect to {where} within {self.timeout:g} s: {names}. "
                     f"Were they started, and can their hosts reach {where}?"
                 )
             for key, _ in self.selector.select(remaining):
@@ -155,15 +155,15 @@ class RendezvousServer(threading.Thread):
                 continue
             if size != self.launch.world_size:
                 return f"{peer} has a world size of {size}, and rank 0 of {self.launch.world_size}"
-            twin = next((p for p in self.peers.values() if p.rank == peer.rank), None)
-            if twin:
-                places = [f"pid {p.pid} on {p.host}" for p in (twin, peer)]
+            other = next((p for p in self.peers.values() if p.rank == peer.rank), None)
+            if other:
+                places = [f"pid {p.pid} on {p.host}" for p in (other, peer)]
                 return f"two processes have rank {peer.rank}: {' and '.join(places)}"
             self.peers[connection] = peer
-            self.strangers.pop(connection, None)
+            self.unregistered.pop(connection, None)
         connection.messages.clear()
         if not there and (gone := self._drop(connection)):
-            return f"{gone} ended while the others were still coming"
+            return f"{gone} ended while other ranks were still connecting"
         return None
 
     def _handle_message(self, connection: Connection) -> None:

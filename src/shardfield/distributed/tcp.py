@@ -15,6 +15,7 @@ from ..errors import WorldError
 
 # Seconds to wait for a greeting. A program at the port that sends none is not rank 0, and `connect` raises.
 GREETING_SECONDS = 5.0
+OTHER_GREETING = "sends another greeting than rank 0"
 
 # Bounds of a message, far above those that ranks send: anyone who finds the port can send anything.
 MAX_BYTES = 65536
@@ -34,7 +35,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def parse_message(line: bytes) -> dict:
-    """Return the message of a line. Raises ValueError for anything else that a stranger may send."""
+    """Return the message of a line. Raises ValueError for anything else: any program can send to the port."""
     if len(line) > MAX_BYTES:
         raise ValueError(f"a line of {len(line)} bytes")
     structure = _STRING.sub(b"", line)
@@ -124,7 +125,7 @@ def listen(addr: str, port: int) -> socket.socket:
     raise WorldError(f"rank 0 cannot listen at {addr}:{port}: {why}; set MASTER_PORT to one that is free on its host")
 
 
-def listen_beside(server: socket.socket) -> socket.socket:
+def listen_at_same_address(server: socket.socket) -> socket.socket:
     """Open a socket at the address of `server`, on any free port."""
     host = server.getsockname()[0]
     both = host == "::" and not server.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
@@ -160,41 +161,42 @@ def _means_this_host(addr: str) -> bool:
 def connect(rank: int, addr: str, port: int, greeting: dict, timeout: float) -> Connection:
     """Connect to rank 0, which may not listen yet, and verify its greeting."""
     deadline = time.monotonic() + timeout
-    hung_up: float | None = None
+    first_closed: float | None = None
     while True:
         try:
             sock = socket.create_connection((addr, port), timeout=max(min(10.0, deadline - time.monotonic()), 0.1))
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise WorldError(
-                    f"rank {rank} found nobody at {addr}:{port} in {timeout:g} s ({error}). Rank 0 waits there until "
-                    f"all ranks have come: is it running, and is {addr} its host (MASTER_ADDR, MASTER_PORT)?"
+                    f"rank {rank} could not connect to rank 0 at {addr}:{port} in {timeout:g} s ({error}). It "
+                    f"listens until all ranks have connected: does it run, and is {addr} its host (MASTER_ADDR, "
+                    "MASTER_PORT)?"
                 ) from None
             time.sleep(0.05)
             continue
-        wire = Connection(sock)
+        connection = Connection(sock)
         try:
             # A socket in the ephemeral port range can connect to itself while no process listens.
             own = sock.getsockname() == sock.getpeername()
-            answer = None if own else wire.receive(GREETING_SECONDS)
+            answer = None if own else connection.receive(GREETING_SECONDS)
             if answer is not None and answer.items() >= greeting.items():
-                return wire
-            stranger = "answers in another way than rank 0 would" if answer is not None else None
+                return connection
+            problem = OTHER_GREETING if answer is not None else None
         except TimeoutError:
-            stranger = "keeps silent"
+            problem = "sends no greeting"
         except ValueError:
-            stranger = "answers in another way than rank 0 would"
+            problem = OTHER_GREETING
         except OSError:
-            stranger = None
-        wire.close()
-        if stranger is None:
+            problem = None
+        connection.close()
+        if problem is None:
             # Closed at once: rank 0 of an earlier world that is ending (retry), or another program.
-            hung_up = hung_up or time.monotonic()
-            stranger = "hangs up"
-            if time.monotonic() - hung_up < GREETING_SECONDS:
+            first_closed = first_closed or time.monotonic()
+            problem = "closes the connection"
+            if time.monotonic() - first_closed < GREETING_SECONDS:
                 time.sleep(0.05)
                 continue
         raise WorldError(
-            f"rank {rank}: the port {addr}:{port} is taken by another program, which {stranger}. "
+            f"rank {rank}: the port {addr}:{port} is taken by another program, which {problem}. "
             f"Set MASTER_PORT to a port that is free on the host of rank 0"
         )

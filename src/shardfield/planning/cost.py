@@ -66,14 +66,14 @@ class Network:
     """The links between ranks: `between` nodes, and `within` a node of `node` consecutive ranks.
 
     `calls` holds measured collectives, which replace the link model: kind -> number of ranks (for an exchange, of
-    peers) -> Link. The entry with the nearest number is used. `beside`: messages overlap with computation.
+    peers) -> Link. The entry with the nearest number is used. `overlap`: messages overlap with computation.
     """
 
     between: Link
     within: Link | None = None
     node: int = 8
     calls: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
-    beside: bool = True
+    overlap: bool = True
 
     def seconds(self, send: Send, rank: int) -> float:
         """Return the seconds that the messages of one call of a rank take."""
@@ -124,10 +124,10 @@ def predict(seen: Seen, device: Device, network: Network, computes: float | None
         else:
             start = max(clock, link_free)
             arrival[entry.id] = link_free = start + network.seconds(entry, seen.rank)
-            if not network.beside:
+            if not network.overlap:
                 clock = link_free
     compute = scale * modeled
     exposed = sum(overlapped)
-    if network.beside and overlapped:
+    if network.overlap and overlapped:
         exposed = min(exposed, max(exposed - compute, overlapped[0] + overlapped[-1]))
     return Cost(clock + exposed, compute, clock - compute, exposed)

@@ -46,7 +46,7 @@ def _fingerprint(buffer: Tensor) -> int:
 
 def _refuse_unless_rounding(what: str, name: str, buffer: Tensor, over: DeviceMesh | ProcessGroup) -> None:
     value = torch.view_as_real(buffer.detach()) if buffer.is_complex() else buffer.detach()
-    # A NaN would hide differences in a maximum; it is compared as the number 1 beside zeros.
+    # A NaN would hide differences in a maximum; it is compared as the number 1 in a tensor of zeros.
     wide = torch.stack([value.double().nan_to_num(0.0), value.isnan().double()]).to(_device(over))
     highest, lowest = _bounds(wide, over)
     gap, size = (highest - lowest).max().item(), max(highest.abs().max().item(), lowest.abs().max().item())

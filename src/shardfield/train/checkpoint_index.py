@@ -5,7 +5,7 @@ scalars and, for each tensor, dtype, shape and chunks: {"format": ..., "run": ..
 {"scalars": {...}, "tensors": {"model.weight": {"dtype": "float32", "shape": [4, 2], "chunks": [{"offsets": [0, 0],
 "sizes": [2, 2], "file": "rank-0.bin", "at": 0, "bytes": 16, "crc32": ...}, ...]}}}}
 
-An index is believed if its hash is right, the chunks of each tensor tile its shape, and the chunks in each file tile
+An index is accepted if its hash is right, the chunks of each tensor tile its shape, and the chunks in each file tile
 the file. The checksum of a chunk includes its tensor and its place in it, so bytes of another chunk are refused too.
 """
 
@@ -27,7 +27,7 @@ from ..errors import ShardfieldError
 
 FORMAT = "shardfield checkpoint 2"
 # Without a run, a hash of the index, and the place of a chunk in its checksum. Its data is checked as today's; its
-# scalars are believed, with a warning.
+# scalars are accepted, with a warning.
 OLD_FORMAT = "shardfield checkpoint 1"
 INDEX = "index.json"
 HEAD = re.compile(rb'\{"format": "([^"\n]*)", "run": "([0-9a-f]+)", "sha256": "([0-9a-f]{64})", "content":\n')
@@ -168,8 +168,8 @@ def _check_tensors(tensors: dict[str, Any]) -> None:
             raise ValueError(f"the chunks of {name} do not tile its shape {shape}")
 
 
-def tiles(boxes: Sequence[Box], whole: Box) -> bool:
-    """Return whether `boxes` fill `whole` without overlap, as nested shards do: by cuts across all of a box.
+def tiles(boxes: Sequence[Box], outer: Box) -> bool:
+    """Return whether `boxes` fill `outer` without overlap, as nested shards do: by planes across all of a box.
 
     >>> tiles([((0, 2), (0, 3)), ((2, 5), (0, 1)), ((2, 5), (1, 3))], ((0, 5), (0, 3)))
     True
@@ -177,9 +177,9 @@ def tiles(boxes: Sequence[Box], whole: Box) -> bool:
     False
     """
     if len(boxes) < 2:
-        return list(boxes) == [whole] or (not boxes and any(start == stop for start, stop in whole))
-    for dim, (start, stop) in enumerate(whole):
-        slabs: list[list[Box]] = []  # boxes whose ranges in this dim overlap; a cut lies between two of them
+        return list(boxes) == [outer] or (not boxes and any(start == stop for start, stop in outer))
+    for dim, (start, stop) in enumerate(outer):
+        slabs: list[list[Box]] = []  # boxes whose ranges in this dim overlap; planes separate these groups
         end = start
         for box in sorted(boxes, key=lambda b: b[dim][0]):
             if not slabs or box[dim][0] >= end:
@@ -187,11 +187,11 @@ def tiles(boxes: Sequence[Box], whole: Box) -> bool:
             slabs[-1].append(box)
             end = max(end, box[dim][1])
         if len(slabs) > 1:
-            cuts = [min(b[dim][0] for b in slab) for slab in slabs]
-            cuts = [start, *cuts[1:], stop]
-            ranges = zip(cuts, cuts[1:], strict=False)
+            planes = [min(b[dim][0] for b in slab) for slab in slabs]
+            planes = [start, *planes[1:], stop]
+            ranges = zip(planes, planes[1:], strict=False)
             return all(
-                tiles(slab, (*whole[:dim], part, *whole[dim + 1 :])) for slab, part in zip(slabs, ranges, strict=True)
+                tiles(slab, (*outer[:dim], part, *outer[dim + 1 :])) for slab, part in zip(slabs, ranges, strict=True)
             )
     return False
 

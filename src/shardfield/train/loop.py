@@ -84,7 +84,7 @@ class Trainer:
         self._unread: list[Tensor] = []  # loss and norm of the steps since the last `_read_steps`
         self._window = (time.monotonic(), task.train.state_dict())  # when it began, and the position of its first batch
         self._read_at = 0  # the step after which `_read_steps` is called next
-        self._told: set[str] = set()  # reasons why there is no graph, as printed
+        self._printed: set[str] = set()  # reasons why there is no graph, as printed
         self._run_update, self._run_score = self._use_graphs()
 
     # ------------------------------------------------------------------ the run
@@ -204,13 +204,13 @@ class Trainer:
         return self._update, self._score
 
     def _check_graphs(self) -> None:
-        """Tell why the step does not run as a CUDA graph; raise if that was asked for."""
+        """Print why the step does not run as a CUDA graph; raise if the options require one."""
         for graph in (self._run_update, self._run_score):
             reason = getattr(graph, "refused", None)
             if reason is not None and self.config.graphs:
                 raise ShardfieldError(f"--graphs: a CUDA graph cannot contain the step: {reason}")
-            if reason is not None and reason not in self._told:
-                self._told.add(reason)
+            if reason is not None and reason not in self._printed:
+                self._printed.add(reason)
                 self.log.print_line(f"not as a CUDA graph: {reason}")
 
     # ------------------------------------------------------------------ reading losses

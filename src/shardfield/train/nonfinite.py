@@ -27,7 +27,7 @@ def save_report(folder: Path, mesh: DeviceMesh, step: int, what: str, batch: Any
     bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / f"pieces-rank-{dist.get_rank()}.npz", **arrays)
+    np.savez(folder / f"shards-rank-{dist.get_rank()}.npz", **arrays)
     names = list(tensors)
     found = gather_ints([names.index(bad[0]) if bad else -1], mesh)
     first = next((i for i, (name,) in enumerate(found) if name >= 0), None)

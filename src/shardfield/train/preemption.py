@@ -1,4 +1,4 @@
-"""A run that is asked to stop: SIGTERM is noted, the step is finished, the state is saved."""
+"""Preemption: SIGTERM lets a run finish its step, save its state and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who uses a run's folder: one run at a time, and a restarted run knows that it is one.
+"""The lock on a run's folder: one run uses it at a time, and a restarted run continues its own.
 
 Rank 0 holds a lock on the file `run.lock` of the folder as long as its process runs. The system drops the lock when the
 process ends in any way, so a lock is never stale; the text of the file is that of the last holder.
@@ -107,7 +107,9 @@ def _describe(holder: Mapping[str, Any]) -> str:
 def launch_id(env: Mapping[str, str]) -> str:
     """Return what the restarts of a launch have in common: the launcher's id, or its process where it has none."""
     if job := detect(env).job.removesuffix("."):
-        return job if job != "none" else f"{socket.gethostname()}:{os.getppid()}"  # "none": torchrun's static meeting
+        return (
+            job if job != "none" else f"{socket.gethostname()}:{os.getppid()}"
+        )  # "none": torchrun's static rendezvous
     return ""
 
 

@@ -38,7 +38,7 @@ from .checkpoint_index import CheckpointError, chunk_checksum, dtype_of, read_in
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes to a temporary folder beside `folder`, and renames it to `folder` at the end."""
+    """Writes to a temporary folder next to `folder`, and renames it to `folder` at the end."""
 
     def __init__(self, folder: Path, run_id: str, scalars: dict[str, Any]):
         super().__init__()
@@ -225,7 +225,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def temporary_name(folder: Path) -> Path:
-    """Return a name beside `folder` that no other process uses; what is left under it may be removed."""
+    """Return a name next to `folder` that no other process uses; what is left under it may be removed."""
     return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.part")
 
 
