@@ -185,15 +185,15 @@ class Runtime:
         (number of this world in its store, number of joint traces).
         capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
-        thread: the thread that has communicated, 0 before the first message. messages: their number. stalls: the
-        StallMonitor of this world.
+        thread: the thread that has communicated, 0 before the first message. engine_thread: the thread of autograd's
+        engine that has. messages: their number. stalls: the StallMonitor of this world.
     """
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
-        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "thread", "messages",
-        "stalls", "__weakref__",
+        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "thread",
+        "engine_thread", "messages", "stalls", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -232,7 +232,7 @@ class Runtime:
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
-        self.thread = self.messages = 0
+        self.thread = self.engine_thread = self.messages = 0
         self.stalls: Any = None
 
     def stop_monitor(self) -> None:

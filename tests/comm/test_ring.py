@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardfield.comm import collectives
-from shardfield.comm.ring import Ring, gather_blocks, iterate_blocks, pack, send_to_owner, unpack
+from shardfield.comm.ring import Ring, gather_blocks, iterate_blocks, pack, plan_visits, sum_at_owners, unpack
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -38,26 +38,32 @@ def here(mesh_shape) -> Ring:
     return Ring(tuple(mesh.get_group(a) for a in axes), tuple(mesh.shape), tuple(mesh.get_coordinate()))
 
 
-def round_trip(mesh_shape):
-    """Return the blocks that a rank received, and its own block as the others sent it back, times the step."""
+def round_trip(mesh_shape, together):
+    """Return the blocks that a rank received, and its own block as the others sent it back, times the step, summed."""
     ring = here(mesh_shape)
     mine = ring.owner(0)
     lengths = LENGTHS[: ring.num_steps]
     block = torch.arange(lengths[mine]) + 10 * mine
-    came, back = [], []
-    for stop, found in enumerate(iterate_blocks(block, lengths, ring)):
-        came.append(found.tolist())
-        if stop:
-            back.append(send_to_owner(found * stop, stop, lengths, ring)().tolist())
-    return [ring.owner(s) for s in range(ring.num_steps)], came, back
+    visits = plan_visits(ring, together)
+    came, back, sent = [], [], []
+    for visit, found in zip(visits, iterate_blocks(block, lengths, ring, visits), strict=True):
+        came += [b.tolist() for b in found]
+        if 0 not in visit:
+            results = [b * stop for b, stop in zip(found, visit, strict=True)]
+            back.append(sum_at_owners(results, visit, lengths, ring, torch.float64)().tolist())
+            sent.append(visit)
+    return [ring.owner(s) for s in range(ring.num_steps)], came, back, sent
 
 
+@pytest.mark.parametrize("together", [1, 2, 9])
 @pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)], ids=str)
-def test_blocks_return_to_their_owner(mesh):
+def test_blocks_return_to_their_owner(mesh, together):
     size = math.prod(mesh)
-    for rank, (owners, came, back) in enumerate(run_on_ranks(round_trip, size, mesh)):
+    for rank, (owners, came, back, sent) in enumerate(run_on_ranks(round_trip, size, mesh, together)):
         assert came == [[10 * o + i for i in range(LENGTHS[o])] for o in owners]
-        assert back == [[(10 * rank + i) * stop for i in range(LENGTHS[rank])] for stop in range(1, size)]
+        assert sum(sent, ()) == tuple(range(1, size))
+        assert len(sent) == (size - 1 if len(mesh) == 2 else -(-(size - 1) // together))
+        assert back == [[(10 * rank + i) * sum(visit) for i in range(LENGTHS[rank])] for visit in sent]
 
 
 def in_flight(mesh_shape):

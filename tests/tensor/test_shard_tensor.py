@@ -404,6 +404,19 @@ def backward_without_the_value():
     torch.testing.assert_close(grad.full_tensor(), field(4, 3) / 6)
     mean = pytest.approx(field(4, 3).square().mean().item())
     assert loss.item() == mean and loss._deferred is None
+    for read in (torch.no_grad, torch.inference_mode):  # the value has a graph wherever it was read
+        read_before, x.grad = (x * x).mean(), None
+        with read():
+            assert read_before.item() == mean
+        (read_before * 2).backward()
+        torch.testing.assert_close(x.grad.full_tensor(), field(4, 3) / 3)
+    loss = (x * x).mean()
+    assert torch.autograd.grad(loss, loss)[0].item() == 1.0
+    seed = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad((x * x).mean(), x, seed, create_graph=True)
+    torch.testing.assert_close(grad.full_tensor(), field(4, 3) / 2)
+    grad.sum().backward()
+    torch.testing.assert_close(seed.grad, field(4, 3).sum() / 6)
     copied = copy.deepcopy((x.detach() * 2).mean())
     assert copied.item() == pytest.approx(11.0)
     double = torch.autograd.grad((torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]).sum(), x)[0]

@@ -150,20 +150,11 @@ class Reduce(Collective):
         return None, *ReplicateIn.adjoint(ctx.groups, *grads)
 
 
-class StartReduce(Collective):
+class AttachReduced(Collective):
     @staticmethod
-    def forward(ctx, tensor, groups, started):
+    def forward(ctx, tensor, reduced, groups):
         ctx.groups = groups
-        for group in groups[:-1]:
-            tensor = collectives.all_reduce(tensor, group)
-        pending = collectives.start_all_reduce(tensor, groups[-1])
-        if pending.recv_buffers is not None:
-            started.append(pending)
-            return pending.recv_buffers.data  # the transport writes into the buffer, which must have no graph
-        out = torch.empty_like(tensor)
-        target = out.data
-        started.append(collectives.Pending((), (), lambda: target.copy_(pending.wait())))
-        return out
+        return reduced.data  # not `reduced` itself, of which C++ would return a view
 
     @staticmethod
     def backward(ctx, grad):

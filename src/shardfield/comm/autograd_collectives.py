@@ -26,6 +26,7 @@ from .._compat import flatten_tensors
 from ..errors import ShardingError
 from . import collectives, grad_deferral
 from .adjoints import (
+    AttachReduced,
     Exchange,
     Gather,
     GatherAllReplicateIn,
@@ -37,7 +38,6 @@ from .adjoints import (
     ReplicateOut,
     Shift,
     Split,
-    StartReduce,
     StartShift,
     ToPartial,
     local_slice,
@@ -73,14 +73,20 @@ def reduce(tensor: Tensor, groups: Groups) -> Tensor:
     return Reduce.apply(groups, tensor)[0] if groups else tensor
 
 
-def start_reduce(tensor: Tensor, groups: Groups) -> tuple[Tensor, collectives.Pending[Tensor]]:
-    """Start to reduce Partial -> Replicate. Return the result, valid once the second value was waited for.
+def start_reduce(tensor: Tensor, groups: Groups) -> collectives.Pending[Tensor]:
+    """Start to reduce Partial -> Replicate, without autograd; `attach_reduced` adds it.
 
     Every message is started here, so that a rank alone may wait. Over several groups, all but the last are waited for.
-    Adjoint: identity. It needs no wait.
     """
-    started: list[collectives.Pending[Tensor]] = []
-    return StartReduce.apply(tensor, groups, started), started[0]
+    tensor = tensor.detach()
+    for group in groups[:-1]:
+        tensor = collectives.all_reduce(tensor, group)
+    return collectives.start_all_reduce(tensor, groups[-1])
+
+
+def attach_reduced(tensor: Tensor, reduced: Tensor, groups: Groups) -> Tensor:
+    """Return `reduced`, the sum of `tensor` over the groups, as a function of `tensor`. Adjoint: identity."""
+    return AttachReduced.apply(tensor, reduced, groups) if tensor.requires_grad else reduced
 
 
 def reduce_with(tensor: Tensor, op: str, groups: Groups) -> Tensor:

@@ -1,7 +1,8 @@
 """Ring iteration: every rank visits the block of every rank of some mesh axes; the next blocks are in flight meanwhile.
 
 Blocks are flat tensors whose lengths all ranks know. Each block is received from its owner directly, so that delays do
-not accumulate. Over several mesh axes a block is forwarded along one axis after the other, so that only the groups of
+not accumulate. On one mesh axis a visit may take several blocks at once, which saves messages and kernels if they are
+small. Over several mesh axes a block is forwarded along one axis after the other, so that only the groups of
 the axes are needed. Only `gather_blocks` is differentiable: callers that accumulate blocks implement their own adjoint.
 """
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import runtime
 from . import autograd_collectives, collectives
 
-# Blocks in flight while one is computed with: a message may take as long as the computation with that many blocks.
+# Visits in flight while one is computed with: a message may take as long as the computation of that many visits.
 PREFETCH = 2
 
 
@@ -68,26 +70,71 @@ class Ring(NamedTuple):
         return self.position(self.offset(stop))
 
 
-def iterate_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> Iterator[Tensor]:
+Visit = tuple[int, ...]  # the steps whose blocks are used together
+
+
+def plan_visits(ring: Ring, together: int) -> tuple[Visit, ...]:
+    """Return the visits of a ring, this rank's own block first, then up to `together` blocks at once.
+
+    On several mesh axes every block is a visit of its own, as some blocks are forwarded.
+
+    >>> plan_visits(Ring((), (6,), (0,)), 3)
+    ((0,), (1, 2, 3), (4, 5))
+    """
+    together = together if len(ring.sizes) == 1 else 1
+    rest = range(1, ring.num_steps)
+    return (0,), *(tuple(rest[i : i + together]) for i in range(0, len(rest), together))
+
+
+def iterate_blocks(
+    block: Tensor, lengths: Sequence[int], ring: Ring, visits: Sequence[Visit] | None = None
+) -> Iterator[list[Tensor]]:
     """Yield every rank's flat block, this rank's own first; `lengths` are ordered by position on the ring.
 
-    Sends one block per step after the first. The next PREFETCH blocks are in flight while the caller computes with the
-    current one (on several axes perhaps only the next one: a block must be received before it can be forwarded).
+    Yields a list for each visit, by default of one block. A rank sends its block once per step after the first, in one
+    group of messages per visit. The next PREFETCH visits are in flight while the caller computes with the current one
+    (on several axes perhaps only the next one: a block must be received before it can be forwarded).
     """
+    visits = plan_visits(ring, 1) if visits is None else visits
     routes = [(0, 0, 0), *map(ring.route, range(1, ring.num_steps))]
     last = {source: stop for stop, (source, _, _) in enumerate(routes)}
-    to_send, in_flight, started = {0: block}, deque[Callable[[], Tensor]](), 1
-    for stop in range(ring.num_steps):
-        if stop:
-            block = in_flight.popleft()()
-            if stop in last:
-                to_send[stop] = block
-        while started < min(stop + 1 + PREFETCH, ring.num_steps) and routes[started][0] <= stop:
-            source, axis, step = routes[started]
-            sent = to_send[source] if started < last[source] else to_send.pop(source)
-            in_flight.append(_send_recv(sent, lengths[ring.owner(started)], step, ring, axis))
+    to_send, in_flight, started = {0: block}, deque[Callable[[], list[Tensor]]](), 1
+    blocks = [block]
+    for number, steps in enumerate(visits):
+        if number:
+            blocks = in_flight.popleft()()
+            to_send.update((stop, received) for stop, received in zip(steps, blocks, strict=True) if stop in last)
+        while started < min(number + 1 + PREFETCH, len(visits)) and routes[visits[started][0]][0] in to_send:
+            (source, axis), peers = routes[visits[started][0]][:2], []
+            for stop in visits[started]:
+                peers.append((routes[stop][2], lengths[ring.owner(stop)]))
+            sent = to_send.pop(source) if last[source] in visits[started] else to_send[source]
+            in_flight.append(_send_recv([sent] * len(peers), peers, ring, axis))
             started += 1
-        yield block
+        yield blocks
+
+
+def sum_at_owners(
+    results: Sequence[Tensor], visit: Visit, lengths: Sequence[int], ring: Ring, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """Start sending flat results for the blocks of a visit to the owners of these blocks.
+
+    Calling the returned function waits for the results that other ranks send for this rank's block, and returns their
+    sum in `dtype`.
+    """
+    if len(visit) == 1:
+        received = send_to_owner(results[0], visit[0], lengths, ring)
+        return lambda: received().to(dtype)
+    own, traced = lengths[ring.owner(0)], runtime.active.tracer is not None
+    into = None if traced else results[0].new_empty(len(visit), own)
+    buffers = None if into is None else into.unbind()
+    pending = _send_recv(results, [(-stop, own) for stop in visit], ring, 0, buffers)
+
+    def land() -> Tensor:
+        received = pending()
+        return (torch.stack(received) if into is None else into).sum(0, dtype=dtype)
+
+    return land
 
 
 def send_to_owner(result: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
@@ -103,18 +150,26 @@ def send_to_owner(result: Tensor, stop: int, lengths: Sequence[int], ring: Ring)
         axis, *rest = remaining
         step, back[axis] = back[axis], 0
         # The received payload is for the rank that is still `back` away along the remaining axes.
-        pending = _send_recv(payload, lengths[ring.position(back)], -step, ring, axis)
-        return pending if not rest else lambda: start(pending(), rest)()
+        pending = _send_recv([payload], [(-step, lengths[ring.position(back)])], ring, axis)
+        return lambda: start(pending()[0], rest)() if rest else pending()[0]
 
     return start(result, axes)
 
 
-def _send_recv(block: Tensor, length: int, step: int, ring: Ring, axis: int) -> Callable[[], Tensor]:
-    """Start sending a block to the coord `step` ahead on an axis and receiving one of `length` from `step` behind."""
+def _send_recv(
+    blocks: Sequence[Tensor],
+    peers: Sequence[tuple[int, int]],
+    ring: Ring,
+    axis: int,
+    into: Sequence[Tensor] | None = None,
+) -> Callable[[], list[Tensor]]:
+    """Start one group of messages: for each (step, length) of `peers`, send a block `step` coords ahead on an axis and
+    receive one of `length` from `step` coords behind.
+    """
     size, coord = ring.sizes[axis], ring.coords[axis]
-    to, source = (coord + step) % size, (coord - step) % size
-    pending = collectives.start_sends([(to, block)], [(source, (length,))], ring.groups[axis], block)
-    return lambda: pending.wait()[0]
+    sends = [((coord + step) % size, block) for block, (step, _) in zip(blocks, peers, strict=True)]
+    receives = [((coord - step) % size, (length,)) for step, length in peers]
+    return collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into).wait
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:

@@ -189,7 +189,8 @@ def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
     """Return the transport of the next message of a group. All ranks of the group call it: the first call may probe."""
     rt = runtime.active
     if not torch.compiler.is_dynamo_compiling() and get_ident() != rt.thread:
-        _enter_thread(rt)
+        if get_ident() != rt.engine_thread or not inside_backward():
+            _enter_thread(rt)
     rt.messages += 1
     if rt.before_collective is not None:
         rt.before_collective(group)
@@ -237,6 +238,8 @@ def _enter_thread(rt: runtime.Runtime) -> None:
             "threads would be mixed up, in an order that differs from rank to rank. Communicate from one thread: the "
             "main thread, or the one that calls DistributedManager.initialize()"
         )
+    else:
+        rt.engine_thread = get_ident()
 
 
 def _backend_serves_cpu(group: ProcessGroup, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
 from .._compat import autocast_on, autocast_state
@@ -47,7 +48,7 @@ class BoundPlan:
         "first_layout",
         "arg_style",
         "finish",
-        "partial_layout",
+        "sum_groups",
         "single_rank",
     )
 
@@ -56,10 +57,10 @@ class BoundPlan:
         self.layout: Any = plan.layout
         returns_new = plan.view.returns is Returns.NEW
         self.finish: Any = None if returns_new else BoundPlan._wrap_view  # in the place of `wrap`
-        self.partial_layout: Any = None
+        self.sum_groups: tuple[ProcessGroup, ...] = ()
         if returns_new and is_single_sum(plan.layout):
-            self.finish, self.partial_layout = BoundPlan._start_sum, plan.layout
-            self.layout = self.partial_layout.with_partial(())
+            self.finish, self.sum_groups = BoundPlan._start_sum, process_groups(self.layout, self.layout.partial_axes)
+            self.layout = self.layout.with_partial(())
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and returns_new
         self.first_layout = tensors[0].layout if tensors else None
@@ -100,27 +101,23 @@ class BoundPlan:
     def _find_arg_style(self, count: int) -> tuple[str, tuple]:
         """Return how `local` takes its arguments: tensors first ("each"), as one list ("list"), or by slots ("")."""
         in_order = tuple((True, i) for i in range(count))
-        if self.targets or self.grad_sums or not isinstance(self.layout, Layout):
-            return "", ()
         if tuple(self.slots[:count]) == in_order and not any(is_tensor for is_tensor, _ in self.slots[count:]):
             return "each", tuple(value for _, value in self.slots[count:])
         return ("list", ()) if self.slots == [(True, in_order)] else ("", ())
 
     def run(self, locals_: list[Tensor], source: Any) -> Any:
         """Return the result for these local tensors; a view result is a view of the argument `source`."""
-        if self.arg_style == "each":  # no communication: most calls
-            out = self.local(*locals_, *self.extra_args) if self.extra_args else self.local(*locals_)
-            return self._wrap_result(out, self.layout, locals_[0], source)
         base = locals_[0]
-        if self.arg_style == "list":
-            return self._wrap_result(self.local(locals_), self.layout, base, source)
         for i, now, target in self.targets:
             locals_[i] = redistribute(locals_[i], now, target)
         for over, which in self.grad_sums:
-            for i, entered in zip(
-                which, autograd_collectives.replicate_in([locals_[i] for i in which], over), strict=True
-            ):
-                locals_[i] = entered
+            entered = autograd_collectives.replicate_in([locals_[i] for i in which], over)
+            for i, tensor in zip(which, entered, strict=True):
+                locals_[i] = tensor
+        if self.arg_style == "each":
+            return self._wrap_results(self.local(*locals_, *self.extra_args), base, source)
+        if self.arg_style == "list":
+            return self._wrap_results(self.local(locals_), base, source)
         arguments = []
         for is_tensor, value in self.slots:
             if not is_tensor:
@@ -173,7 +170,7 @@ class BoundPlan:
 
     def _start_sum(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
         """Start the sum over ranks of a single number, so that a rank alone may read it: `if rank == 0: print`."""
-        return wrap_sum(out, self.partial_layout)
+        return wrap_sum(out, layout, self.sum_groups)
 
     def _view_again(self, source: ShardTensor, index: int | None) -> ShardTensor:
         """Run the plan again on the present value of `source`."""

@@ -211,14 +211,14 @@ def torch_dispatch(cls, func, types, args, kwargs):
 
 def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None:
     """Run backward from ShardTensors and plain tensors; redistribute initial gradients to the outputs' layouts."""
+    if inputs is not None:  # before the outputs: reading the local tensor of a sum in flight lands it
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        inputs = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     locals_, seeds = [], []
     for output, gradient in zip(outputs, gradients, strict=True):
         local, seed = seed_gradient(output, gradient)
         locals_.append(local)
         seeds.append(seed)
-    if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        inputs = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
 
 
@@ -235,7 +235,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     if gradient.shape != output.shape:
         raise RuntimeError(f"Mismatch in shape: gradient has {tuple(gradient.shape)}, output {tuple(output.shape)}")
     local, layout = as_operand(gradient, output._layout.mesh)
-    return output._local_for_backward(), redistribute(local, layout, output._grad_layout)
+    return output._local_tensor, redistribute(local, layout, output._grad_layout)
 
 
 def _connect(registry: runtime.Registry) -> None:

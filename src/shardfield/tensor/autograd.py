@@ -97,7 +97,7 @@ class LocalAutograd(LocalState):
         runtime.active.registry.run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
     def _local_for_backward(self) -> Tensor:
-        """Return the local tensor for its graph alone: a sum in flight is not waited for."""
+        """Return the tensor at which backward starts with a gradient of 1: a sum in flight is not waited for."""
         deferred = self._deferred
         return self._local_tensor if deferred is None or deferred.graph_local is None else deferred.graph_local
 

@@ -170,7 +170,8 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
             layout = layout_from_shapes(local_tensor, device_mesh, placed, sharding_shapes, global_shape)
         made = wrap(expose_local(local_tensor), layout)
         if is_single_sum(layout) and not local_tensor.is_inference():
-            made._reduced_cache = (local_tensor._version, wrap_sum(local_tensor, layout))
+            groups = process_groups(layout, layout.partial_axes)
+            made._reduced_cache = (local_tensor._version, wrap_sum(local_tensor, layout.with_partial(()), groups))
         return made
 
     @staticmethod
@@ -337,15 +338,14 @@ safe_globals.declare(rebuild)
 class StartedSum(Deferred):
     """The sum over ranks of a single number, in flight: a loss. Every rank has started it, so one alone may read it.
 
-    Backward does not wait for the sum: `graph_local` has the graph before it has the value.
+    The adjoint of the sum is the identity: backward starts at `graph_local`, this rank's part, without the sum.
     """
 
     graph_local: Tensor
 
-    def __init__(self, partial_sum: Tensor, layout: Layout):
-        groups = process_groups(layout, layout.partial_axes)
-        self.layout = layout.with_partial(())
-        self.graph_local, self._pending = autograd_collectives.start_reduce(partial_sum, groups)
+    def __init__(self, part: Tensor, layout: Layout, groups: autograd_collectives.Groups):
+        self.graph_local, self.layout, self._groups = part, layout, groups
+        self._pending = autograd_collectives.start_reduce(part, groups)
 
     @property
     def requires_grad(self) -> bool:
@@ -353,9 +353,9 @@ class StartedSum(Deferred):
 
     def materialize(self) -> ShardTensor:
         """Wait for the sum. Sends nothing."""
-        with torch.inference_mode(self.graph_local.is_inference()):  # landing may write into it
-            self._pending.wait()
-        return wrap(self.graph_local, self.layout)
+        with torch.inference_mode(self.graph_local.is_inference()):  # False records a graph, also inside no_grad
+            reduced = autograd_collectives.attach_reduced(self.graph_local, self._pending.wait(), self._groups)
+        return wrap(reduced, self.layout)
 
 
 def is_single_sum(layout: Any) -> bool:
@@ -372,9 +372,8 @@ def _is_capturing(tensor: Tensor) -> bool:
     return getattr(torch.get_device_module(tensor.device), "is_current_stream_capturing", bool)()
 
 
-def wrap_sum(partial_sum: Tensor, layout: Layout) -> ShardTensor:
-    """Return the sum of a single number over the Partial axes of `layout`. Its message starts here."""
-    groups = process_groups(layout, layout.partial_axes)
-    if not groups or runtime.active.tracer is not None or _is_capturing(partial_sum):
-        return wrap(autograd_collectives.reduce(partial_sum, groups), layout.with_partial(()))
-    return wrap_deferred(StartedSum(partial_sum, layout), partial_sum.dtype, partial_sum.device)
+def wrap_sum(part: Tensor, layout: Layout, groups: autograd_collectives.Groups) -> ShardTensor:
+    """Return the sum of a single number over the groups, in `layout`. Its message starts here."""
+    if not groups or runtime.active.tracer is not None or _is_capturing(part):
+        return wrap(autograd_collectives.reduce(part, groups), layout)
+    return wrap_deferred(StartedSum(part, layout, groups), part.dtype, part.device)

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from shardfield import ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.attention import ring as ring_attention
-from shardfield.ops.attention import strategy
+from shardfield.ops.attention import ring, strategy
 from shardfield.ops.attention.block_kernels import FlashCpu
 from shardfield.testing import run_on_ranks
 from tests.harness import T, check_case, draw_layout, local_shard, to_full_tensor, world_mesh
@@ -56,9 +56,12 @@ class Metered:
 
 
 @contextmanager
-def preferring(way):
-    """Choose the strategy with `way` in its summary, where there is one, inside the context."""
-    price = strategy.estimate_cost
+def preferring(way, visit_bytes=ring.VISIT_BYTES):
+    """Choose the strategy with `way` in its summary, where there is one, inside the context.
+
+    A ring visits at most `visit_bytes` of keys and values together: 0 is one block.
+    """
+    price, limit, ring.VISIT_BYTES = strategy.estimate_cost, ring.VISIT_BYTES, visit_bytes
 
     def cost(found, *args):
         return price(found, *args) - (1e15 if way in found.summary else 0)
@@ -68,7 +71,7 @@ def preferring(way):
         with runtime.fresh():  # plans of other calls follow the true costs
             yield
     finally:
-        strategy.estimate_cost = price
+        strategy.estimate_cost, ring.VISIT_BYTES = price, limit
 
 
 LENGTHS = (5, 9, 0, 10)
@@ -99,9 +102,13 @@ def test_ring_sends_keys_and_values_to_every_rank_once():
     assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values per rank
 
 
-@preferring("ring")
-def sent_before_work():
-    """Return, on each rank, the number of messages sent before each block was computed, forward and backward."""
+def sent_before_work(visit_bytes):
+    """Return, on each rank, the number of messages sent before each visit was computed, forward and backward."""
+    with preferring("ring", visit_bytes):
+        return count_sent_before_work()
+
+
+def count_sent_before_work():
     mesh = world_mesh((4,))
     q, k, v = (held(x, mesh, [Shard(2)]) for x in drawn(*[(2, 3, 24, 8)] * 3))
     found: list[list[int]] = []
@@ -123,8 +130,11 @@ def sent_before_work():
 
 
 def test_messages_overlap_computation():
-    # Two blocks are prefetched; in backward also the gradients of earlier blocks are in flight.
-    assert run_on_ranks(sent_before_work, 4) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
+    # Two visits are prefetched; in backward also the gradients of earlier blocks are in flight.
+    block = 2 * 2 * 3 * 6 * 8 * 8  # bytes of keys and values of a rank
+    assert run_on_ranks(sent_before_work, 4, 0) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
+    assert run_on_ranks(sent_before_work, 4, 2 * block) == [[[3, 3, 3], [3, 3, 5]]] * 4
+    assert run_on_ranks(sent_before_work, 4, 3 * block) == [[[3, 3], [3, 3]]] * 4  # two kernels
 
 
 def local_traffic(placements, mesh_shape):
@@ -238,7 +248,7 @@ def test_cheapest_strategy_is_chosen_and_explained(way, shapes, placements):
     assert run_on_ranks(way_of, 4, shapes, placements, (4,), {}) == [f"rule: {way}"] * 4
 
 
-def forced(way, mesh_shape, tensors, kwargs, layouts):
+def forced(way, mesh_shape, tensors, kwargs, layouts, visit_bytes=ring.VISIT_BYTES):
     """Return, on each rank, failures of a row whose calls are forced to one strategy, and how many used it."""
     taken = [0]
 
@@ -248,7 +258,7 @@ def forced(way, mesh_shape, tensors, kwargs, layouts):
         taken[0] += any(way in r.ending for r in report.rows)
         return out
 
-    with preferring(way):
+    with preferring(way, visit_bytes):
         asked = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
         return check_case(asked, mesh_shape), taken[0]
 
@@ -271,6 +281,13 @@ def test_every_strategy(way, what, mesh):
     told = run_on_ranks(forced, math.prod(mesh), way, mesh, *FORCED[what], 6, timeout=60)
     assert not [c for complaints, _ in told for c in complaints]
     assert way == "heads" or all(taken for _, taken in told)
+
+
+@pytest.mark.parametrize("what", ["self", "causal", "groups"])
+def test_ring_of_single_blocks(what):
+    told = run_on_ranks(forced, 3, "ring", (3,), *FORCED[what], 6, 0, timeout=60)
+    assert not [c for complaints, _ in told for c in complaints]
+    assert all(taken for _, taken in told)
 
 
 # ---------------------------------------------------------------------- memory

@@ -1,8 +1,8 @@
 """Attention kernels for one block of rows and columns: torch's fused kernels, and plain math as the fallback.
 
 The forward of a kernel returns `(out, lse)`, with the log-sum-exp of each row, for some rows against some columns.
-Blocks of columns are combined by their lse. The backward takes the out and lse of the full row and returns the exact
-gradients of this block. Tensors are (batch, heads, rows, features) with equal batch and heads, and no dim is empty.
+Blocks of columns are combined by their lse. The backward takes the out and lse of the full row (0 where it attends to
+no column: -inf - -inf would be NaN) and returns the exact gradients of this block. Tensors are (batch, heads, rows, features) with equal batch and heads, and no dim is empty.
 `bias` broadcasts to the scores or is None. `causal` means that row i attends to columns 0 to i of this block, which is
 square.
 """
@@ -99,7 +99,7 @@ class FlashCpu:
         return _clear_masked_rows(out, lse, bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
-        grads = flash_cpu_backward(grad, q, k, v, out, neg_inf_to_zero(lse), 0.0, causal, attn_mask=bias, scale=scale)
+        grads = flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return BlockGrads(*grads)
 
 
@@ -113,9 +113,8 @@ class FlashCuda:
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         state = torch.zeros(2, dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
         rows, columns = q.shape[-2], k.shape[-2]
-        lse = neg_inf_to_zero(lse).contiguous()
         grads = flash_cuda_backward(
-            grad, q, k, v, out, lse, None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
+            grad, q, k, v, out, lse.contiguous(), None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
         )
         return BlockGrads(*grads)
 
@@ -141,7 +140,7 @@ class EfficientCuda:
             return BlockGrads(*(g.to(half) for g in grads[:3]))
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         # The kernel reads lse in blocks of 32 rows.
-        lse = F.pad(neg_inf_to_zero(lse), (0, -q.shape[-2] % 32), value=math.inf).contiguous()
+        lse = F.pad(lse, (0, -q.shape[-2] % 32), value=math.inf).contiguous()
         needs_grad = [True, True, True, False]
         grads = efficient_cuda_backward(
             grad, q, k, v, _align_bias(bias, q, k), out, lse, state, state, 0.0, needs_grad, causal, scale=scale
@@ -201,7 +200,7 @@ class MathKernel:
             rows = slice(first, last)
             g = grad[..., rows, :].to(dtype)
             scores = self._scores(q, k, bias, causal, scale, first, last)
-            weights = (scores - neg_inf_to_zero(lse[..., rows]).unsqueeze(-1)).exp()
+            weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
             dweights = g @ v_.mT
             dropped = weights
             if self.dropout_mask_fn is not None:

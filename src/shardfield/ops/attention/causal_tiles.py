@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ...layout import Span, balanced, starts
 
 Spans = tuple[Span, ...]
@@ -29,6 +31,10 @@ class Tile(NamedTuple):
         """Return the number of scores computed."""
         height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return height * (height + 1) / 2 if self.causal else height * width
+
+    def covers(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether the tile has all rows of `q` and all columns of `k`."""
+        return self.rows == (0, q.shape[-2]) and self.columns == (0, k.shape[-2])
 
 
 def total_length(spans: Spans) -> int:

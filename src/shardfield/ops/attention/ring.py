@@ -1,8 +1,9 @@
 """Ring attention: each rank keeps its queries, and blocks of keys and values circulate around a ring of ranks.
 
 The result of each block is combined with the others by log-sum-exp. A rank holds a few blocks of keys and values at a
-time (its own, the one in use, two in flight), for any number of ranks. Received blocks are not saved for backward,
-which circulates them again and sends the gradient of each block to its owner.
+time (its own, the one in use, two in flight), for any number of ranks. Blocks that are too small for a kernel of their
+own are visited together (`blocks_together`). Received blocks are not saved for backward, which circulates them again
+and sends the gradient of each block to its owner.
 """
 
 from __future__ import annotations
@@ -17,13 +18,29 @@ from torch import Tensor
 
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
-from ...comm.ring import Ring, gather_blocks, iterate_blocks, pack, send_to_owner, unpack
+from ...comm.ring import Ring, Visit, gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
 from ...layout import Span
 from ...triton_kernels import fold as fused
 from ..elementwise.random import uniform_at
 from . import block_kernels
 from .block_kernels import neg_inf_to_zero
 from .causal_tiles import Spans, Tile, total_length
+
+
+# Work of a visit that is worth its launches and messages, which take the host about a millisecond, and the most bytes
+# of keys and values that are visited together.
+VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
+VISIT_BYTES = 1 << 26
+
+
+def blocks_together(device: str, flops: float, nbytes: float) -> int:
+    """Return how many blocks of a ring to visit at once, by the work with one block and its size.
+
+    >>> blocks_together("cuda", 3.4e10, 8 << 20), blocks_together("cuda", 6e11, 8 << 20)
+    (8, 1)
+    """
+    wanted = VISIT_FLOPS.get(device, VISIT_FLOPS["cuda"]) / max(flops, 1.0)
+    return max(1, int(min(wanted, VISIT_BYTES / max(nbytes, 1.0))))
 
 
 class Dropout(NamedTuple):
@@ -35,13 +52,15 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The work of one rank: the ring, the tiles of each step's block that it computes, and the reductions afterwards.
+    """The work of one rank: the ring, the tiles of each visit's blocks that it computes, and the reductions afterwards.
 
-    rows: global indices of this rank's queries. columns: global indices of the keys of each ring position. tiles: tiles
-    of each step. merge: groups whose ranks hold other keys for the same queries.
+    visits: the steps of the ring whose blocks are used together. rows: global indices of this rank's queries. columns:
+    global indices of the keys of each ring position. tiles: tiles of each visit. merge: groups whose ranks hold other
+    keys for the same queries.
     """
 
     ring: Ring
+    visits: tuple[Visit, ...]
     rows: Spans
     columns: tuple[Spans, ...]
     tiles: tuple[tuple[Tile, ...], ...]
@@ -54,6 +73,10 @@ class RingPlan:
     def scores(self) -> float:
         """Return the number of scores per head that this rank computes."""
         return sum(tile.area for tiles in self.tiles for tile in tiles)
+
+    def visit_columns(self, visit: Visit) -> Spans:
+        """Return the global indices of the keys of a visit."""
+        return tuple(span for step in visit for span in self.columns[self.ring.owner(step)])
 
     @property
     def origin(self) -> int:
@@ -101,17 +124,20 @@ class _RingAttention(adjoints.Collective):
 
 
 def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the keys and values of every rank of the ring, in one message for both."""
+    """Yield the keys and values of each visit, in one message per block for both."""
     if plan.ring.num_steps == 1:
         yield k, v
         return
-    flat = iterate_blocks(pack([k, v]), _packed_sizes(plan, k, v), plan.ring)
+    flat = iterate_blocks(pack([k, v]), _packed_sizes(plan, k, v), plan.ring, plan.visits)
     next(flat)  # starts communication, which overlaps with the work on the own block
     yield k, v
-    for step, block in enumerate(flat, 1):
-        shapes = _kv_shapes(plan, plan.ring.owner(step), k, v)
-        tensors = unpack(block, shapes)
-        yield tensors[0], tensors[1]
+    for visit, blocks in zip(plan.visits[1:], flat, strict=True):
+        pairs = [
+            unpack(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
+            for step, block in zip(visit, blocks, strict=True)
+        ]
+        ks, vs = zip(*pairs, strict=True)
+        yield (ks[0], vs[0]) if len(visit) == 1 else (torch.cat(ks, -2), torch.cat(vs, -2))
 
 
 def _kv_shapes(plan: RingPlan, position: int, k: Tensor, v: Tensor) -> list[list[int]]:
@@ -183,12 +209,12 @@ def _dropout_mask_fn(
 
 
 class _TileOperands:
-    """The tiles of one step's block, with the operands of each."""
+    """The tiles of one visit's blocks, with the operands of each."""
 
-    def __init__(self, plan: RingPlan, step: int, q, k, v, mask, head_index, key, bias_grad: bool):
-        self.plan, self.tiles, self.bias_grad = plan, plan.tiles[step], bias_grad
+    def __init__(self, plan: RingPlan, number: int, q, k, v, mask, head_index, key, bias_grad: bool):
+        self.plan, self.tiles, self.bias_grad = plan, plan.tiles[number], bias_grad
         self.q, self.k, self.v, self.mask = q, k, v, mask
-        self.columns = plan.columns[plan.ring.owner(step)]
+        self.columns = plan.visit_columns(plan.visits[number])
         self.dropout_mask_fn = (
             _dropout_mask_fn(plan, head_index, key, self.columns, collectives.accumulate_dtype(q.dtype))
             if plan.dropout is not None
@@ -220,8 +246,8 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Te
     dtype = collectives.accumulate_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=dtype)
-    for step, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
-        for tile, kernel, (qt, kt, vt, bias) in _TileOperands(plan, step, q, kb, vb, mask, head_index, key, False):
+    for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
+        for tile, kernel, (qt, kt, vt, bias) in _TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):
             block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
             rows = slice(*tile.rows)
             accumulate_block(out[..., rows, :], lse[..., rows], block_out, block_lse)
@@ -262,38 +288,57 @@ def _backward(
 ) -> list[Tensor | None]:
     dtype = collectives.accumulate_dtype(q.dtype)
     grad = grad.contiguous()
+    lse = neg_inf_to_zero(lse)
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dmask = torch.zeros_like(mask, dtype=dtype, memory_format=torch.contiguous_format) if needs_grad[3] else None
     block_sizes = _packed_sizes(plan, k, v)
     send_back = plan.ring.num_steps > 1 and (needs_grad[1] or needs_grad[2])
     own_grad: Tensor | None = None
     in_flight: list[Callable[[], Tensor]] = []
-    for step, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
-        dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (kb, vb))
+    for number, (visit, (kb, vb)) in enumerate(zip(plan.visits, _kv_blocks(plan, k, v), strict=True)):
+        dk = dv = None
+        if not (len(plan.tiles[number]) == 1 and q.shape[0] and q.shape[1] and plan.tiles[number][0].covers(q, kb)):
+            dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (kb, vb))
         for tile, kernel, (qt, kt, vt, bias) in _TileOperands(
-            plan, step, q, kb, vb, mask, head_index, key, needs_grad[3]
+            plan, number, q, kb, vb, mask, head_index, key, needs_grad[3]
         ):
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             operands = grad[..., rows, :], qt, kt, vt, out[..., rows, :], lse[..., rows]
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
             dq[..., rows, :] += grads_of_tile.query
-            dk[..., columns, :] += _reduce_heads(grads_of_tile.key, kb)
-            dv[..., columns, :] += _reduce_heads(grads_of_tile.value, vb)
+            tile_dk, tile_dv = _reduce_heads(grads_of_tile.key, kb), _reduce_heads(grads_of_tile.value, vb)
+            if dk is None:
+                dk, dv = tile_dk, tile_dv
+            else:
+                dk[..., columns, :] += tile_dk
+                dv[..., columns, :] += tile_dv
             if dmask is not None:
                 assert grads_of_tile.bias is not None
-                target = _mask_tile(dmask, plan, tile, plan.columns[plan.ring.owner(step)])
+                target = _mask_tile(dmask, plan, tile, plan.visit_columns(visit))
                 target += grads_of_tile.bias.sum_to_size(target.shape)
-        if step == 0:
-            own_grad = pack([dk, dv])
+        if number == 0:
+            own_grad = pack([dk, dv]).to(dtype)
         elif send_back:
-            if in_flight:  # the gradient of the previous block was in flight during the work on this one
+            if in_flight:  # the gradients of the previous visit were in flight during the work on this one
                 own_grad += in_flight.pop()()
-            in_flight.append(send_to_owner(pack([dk, dv]).to(k.dtype), step, block_sizes, plan.ring))
+            parts = _split_by_owner(plan, visit, dk.to(k.dtype), dv.to(k.dtype))
+            in_flight.append(sum_at_owners(parts, visit, block_sizes, plan.ring, dtype))
     for wait in in_flight:
         own_grad += wait()
     dk, dv = unpack(own_grad, [k.shape, v.shape])
     grads = [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype)]
     return [g if w else None for g, w in zip(grads, needs_grad, strict=True)]
+
+
+def _split_by_owner(plan: RingPlan, visit: Visit, dk: Tensor, dv: Tensor) -> list[Tensor]:
+    """Return the gradients of the keys and values of each owner of a visit as one flat tensor."""
+    if len(visit) == 1:
+        return [pack([dk, dv])]
+    sizes = [total_length(plan.columns[plan.ring.owner(step)]) for step in visit]
+    if dk.shape == dv.shape and len(set(sizes)) == 1:  # one kernel
+        parts = torch.stack([t.unflatten(-2, (len(visit), -1)) for t in (dk, dv)]).movedim(-3, 0)
+        return list(parts.reshape(len(visit), -1).unbind())
+    return [pack(pair) for pair in zip(dk.split(sizes, -2), dv.split(sizes, -2), strict=True)]
 
 
 # ---------------------------------------------------------------------- double backward

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ..._compat import left_aligned
 from ...comm import autograd_collectives
-from ...comm.ring import Ring
+from ...comm.ring import Ring, plan_visits
 from ...comm.route import Route, tile_route
 from ...debug import explain
 from ...dispatch.arguments import to_full_tensor
@@ -34,8 +34,8 @@ from ...tensor import ShardTensor
 from .._common.probe import probe, stand_in
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import Coords, Spans, ZigzagExchange, causal_tiles, full_tiles, plan_zigzag
-from .ring import Dropout, RingPlan, attend
-from .strategy import Strategy, choose_strategy, is_zigzag
+from .ring import Dropout, RingPlan, attend, blocks_together
+from .strategy import Strategy, choose_strategy, is_zigzag, mean_local_numel
 
 
 @rule("scaled_dot_product_attention")
@@ -228,12 +228,19 @@ class _BlockwiseAttention:
         )
         positions = [_replace_coords(computed.coords, ring_axes, at) for at in product(*(range(n) for n in ring.sizes))]
         local_rows, ring_columns = rows_by_coords[computed.coords], tuple(columns_by_coords[c] for c in positions)
+        together = 1
+        if mask is None:  # the columns of a mask are in the order of single blocks
+            together = blocks_together(mesh.device_type, *_block_work(strategy, is_causal, dtype))
+        visits = plan_visits(ring, together)
         tiles = tuple(
-            (causal_tiles if is_causal else full_tiles)(local_rows, ring_columns[ring.owner(s)])
-            for s in range(ring.num_steps)
+            (causal_tiles if is_causal else full_tiles)(
+                local_rows, tuple(span for step in visit for span in ring_columns[ring.owner(step)])
+            )
+            for visit in visits
         )
         self.plan = RingPlan(
             ring,
+            visits,
             local_rows,
             ring_columns,
             tiles,
@@ -261,6 +268,13 @@ class _BlockwiseAttention:
         for e in reversed(self.exchanges):
             out = autograd_collectives.exchange(out, e.inverse_route, e.group)
         return out.reshape(*lead, out.shape[-2], features)
+
+
+def _block_work(strategy: Strategy, is_causal: bool, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the operations of a rank with one block of a ring, and the bytes of the block. Equal on all ranks."""
+    queries, keys, values = (mean_local_numel(x) for x in (strategy.query, strategy.key, strategy.value))
+    columns = strategy.key.shape[-2] / math.prod(strategy.key.mesh.size(a) for a in (*strategy.merge, *strategy.ring))
+    return 4 * queries * columns / (1 + is_causal), (keys + values) * dtype.itemsize
 
 
 def _row_spans(layout: Layout, coords: Coords) -> Spans:

@@ -284,17 +284,17 @@ def estimate_cost(
     )
     total += redistribute_bytes(strategy.computed, strategy.result, item)
     q, o, kv = (
-        _mean_local_numel(strategy.query) * item,
-        _mean_local_numel(strategy.computed) * item,
-        (_mean_local_numel(strategy.key) + _mean_local_numel(strategy.value)) * item,
+        mean_local_numel(strategy.query) * item,
+        mean_local_numel(strategy.computed) * item,
+        (mean_local_numel(strategy.key) + mean_local_numel(strategy.value)) * item,
     )
     if strategy.gather:
         gathers = math.prod(mesh.size(a) for a in strategy.gather)
         total += (gathers - 1) * kv + MESSAGE_COST * len(strategy.gather)
         kv *= gathers
-    if kv > max(q + o, (_mean_local_numel(key.layout) + _mean_local_numel(value.layout)) * item):
+    if kv > max(q + o, (mean_local_numel(key.layout) + mean_local_numel(value.layout)) * item):
         total += MEMORY_WEIGHT * max(0, kv - FREE_MEMORY)  # a rank would hold more than its share
-    if q + o > max(kv, 2 * _mean_local_numel(query.layout) * item):
+    if q + o > max(kv, 2 * mean_local_numel(query.layout) * item):
         total += MEMORY_WEIGHT * (q + o)
     for axis in strategy.merge:
         merged_bytes = o / item * max(4, item) * (1 + 2 / max(1, shapes.value_features))
@@ -322,7 +322,7 @@ def _redistributions(strategy: Strategy, query, key, value, mask) -> list[tuple[
     return [*pairs, (mask, strategy.mask)] if mask is not None and strategy.mask is not None else pairs
 
 
-def _mean_local_numel(layout: Layout) -> float:
+def mean_local_numel(layout: Layout) -> float:
     """Return the average number of elements on a rank; costs must be equal on all ranks."""
     return layout.numel / math.prod(layout.mesh.size(a) for a in layout.shard_axes)
 
@@ -335,7 +335,7 @@ def redistribute_bytes(source: Layout, target: Layout, item: int) -> float:
     for step in steps(source, target):
         changed = [a for a, (p, n) in enumerate(zip(current.placements, step.after.placements, strict=True)) if p != n]
         size = math.prod(source.mesh.size(a) for a in changed)
-        local_bytes = _mean_local_numel(current) * item
+        local_bytes = mean_local_numel(current) * item
         if step.name == "gather":
             total += (size - 1) * (local_bytes + MESSAGE_COST)
         elif step.name == "swap":

@@ -65,10 +65,12 @@ def _grad(
     seeds = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
     if is_grads_batched:
         return _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize_grads)
+    # Inputs first: reading the local tensor of a sum in flight lands it.
+    locals_ = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     pairs = [seed_gradient(o, s) for o, s in zip(outputs, seeds, strict=True)]
     grads = torch.autograd.grad(
         [local for local, _ in pairs],
-        [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs],
+        locals_,
         [seed for _, seed in pairs],
         retain_graph=retain_graph,
         create_graph=create_graph,
