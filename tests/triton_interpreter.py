@@ -35,7 +35,10 @@ class Pointer:
         assert bool(((place[mask] >= 0) & (place[mask] < self.memory.numel())).all())
         return torch.where(mask, self.memory[torch.where(mask, place, 0)], other).as_subclass(Block)
 
-    def store(self, block, mask):
+    def store(self, block, mask=None):
+        if mask is None:
+            self.memory[self.offset] = block.as_subclass(torch.Tensor)
+            return
         mask, place = torch.broadcast_tensors(mask, torch.as_tensor(self.offset))
         self.memory[place[mask].as_subclass(torch.Tensor)] = block[mask].as_subclass(torch.Tensor)
 
@@ -57,7 +60,7 @@ class Language:
     """Emulate the part of triton.language that the kernels use, for one program of the grid."""
 
     int32, int64, float32, float64, constexpr = torch.int32, torch.int64, torch.float32, torch.float64, None
-    static_range, exp, log = range, torch.exp, torch.log
+    static_range, exp, log, sqrt = range, torch.exp, torch.log, torch.sqrt
     debug_barrier = staticmethod(lambda: None)
 
     def __init__(self, *ids):
@@ -68,8 +71,9 @@ class Language:
     where = staticmethod(lambda mask, a, b: torch.where(mask, a, b))
     max = staticmethod(lambda x, dim: x.amax(dim))
     min = staticmethod(lambda x, dim: x.amin(dim))
+    sum = staticmethod(lambda x, dim: x.sum(dim))
     load = staticmethod(lambda pointer, mask=None, other=0: pointer.load(mask, other))
-    store = staticmethod(lambda pointer, block, mask: pointer.store(block, mask))
+    store = staticmethod(lambda pointer, block, mask=None: pointer.store(block, mask))
 
     @staticmethod
     def minimum(a, b):

@@ -25,7 +25,7 @@ class Deferred(WriteObserver):
     """
 
     layout: Layout  # of the value
-    graph_local: Tensor | None = None  # the local tensor, if its graph is recorded before its value is computed
+    graph_local: Tensor | None = None  # where backward starts, if it does not need the value
     volatile = False  # computed at every read, not once
     version: Any = 0
 

@@ -2,7 +2,8 @@
 
 The forward of a kernel returns `(out, lse)`, with the log-sum-exp of each row, for some rows against some columns.
 Blocks of columns are combined by their lse. The backward takes the out and lse of the full row (0 where it attends to
-no column: -inf - -inf would be NaN) and returns the exact gradients of this block. Tensors are (batch, heads, rows, features) with equal batch and heads, and no dim is empty.
+no column: -inf - -inf would be NaN) and returns the exact gradients of this block. Tensors are (batch, heads, rows,
+features) with equal batch and heads, and no dim is empty.
 `bias` broadcasts to the scores or is None. `causal` means that row i attends to columns 0 to i of this block, which is
 square.
 """

@@ -26,7 +26,6 @@ from . import block_kernels
 from .block_kernels import neg_inf_to_zero
 from .causal_tiles import Spans, Tile, total_length
 
-
 # Work of a visit that is worth its launches and messages, which take the host about a millisecond, and the most bytes
 # of keys and values that are visited together.
 VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
@@ -336,8 +335,8 @@ def _split_by_owner(plan: RingPlan, visit: Visit, dk: Tensor, dv: Tensor) -> lis
         return [pack([dk, dv])]
     sizes = [total_length(plan.columns[plan.ring.owner(step)]) for step in visit]
     if dk.shape == dv.shape and len(set(sizes)) == 1:  # one kernel
-        parts = torch.stack([t.unflatten(-2, (len(visit), -1)) for t in (dk, dv)]).movedim(-3, 0)
-        return list(parts.reshape(len(visit), -1).unbind())
+        parts = [t.unflatten(-2, (len(visit), -1)).movedim(-3, 0) for t in (dk, dv)]
+        return list(torch.stack(parts, 1).view(len(visit), -1).unbind())
     return [pack(pair) for pair in zip(dk.split(sizes, -2), dv.split(sizes, -2), strict=True)]
 
 

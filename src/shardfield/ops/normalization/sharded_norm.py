@@ -21,6 +21,7 @@ from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups
 from ...layout import Layout
+from ...triton_kernels import norm_stats
 from .._common.autocast import HALF_DTYPES, autocast_disabled
 from .stat_groups import BatchStats, RowStats, StatGrouping
 
@@ -75,6 +76,9 @@ class ShardedNorm:
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
         scheme, v = self.scheme, self.view(input)
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        if self.has_kernels(v, weight, bias):
+            return self.forward_fused(ctx, input, v, weight, bias)
         center = shift = None
         if self.centered:
             center, off, mean, variance = scheme.moments(v)
@@ -86,9 +90,24 @@ class ShardedNorm:
             mean = torch.zeros_like(variance)
         rstd = (variance + self.eps).rsqrt_().to(v.dtype)
         ctx.save_for_backward(input, weight, center, shift, rstd)
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         out = self.apply_affine(off, shift, rstd, weight, bias)
         return shaped(out, input.shape, self.result), mean, variance
+
+    def has_kernels(self, v: Tensor, *parameters: Tensor | None) -> bool:
+        """Return whether Triton kernels compute what is small: fewer launches, the same messages."""
+        rows = self.scheme.kernel_rows
+        return rows is not None and v.numel() > 0 and norm_stats.supports(rows, v, *parameters)
+
+    def forward_fused(self, ctx: Any, input: Tensor, v: Tensor, weight: Tensor | None, bias: Tensor | None):
+        rows = self.scheme.kernel_rows
+        assert rows is not None
+        variance, center = torch.var_mean(v, self.scheme.moment_dims, correction=0, keepdim=True)
+        sums = self.sum_over_ranks(norm_stats.pack_moments(rows, center, variance, self.scheme.count))
+        finished = norm_stats.finish_moments(rows, sums, center, weight, bias, self.eps)
+        mean, variance, shift, rstd, scale, offset = finished
+        ctx.save_for_backward(input, weight, center, shift, rstd)
+        off = v - center
+        return shaped(torch.addcmul(offset, off, scale, out=off), input.shape, self.result), mean, variance
 
     def apply_affine(self, off: Tensor, shift: Tensor | None, rstd: Tensor, weight, bias) -> Tensor:
         """Return (off + shift) * rstd * weight + bias, written to `off` if there is a shift."""
@@ -110,18 +129,32 @@ class ShardedNorm:
         scheme, v = self.scheme, self.view(input)
         g = self.view(grad if grad.dtype is v.dtype else grad.to(v.dtype))
         off = v if center is None else v - center
-        w = scheme.expand_param(weight, v.dtype)
         by_off = g * off
+        if center is not None and self.has_kernels(v, weight):
+            rows = scheme.kernel_rows
+            assert rows is not None
+            sums = norm_stats.pack_sums(rows, scheme.sum_inner(g), scheme.sum_inner(by_off), shift, rstd, weight)
+            stats, params = self.all_reduce_packed(sums, want_input, want_weight or want_bias)
+            grad_input = None
+            if want_input:
+                scale, slope, offset = norm_stats.spread_sums(rows, stats, shift, rstd, weight)
+                grad_input = torch.addcmul(offset, off, slope, out=off).addcmul_(g, scale)
+            return self.finish_grads(ctx, grad_input, params)
+        w = scheme.expand_param(weight, v.dtype)
         stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, rstd, w)
         stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
-        grad_input = grad_weight = grad_bias = None
-        if want_input:
-            grad_input = shaped(self.grad_input(g, off, stats, shift, rstd, w, by_off), input.shape, input.dtype)
-        if want_weight:
-            grad_weight = shaped(params[1], weight.shape, weight.dtype)
-        if want_bias:
-            grad_bias = shaped(params[0], *ctx.bias)
-        return grad_input, grad_weight, grad_bias
+        grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off) if want_input else None
+        return self.finish_grads(ctx, grad_input, params)
+
+    def finish_grads(self, ctx: Any, grad_input: Tensor | None, params: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the wanted gradients in the shapes and dtypes of their tensors."""
+        input, weight = ctx.saved_tensors[:2]
+        _, _, want_weight, want_bias = ctx.needs_input_grad
+        return (
+            None if grad_input is None else shaped(grad_input, input.shape, input.dtype),
+            shaped(params[1], weight.shape, weight.dtype) if want_weight else None,
+            shaped(params[0], *ctx.bias) if want_bias else None,
+        )
 
     def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, rstd: Tensor, w, into: Tensor) -> Tensor:
         """Return (g * w - level / n - (off + shift) * rstd * slope / n) * rstd, written to `into`."""
@@ -172,6 +205,20 @@ class ShardedNorm:
             elif chosen:
                 values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
         return values
+
+    def all_reduce_packed(self, sums: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
+        """Apply `all_reduce_sums` to the buffer of `norm_stats.pack_sums`."""
+        rows = self.scheme.kernel_rows
+        assert rows is not None
+        if self.batch:
+            both = self.all_reduce_sums(sums.view(2, -1), sums, True, True)[0]
+            return [both, both]
+        number = 2 * rows.stats
+        if want_stats and want_params and all(of_stats and of_params for _, of_stats, of_params in self.grad_sums):
+            for group, _, _ in self.grad_sums:
+                sums = collectives.all_reduce_(sums, group)
+            return [sums[:number], sums[number:].view(2, -1)]
+        return self.all_reduce_sums(sums[:number], sums[number:].view(2, -1), want_stats, want_params)
 
     # ------------------------------------------------------------------ composed of autograd collectives
 

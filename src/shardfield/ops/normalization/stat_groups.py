@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 
 from ...layout import DimSharding, Layout, starts
+from ...triton_kernels.norm_stats import Rows
 from ..reduction.common import sharding_axes
 
 
 class StatGrouping:
     """The elements that share a statistic, and how many of them there are.
+
+    kernel_rows: how `triton_kernels.norm_stats` numbers channels and statistics; None if it cannot.
 
     sum_dims: the dims of the view that are summed first.
     moment_dims: the dims of the view over which a rank computes moments.
@@ -43,6 +46,17 @@ class StatGrouping:
         self.count = math.prod(self.shape[d] for d in self.moment_dims)
         self.is_empty = 0 in layout.local_shape
         self.param_shape = self.shape[1], *[1] * (len(self.shape) - 2)
+        self.kernel_rows: Rows | None = None
+
+    def _number_rows(self) -> Rows:
+        stats, rows = (
+            tuple(1 if d in dims else n for d, n in enumerate(self.shape)) for dims in (self.moment_dims, self.sum_dims)
+        )
+        number, count = math.prod(stats), math.prod(rows)
+        shared = 0 in self.sum_dims
+        return Rows(
+            stats, rows, number, count, math.prod(self.param_shape), count // max(number, 1), self.total, shared
+        )
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the view of a tensor of this shape."""
@@ -119,6 +133,7 @@ class BatchStats(StatGrouping):
         self.sum_dims = self.moment_dims = (0, *range(2, layout.ndim))
         total = math.prod(layout.shape[d] for d in self.sum_dims)
         super().__init__(layout, total, sharding_axes(layout, self.sum_dims))
+        self.kernel_rows = self._number_rows()
 
 
 class InstanceStats(StatGrouping):
@@ -127,6 +142,7 @@ class InstanceStats(StatGrouping):
     def __init__(self, layout: Layout):
         self.sum_dims = self.moment_dims = tuple(range(2, layout.ndim))
         super().__init__(layout, math.prod(layout.shape[2:]), sharding_axes(layout, self.sum_dims))
+        self.kernel_rows = self._number_rows()
 
 
 def group_stats(layout: Layout, groups: int) -> GroupStats | SplitGroupStats:
@@ -146,6 +162,7 @@ class GroupStats(StatGrouping):
         places = sharding_axes(layout, range(2, layout.ndim))
         super().__init__(layout, self.group_size * math.prod(layout.shape[2:]), places)
         self.param_shape = self.local_groups, self.group_size, *[1] * len(self.sum_dims)
+        self.kernel_rows = self._number_rows()
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[0], self.local_groups, self.group_size, *shape[2:]
