@@ -45,8 +45,8 @@ function_apply: Any = classmethod(_apply) if isinstance(_torch_apply, classmetho
 flatten_tensors = torch._C._nn.flatten_dense_tensors
 unflatten_tensors = torch._C._nn.unflatten_dense_tensors
 
-# torch 2.11-2.15: multiply each tensor of a list in one kernel. No public name.
-multiply_all = torch._foreach_mul
+# torch 2.11-2.15: multiply each tensor of a list, set each to zero, in one kernel. No public names.
+multiply_all, zero_all = torch._foreach_mul, torch._foreach_zero_
 
 # torch 2.11-2.15: constructor of a tensor subclass that has a shape but no storage of its own. No public name.
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -311,6 +311,11 @@ flash_cpu, flash_cpu_backward = (
 flash_cuda, flash_cuda_backward = (
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_backward.default,
+)
+
+cudnn_cuda, cudnn_cuda_backward = (
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 
 efficient_cuda, efficient_cuda_backward = (

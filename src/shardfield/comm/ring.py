@@ -88,18 +88,19 @@ def plan_visits(ring: Ring, together: int) -> tuple[Visit, ...]:
 
 def iterate_blocks(
     block: Tensor, lengths: Sequence[int], ring: Ring, visits: Sequence[Visit] | None = None
-) -> Iterator[list[Tensor]]:
+) -> Iterator[Sequence[Tensor] | Tensor]:
     """Yield every rank's flat block, this rank's own first; `lengths` are ordered by position on the ring.
 
-    Yields a list for each visit, by default of one block. A rank sends its block once per step after the first, in one
+    Yields the blocks of each visit, by default one. A rank sends its block once per step after the first, in one
     group of messages per visit. The next PREFETCH visits are in flight while the caller computes with the current one
-    (on several axes perhaps only the next one: a block must be received before it can be forwarded).
+    (on several axes perhaps only the next one: a block must be received before it can be forwarded). Several blocks of
+    one length come as one tensor, stacked.
     """
     visits = plan_visits(ring, 1) if visits is None else visits
     routes = [(0, 0, 0), *map(ring.route, range(1, ring.num_steps))]
     last = {source: stop for stop, (source, _, _) in enumerate(routes)}
-    to_send, in_flight, started = {0: block}, deque[Callable[[], list[Tensor]]](), 1
-    blocks = [block]
+    to_send, in_flight, started = {0: block}, deque[Callable[[], Sequence[Tensor] | Tensor]](), 1
+    blocks: Sequence[Tensor] | Tensor = [block]
     for number, steps in enumerate(visits):
         if number:
             blocks = in_flight.popleft()()
@@ -125,14 +126,12 @@ def sum_at_owners(
     if len(visit) == 1:
         received = send_to_owner(results[0], visit[0], lengths, ring)
         return lambda: received().to(dtype)
-    own, traced = lengths[ring.owner(0)], runtime.active.tracer is not None
-    into = None if traced else results[0].new_empty(len(visit), own)
-    buffers = None if into is None else into.unbind()
-    pending = _send_recv(results, [(-stop, own) for stop in visit], ring, 0, buffers)
+    own = lengths[ring.owner(0)]
+    pending = _send_recv(results, [(-stop, own) for stop in visit], ring, 0)
 
     def land() -> Tensor:
         received = pending()
-        return (torch.stack(received) if into is None else into).sum(0, dtype=dtype)
+        return (received if isinstance(received, Tensor) else torch.stack(list(received))).sum(0, dtype=dtype)
 
     return land
 
@@ -157,19 +156,25 @@ def send_to_owner(result: Tensor, stop: int, lengths: Sequence[int], ring: Ring)
 
 
 def _send_recv(
-    blocks: Sequence[Tensor],
-    peers: Sequence[tuple[int, int]],
-    ring: Ring,
-    axis: int,
-    into: Sequence[Tensor] | None = None,
-) -> Callable[[], list[Tensor]]:
+    blocks: Sequence[Tensor], peers: Sequence[tuple[int, int]], ring: Ring, axis: int
+) -> Callable[[], Sequence[Tensor] | Tensor]:
     """Start one group of messages: for each (step, length) of `peers`, send a block `step` coords ahead on an axis and
-    receive one of `length` from `step` coords behind.
+    receive one of `length` from `step` coords behind. Several blocks of one length are received as one tensor.
     """
     size, coord = ring.sizes[axis], ring.coords[axis]
     sends = [((coord + step) % size, block) for block, (step, _) in zip(blocks, peers, strict=True)]
     receives = [((coord - step) % size, (length,)) for step, length in peers]
-    return collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into).wait
+    length = peers[0][1]
+    if len(peers) == 1 or runtime.active.tracer is not None or any(n != length for _, n in peers):
+        return collectives.start_sends(sends, receives, ring.groups[axis], blocks[0]).wait
+    into = blocks[0].new_empty(len(peers), length)
+    pending = collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into.unbind())
+
+    def land() -> Tensor:
+        pending.wait()
+        return into
+
+    return land
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:
@@ -183,6 +188,8 @@ def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Ten
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return several tensors as one flat block."""
+    if all(t.shape == tensors[0].shape for t in tensors):  # one kernel for any strides
+        return torch.stack(list(tensors)).view(-1)
     # Two dims: autograd of cat ignores empty vectors, and a rank with one would skip the collectives of backward.
     return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .. import runtime
-from .._compat import inside_backward, is_foreign_thread
+from .._compat import inside_backward, is_foreign_thread, zero_all
 from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
 from . import stalls
@@ -170,8 +170,8 @@ class NullTransport:
         return
 
     def exchange(self, receives: PeerTensors, sends: PeerTensors, group: ProcessGroup) -> list[Handle]:
-        for _, flat in receives:
-            flat.zero_()
+        if receives:
+            zero_all([flat for _, flat in receives])
         return []
 
     def send_to_ranks(self, sends: PeerTensors) -> list[Handle]:

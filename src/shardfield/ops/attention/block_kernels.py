@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import (
+    cudnn_cuda,
+    cudnn_cuda_backward,
     efficient_cuda,
     efficient_cuda_backward,
     flash_cpu,
@@ -73,7 +75,7 @@ def select_kernel(
         half = q.dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
         if half and ampere and bias is None and q.shape[-1] == v.shape[-1] <= 256:
-            return FlashCuda()
+            return CudnnCuda() if _prefers_cudnn(q, v) else FlashCuda()
         if half or q.dtype is torch.float32:
             return EfficientCuda()
     return MathKernel()
@@ -116,6 +118,29 @@ class FlashCuda:
         rows, columns = q.shape[-2], k.shape[-2]
         grads = flash_cuda_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, rows, columns, 0.0, causal, state, state[0], scale=scale
+        )
+        return BlockGrads(*grads)
+
+
+def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
+    """Return whether torch would use cuDNN's attention: on Hopper, where it is faster than flash attention."""
+    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled()
+    return hopper and q.shape[-1] <= 128 and not (q.shape[-2] % 64 or v.shape[-2] % 64)
+
+
+class CudnnCuda:
+    """cuDNN's attention for GPUs: half precision, no bias; rows and columns in multiples of 64."""
+
+    def forward(self, q, k, v, bias, causal, scale):
+        out, lse, *_ = cudnn_cuda(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:-1])
+
+    def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
+        rows, columns = q.shape[-2], k.shape[-2]
+        lse = lse.contiguous().unsqueeze(-1)
+        grads = cudnn_cuda_backward(
+            grad, q, k, v, out, lse, state, state, None, None, None, rows, columns, 0.0, causal, scale=scale
         )
         return BlockGrads(*grads)
 

@@ -131,6 +131,10 @@ def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
     next(flat)  # starts communication, which overlaps with the work on the own block
     yield k, v
     for visit, blocks in zip(plan.visits[1:], flat, strict=True):
+        if isinstance(blocks, Tensor) and k.shape == v.shape:
+            both = blocks.view(len(visit), 2, *_kv_shapes(plan, plan.ring.owner(visit[0]), k, v)[0])
+            yield tuple(t.movedim(0, 2).flatten(2, 3) for t in both.unbind(1))
+            continue
         pairs = [
             unpack(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
             for step, block in zip(visit, blocks, strict=True)
@@ -225,7 +229,6 @@ class _TileOperands:
             return
         k, v = (_expand_heads(t, self.q) for t in (self.k, self.v)) if self.tiles else (self.k, self.v)
         for tile in self.tiles:
-            rows, columns = slice(*tile.rows), slice(*tile.columns)
             bias = None
             if self.mask is not None:
                 bias = _mask_to_bias(_mask_tile(self.mask, self.plan, tile, self.columns), self.q.dtype)
@@ -235,7 +238,13 @@ class _TileOperands:
                     bias, tile = bias.masked_fill(future, -math.inf), tile._replace(causal=False)
             dropout = self.dropout_mask_fn(tile) if self.dropout_mask_fn is not None else None
             kernel = block_kernels.select_kernel(self.q, v, bias, dropout=dropout, bias_grad=self.bias_grad)
-            yield tile, kernel, (self.q[..., rows, :], k[..., columns, :], v[..., columns, :], bias)
+            operands = _take(self.q, -2, tile.rows), _take(k, -2, tile.columns), _take(v, -2, tile.columns), bias
+            yield tile, kernel, operands
+
+
+def _take(tensor: Tensor, dim: int, span: Span) -> Tensor:
+    """Return a span of a dim: most tiles have all rows and columns, and slicing takes host time."""
+    return tensor if span == (0, tensor.shape[dim]) else tensor.narrow(dim, span.start, span.stop - span.start)
 
 
 # ---------------------------------------------------------------------- forward
@@ -248,8 +257,7 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Te
     for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
         for tile, kernel, (qt, kt, vt, bias) in _TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):
             block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
-            rows = slice(*tile.rows)
-            accumulate_block(out[..., rows, :], lse[..., rows], block_out, block_lse)
+            accumulate_block(_take(out, -2, tile.rows), _take(lse, -1, tile.rows), block_out, block_lse)
     if plan.merge:
         out, lse = _merge_ranks(out, lse, plan.merge)
     return out.to(q.dtype), lse
@@ -287,7 +295,8 @@ def _backward(
 ) -> list[Tensor | None]:
     dtype = collectives.accumulate_dtype(q.dtype)
     grad = grad.contiguous()
-    lse = neg_inf_to_zero(lse)
+    if mask is not None or plan.is_causal:  # else every row attends to all columns
+        lse = neg_inf_to_zero(lse)
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dmask = torch.zeros_like(mask, dtype=dtype, memory_format=torch.contiguous_format) if needs_grad[3] else None
     block_sizes = _packed_sizes(plan, k, v)
@@ -301,16 +310,15 @@ def _backward(
         for tile, kernel, (qt, kt, vt, bias) in _TileOperands(
             plan, number, q, kb, vb, mask, head_index, key, needs_grad[3]
         ):
-            rows, columns = slice(*tile.rows), slice(*tile.columns)
-            operands = grad[..., rows, :], qt, kt, vt, out[..., rows, :], lse[..., rows]
+            operands = _take(grad, -2, tile.rows), qt, kt, vt, _take(out, -2, tile.rows), _take(lse, -1, tile.rows)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
-            dq[..., rows, :] += grads_of_tile.query
+            _take(dq, -2, tile.rows).add_(grads_of_tile.query)
             tile_dk, tile_dv = _reduce_heads(grads_of_tile.key, kb), _reduce_heads(grads_of_tile.value, vb)
             if dk is None:
                 dk, dv = tile_dk, tile_dv
             else:
-                dk[..., columns, :] += tile_dk
-                dv[..., columns, :] += tile_dv
+                _take(dk, -2, tile.columns).add_(tile_dk)
+                _take(dv, -2, tile.columns).add_(tile_dv)
             if dmask is not None:
                 assert grads_of_tile.bias is not None
                 target = _mask_tile(dmask, plan, tile, plan.visit_columns(visit))
