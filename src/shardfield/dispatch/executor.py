@@ -59,8 +59,9 @@ class BoundPlan:
         self.finish: Any = None if returns_new else BoundPlan._wrap_view  # in the place of `wrap`
         self.sum_groups: tuple[ProcessGroup, ...] = ()
         if returns_new and is_single_sum(plan.layout):
-            self.finish, self.sum_groups = BoundPlan._start_sum, process_groups(self.layout, self.layout.partial_axes)
-            self.layout = self.layout.with_partial(())
+            partial = cast(Layout, plan.layout)
+            self.finish, self.sum_groups = BoundPlan._start_sum, process_groups(partial, partial.partial_axes)
+            self.layout = partial.with_partial(())
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and returns_new
         self.first_layout = tensors[0].layout if tensors else None

@@ -304,7 +304,8 @@ def _backward(
     own_grad: Tensor | None = None
     in_flight: list[Callable[[], Tensor]] = []
     for number, (visit, (kb, vb)) in enumerate(zip(plan.visits, _kv_blocks(plan, k, v), strict=True)):
-        dk = dv = None
+        dk: Any = None
+        dv: Any = None
         if not (len(plan.tiles[number]) == 1 and q.shape[0] and q.shape[1] and plan.tiles[number][0].covers(q, kb)):
             dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (kb, vb))
         for tile, kernel, (qt, kt, vt, bias) in _TileOperands(
