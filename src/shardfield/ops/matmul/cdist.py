@@ -1,4 +1,4 @@
-"""Distances: cdist, pairwise_distance, cosine_similarity.
+"""Distances: cdist, pdist, pairwise_distance, cosine_similarity.
 
 `cdist` has the dims of a matrix product, so that the planner of contractions chooses its layouts. If the feature dim is
 sharded, ranks compute partial distances, which an all_reduce combines.
@@ -7,6 +7,8 @@ sharded, ranks compute partial distances, which an all_reduce combines.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
+from ...layout import DimSharding, Layout
 from .._common.broadcast import align
 from .._common.probe import probe
 from ..reduction.common import all_reduce_minmax, known_sum, reduced_dims, reduced_layout, safe_sqrt, sharding_axes
@@ -51,6 +54,36 @@ def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
 
     targets = dict(zip(("x1", "x2"), plan.targets, strict=True))
     return Plan(local=local, operands=targets, layout=plan.result.with_partial(()))
+
+
+@rule("pdist")
+def pdist(input: Operand, p=2.0, *, fn):
+    """Gather the points; each rank computes the pairs of some consecutive points, about equally many pairs."""
+    probe(fn, input, p)
+    layout, points = input.layout, input.shape[0]
+    total = pairs_before(points, points)
+    axes = layout.nontrivial_axes(layout.shard_axes)
+    if not axes:
+        return Plan(local=lambda input: fn(input, p), layout=Layout.replicate(layout.mesh, (total,)))
+    ranks = math.prod(layout.mesh.size(axis) for axis in axes)
+    first = [bisect_left(range(points), i * total / ranks, key=lambda n: pairs_before(n, points)) for i in range(ranks)]
+    first.append(points)
+    sizes = tuple(pairs_before(b, points) - pairs_before(a, points) for a, b in pairwise(first))
+    coord = layout.index(axes)
+    start, stop = first[coord], first[coord + 1]
+
+    def local(input: Tensor) -> Tensor:
+        # Row r, column c is the pair (start + r, start + 1 + c), a pair of the result if r <= c.
+        distance = torch.cdist(input[start:stop], input[start + 1 :], p=p, compute_mode=MODES[2])
+        return distance[tuple(torch.triu_indices(*distance.shape, device=distance.device))]
+
+    operands = {"input": Layout.replicate(layout.mesh, input.shape)}
+    return Plan(local=local, operands=operands, layout=Layout.make(layout.mesh, [[DimSharding(total, axes, sizes)]]))
+
+
+def pairs_before(point: int, points: int) -> int:
+    """Return the number of pairs (i, j), i < j < points, with i < point."""
+    return point * (2 * points - point - 1) // 2
 
 
 def _combine_distances(distance: Tensor, p: float, groups: tuple[ProcessGroup, ...]) -> Tensor:
