@@ -26,7 +26,7 @@ LAYERS = [
         "distributed." + x
         for x in ("__init__", "vcollective_args", "utils", "autograd", "mappings", "fft", "coalesced", "shared_params")
     },
-    {"dispatch.plan", "dispatch.promotion", "spec", "dcp", "pickling"},
+    {"dispatch.plan", "dispatch.promotion", "dispatch.lost_sharding", "spec", "dcp", "pickling"},
     {"redistribute", "dispatch.write_tracking"},
     {"tensor"},
     {"dispatch.arguments", "dispatch.copied_views"},

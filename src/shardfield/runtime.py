@@ -65,6 +65,22 @@ class Cache(dict):
                 del table[key]
 
 
+class PlanCache(Cache):
+    """The plan cache of a runtime, which counts the plans that were made."""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, size: int, runtime: Runtime):
+        super().__init__(size)
+        self._runtime = ref(runtime)
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.plans_made += 1
+        super().__setitem__(key, value)
+
+
 class Registry:
     """Handlers of torch functions, by function object. Process-wide; `version` counts the changes."""
 
@@ -149,7 +165,7 @@ class MeshState:
 
 # Set by context managers; a new world keeps them.
 _OBSERVERS = (
-    "observer", "strict_depth", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
+    "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
     "transport_override", "before_collective", "promotion", "world_thread",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
@@ -160,7 +176,8 @@ class Runtime:
     """All mutable state of one world.
 
     Observers, off by default:
-        observer: the Report or lockstep check that runs every call. strict_depth: open `strict()` contexts.
+        observer: the Report or lockstep check that runs every call. strict_depth: open contexts that refuse
+        gathers, strict_sharding: those that refuse lost shardings; `strict()` does both.
         meter: called as `meter(kind, messages, bytes)` for everything this rank sends. tag: the call for which
         messages are sent; collectives keep it for their backward. on_send: called with the ids of a compiled
         program's calls before it sends a message for them. tracer: records collectives while a program is traced.
@@ -175,7 +192,8 @@ class Runtime:
         reduce_hooks: parameter -> {name of a group: hook that sums its gradient}.
 
     Of this world (`epoch` numbers the runtimes of a registry):
-        plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name.
+        plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name. plans_made:
+        the number of entries that were added to it.
         readers: (function, argument types) -> ArgumentReader. resolved: handlers of functions without an entry.
         dft_matrices: DFT matrices on their device.
         exchange_lists: index tensor -> (version, {request: lists}). Never evicted, since a miss communicates.
@@ -191,9 +209,9 @@ class Runtime:
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
-        "plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports", "transports_by_backend",
-        "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned", "thread",
-        "engine_thread", "messages", "stalls", "__weakref__",
+        "plans", "plans_made", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
+        "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
+        "thread", "engine_thread", "messages", "stalls", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -201,7 +219,7 @@ class Runtime:
         self.epoch = next(registry._epochs)
         registry._runtimes.add(self)
         self.observer: Any = None
-        self.strict_depth = 0
+        self.strict_depth = self.strict_sharding = 0
         self.meter: Callable[[str, int, int], None] | None = None
         self.tag: Any = None
         self.on_send: Callable | None = None
@@ -219,7 +237,8 @@ class Runtime:
         self.meshes = Cache(256)  # id(mesh) -> (mesh, MeshState)
         self.mesh_states: dict[Any, MeshState] = {}  # by value: equal meshes share groups
         self.ended_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.plans = Cache(PLANS)
+        self.plans_made = 0
+        self.plans = PlanCache(PLANS, self)
         self.readers = Cache(1024)
         self.resolved = Cache(1024)
         self.dft_matrices = Cache(256)

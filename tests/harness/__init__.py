@@ -23,4 +23,5 @@ from .draw import world_mesh as world_mesh
 from .run import check_case as check_case
 from .run import check_declared_error as check_declared_error
 from .run import ignore_gather_warnings as ignore_gather_warnings
+from .run import no_gathers as no_gathers
 from .run import run_plain as run_plain

@@ -24,6 +24,7 @@ from .. import runtime
 from .._compat import DispatchMode, foreach_copy_, function_apply, storage_id
 from ..comm.consensus import any_rank
 from ..comm.transport import HostStagedTransport, transport_for
+from ..debug.explain import Unreported
 from ..errors import Untraceable
 from ..tensor import ShardTensor, wrap
 from .pytree import flatten, unflatten
@@ -142,7 +143,7 @@ def agree(reason: str | None, groups: Sequence[ProcessGroup]) -> str | None:
 def _is_observed() -> bool:
     """Return whether calls are reported one by one; a graph has none to report."""
     rt = runtime.active
-    return rt.observer is not None or rt.meter is not None or rt.tracer is not None
+    return rt.observer not in (None, Unreported) or rt.meter is not None or rt.tracer is not None
 
 
 def _copy_into(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -1,4 +1,7 @@
-"""`explain()` reports what each call did and sent; `strict()` refuses gathers. Neither costs anything when off."""
+"""`explain()` reports what each call did and sent; `strict()` refuses gathers and lost shardings.
+
+Neither costs anything when off.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,26 @@ from ..dispatch.torch_aliases import function_name
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Raise a ShardingError on every rank where a call inside the context would gather its operands."""
-    with runtime.observing(strict_depth=runtime.active.strict_depth + 1):
+    """Raise a ShardingError on every rank where a call inside the context gathers its operands or loses a sharding.
+
+    A call loses a sharding if a result at least as large as a rank's share of its sharded operands is Replicate over
+    a mesh axis that they were sharded on. Such a call has run when the error is raised.
+    """
+    rt = runtime.active
+    depths = {"strict_depth": rt.strict_depth + 1, "strict_sharding": rt.strict_sharding + 1}
+    with runtime.observing(**depths, observer=rt.observer or Unreported):
         yield
+
+
+class Unreported:
+    """The observer inside `strict()` alone: calls are examined and not reported."""
+
+    _row = _outer = None
+
+    @staticmethod
+    def run_call(func: Any, found: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call."""
+        return found(func, types, args, kwargs)
 
 
 def active_report() -> Report | None:
@@ -36,8 +56,25 @@ def record_outcome(kind: str, nested: bool = False) -> None:
         row.ending = kind
 
 
+def record_lost(axes: dict[str, int]) -> bool:
+    """Record the mesh axes over which the current call lost a sharding: name -> bytes that each rank has instead.
+
+    Return False if the call has gathered, and so has been recorded.
+    """
+    observer = runtime.active.observer
+    row = None if observer is None else observer._row
+    if row is not None:
+        if row.ending == "gather":
+            return False
+        for axis, nbytes in axes.items():
+            row.lost[axis] = max(row.lost.get(axis, 0), nbytes)
+    return True
+
+
 class Row:
     """One call: its module, its outcome, the layouts, and the messages of this rank.
+
+    `lost`: mesh axis -> bytes of results that lost their sharding over it, so that every rank has all of them.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
     collectives of both by name. `compiled`: the call is part of a compiled program, which sent its messages.
@@ -48,6 +85,13 @@ class Row:
         self.ending, self.output, self.compiled = "rule", None, False
         self.messages = self.bytes = self.back_messages = self.back_bytes = 0
         self.kinds: dict[str, int] = {}
+        self.lost: dict[str, int] = {}
+
+    @property
+    def outcome(self) -> str:
+        """How the call ended, and what it lost."""
+        lost = [f"lost sharding over axis {axis!r} ({nbytes} bytes)" for axis, nbytes in self.lost.items()]
+        return ", ".join([self.ending, *lost, *["compiled"] * self.compiled])
 
     def __repr__(self) -> str:
         return f"<{self.module} {self.op}: {self.ending}, {self.messages}+{self.back_messages} messages>"
@@ -79,6 +123,11 @@ class Report:
     def gathers(self) -> list[Row]:
         """The calls that had no rule."""
         return [r for r in self.rows if r.ending == "gather"]
+
+    @property
+    def lost(self) -> list[Row]:
+        """The calls that lost a sharding: a result as large as a rank's share is on every rank."""
+        return [r for r in self.rows if r.lost]
 
     def _all_rows(self) -> list[Row]:
         return [*self.rows, self._unattributed] if self._unattributed.kinds else self.rows
@@ -130,7 +179,7 @@ class Report:
     def compiled(self, row: Row, where: str) -> Row:
         """Add the row of a call of a compiled program that runs in the module `where`."""
         again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
-        again.ending, again.output, again.compiled = row.ending, row.output, True
+        again.ending, again.output, again.compiled, again.lost = row.ending, row.output, True, row.lost
         self.rows.append(again)
         return again
 
@@ -155,15 +204,23 @@ class Report:
     def __str__(self) -> str:
         head = ("module", "op", "by", "in", "out", "messages", "bytes", "backward", "bytes")
         body = [
-            (r.module, r.op, r.ending + ", compiled" * r.compiled, "; ".join(map(str, r.inputs)), str(r.output or ""))
+            (r.module, r.op, r.outcome, "; ".join(map(str, r.inputs)), str(r.output or ""))
             + tuple(str(n) for n in (r.messages, r.bytes, r.back_messages, r.back_bytes))
             for r in self._all_rows()
         ]
         total = [
             sum(getattr(r, n) for r in self._all_rows()) for n in ("messages", "bytes", "back_messages", "back_bytes")
         ]
-        body.append(("total", "", f"{len(self.gathers)} gathered", "", "", *map(str, total)))
-        table = [tuple(cell if len(cell) <= 48 else cell[:45] + "..." for cell in row) for row in [head, *body]]
+        events = f"{len(self.gathers)} gathered, {len(self.lost)} lost sharding"
+        body.append(("total", "", events, "", "", *map(str, total)))
+        limits = [48, 48, 96, *[48] * 6]
+        table = [
+            tuple(
+                cell if len(cell) <= limit else cell[: limit - 3] + "..."
+                for cell, limit in zip(row, limits, strict=True)
+            )
+            for row in [head, *body]
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
 
         def line(row: tuple[str, ...]) -> str:
@@ -189,8 +246,8 @@ def layouts(value: Any) -> list[Any]:
 def explain() -> Iterator[Report]:
     """Report every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
 
-    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather ran it, the layouts in
-    and out, and the messages and bytes this rank sent for it, forward and backward.
+    `print(report)` shows, for each call, the module it was made in, whether a rule or a gather ran it, the sharding it
+    lost, the layouts in and out, and the messages and bytes this rank sent for it, forward and backward.
     """
     report = Report()
     hooks = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -14,12 +13,8 @@ from ..errors import ShardingError
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
 from .arguments import map_tensors, mesh_of, to_full_tensor
+from .lost_sharding import user_stacklevel
 from .torch_aliases import function_name
-
-USER_LEVEL_MODULES = (
-    "shardfield.models.",
-    "shardfield.train.",
-)  # a fallback warning may point at a line of these modules, as at user code
 
 
 def gather_fallback(func, types, args, kwargs):
@@ -47,7 +42,7 @@ def gather_fallback(func, types, args, kwargs):
             warnings.warn(
                 f"shardfield: no rule for {name} on {cut[0]._layout}: {nbytes} bytes are gathered on every rank. "
                 f"Add one with @shardfield.rule or ShardTensor.register_function_handler.",
-                stacklevel=_user_stacklevel(),
+                stacklevel=user_stacklevel(),
             )
 
     def whole(value):
@@ -61,17 +56,6 @@ def gather_fallback(func, types, args, kwargs):
         return written._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
     out = func(*plain_args, **plain_kwargs)
     return map_tensors(out, lambda t: wrap(t, Layout.replicate(mesh, t.shape)))
-
-
-def _user_stacklevel() -> int:
-    """Return the stack level of the user's line that made the call, above the frames of torch and this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "shardfield.")) or name.startswith(USER_LEVEL_MODULES):
-            break
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _in_place_target(func, args, kwargs):

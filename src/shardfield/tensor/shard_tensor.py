@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .. import runtime
 from .._compat import dynamo_disable, make_wrapper
 from .._compat.patches import safe_globals
 from ..comm import autograd_collectives
+from ..dispatch.lost_sharding import examine, examined
 from ..dispatch.plan import process_groups
 from ..dispatch.promotion import check_promotion
 from ..dispatch.write_tracking import ViewConsensus, expose_local, write_is_lost
@@ -95,14 +97,18 @@ def torch_function(cls, func, types, args=(), kwargs=None):
         if found is None:
             found = rt.resolved[func] = rt.registry.resolve(func)
     if rt.observer is not None:
-        return rt.observer.run_call(func, found, types, args, kwargs or {})
+        return rt.observer.run_call(func, partial(examined, found), types, args, kwargs or {})
     if kwargs is None:
         kwargs = {}
     if found is rt.registry.elementwise and len(args) == 1 and not kwargs:
         x = args[0]
         if x.__class__ is cls and not x._layout.partial:
             return wrap(func(x._local_tensor), x._layout)  # same result as the handler, with one Python call less
-    return found(func, types, args, kwargs)
+    plans = rt.plans_made
+    out = found(func, types, args, kwargs)
+    if rt.plans_made != plans:
+        examine(func, args, kwargs, out)
+    return out
 
 
 class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
@@ -120,6 +126,8 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     # torch would have returned a view here and this is a copy: a write would be lost
     _copied_view: bool | ViewConsensus = False
     _narrowed = False  # a slice along a sharded dim
+    # of a Partial or deferred value as large as a rank's share of what it is computed from: mesh axis -> this share
+    _pending_shares: Mapping[int, int] | None = None
     _wrap_local, _localize = staticmethod(wrap), staticmethod(localize)
 
     @staticmethod

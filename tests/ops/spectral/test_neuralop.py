@@ -32,7 +32,7 @@ from shardfield.ops.spectral import mode_placement
 from shardfield.testing import run_on_ranks
 from shardfield.train.complex_params import real_pairs, to_complex_state
 from shardfield.train.parallel import parallelize
-from tests.harness import any_rank, describe_mismatch, local_shard, to_full_tensor, world_mesh
+from tests.harness import any_rank, describe_mismatch, local_shard, no_gathers, to_full_tensor, world_mesh
 
 FNO = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 1}
 TFNO = FNO | {"n_modes": (4, 4), "rank": 0.5}
@@ -187,7 +187,7 @@ def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: flo
         label, error = f"{name} as {layout}", None
         shard = ShardTensor(local_shard(field, layout).requires_grad_(), layout)
         try:
-            with strict():
+            with no_gathers():
                 got = twin(shard, **more)
                 value = loss(got, target)
                 value.backward()
@@ -229,7 +229,7 @@ def conditioned(mesh: tuple[int, ...]) -> list[str]:
         for value in (field.clone(), ShardTensor(local_shard(field, layout), layout)):
             value.requires_grad_()
             block.zero_grad()
-            with strict():
+            with no_gathers():
                 fitted, folded = normalizer(dim=[0, 2, 3]), normalizer(dim=[0, 2, 3])
                 fitted.fit(value.detach())
                 folded.partial_fit(value.detach(), batch_size=2)

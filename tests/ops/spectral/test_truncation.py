@@ -24,7 +24,7 @@ from shardfield.ops.spectral import (
     truncated_ifft,
 )
 from shardfield.testing import run_on_ranks
-from tests.harness import any_rank, local_shard, world_mesh
+from tests.harness import any_rank, local_shard, no_gathers, world_mesh
 
 BATCH, CHANNELS, MODES = 1, 2, (4, 6)  # for a real field 4 x 4 modes are kept
 
@@ -353,7 +353,7 @@ def in_shares(mesh_shape, field_placements, modes) -> tuple[list[str], dict[str,
         runtime.active.meter = lambda kind, messages, nbytes: rows.append((kind, nbytes))
         with (
             mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", 0),
-            strict(),
+            no_gathers(),
             torch.set_grad_enabled(learned is not None),
         ):
             got, wanted = layer(x, own, modes), written_out(alone, theirs, modes)
@@ -559,7 +559,7 @@ def in_single(mesh_shape: tuple[int, ...], field_placements: list) -> list[str]:
     wrong = []
     for name, mode in {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode}.items():
         for layer in (written_out, spectral_conv):
-            with mode(), strict():
+            with mode(), no_gathers():
                 got = layer(x if name == "grad" else x.detach(), weight, MODES).full_tensor()
             wanted = written_out(full, weight, MODES)
             far = (got - wanted).abs().max() / wanted.abs().max()

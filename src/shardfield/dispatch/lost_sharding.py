@@ -1,0 +1,150 @@
+"""Find calls whose results lose a sharding: an event like a gather, which `explain` lists and `strict` refuses.
+
+The promise: a result at least as large as a rank's share of its sharded operands stays sharded over the mesh axes they
+were sharded on. A result that is Partial over an axis, or deferred, has not lost it yet: it keeps `_pending_shares`,
+and the call that makes it Replicate loses the sharding. Gradients are placed as the values they belong to, so they
+lose theirs where these do.
+
+Everything follows from layouts, alike on all ranks. Every call is examined while calls are observed, otherwise those
+that made a plan: a loss is warned of once for each function, so calls that find their plans need not be examined.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import runtime
+from ..debug import explain
+from ..errors import ShardingError
+from ..layout import Layout
+from .torch_aliases import function_name
+
+USER_LEVEL_MODULES = (
+    "shardfield.models.",
+    "shardfield.train.",
+)  # a warning may point at a line of these modules, as at user code
+
+# Functions whose results take no values from operands, or each from an operand of its own.
+UNRELATED = frozenset(
+    "new_zeros new_ones new_empty new_full new_tensor new_empty_strided broadcast_tensors grad backward".split()
+)
+# Functions that read the values of the first operand alone.
+OF_FIRST = frozenset("expand_as view_as reshape_as type_as".split())
+
+
+def shares_of(operands: Iterable[Any]) -> dict[int, int]:
+    """Return by mesh axis the largest share, in elements, that a rank has of the operands sharded over this axis.
+
+    A dim with fewer indices than ranks does not count: some of them have no share of it.
+    """
+    found: dict[int, int] = {}
+    for tensor in operands:
+        layout: Layout = tensor._layout
+        axes = [
+            axis
+            for factor in (f for d in layout.dims for f in d)
+            if factor.axes and factor.size >= len(factor.shard_sizes) > 1
+            for axis in layout.nontrivial_axes(factor.axes)
+        ]
+        if axes:
+            share = -(-layout.numel // math.prod(map(layout.mesh.size, axes)))
+            for axis in axes:
+                found[axis] = max(found.get(axis, 0), share)
+        for axis, share in (tensor._pending_shares or {}).items():
+            found[axis] = max(found.get(axis, 0), share)
+    return found
+
+
+def lost_axes(shares: Mapping[int, int], result: Any) -> tuple[list[int], dict[int, int]]:
+    """Return the mesh axes over which a result loses the sharding of its operands, and the shares that are pending.
+
+    A result with fewer elements than the axis has ranks cannot be shared among them, so it loses nothing.
+    """
+    layout: Layout = result._layout
+    lost, pending = [], {}
+    for axis, share in shares.items():
+        if layout.numel < max(share, layout.mesh.size(axis)) or axis in layout.shard_axes:
+            continue
+        if axis in layout.partial_axes or result._deferred is not None:
+            pending[axis] = share
+        else:
+            lost.append(axis)
+    return lost, pending
+
+
+def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
+    """Record, warn of or refuse the sharding that the results of a call on ShardTensors have lost."""
+    name = function_name(func)
+    shares = shares_of(sharded_tensors(args[:1] if name in OF_FIRST else (args, kwargs)))
+    if not shares or name in UNRELATED:
+        return
+    lost: dict[int, int] = {}
+    results = sharded_tensors((args[0] if name == "__setitem__" else out, (kwargs or {}).get("out")))
+    for result in results:
+        axes, pending = lost_axes(shares, result)
+        if pending or result._pending_shares:
+            result._pending_shares = pending or None
+        for axis in axes:
+            lost[axis] = lost.get(axis, 0) + result._layout.numel * result.dtype.itemsize
+            worst = result._layout
+    if lost and explain.record_lost({axis_name(worst, a): n for a, n in sorted(lost.items())}):
+        report(name, worst, sorted(lost), max(lost.values()))
+
+
+def examined(found: Callable, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """Run and examine a call."""
+    out = found(func, types, args, kwargs)
+    examine(func, args, kwargs, out)
+    return out
+
+
+def report(name: str, layout: Layout, axes: list[int], nbytes: int) -> None:
+    """Refuse a lost sharding inside `strict()`, else warn once for each function."""
+    over = " and ".join(f"{axis_name(layout, a)!r}" for a in axes)
+    text = f"lost sharding over axis {over}: each rank has its result as {layout}"
+    if runtime.active.strict_sharding:
+        raise ShardingError(f"{name}: strict() refuses it: {text}")
+    warned, level = runtime.active.warned, user_stacklevel()
+    frame = sys._getframe(level - 1)
+    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # calls made inside a call have its line
+    if name in warned or f"{name}: lost sharding" in warned or line in warned:
+        return
+    warned.update((f"{name}: lost sharding", line))
+    warnings.warn(
+        f"shardfield: {name} {text}, {nbytes} bytes. explain() lists such calls, strict() refuses them.",
+        stacklevel=level,
+    )
+
+
+def axis_name(layout: Layout, axis: int) -> str:
+    """Return the name of a mesh axis, or its number."""
+    return (layout.mesh.mesh_dim_names or tuple(map(str, range(layout.mesh.ndim))))[axis]
+
+
+def sharded_tensors(value: Any) -> list[Any]:
+    """Return the ShardTensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value] if hasattr(value, "_layout") else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
+        return [t for v in value for t in sharded_tensors(v)]
+    return []
+
+
+def user_stacklevel() -> int:
+    """Return the stack level of the user's line that made the call, above the frames of torch and this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "shardfield.")) or name.startswith(USER_LEVEL_MODULES):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
