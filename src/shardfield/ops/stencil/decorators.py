@@ -112,7 +112,7 @@ def _reaches(name: str, radius: Any, edge: Edge, ndim: int) -> dict[int, Reach]:
         at = edge.get(dim, "same") if isinstance(edge, Mapping) else edge if any(pair) else "same"
         if at not in EDGES:
             raise ShardingError(f"{name}: edge must be one of {', '.join(EDGES)}, not {at!r}")
-        found[dim] = Reach(*pair, at)
+        found[dim] = Reach(pair[0], pair[1], at)
     return found
 
 
