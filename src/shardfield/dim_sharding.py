@@ -10,10 +10,10 @@ from typing import NamedTuple
 class Origin(NamedTuple):
     """The dim that the entries of a tensor dim were selected from: its size, mesh axes and shard sizes.
 
-    `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field, `MOVED`
-    for a dim that was sharded itself until an op moved its sharding to another dim. An origin is a hint, never part of
-    a value: rows that are written back to a dim of this size are sent to its shards, a spectrum assembled from modes is
-    inverted into the field's sharding, and a sharding that was moved goes back where it came from.
+    `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field, "field"
+    for a dim at another resolution. An origin is a hint, never part of a value: rows that are written back to a dim of
+    this size are sent to its shards, a spectrum assembled from modes is inverted into the field's sharding, and every
+    resolution of a field is sharded in the proportions of the first.
     """
 
     kind: str
@@ -22,7 +22,6 @@ class Origin(NamedTuple):
     shard_sizes: tuple[int, ...]
 
 
-MOVED = "moved"
 MAX_ORIGINS = 4  # per dim; without a limit, results of many operands would accumulate origins
 
 
@@ -51,13 +50,18 @@ class DimSharding(_ShardingFields):
         >>> DimSharding(3).with_origins([Origin("rows", 9, (0,), (4, 5))]).origins[0].size
         9
         """
-        held = {o for group in groups for o in group if not (self.axes and o.kind == MOVED)}  # its sharding is back
-        found = tuple(sorted(held)[:MAX_ORIGINS])
+        found = tuple(sorted({origin for group in groups for origin in group})[:MAX_ORIGINS])
         if found == self.origins:
             return self
         made = DimSharding(*self)
         made.origins = found
         return made
+
+    @property
+    def field(self) -> Origin | None:
+        """The finest resolution of the field that this dim is another resolution of, sharded by the same axes."""
+        fields = [o for o in self.origins if o.kind == "field" and o.axes == self.axes]
+        return fields[-1] if fields else None
 
 
 class Span(NamedTuple):
@@ -87,9 +91,15 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
     return tuple(base + (i < extra) for i in range(parts))
 
 
-def nested_balanced(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes, row-major, of `size` split evenly into parts[0], each of these into parts[1], and so on."""
-    return tuple(n for part in balanced(size, parts[0]) for n in nested_balanced(part, parts[1:])) if parts else (size,)
+def rescale(shard_sizes: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return shard sizes of a dim of another size in the same proportions: boundaries move to the nearest index.
+
+    >>> rescale([33, 31], 16), rescale([33, 31], 4)
+    ((8, 8), (2, 2))
+    """
+    total = max(sum(shard_sizes), 1)
+    bounds = [(2 * start * size + total) // (2 * total) for start in starts(shard_sizes)] + [size]
+    return tuple(b - a for a, b in pairwise(bounds))
 
 
 def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -133,10 +143,13 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
 
 
 def _merged_origins(outer: DimSharding, inner: DimSharding) -> Iterable[Origin]:
-    """Return the origins of a dim that merges two factors: the common ones, or all if one has size 1."""
+    """Return the origins of a dim that merges two factors: the common ones, or all if one has size 1.
+
+    The shards of a field's rows times all columns have the same proportions as those of the rows.
+    """
     if 1 in (outer.size, inner.size):
         return (*outer.origins, *inner.origins)
-    return [origin for origin in outer.origins if origin in inner.origins]
+    return [o for o in outer.origins if o in inner.origins or (o.kind == "field" and o.axes and not inner.axes)]
 
 
 def regroup(

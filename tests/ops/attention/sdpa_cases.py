@@ -34,6 +34,17 @@ def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
     return [T(*lead, n, features, dtype=dtype) for n in (rows, columns, columns)]
 
 
+def tokens(x):
+    """Return a field as tokens (batch, heads, rows times columns, features)."""
+    return x.flatten(2).unflatten(1, (2, -1)).transpose(2, 3)
+
+
+def attend_field(q, k, v, **kwargs):
+    """Attend between the cells of fields, and return a field."""
+    out = attend(tokens(q), tokens(k), tokens(v), **kwargs)
+    return out.transpose(2, 3).flatten(1, 2).unflatten(2, q.shape[2:])
+
+
 CASES = [
     case(attend, *qkv(2, 4), options={"layouts": 12}),
     case(attend, *qkv(2, 3, rows=5, columns=9), options=SOME),
@@ -65,6 +76,17 @@ CASES = [
         lambda x: attend(*[x.flatten(2).mT.unsqueeze(1)] * 3),
         T(2, 3, 4, 3),
         options=SOME | {"name": "attention of a field's patches"},
+    ),
+    # tokens of a field that is sharded in tiles
+    case(attend_field, T(1, 4, 5, 6), T(1, 4, 5, 6), T(1, 4, 5, 6), options={"layouts": 12}),
+    case(lambda x: attend_field(x, x * 2, x + 1), T(2, 4, 5, 4), options=SOME | {"name": "of one field"}),
+    case(lambda x, k: attend_field(x, k, k), T(1, 4, 5, 4), T(1, 4, 2, 3), options=SOME | {"name": "of two fields"}),
+    case(lambda x: attend_field(x, x, x, is_causal=True), T(1, 4, 5, 4), options=SOME | {"name": "causal"}),
+    case(
+        lambda x, m: attend_field(x, x, x, attn_mask=m),
+        T(1, 4, 3, 4),
+        T(12, 12),
+        options=SOME | {"name": "biased"},
     ),
     # groups of two sizes: no rule
     case(attend, T(4, 6, 4), T(2, 7, 4), T(4, 7, 4), enable_gqa=True, options=FEW | {"may_gather": True}),

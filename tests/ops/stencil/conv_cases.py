@@ -26,6 +26,18 @@ def autocast(call):
     return run
 
 
+def coarsen_and_refine(x, w):
+    """Go down three resolutions and up again, with a skip connection at each."""
+    skips = []
+    for _ in range(3):
+        skips.append(x)
+        x = F.conv2d(x, w, None, 2, 1)
+    for skip in reversed(skips):
+        x = F.conv_transpose2d(x, w, None, 2, 1, output_padding=[1 - n % 2 for n in skip.shape[2:]])
+        x = F.conv2d(torch.cat([x, skip], 1), torch.cat([w, w], 1), None, 1, 1)
+    return x
+
+
 CASES = [
     # ---- any sharding of input, weight and bias
     case(F.conv2d, T(2, 3, 8, 7), T(4, 3, 3, 3), T(4), padding=1, options=FIELD),
@@ -227,6 +239,25 @@ CASES = [
         T(2, 2, 1, dtype=torch.float32),
         T(2, dtype=torch.float32),
         options=FEW | {"name": "flattened, autocast", "tolerance": 5e-2},
+    ),
+    # ---- shards in the proportions of the finest resolution, which the ranks that compute a resolution do not hold
+    case(coarsen_and_refine, spatial(1, 2, 13, 10), T(2, 2, 3, 3, shard_dims=()), options=SOME),
+    case(coarsen_and_refine, spatial(1, 2, 33, 3), T(2, 2, 3, 3, shard_dims=()), options=FEW),
+    case(
+        double_backward(lambda x, w: F.conv2d(F.avg_pool2d(x, 2), w, None, 2, 1)),
+        spatial(1, 2, 13, 6),
+        T(2, 2, 3, 3, shard_dims=()),
+        options=FEW | {"name": "a pool and a stride, double backward"},
+    ),
+    case(
+        lambda x: F.interpolate(F.avg_pool2d(F.max_pool2d(x, 2), 2), scale_factor=4, mode="bilinear"),
+        spatial(1, 2, 26, 12, fill="distinct"),
+        options=SOME | {"name": "pools and interpolation"},
+    ),
+    case(
+        lambda x: F.interpolate(F.adaptive_avg_pool2d(F.max_pool2d(x, 3, 2), (4, 3)), (19, 9), mode="nearest"),
+        spatial(1, 2, 19, 9, fill="distinct"),
+        options=SOME | {"name": "adaptive pool and nearest"},
     ),
     # ---- in bf16: blocks that are narrower than the kernel, for which torch's kernels of 16 channels are wrong
     case(

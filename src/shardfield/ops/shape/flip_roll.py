@@ -6,7 +6,6 @@ that change ranks are sent; the adjoint sends the gradient rows back. The other 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +16,7 @@ from ...comm import autograd_collectives
 from ...comm.route import RowRequest, fetch_route
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, gather_fallback, handler, handler_of, rule, to_full_tensor
-from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
+from ...layout import DimSharding, Layout, chunk, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
 from .._common.inplace import register_inplace
@@ -27,30 +26,42 @@ LocalFn = Callable[[Tensor], Tensor]
 SourceRuns = Callable[[int, int], list[RowRequest]]
 
 
-def shard_by_one_axis(layout: Layout, dims: Sequence[int]) -> Layout:
+def shard_by_one_axis(layout: Layout, dims: Sequence[int], field: Sequence[int] = (), last: int = -1) -> Layout:
     """Return the layout with each of `dims` simple and sharded by at most one axis.
 
-    Inner axes of a doubly sharded dim move to an unsharded dim that is long enough, else they replicate.
+    An inner axis of a doubly sharded dim moves to an unsharded dim that is long enough, else it replicates. The dims of
+    the field come first (`field`, by default `dims`), the longest of them: rows that two axes shard become tiles again.
+    Then the nearest dim; the dim `last` only if there is no other.
     """
+    field = field or dims
     result = unmerge_dims(layout, dims)
     for dim in dims:
-        (factor,) = result.dims[dim]
-        axes = result.nontrivial_axes(factor.axes)
-        if len(axes) < 2:
-            continue
-        depth = factor.axes.index(axes[0]) + 1
-        kept, inner = factor.axes[:depth], factor.axes[depth:]
-        parts = [result.mesh.size(a) for a in inner]
-        result = result.with_dim(
-            dim, DimSharding(factor.size, kept, outer_shard_sizes(factor.shard_sizes, math.prod(parts)))
-        )
-        free = [d for d in range(result.ndim) if d not in dims and not result.axes_of(d)]
-        long_enough = [d for d in free if result.shape[d] >= math.prod(parts)]
-        if long_enough:
-            result = result.with_dim(
-                long_enough[0],
-                DimSharding(result.shape[long_enough[0]], inner, nested_chunk(result.shape[long_enough[0]], parts)),
-            )
+        while len(result.nontrivial_axes(result.axes_of(dim))) > 1:
+            ((size, (*kept, axis), shard_sizes),) = result.dims[dim]
+            parts = result.mesh.size(axis)
+            result = result.with_dim(dim, DimSharding(size, tuple(kept), outer_shard_sizes(shard_sizes, parts)))
+            free = [d for d in range(result.ndim) if not result.is_sharded(d) and result.shape[d] >= parts > 1]
+            if free:
+                target = min(free, key=lambda d: (d == last, -result.shape[d] if d in field else abs(d - dim), -d))
+                n, axes = result.shape[target], result.axes_of(target)
+                result = result.with_dim(target, DimSharding(n, (*axes, axis), chunk(n, parts)))
+    return result
+
+
+def reduce_into_field(layout: Layout, field: Sequence[int]) -> Layout:
+    """Return the layout in which a Partial value enters a stencil op that is not linear in it.
+
+    A sum is reduce-scattered onto the longest unsharded dim of the field, if this dim has a row for every rank: partial
+    sums of tiles become tiles. Other Partial axes become Replicate.
+    """
+    result = layout.with_partial(())
+    for axis in layout.nontrivial_axes(a for a, op in layout.partial if op == "sum"):
+        parts = layout.mesh.size(axis)
+        free = [d for d in field if not result.is_sharded(d) and result.shape[d] >= parts]
+        if free:
+            target = max(free, key=lambda d: result.shape[d])
+            n = result.shape[target]
+            result = result.with_dim(target, DimSharding(n, (*result.axes_of(target), axis), chunk(n, parts)))
     return result
 
 

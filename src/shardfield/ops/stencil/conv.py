@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import runtime
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
-from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
 from .._common.autocast import HALF_DTYPES, autocast_disabled
 from .._common.probe import probe, stand_in
-from ..shape.flip_roll import shard_by_one_axis
+from ..shape.flip_roll import reduce_into_field, shard_by_one_axis
 from .conv_local import AUTOCAST_DTYPES, CONV, CONV_TRANSPOSE, ConvArgs, HaloConv
 from .half_conv import is_narrow
 from .halo_plan import HaloPlan
@@ -50,9 +49,10 @@ def resolve_padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]
     return (0,) * len(kernel) if padding == "valid" else to_ntuple(padding, len(kernel))
 
 
-@rule("conv1d", "conv2d", "conv3d", merged=True, accepts_deferred=accept_lazy_pad())
+@rule("conv1d", "conv2d", "conv3d", partial=True, merged=True, accepts_deferred=accept_lazy_pad())
 def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilation=1, groups=1, *, pre_pad=(), fn):
     """Exchange halos along sharded spatial dims. `pre_pad` is the padding of a deferred `F.pad` of the input."""
+    input, weight, bias = reduce_operands(input, weight, bias)
     padded = padded_operand(input, pre_pad)
     validate(fn, padded, weight, bias, stride, padding, dilation, groups)
     nd = weight.ndim - 2
@@ -80,6 +80,18 @@ def conv(input: Operand, weight: Operand, bias=None, stride=1, padding=0, dilati
     return plan_conv(input, weight, bias, call, before, out, native, pre_pad)
 
 
+def reduce_operands(input: Operand, weight: Operand, bias: Operand | None) -> tuple[Operand, Operand, Operand | None]:
+    """Return the operands in the layouts that they have after their pending reductions."""
+
+    def reduced(operand: Operand, layout: Layout) -> Operand:
+        return Operand(layout, operand.dtype, operand.device, operand.position)
+
+    if input.layout.partial:
+        input = reduced(input, reduce_into_field(input.layout, range(input.ndim - weight.ndim + 2, input.ndim)))
+    weight = reduced(weight, weight.layout.with_partial(()))
+    return input, weight, bias if bias is None else reduced(bias, bias.layout.with_partial(()))
+
+
 def unmerge_operand(operand: Operand) -> Operand:
     """Return the operand in the layout it is redistributed to: one without merged dims."""
     return Operand(unmerge_dims(operand.layout), operand.dtype, operand.device, operand.position)
@@ -88,7 +100,7 @@ def unmerge_operand(operand: Operand) -> Operand:
 def plan_pointwise(input: Operand, weight: Operand, bias: Operand | None, fn: Callable) -> Plan:
     """Plan a 1x1 convolution: it mixes channels only, so spatial dims may be sharded in any way, also merged."""
     mesh = input.layout.mesh
-    targets = {"weight": Layout.replicate(mesh, weight.shape)}
+    targets = {"input": input.layout, "weight": Layout.replicate(mesh, weight.shape)}
     if bias is not None:
         targets["bias"] = Layout.replicate(mesh, bias.shape)
 
@@ -101,11 +113,12 @@ def plan_pointwise(input: Operand, weight: Operand, bias: Operand | None, fn: Ca
     return Plan(local=local, operands=targets, layout=input.layout.with_dim(1, DimSharding(weight.shape[0])))
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", partial=True)
 def conv_transpose(
     input: Operand, weight: Operand, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, fn
 ):
     """Exchange a halo of the inputs that contribute to outputs of another rank."""
+    input, weight, bias = reduce_operands(input, weight, bias)
     validate(fn, input, weight, bias, stride, padding, output_padding, groups, dilation)
     nd = weight.ndim - 2
     out = probe(fn, input, weight, bias, stride, padding, output_padding, groups, dilation, meta=True).shape[-nd:]
@@ -192,28 +205,6 @@ class ChannelPlan:
         return weight.is_sharded(dim) and not set(weight.axes_of(dim)) & set(layout.shard_axes)
 
 
-def spread_channels(layout: Layout, outputs: int) -> Layout:
-    """Return the layout of an input whose channels are sharded, or one with their sharding moved to another dim.
-
-    Sharded channels make the result Partial. With `outputs` elements for each sample, it may be larger than the shard
-    of the input; then the input is exchanged instead. The axis goes to the dim that it sharded before, to the samples,
-    or to the largest spatial dim.
-    """
-    axes, shards = layout.axes_of(1), math.prod(layout.mesh.size(a) for a in layout.shard_axes)
-    parts = math.prod(layout.mesh.size(a) for a in axes)
-    elements = layout.shape[0] * outputs * parts // shards  # of the result, on a rank
-    if len(axes) > 1 or elements < runtime.active.min_scattered or elements <= layout.numel // shards:
-        return layout
-    former = layout.former_shardings.get(frozenset(axes))
-    if former is not None and former[0] != 1:
-        return layout.unshard([1]).with_dim(*former)
-    free = [d for d in range(layout.ndim) if d != 1 and not layout.axes_of(d) and layout.shape[d] >= parts]
-    if not free:
-        return layout
-    dim = max(free, key=lambda d: (d == 0 and layout.shape[0] % parts == 0, d != 0, layout.shape[d]))
-    return layout.unshard([1]).with_dim(dim, DimSharding(layout.shape[dim], axes, balanced(layout.shape[dim], parts)))
-
-
 def bind_call(fn: Callable, args: tuple, with_bias: bool) -> Callable:
     """Return torch's function with all arguments bound that are not tensors."""
     if with_bias:
@@ -235,9 +226,7 @@ def plan_conv(
     nd = weight.ndim - 2
     batched = input.ndim == nd + 2
     layout = input.layout if batched else input.layout.insert(0)
-    layout = shard_by_one_axis(layout, range(2, nd + 2))
-    if layout.is_sharded(1) and call.groups == 1 and weight.layout.is_replicated:
-        layout = spread_channels(layout, weight.shape[1 if call.transposed else 0] * math.prod(out))
+    layout = shard_by_one_axis(layout, range(2, nd + 2), last=1)  # sharded channels would leave partial sums
     channels = ChannelPlan(layout, weight.layout, call.groups, call.transposed)
     layout = channels.input
     boundaries = dim_paddings_of(layout, pre_pad)

@@ -81,9 +81,9 @@ class ConvArgs(NamedTuple):
         return is_narrow(sizes, self.out_sizes(sizes, kernel, padding), kernel, self.stride, self.dilation)
 
 
-def needs_no_halo(window: Window, shard_sizes: Sequence[int]) -> bool:
+def needs_no_halo(window: Window, shard_sizes: Sequence[int], out_sizes: Sequence[int]) -> bool:
     """Return whether every shard contains all the inputs that its outputs read."""
-    owned = shard_spans(window.owned(shard_sizes))
+    owned = shard_spans(out_sizes)
     tiles = [
         window.tile(start, stop - start, *out)
         for (start, stop), out in zip(shard_spans(shard_sizes), owned, strict=True)
@@ -207,7 +207,7 @@ class HaloConv:
             all_nonempty
             and not self.halos
             and all(
-                needs_no_halo(window, shard_sizes_of(sharding))
+                needs_no_halo(window, shard_sizes_of(sharding), shard_sizes_of(halo_plan.out_shardings[dim]))
                 for dim, window in halo_plan.windows.items()
                 for sharding in halo_plan.layout.dims[dim]
             )

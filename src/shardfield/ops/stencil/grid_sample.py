@@ -9,7 +9,6 @@ sends the gradients of the received cells back to their owners.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ...comm.route import RowRequest, fetch_route
 from ...dispatch.arguments import as_operand
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, mesh_of, rule
-from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, Span, rescale, shard_sizes_of
 from ...tensor import wrap
 from .._common.autocast import HALF_DTYPES
 from .._common.broadcast import Alignment, find_grad_reductions
@@ -103,7 +102,8 @@ def align_layouts(field: Layout, grid: Layout) -> Alignment:
         if used or not free:
             field = field.unshard([dim])
             continue
-        grid = grid.with_dim(free[0], _scale_sharding(sharding, grid.shape[free[0]]))
+        size = grid.shape[free[0]]
+        grid = grid.with_dim(free[0], DimSharding(size, sharding.axes, rescale(sharding.shard_sizes, size)))
     result = field.with_dims([*field.dims[:2], *grid.dims[1:last]])
     return Alignment((field, grid), find_grad_reductions(result, (field, grid)), result)
 
@@ -111,12 +111,6 @@ def align_layouts(field: Layout, grid: Layout) -> Alignment:
 def _unshard_axes(layout: Layout, axes: Sequence[int], first: int) -> Layout:
     """Return the layout with the dims from `first` on unsharded that are sharded over any of `axes`."""
     return layout.unshard([d for d in range(first, layout.ndim) if set(layout.axes_of(d)) & set(axes)])
-
-
-def _scale_sharding(sharding: DimSharding, size: int) -> DimSharding:
-    """Return the sharding of a dim of another size in the same proportions."""
-    bounds = [round(start * size / sharding.size) for start in (*starts(sharding.shard_sizes), sharding.size)]
-    return DimSharding(size, sharding.axes, tuple(b - a for a, b in pairwise(bounds)))
 
 
 # ---------------------------------------------------------------------- exchange

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...comm.halo import Halo
-from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, Origin, Span, rescale, shard_sizes_of, starts
 from .pad import DimPadding
 from .window import Window
 
@@ -28,6 +28,33 @@ def owned_sizes(window: Any, shard_sizes: Sequence[int]) -> tuple[int, ...]:
 @runtime.memo
 def _owned_sizes(window: Window, shard_sizes: tuple[int, ...]) -> tuple[int, ...]:
     return window.owned(shard_sizes)
+
+
+def resamples(window: Any) -> bool:
+    """Return whether the outputs are another resolution of the inputs, rather than the same one without its edges."""
+    return window.stride > 1 if isinstance(window, Window) else window.out != window.size
+
+
+MAX_IMBALANCE = 1.25  # of the largest shard of a field's dim, over that in the proportions of its first resolution
+
+
+def sharding_of_outputs(window: Any, sharding: DimSharding, cells: Sequence[int]) -> DimSharding:
+    """Return the sharding of the outputs. `cells` are the shard sizes of the inputs with their padding.
+
+    An output belongs to the rank that holds the center of its window. Rounded so at every resolution, boundaries would
+    drift, until one rank has everything. A field at another resolution therefore remembers the first (`Origin`), and is
+    sharded in its proportions; at the first resolution again, it has the first sharding again.
+    """
+    if not sharding.axes:
+        return DimSharding(window.out)
+    centered = DimSharding(window.out, sharding.axes, owned_sizes(window, cells))
+    first = sharding.field
+    if first is None:
+        return centered.with_origins([Origin("field", *sharding)] if resamples(window) else ())
+    scaled = DimSharding(window.out, sharding.axes, rescale(first.shard_sizes, window.out))
+    if not resamples(window) and max(centered.shard_sizes) <= MAX_IMBALANCE * max(scaled.shard_sizes):
+        return centered.with_origins([first])
+    return scaled.with_origins([first] if window.out != first.size else ())
 
 
 class HaloPlan:
@@ -55,13 +82,14 @@ class HaloPlan:
             (sharding,) = layout.dims[dim]
             shard_sizes = shard_sizes_of(sharding)
             padding = self.dim_paddings.get(dim)
-            out_sizes = owned_sizes(window, shard_sizes if padding is None else padding.padded_sizes(shard_sizes))
+            cells = shard_sizes if padding is None else padding.padded_sizes(shard_sizes)
+            self.out_shardings[dim] = sharding_of_outputs(window, sharding, cells)
+            out_sizes = shard_sizes_of(self.out_shardings[dim])
             coord = layout.index(sharding.axes)
             shift = 0 if padding is None else padding.before
             held, owned = starts(shard_sizes), starts(out_sizes)
             self.held[dim] = Span(held[coord] + shift, held[coord] + shift + shard_sizes[coord])
             self.owned[dim] = Span(owned[coord], owned[coord] + out_sizes[coord])
-            self.out_shardings[dim] = DimSharding(window.out, sharding.axes, out_sizes if sharding.axes else ())
 
             def range_of(c: int, window: Any = window, owned: Any = owned, out_sizes: Any = out_sizes) -> Span:
                 return window.input_range(owned[c], owned[c] + out_sizes[c])

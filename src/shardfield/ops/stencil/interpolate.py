@@ -140,7 +140,9 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
         return Plan(local=unsharded, operands={"input": layout}, layout=result)
     taps = call.taps(input.shape, out, dtype, input.device)
     layout = shard_by_one_axis(
-        input.layout, [d for d in taps if not needs_no_halo(taps[d], shard_sizes_of(input.layout.dims[d][0]))]
+        input.layout,
+        [d for d in taps if not needs_no_halo(taps[d], shard_sizes_of(input.layout.dims[d][0]))],
+        field=range(2, input.ndim),
     )
     windows: Any = taps  # Taps has the methods of Window that HaloPlan uses
     halo_plan = HaloPlan(layout, windows)

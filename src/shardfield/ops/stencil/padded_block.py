@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from ...comm.autograd_collectives import exchange
 from ...comm.route import Route, RowRequest, fetch_route, range_route, readers_of
 from ...layout import DimSharding, Layout, Span, shard_sizes_of, starts
-from .halo_plan import is_subspan
-from .halo_plan import owned_sizes as cached_owned_sizes
+from .halo_plan import is_subspan, sharding_of_outputs
 from .pad import DimPadding, gather_runs
 from .window import shard_spans
 
@@ -122,11 +121,15 @@ class PaddedBlockPlan:
             shard_sizes = shard_sizes_of(sharding)
             padding = self.dim_paddings.get(dim)
             cells = shard_sizes if padding is None else padding.padded_sizes(shard_sizes)
-            owned_sizes = cached_owned_sizes(window, cells) if out_sizes is None else tuple(out_sizes[dim])
+            if out_sizes is None:
+                self.out_shardings[dim] = sharding_of_outputs(window, sharding, cells)
+            else:
+                sizes = tuple(out_sizes[dim]) if sharding.axes else ()
+                self.out_shardings[dim] = DimSharding(window.out, sharding.axes, sizes)
+            owned_sizes = shard_sizes_of(self.out_shardings[dim])
             coord = layout.index(sharding.axes)
             first = starts(owned_sizes)[coord]
             self.owned[dim] = Span(first, first + owned_sizes[coord])
-            self.out_shardings[dim] = DimSharding(window.out, sharding.axes, owned_sizes if sharding.axes else ())
             self.block_starts[dim] = 0
             if layout.is_sharded(dim) and padding is not None:
                 self._plan_padded_dim(layout, dim, shard_sizes, owned_sizes, coord)

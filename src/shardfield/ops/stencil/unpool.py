@@ -21,6 +21,7 @@ from .._common.probe import probe, stand_in
 from ..indexing.exchange_lists import deliver_rows
 from ..indexing.owners import Owners, validate_index
 from .adaptive_pool import AdaptiveWindow
+from .halo_plan import sharding_of_outputs
 from .padded_block import empty_result
 
 UNPOOL: dict[int, Callable] = {2: F.max_unpool2d, 3: F.max_unpool3d}
@@ -55,8 +56,9 @@ def max_unpool(input: Operand, indices: Operand, output_size, *more, fn):
     first = source.ndim - nd
     for d, n in enumerate(size, first):
         (sharding,) = source.dims[d]
-        sizes = AdaptiveWindow(sharding.size, n).owned(sharding.shard_sizes) if sharding.axes else ()
-        result = result.with_dim(d, DimSharding(n, sharding.axes, sizes))
+        result = result.with_dim(
+            d, sharding_of_outputs(AdaptiveWindow(sharding.size, n), sharding, sharding.shard_sizes)
+        )
     owners = Owners(
         result,
         range(result.ndim),
