@@ -44,6 +44,8 @@ CASES = [
     case(slope(torch.max, dim=0), T(5, 4), options=FEW),
     case(slope(torch.var, dim=0), T(5, 4), options=FEW),
     case(slope(torch.std), T(5, 4), options=FEW),
+    case(slope(torch.var, dim=0), T(5, 4, dtype=torch.float32), options=FEW | {"tolerance": 1e-4}),
+    case(slope(torch.std), T(5, 4, dtype=torch.float32), options=FEW | {"tolerance": 1e-4}),
     case(slope(torch.linalg.vector_norm, ord=2), T(5, 4), options=FEW),
     case(slope(torch.linalg.vector_norm, ord=2), T(4, 6, fill=block), options=FEW),
     case(slope(torch.linalg.vector_norm, ord=3, dim=0), T(5, 4), options=FEW),

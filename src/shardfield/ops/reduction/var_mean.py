@@ -1,7 +1,8 @@
-"""Mean and variance by merging every rank's count, mean and sum of squared deviations (Welford, Chan).
+"""Mean and variance over several ranks, by one message. Backward sends none.
 
-The difference of E[x^2] and E[x]^2 loses all digits when the mean is large; merged moments do not. The counts follow
-from the layout, so one message has each rank's mean and deviations. Backward sends no message.
+For fp32 and half precision, the sums of x and x^2 are all-reduced in fp64: their difference loses digits that the input
+does not have. For fp64 it would lose them, so every rank's mean and sum of squared deviations are gathered and merged
+(Welford, Chan); the counts follow from the layout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ...dispatch.plan import Operand, Plan
+from ...comm import autograd_collectives
+from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import Layout
 from .._common.autocast import HALF_DTYPES
@@ -43,6 +45,8 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     """
     axes = sharding_axes(layout, dims)
     value = input.float() if input.dtype in HALF_DTYPES else input
+    if axes and value.dtype is not torch.float64:
+        return _reduce_moments(value, dims, layout, axes)
     wide = torch.float64 if axes else value.dtype
     count = math.prod(value.shape[d] for d in dims)
     # Subtract a value near the local mean first, so that the local mean keeps its digits too. The moments do not
@@ -64,6 +68,25 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     mean = start[0] + ((means - start) * weights).sum(0) / number
     deviations = (all_deviations + weights * (means - mean).square()).sum(0)
     return mean, deviations
+
+
+def _reduce_moments(
+    value: Tensor, dims: Sequence[int], layout: Layout, axes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return `moments` of fp32 values from sums in fp64."""
+    count, total = (math.prod(shape[d] for d in dims) for shape in (value.shape, layout.shape))
+    # Local sums are those of distances from a value near the local mean, which they do not depend on: fp32 has too few
+    # digits for the sums themselves.
+    offset = value.detach().mean(dims, keepdim=True) if count and value.numel() else value.new_zeros(())
+    centered = value - offset
+    offset = offset.double()
+    first, second = centered.sum(dims, keepdim=True).double(), centered.square().sum(dims, keepdim=True).double()
+    sums = torch.stack([first + offset * count, second + offset * (2 * first + offset * count)])
+    first, second = autograd_collectives.reduce(sums, process_groups(layout, axes)).unbind()
+    mean = first / total
+    deviations = second - first * mean
+    floor = mean.detach().square() * (total * 2.0**-50)  # the rounding error: equal values have no deviation
+    return mean, torch.where(deviations <= floor, 0, deviations)  # keeps NaN
 
 
 class VarArgs:
