@@ -38,8 +38,8 @@ def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: Process
 
 def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """All-reduce several tensors over each group, one message for those of one dtype. The results are new tensors."""
-    dtypes = {t.dtype for t in tensors}
-    if len(tensors) == 1 or len(dtypes) == 1:
+    dtype = tensors[0].dtype
+    if all(t.dtype is dtype for t in tensors):
         return _all_reduce_packed(tensors, groups)
     done: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):
@@ -64,7 +64,7 @@ def _all_reduce_packed(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor as views of the shapes of `like`: the inverse of `flatten_tensors`."""
     parts = unflatten_tensors(flat, like)
-    return [p if p.shape == t.shape else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
+    return [p if p.numel() else p.view(t.shape) for p, t in zip(parts, like, strict=True)]  # empty ones lose it
 
 
 def detach_view(fresh: Tensor) -> Tensor:
@@ -136,7 +136,9 @@ class ReplicateIn(Collective):
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *Reduce.adjoint(ctx.groups, *grads)
+        if torch.is_grad_enabled() or runtime.active.tracer is not None:
+            return None, *Reduce.apply(ctx.groups, *grads)
+        return None, *_all_reduce_all(grads, ctx.groups)  # as `adjoint`: every parameter of a step comes here
 
 
 class Reduce(Collective):

@@ -134,6 +134,9 @@ _REDUCED_IN_PLACE = frozenset([torch.float32, torch.float64, torch.int32, torch.
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Return the reduction over all ranks, on every rank. Half precision is summed in fp32; max and min keep NaN."""
+    if op == "sum" and tensor.dtype in _REDUCED_IN_PLACE and runtime.active.tracer is None and tensor.numel():
+        buffer = contiguous(tensor)
+        return all_reduce_(buffer.clone() if buffer is tensor else buffer, group) if group.size() > 1 else tensor
     return start_all_reduce(tensor, group, op).wait()
 
 
@@ -147,9 +150,13 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
         return all_reduce(buffer, group, op)
     if not buffer.is_contiguous() or not buffer.numel():
         return all_reduce(buffer, group, op)
-    for handle in transport_for(buffer, group).all_reduce(buffer, _OPS[op], group):
-        handle.wait()
-    _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(buffer))
+    try:
+        for handle in transport_for(buffer, group).all_reduce(buffer, _OPS[op], group):
+            handle.wait()
+    except RuntimeError as error:
+        stalls.reraise(error, group)
+    if runtime.active.meter is not None:
+        _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(buffer))
     return buffer
 
 

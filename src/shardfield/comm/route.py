@@ -26,7 +26,8 @@ class Region(NamedTuple):
     def view(self, block: Tensor) -> Tensor:
         """Return the region as a view of `block`, in the order of the block (not flipped)."""
         for dim, start, length in self.ranges:
-            block = block.narrow(dim, start, length)
+            if length != block.shape[dim]:
+                block = block.narrow(dim, start, length)
         return block
 
     def shape(self, block: Sequence[int]) -> list[int]:

@@ -48,7 +48,8 @@ def pack_moments(rows: Rows, center: Tensor, variance: Tensor, count: int) -> Te
     """Return this rank's share of the first and second moments, stacked, in fp64."""
     out = center.new_empty((2, *rows.stat_shape), dtype=torch.float64)
     center, variance = center.contiguous(), variance.contiguous()
-    _launch(_pack_moments_kernel, rows.stats, center, variance, out, rows.stats, count, rows.total)
+    blocks = -(-rows.stats // BLOCK)
+    _launch(_pack_moments_kernel, blocks, center, variance, out, rows.stats, count, rows.total, BLOCK=BLOCK)
     return out
 
 
@@ -59,9 +60,9 @@ def finish_moments(
     moments = sums.new_empty((2, *rows.stat_shape))
     stats, affine = (center.new_empty((2, *shape)) for shape in (rows.stat_shape, rows.row_shape))
     _launch(
-        _finish_moments_kernel, rows.rows, sums, center.contiguous(), weight if weight is not None else stats,
-        bias if bias is not None else stats, moments, stats, affine, rows.rows, rows.stats, rows.group, rows.channels,
-        eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        _finish_moments_kernel, -(-rows.rows // BLOCK), sums, center.contiguous(),
+        weight if weight is not None else stats, bias if bias is not None else stats, moments, stats, affine, rows.rows,
+        rows.stats, rows.group, rows.channels, eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return *moments.unbind(), *stats.unbind(), *affine.unbind()
 
@@ -70,12 +71,11 @@ def pack_sums(rows: Rows, level: Tensor, slope: Tensor, shift: Tensor, rstd: Ten
     """Return two sums for each statistic, then, unless these are the same, the gradients of bias and weight."""
     out = level.new_empty(2 * rows.stats + (0 if rows.shared else 2 * rows.channels))
     samples = rows.rows // rows.channels
-    with torch.cuda.device(level.device if level.is_cuda else -1):
-        jit(_pack_sums_kernel)[(rows.stats + (0 if rows.shared else rows.channels),)](
-            level.contiguous(), slope.contiguous(), shift, rstd, weight if weight is not None else shift, out,
-            rows.stats, rows.group, rows.channels, samples, HAS_WEIGHT=weight is not None and not rows.shared,
-            GROUP=_power(rows.group), SAMPLES=_power(samples),
-        )  # fmt: skip
+    _launch(
+        _pack_sums_kernel, rows.stats + (0 if rows.shared else rows.channels), level.contiguous(), slope.contiguous(),
+        shift, rstd, weight if weight is not None else shift, out, rows.stats, rows.group, rows.channels, samples,
+        HAS_WEIGHT=weight is not None and not rows.shared, GROUP=_power(rows.group), SAMPLES=_power(samples),
+    )  # fmt: skip
     return out
 
 
@@ -83,8 +83,9 @@ def spread_sums(rows: Rows, sums: Tensor, shift: Tensor, rstd: Tensor, weight: T
     """Return the factor of the gradient, the factor of `value - center` and the summand, from sums over all ranks."""
     out = sums.new_empty((3, *rows.row_shape))
     _launch(
-        _spread_sums_kernel, rows.rows, sums, shift, rstd, weight if weight is not None else shift, out, rows.rows,
-        rows.stats, rows.group, rows.channels, rows.total, HAS_WEIGHT=weight is not None, SHARED=rows.shared,
+        _spread_sums_kernel, -(-rows.rows // BLOCK), sums, shift, rstd, weight if weight is not None else shift, out,
+        rows.rows, rows.stats, rows.group, rows.channels, rows.total, HAS_WEIGHT=weight is not None,
+        SHARED=rows.shared, BLOCK=BLOCK,
     )  # fmt: skip
     return out.unbind()
 
@@ -93,9 +94,12 @@ def _power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _launch(kernel: Any, number: int, first: Tensor, *args: Any, **constants: Any) -> None:
-    with torch.cuda.device(first.device if first.is_cuda else -1):
-        jit(kernel)[(-(-number // BLOCK),)](first, *args, **constants, BLOCK=BLOCK)
+def _launch(kernel: Any, programs: int, first: Tensor, *args: Any, **constants: Any) -> None:
+    if not first.is_cuda or first.device.index == torch.cuda.current_device():  # the context takes host time
+        jit(kernel)[(programs,)](first, *args, **constants)
+        return
+    with torch.cuda.device(first.device):
+        jit(kernel)[(programs,)](first, *args, **constants)
 
 
 def _pack_moments_kernel(center, variance, out, stats, count, total, BLOCK: tl.constexpr):

@@ -70,9 +70,7 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     return mean, deviations
 
 
-def _reduce_moments(
-    value: Tensor, dims: Sequence[int], layout: Layout, axes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _reduce_moments(value: Tensor, dims: Sequence[int], layout: Layout, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return `moments` of fp32 values from sums in fp64."""
     count, total = (math.prod(shape[d] for d in dims) for shape in (value.shape, layout.shape))
     # Local sums are those of distances from a value near the local mean, which they do not depend on: fp32 has too few
