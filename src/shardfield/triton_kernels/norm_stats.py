@@ -62,7 +62,8 @@ def finish_moments(
     _launch(
         _finish_moments_kernel, -(-rows.rows // BLOCK), sums, center.contiguous(),
         weight if weight is not None else stats, bias if bias is not None else stats, moments, stats, affine, rows.rows,
-        rows.stats, rows.group, rows.channels, eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK=BLOCK,
+        rows.stats, rows.group, rows.channels, eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        BLOCK=BLOCK,
     )  # fmt: skip
     return *moments.unbind(), *stats.unbind(), *affine.unbind()
 
