@@ -16,6 +16,8 @@ from .distribute import scatter_tensor as scatter_tensor
 from .distribute import sync_module_over_mesh as sync_module_over_mesh
 from .errors import ShardfieldError as ShardfieldError
 from .errors import ShardingError as ShardingError
+from .ops.stencil.decorators import local as local
+from .ops.stencil.decorators import stencil as stencil
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor
 from .tensor import TensorPromotionMode as TensorPromotionMode

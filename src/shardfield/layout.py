@@ -18,12 +18,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import runtime
 from ._compat.patches import patches
+from .dim_sharding import MOVED as MOVED
 from .dim_sharding import DimSharding as DimSharding
 from .dim_sharding import Origin as Origin
 from .dim_sharding import Span as Span
 from .dim_sharding import balanced as balanced
 from .dim_sharding import canonicalize as canonicalize
 from .dim_sharding import chunk as chunk
+from .dim_sharding import nested_balanced as nested_balanced
 from .dim_sharding import nested_chunk as nested_chunk
 from .dim_sharding import outer_shard_sizes as outer_shard_sizes
 from .dim_sharding import regroup as regroup
@@ -246,6 +248,16 @@ class Layout:
     def origins(self, dim: int) -> tuple[Origin, ...]:
         """Return the origins of a simple dim; a merged dim has none."""
         return self.dims[dim][0].origins if len(self.dims[dim]) == 1 else ()
+
+    @cached_property
+    def former_shardings(self) -> dict[frozenset[int], tuple[int, DimSharding]]:
+        """By mesh axes whose sharding was moved away: the dim that they sharded, which is unsharded now, and how."""
+        found: dict[frozenset[int], tuple[int, DimSharding]] = {}
+        for dim, factors in enumerate(self.dims) if self.has_origins else ():
+            for origin in factors[0].origins if len(factors) == 1 and not factors[0].axes else ():
+                if origin.kind == MOVED and origin.size == factors[0].size:
+                    found.setdefault(frozenset(origin.axes), (dim, DimSharding(*origin[1:])))
+        return found
 
     # ------------------------------------------------------------------ transforms
 

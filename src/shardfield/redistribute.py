@@ -18,7 +18,19 @@ from . import runtime, trace_state
 from .comm import autograd_collectives
 from .comm.route import reshard_route, swap_route, tile_route
 from .errors import ShardingError
-from .layout import DimSharding, Layout, Span, nested_chunk, outer_shard_sizes, regroup, shard_sizes_of, starts
+from .layout import (
+    DimSharding,
+    Layout,
+    Span,
+    balanced,
+    nested_chunk,
+    outer_shard_sizes,
+    regroup,
+    shard_sizes_of,
+    starts,
+)
+
+MAX_EXCESS = 1.25  # a rank's share of a scattered value over the mean share, where another dim would divide better
 
 
 class Step(NamedTuple):
@@ -27,6 +39,53 @@ class Step(NamedTuple):
     name: str
     run: Callable[[Tensor], Tensor]
     after: Layout
+
+
+@runtime.memo
+def without_partial(layout: Layout) -> Layout:
+    """Choose the layout in which a Partial value enters an op that is not linear in it. Pure.
+
+    A small value is all-reduced: Partial axes become Replicate. A value of at least `Runtime.min_scattered` elements on
+    a rank is reduce-scattered, which sends half the bytes and leaves each rank its share: every Partial axis shards a
+    dim. That is the dim that the axis sharded before, if an op moved its sharding; else the first of `_scatter_order`.
+    """
+    now = layout.with_partial(())
+    share = math.prod(now.mesh.size(a) for a in now.shard_axes)
+    if layout.numel < runtime.active.min_scattered * share:
+        return now
+    for axis in layout.nontrivial_axes(layout.partial_axes):
+        former = now.former_shardings.get(frozenset([axis]))
+        order = _scatter_order(now, now.mesh.size(axis))
+        if former is not None:
+            now = now.with_dim(*former)
+        elif order:
+            (factor,) = now.dims[order[0]]
+            cut = [n for size in shard_sizes_of(factor) for n in balanced(size, now.mesh.size(axis))]
+            now = now.with_dim(order[0], DimSharding(factor.size, (*factor.axes, axis), tuple(cut)))
+    return now
+
+
+def _scatter_order(layout: Layout, parts: int) -> list[int]:
+    """Return the dims that `parts` more ranks can share, best first.
+
+    Unsharded dims come before sharded ones, and the last dim, mostly channels that the next op mixes, comes after all
+    others. Among these: the first dim, which is the batch or the rows; then the dim in the middle, which is spatial in
+    channels-first and in channels-last order; then the largest.
+    """
+    last, middle = layout.ndim - 1, layout.ndim // 2
+
+    def worst_excess(dim: int) -> float:
+        """Return the largest share of a rank over the mean share."""
+        cut = [n for size in layout.shard_sizes(dim) for n in balanced(size, parts)]
+        return max(cut) * len(cut) / layout.shape[dim]
+
+    room = [d for d in range(layout.ndim) if len(layout.dims[d]) == 1 and min(layout.shard_sizes(d)) >= parts]
+    return sorted(
+        room,
+        key=lambda d: (
+            worst_excess(d) > MAX_EXCESS, d == last, bool(layout.axes_of(d)), d != 0, d != middle, -layout.shape[d]
+        ),
+    )  # fmt: skip
 
 
 def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
@@ -137,11 +196,11 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
         # max and min over several axes are one reduction: equal elements share the gradient over all ranks
         axes = [a for a, o in now.partial if o == op and (a, o) not in kept] if op in ("max", "min") else [axis]
         rest = [p for p in now.partial if p[0] not in axes]
-        dim = next((d for d in range(now.ndim) if target.axes_of(d) == (axis,) and not now.axes_of(d)), None)
+        dim = next((d for d in range(now.ndim) if _next_axis(now, target, d) == axis), None)
         if op == "sum" and dim is not None:
-            cut = target.shard_sizes(dim)
+            cut = _innermost_sizes(now, target.dims[dim][0], len(now.axes_of(dim)) + 1)
             dims = list(now.dims)
-            dims[dim] = target.dims[dim]
+            dims[dim] = (_prefix(target.dims[dim][0], len(now.axes_of(dim)) + 1, now),)
             after = Layout.make(mesh, dims, rest)
             yield from step(
                 "reduce_scatter",
@@ -163,6 +222,21 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
                 raise ShardingError(f"a value cannot be turned into Partial({op})")
             after = Layout.make(mesh, now.dims, [*now.partial, (axis, op)])
             yield from step("to_partial", partial(autograd_collectives.to_partial, groups=(group(axis),)), after)
+
+
+def _next_axis(now: Layout, target: Layout, dim: int) -> int | None:
+    """Return the mesh axis that divides the present shards of a dim further in the target; None if there is none."""
+    ((have,), (want,)) = now.dims[dim], target.dims[dim]
+    depth = len(have.axes)
+    return want.axes[depth] if depth < len(want.axes) and _prefix(want, depth, now) == have else None
+
+
+def _innermost_sizes(now: Layout, want: DimSharding, depth: int) -> tuple[int, ...]:
+    """Return the shard sizes on the innermost of the first `depth` axes, within this rank's outer shard."""
+    cut = _prefix(want, depth, now)
+    size = now.mesh.size(cut.axes[-1])
+    at = now.index(cut.axes[:-1]) * size
+    return cut.shard_sizes[at : at + size]
 
 
 def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
@@ -189,17 +263,10 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
     want = [f for (f,) in target.dims]
     busy = {a for f in have for a in f.axes}
 
-    def innermost(dim: int, depth: int) -> tuple[int, ...]:
-        """Return the shard sizes on the innermost of `depth` axes, within this rank's outer shard."""
-        cut = _prefix(want[dim], depth, now)
-        size = now.mesh.size(cut.axes[-1])
-        at = now.index(cut.axes[:-1]) * size
-        return cut.shard_sizes[at : at + size]
-
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # local slice: no message
         depth = len(h.axes) + 1
         if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
-            axis, cut = w.axes[depth - 1], innermost(dim, depth)
+            axis, cut = w.axes[depth - 1], _innermost_sizes(now, w, depth)
             after = now.with_dim(dim, _prefix(w, depth, now))
             return (
                 "split",
@@ -217,7 +284,8 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
             if dim != source and w.axes[:depth][-1:] == (axis,) and _prefix(w, depth - 1, now) == have[dim]:
                 size = now.mesh.size(axis)
                 at = now.index(h.axes[:-1]) * size
-                route = swap_route(source, h.shard_sizes[at : at + size], dim, innermost(dim, depth), coords[axis])
+                inner = _innermost_sizes(now, w, depth)
+                route = swap_route(source, h.shard_sizes[at : at + size], dim, inner, coords[axis])
                 after = now.with_dim(source, _prefix(h, len(h.axes) - 1, now)).with_dim(dim, _prefix(w, depth, now))
                 return "swap", axis, partial(autograd_collectives.exchange, route=route, group=group(axis)), after
 

@@ -29,6 +29,9 @@ from .errors import ShardingError
 F = TypeVar("F", bound=Callable)
 
 PLANS = 2048  # size of one generation of the plan cache, which holds two
+# A Partial value with fewer elements on a rank (statistics, a loss) is all-reduced, in one message. Scattered, it would
+# need a second one where it meets a sharded field.
+MIN_SCATTERED = 1 << 13
 
 
 class Cache(dict):
@@ -166,7 +169,7 @@ class MeshState:
 # Set by context managers; a new world keeps them.
 _OBSERVERS = (
     "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
-    "transport_override", "before_collective", "promotion", "world_thread",
+    "transport_override", "before_collective", "promotion", "world_thread", "min_scattered",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "reduce_hooks")
@@ -185,6 +188,7 @@ class Runtime:
         transport_override: the transport of all messages. before_collective: called with the group before each message.
         promotion: a TensorPromotionMode that warns or refuses, None if plain tensors are promoted silently.
         world_thread: the thread that initialized the world; None is the main thread. It alone communicates.
+        min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`).
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -230,6 +234,7 @@ class Runtime:
         self.promotion: Any = None
         self.before_collective: Callable[[dist.ProcessGroup], None] | None = None
         self.world_thread: int | None = None
+        self.min_scattered = MIN_SCATTERED
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.reduce_hooks: Any = WeakTensorKeyDictionary()

@@ -246,6 +246,16 @@ def is_sole_reference(tensor: torch.Tensor) -> bool:
     return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
 
 
+def is_viewed_once(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return whether a plain tensor and one view of it are the only users of its storage, so that both can be swapped.
+
+    torch 2.11-2.15: a view holds its base in C++, and each of them the storage.
+    """
+    if base._use_count() != 2 or view._use_count() != 1 or weakref.getweakrefs(base) or weakref.getweakrefs(view):
+        return False
+    return view._base is base and _storage_users(base) == _storage_users(torch.empty(1)) + 1
+
+
 def is_sole_holder(attributes: dict[str, Any], name: str) -> bool:
     """Return whether no Python object but this dict refers to its entry `name`.
 

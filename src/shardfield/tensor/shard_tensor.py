@@ -128,6 +128,7 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     _narrowed = False  # a slice along a sharded dim
     # of a Partial or deferred value as large as a rank's share of what it is computed from: mesh axis -> this share
     _pending_shares: Mapping[int, int] | None = None
+    _slice_of: ShardTensor | None = None  # the replicated tensor that this is a slice of
     _wrap_local, _localize = staticmethod(wrap), staticmethod(localize)
 
     @staticmethod

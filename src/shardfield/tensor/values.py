@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import runtime
 from ..layout import Layout
-from ..redistribute import redistribute
+from ..redistribute import redistribute, without_partial
 from .metadata import Metadata
 
 
@@ -37,18 +37,18 @@ class Values(Metadata):
         return redistribute(self._local_tensor, self._layout, goal)
 
     def _reduced_value(self) -> Any:
-        """Return this value without Partial axes. Communicates; the result is cached until the next write."""
+        """Return this value, reduced by `without_partial`. Communicates; the result is cached until the next write."""
         if not self._layout.partial:
             return self
         local = self._local_tensor
         if local.is_inference() or self._deferred is not None:  # the version does not tell if it has changed
-            return self._redistribute_to(self._layout.with_partial(()))
+            return self._redistribute_to(without_partial(self._layout))
         cached = self._reduced_cache
         # Without a graph, a cached value serves only where none is recorded.
         if cached is not None and cached[0] == local._version:
             if cached[1].requires_grad == local.requires_grad or not torch.is_grad_enabled():
                 return cached[1]
-        reduced = self._redistribute_to(self._layout.with_partial(()))
+        reduced = self._redistribute_to(without_partial(self._layout))
         self._reduced_cache = (local._version, reduced)
         return reduced
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
-from ...layout import DimSharding, Layout, balanced, outer_shard_sizes, starts
+from ...layout import MOVED, DimSharding, Layout, Origin, nested_balanced, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 
 
@@ -36,9 +36,12 @@ def simplify_dim(layout: Layout, dim: int) -> tuple[Layout, int, bool]:
 def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layout | None:
     """Return a layout with `dim` unsharded and its axes sharding another dim; None if no other dim is large enough.
 
-    An unsharded dim is preferred, then the largest. allow_empty: some ranks may get empty shards if there is no better
-    dim.
+    The dim that these axes sharded before is preferred, then an unsharded dim, then the largest. allow_empty: some
+    ranks may get empty shards if there is no better dim.
     """
+    former = layout.former_shardings.get(frozenset(layout.axes_of(dim)))
+    if former is not None and former[0] != dim:
+        return _mark_moved(layout, dim).with_dim(*former)
     axes = layout.axes_of(dim)[::-1]  # innermost first: redistribute can swap only the innermost axis
     sizes = [layout.mesh.size(a) for a in axes]
     parts = math.prod(sizes)
@@ -49,12 +52,18 @@ def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layou
     (factor,) = layout.dims[other]
     shard_sizes = [n for size in layout.shard_sizes(other) for n in nested_balanced(size, sizes)]
     sharding = DimSharding(factor.size, factor.axes + axes, tuple(shard_sizes))
-    return layout.unshard([dim]).with_dim(other, sharding)
+    return _mark_moved(layout, dim).with_dim(other, sharding)
 
 
-def nested_balanced(size: int, parts: list[int]) -> list[int]:
-    """Return the sizes, row-major, of `size` split evenly into parts[0], each of these into parts[1], and so on."""
-    return [n for part in balanced(size, parts[0]) for n in nested_balanced(part, parts[1:])] if parts else [size]
+def _mark_moved(layout: Layout, dim: int) -> Layout:
+    """Return the layout with `dim` unsharded; the dim carries its sharding as its origin."""
+    former = [Origin(MOVED, *factor) for factor in layout.dims[dim]] if len(layout.dims[dim]) == 1 else []
+    return layout.with_dim(dim, DimSharding(layout.shape[dim]).with_origins(layout.origins(dim), former))
+
+
+def moved_origins(layout: Layout, dim: int) -> list[Origin]:
+    """Return the shardings that a dim had before they were moved, for a dim that takes its place."""
+    return [origin for origin in layout.origins(dim) if origin.kind == MOVED]
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:

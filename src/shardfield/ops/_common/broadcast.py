@@ -13,7 +13,7 @@ from ... import runtime
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
 from ...layout import DimSharding, Layout
-from ...redistribute import redistribute
+from ...redistribute import redistribute, without_partial
 
 
 class Alignment(NamedTuple):
@@ -62,13 +62,18 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
     """Choose a common layout: that of the largest sharded operand, with the shardings of the others on its free dims.
 
     `keep_partial` lists the operands whose partial axes stay partial in the result (the op is linear in them together).
+    Other Partial operands are reduced into the common layout; on axes that no operand is sharded on, `without_partial`
+    chooses it. Of two operands of one size, the one whose sharding was moved goes back to its former layout.
     """
     shape = torch.broadcast_shapes(*(x.shape for x in layouts))
     mesh = layouts[0].mesh
     partial = layouts[keep_partial[0]].partial if keep_partial else ()
     used = {a for a, _ in partial}
+    kept = {layouts[i] for i in keep_partial}
     dims: list[tuple[DimSharding, ...] | None] = [None] * len(shape)
-    for layout in sorted(layouts, key=lambda x: -x.numel):
+    for layout in sorted(layouts, key=lambda x: (-x.numel, bool(x.partial), bool(x.former_shardings))):
+        if layout.partial and layout not in kept:
+            layout = without_partial(layout)
         skip = len(shape) - layout.ndim
         for d, factors in enumerate(layout.dims):
             axes = set(layout.axes_of(d))

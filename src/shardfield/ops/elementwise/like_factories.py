@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...dispatch.registry import handler
 from ...layout import DimSharding, Layout
+from ...redistribute import without_partial
 from ...tensor import ShardTensor, wrap
 from ..indexing.result_placement import find_row_origin
 from ..spectral import lazy_spectrum
@@ -31,15 +32,20 @@ def new_like(func, types, args, kwargs):
         lazy = lazy_spectrum.lazy_zeros_like(x, named.get("dtype") or x.dtype)
         if lazy is not None:
             return lazy
-    return wrap(func(x._local_tensor, **named), x._layout.with_partial(()))
+    layout = without_partial(x._layout)
+    local = x._local_tensor
+    if layout.local_shape != local.shape:  # a large Partial
+        local = local.new_empty(layout.local_shape)
+    return wrap(func(local, **named), layout)
 
 
 @handler("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 def new_with_shape(func, types, args, kwargs):
-    """Return a tensor with the input's layout if the shape is the same, else one sharded by origins, or replicated.
+    """Return a tensor that is sharded along the dims that have the input's sizes, or by origins.
 
-    If the input's entries were selected from a dim of the new size (messages along edges are selected from nodes), the
-    new dim takes the sharding of that dim. Rows that are written to the new tensor then need no other hint.
+    A dim of the input's size takes the input's sharding: the new tensor is most likely a field on the same grid. If the
+    input's entries were selected from a dim of the new size (messages along edges are selected from nodes), the new dim
+    takes the sharding of that dim. Rows that are written to the new tensor then need no other hint.
     """
     x, *rest = args
     kwargs = {k: as_number(v) for k, v in kwargs.items()}
@@ -48,7 +54,7 @@ def new_with_shape(func, types, args, kwargs):
     meta = func(
         torch.empty(0, device="meta"), *map(as_number, rest), **{k: v for k, v in kwargs.items() if k != "device"}
     )
-    layout = x._layout.with_partial(()) if meta.shape == x.shape else _layout_by_origins(x._layout, meta.shape)
+    layout = _layout_like(without_partial(x._layout), meta.shape)
     if not layout.shard_axes or func.__name__ == "new_empty_strided":
         local = func(x._metadata_local(), *map(as_number, rest), **kwargs)
         return wrap(local, Layout.replicate(x._layout.mesh, meta.shape))
@@ -58,12 +64,17 @@ def new_with_shape(func, types, args, kwargs):
     return wrap(func(x._metadata_local(), *rest, **kwargs), layout)
 
 
-def _layout_by_origins(like: Layout, shape: Sequence[int]) -> Layout:
-    """Build a layout of `shape`. A dim takes the sharding of the origin of its size that `like` has along this dim."""
+def _layout_like(like: Layout, shape: Sequence[int]) -> Layout:
+    """Build a layout of `shape`, dim by dim: the sharding of `like`, or of an origin of this size that it has there."""
+    if shape == like.shape:
+        return like
     layout = Layout.replicate(like.mesh, shape)
+    if len(shape) == like.ndim:
+        pairs = zip(like.dims, like.shape, shape, strict=True)
+        layout = layout.with_dims(factors if n == size else [DimSharding(n)] for factors, size, n in pairs)
     for dim in range(min(like.ndim, len(shape))):
         origin = find_row_origin(shape[dim], like.origins(dim))
-        if origin is not None and not set(origin.axes) & set(layout.shard_axes):
+        if origin is not None and not layout.axes_of(dim) and not set(origin.axes) & set(layout.shard_axes):
             layout = layout.with_dim(dim, DimSharding(origin.size, origin.axes, origin.shard_sizes))
     return layout
 

@@ -14,11 +14,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ... import runtime
-from ...dispatch.registry import as_operand, composed, handler, map_tensors, mesh_of, to_full_tensor, write_out
+from ...dispatch.registry import (
+    as_operand,
+    composed,
+    gather_fallback,
+    handler,
+    map_tensors,
+    mesh_of,
+    to_full_tensor,
+    write_out,
+)
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap
 from ...trace_state import same_memory
 from .._common.broadcast import Alignment, align, align_to
+from ..indexing.buffers import is_buffer_for, shard_buffer
 
 UNARY = """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -122,7 +132,11 @@ def pointwise(func, types, args, kwargs):
 
 def pointwise_inplace(func, types, args, kwargs):
     target = args[0]
+    buffered = is_buffer_for(target, args[1:]) and not shard_buffer(target, args[1:])
     if target.__class__ is not ShardTensor:  # a plain target takes the full values of ShardTensors
+        if buffered:
+            gather_fallback(func, types, args, kwargs)
+            return target
         full = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
         return func(target, *full[0], **full[1])
     target._check_writable()

@@ -237,6 +237,13 @@ def _dropout_mask(x: ShardTensor, p: float, per_channel: bool) -> ShardTensor:
     return wrap(u >= p, layout)
 
 
+def _keeps_all(p: float, train: bool, training: bool | None) -> bool:
+    """Return whether dropout keeps every element; raise for an invalid probability. F calls `train` `training`."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p == 0 or not (train if training is None else training)
+
+
 @handler("dropout", "dropout_", "feature_dropout", "feature_dropout_")
 def dropout(func, types, args, kwargs):
     return _dropout(func.__name__, *args, **kwargs)
@@ -244,12 +251,9 @@ def dropout(func, types, args, kwargs):
 
 def _dropout(name, input, p=0.5, train=True, inplace=False, *, training=None):
     """Run torch.dropout(input, p, train) or F.dropout(input, p, training, inplace), per element or per channel."""
-    train = train if training is None else training
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    in_place = inplace or name.endswith("_")
-    if not train or p == 0:
+    if _keeps_all(p, train, training):
         return input  # torch returns the input itself too, so a write into the result reaches the input
+    in_place = inplace or name.endswith("_")
     source = input._reduced_value()
     factor = 0.0 if p == 1 else 1 / (1 - p)
     noise = _dropout_mask(source, p, name.startswith("feature")).to(source.dtype) * factor
@@ -262,12 +266,9 @@ def alpha_dropout(func, types, args, kwargs):
 
 
 def _alpha_dropout(name, input, p=0.5, train=False, inplace=False, *, training=None):
-    train = train if training is None else training
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    in_place = inplace or name.endswith("_")
-    if not train or p == 0:
+    if _keeps_all(p, train, training):
         return input
+    in_place = inplace or name.endswith("_")
     if p == 1:
         return input.mul_(0) if in_place else input * 0
     alpha = 1.7580993408473766

@@ -17,7 +17,7 @@ from ... import runtime
 from ...dispatch.copied_views import CopiedView
 from ...dispatch.registry import as_operand, composed
 from ...dispatch.write_tracking import set_copied_view
-from ...layout import DimSharding, Layout, starts
+from ...layout import MOVED, DimSharding, Layout, starts
 from ...redistribute import redistribute, unmerge_dims
 from ...tensor import ShardTensor, wrap
 from ..shape.permute import drop_dims
@@ -56,6 +56,8 @@ class BasicIndexPlan(NamedTuple):
             CopiedView(out, x, lambda: self.run(x))
         if self.narrowed or x._narrowed:
             out._narrowed = True
+        if x._layout.is_replicated and not local.requires_grad:  # it may be a buffer; a graph must not be kept alive
+            out._slice_of = x
         return out
 
 
@@ -67,7 +69,7 @@ def slice_sharding(factor: DimSharding, start: int, stop: int, step: int) -> Dim
     """
     size = len(range(start, stop, step))
     if not factor.axes:
-        return DimSharding(size)
+        return DimSharding(size).with_origins(o for o in factor.origins if o.kind == MOVED)
     bounds = zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)
     return DimSharding(size, factor.axes, tuple(len(_slice_in_shard(lo, n, start, stop, step)) for lo, n in bounds))
 

@@ -2,8 +2,8 @@
 
 The indexed tensor is never gathered. If the indexed dim is unsharded, the work is local. If the index is sharded over
 the same mesh axis, each rank fetches the rows that its entries name from their owners (`exchange_lists`). If the index
-is replicated, each rank selects the rows that it owns and leaves zeros: the result is Partial. Where that would be
-larger than the indexed tensor, the index is sharded first, without a message, and so is the result.
+is replicated, it is sharded first, without a message, and so is the result. Only a small result (`is_small`) is Partial
+instead: each rank selects the rows that it owns and leaves zeros.
 
 Entry dims of a result carry the indexed dim as their `Origin`: rows that are written back go to the same shards.
 """
@@ -17,16 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, chunk
+from ...redistribute import without_partial
 from .._common.broadcast import align, broadcast_layout
 from .._common.probe import meta_tensor
 from .basic_index import normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .owners import Owners, validate_index
-from .parse_index import broadcast_index_shapes
+from .parse_index import broadcast_index_shapes, index_result_dim
 from .result_placement import with_row_origins
 
 
@@ -36,9 +38,9 @@ def align_index_layouts(layout: Layout, dims: Sequence[int], index: Layout, item
     An index sharded over an axis that shards an indexed dim, or that the operand does not use, keeps its sharding. If
     the axis shards another dim of the operand, the smaller of the two tensors is unsharded.
     """
+    if any(op != "sum" for _, op in layout.partial) and any(layout.axes_of(d) for d in dims):
+        layout = without_partial(layout)
     indexed = {a for d in dims for a in layout.axes_of(d)}
-    if indexed and any(op != "sum" for _, op in layout.partial):
-        layout = layout.with_partial(())
     for b in range(index.ndim):
         clash = set(index.axes_of(b)) & set(layout.shard_axes + layout.partial_axes) - indexed
         if not clash:
@@ -59,6 +61,18 @@ def shard_over_axes(index: Layout, dim: int, axes: Sequence[int]) -> Layout:
     parts = math.prod(index.mesh.size(a) for a in axes)
     sizes = [n for length in factor.shard_sizes or (factor.size,) for n in chunk(length, parts)]
     return index.with_dim(dim, DimSharding(factor.size, (*factor.axes, *axes), tuple(sizes)))
+
+
+def is_small(entries: Layout, source: Layout, dims: Sequence[int]) -> bool:
+    """Return whether a result of these entries along `dims` has few elements on a rank, and no more rows than `source`.
+
+    Its sum over ranks is then one message, where an exchange needs several.
+    """
+    indexed = {a for d in dims for a in source.axes_of(d)}
+    shards = math.prod(source.mesh.size(a) for a in {*entries.shard_axes, *source.shard_axes} - indexed)
+    rows = math.prod(source.shape[d] for d in dims)
+    elements = entries.numel * source.numel // max(rows, 1)
+    return entries.numel <= rows and elements < runtime.active.min_scattered * shards
 
 
 def plan_replicated(local: Callable, result: Layout, **others: Operand) -> Plan:
@@ -93,7 +107,7 @@ def plan_advanced_index(
         input.layout, dims, align(tuple(i.layout for i in indices)).result, input.dtype.itemsize
     )
     owners = Owners(layout, dims)
-    if where.ndim and where.numel > math.prod(owners.sizes):
+    if where.ndim and not is_small(where, layout, dims):
         longest = max(range(where.ndim), key=lambda b: where.shape[b])
         where = shard_over_axes(where, longest, [a for a in owners.axes if a not in where.shard_axes])
     exchange_axes = tuple(a for a in owners.axes if a in where.shard_axes)
@@ -137,11 +151,6 @@ def _advanced_getitem(input: Operand, dims: torch.Size, at: int, *indices: Opera
 
 
 _run_advanced_getitem = make_handler(_advanced_getitem, partial=True, merged=True)
-
-
-def index_result_dim(dims: Sequence[int]) -> int:
-    """Return the dim where torch puts the dims of index tensors: in their place if `dims` are adjacent, else first."""
-    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
 def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
@@ -239,11 +248,14 @@ def gather(input: Operand, dim: int, index: Operand, *, sparse_grad=False, fn):
     dim = normalize_dim(dim, input.ndim)
     layout = input.layout
     if layout.is_sharded(dim) and any(op != "sum" for _, op in layout.partial):
-        layout = layout.with_partial(())
+        layout = without_partial(layout)
     layout, where = align_gather_layouts(layout, dim, index.layout)
     along = layout.nontrivial_axes(layout.axes_of(dim))
-    if where.numel > layout.numel:
-        where = shard_over_axes(where, dim, [a for a in along if a not in where.shard_axes])
+    if not is_small(where, layout, range(layout.ndim)):
+        free = [d for d in range(where.ndim) if d == dim or not where.axes_of(d)]
+        parts = math.prod(where.mesh.size(a) for a in along)
+        longest = dim if where.shape[dim] >= parts else max(free, key=lambda d: where.shape[d])
+        where = shard_over_axes(where, longest, [a for a in along if a not in where.shard_axes])
     owners = Owners(layout, range(layout.ndim), along)
     exchange_axes = tuple(a for a in owners.axes if a in where.shard_axes)
     by_rows = where.drop_dims([dim]).dims == layout.drop_dims([dim]).dims

@@ -11,16 +11,24 @@ from torch import Tensor
 from ... import runtime, trace_state
 from ...comm.consensus import Consensus
 from ...dispatch.registry import composed, gather_fallback, handler, mesh_of, to_full_tensor
-from ...layout import DimSharding, Layout, starts
+from ...layout import Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from ..spectral import lazy_spectrum
 from ..spectral.mode_blocks import format_index
 from .basic_index import BasicIndexPlan, as_shard_tensor, plan_basic_index
-from .gather_rows import index_result_dim, index_with_tensors
+from .buffers import is_buffer_for, layout_like_value, shard_buffer
+from .gather_rows import index_with_tensors
 from .index_put import reduce_partial, run_in_place, run_index_put
 from .mask import masked_put, masked_rows, nonzero
-from .parse_index import ParsedIndex, basic_index_key, broadcast_index_shapes, is_mask, parse_index
+from .parse_index import (
+    ParsedIndex,
+    basic_index_key,
+    broadcast_index_shapes,
+    index_result_dim,
+    is_mask,
+    parse_index,
+)
 from .result_placement import has_lasting_aliases
 
 
@@ -76,7 +84,10 @@ def setitem(func, types, args, kwargs):
         return None
     x._check_writable()
     reduce_partial(x)
-    _assign(x, parse_index(x.shape, index, x.device), _value_as_tensor(value, x))
+    parsed, value = parse_index(x.shape, index, x.device), _value_as_tensor(value, x)
+    if is_buffer_for(x, [value]) and not parsed.tensors:
+        shard_buffer(x, [value], parsed)
+    _assign(x, parsed, value)
 
 
 def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
@@ -195,61 +206,13 @@ def _setitem_on_plain(func, types, args):
     if out is None:
         parsed = parse_index(x.shape, index, x.device)
         value = _value_as_tensor(value, x)
-        layout = _layout_like_value(x.shape, parsed, value, mesh)
+        layout = layout_like_value(x.shape, parsed, value, mesh)
         if x.dtype.is_complex:
             layout = lazy_spectrum.mark_assembled(layout)
         out = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
         _assign(out, parsed, value)
     trace_state.drop_fake_reference(x)
     torch.utils.swap_tensors(x, out)
-
-
-def _layout_like_value(shape: Sequence[int], parsed: ParsedIndex, value: Tensor, mesh: Any) -> Layout:
-    """Build a layout for a plain tensor, so that masks and a value written into it need no redistribute."""
-    layout = Layout.replicate(mesh, shape)
-    # for each dim after the basic index: the dim of the tensor that it is a slice of, and the slice
-    parts: list[tuple[int, tuple[int, int, int]] | None] = []
-    dim = 0
-    for item in parsed.items:
-        if not isinstance(item, int):
-            parts.append(None if item is None else (dim, item))
-        dim += item is not None
-    wanted: list[tuple[int, Tensor, int]] = []  # (dim after the basic index, tensor, dim of that tensor)
-    taken: list[int] = []
-    entries = 0
-    for at, tensor in parsed.tensors:
-        n = tensor.ndim if is_mask(tensor) else 1
-        taken += range(at, at + n)
-        entries = max(entries, 1 if is_mask(tensor) else tensor.ndim)
-        if is_mask(tensor):
-            wanted += [(at + d, tensor, d) for d in range(n)]
-    rest: list[int | None] = [d for d in range(len(parts)) if d not in taken]
-    if taken:
-        rest[index_result_dim(taken) : index_result_dim(taken)] = [None] * entries
-    for d, i in zip(reversed(rest), reversed(range(value.ndim)), strict=False):
-        if d is not None:
-            wanted.append((d, value, i))
-    for d, tensor, i in wanted:
-        part = parts[d]
-        if part is None or not isinstance(tensor, ShardTensor):
-            continue
-        out_dim, sharding = part[0], tensor._unmerged_value()._layout.dims[i]
-        fits = tensor.shape[i] == len(range(*part[1])) and not set(sharding[0].axes) & set(layout.shard_axes)
-        if sharding[0].axes and fits and not layout.axes_of(out_dim):
-            layout = layout.with_dim(out_dim, _unslice_sharding(sharding[0], part[1], shape[out_dim]))
-    return layout
-
-
-def _unslice_sharding(factor: DimSharding, item: tuple[int, int, int], size: int) -> DimSharding:
-    """Return a sharding of a dim of `size` whose slice `item` is sharded as `factor`.
-
-    >>> _unslice_sharding(DimSharding(3, (0,), (1, 2)), (1, 7, 2), 9)
-    DimSharding(size=9, axes=(0,), shard_sizes=(3, 6))
-    """
-    start, _, step = item
-    marks = [min(size, start + at * step) for at in starts(factor.shard_sizes)[1:]]
-    ends = zip([0, *marks], [*marks, size], strict=True)
-    return DimSharding(size, factor.axes, tuple(b - a for a, b in ends))
 
 
 # ---------------------------------------------------------------------- index_put

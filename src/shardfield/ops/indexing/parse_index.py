@@ -161,3 +161,8 @@ def broadcast_index_shapes(shapes: Sequence[Sequence[int]]) -> torch.Size:
         raise IndexError(
             f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}"
         ) from None
+
+
+def index_result_dim(dims: Sequence[int]) -> int:
+    """Return the dim where torch puts the dims of index tensors: in their place if `dims` are adjacent, else first."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0

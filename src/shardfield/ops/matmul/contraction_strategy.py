@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...layout import DimSharding, Layout, canonicalize, nested_chunk, outer_shard_sizes, starts
+from ... import runtime
+from ...layout import DimSharding, Layout, canonicalize, nested_chunk, outer_shard_sizes, shard_sizes_of, starts
 
 Label = Hashable
 LabelSharding = tuple[DimSharding, ...]
@@ -79,15 +80,20 @@ def plan_contraction(
     out_labels = [label for group in out for label in (group if type(group) is tuple else (group,))]
     search = _StrategySearch(mesh, terms, out_labels, unsharded, linear, allow_partial, broadcast, constants)
     best, lowest = None, None
-    for choice in itertools.product(*(search.choices(axis) for axis in search.axes)):
-        shardings = search.label_shardings(dict(zip(search.axes, choice, strict=True)))
-        if shardings is None:
-            continue
-        moved_bytes, reduce_bytes, size = search.cost(shardings, choice)
+    candidates = [
+        (choice, shardings, *search.cost(shardings, choice))
+        for choice in itertools.product(*(search.choices(axis) for axis in search.axes))
+        if (shardings := search.label_shardings(dict(zip(search.axes, choice, strict=True)))) is not None
+    ]
+    # what it takes to redistribute the operands so that every rank computes its share of the result
+    sharded_bytes = min((c[2] for c in candidates if search.shares_result(*c[:2])), default=math.inf)
+    for choice, shardings, moved_bytes, reduce_bytes, size in candidates:
         # tier 0: nothing is redistributed, and the result is small enough to stay Partial; tier 1: a dim of a constant
         # is sharded in place of the one that was summed
         may_leave_partial = not reduce_bytes or (
-            size <= MAX_PARTIAL_GROWTH * search.largest and not search.expands_partial(choice, size)
+            size <= MAX_PARTIAL_GROWTH * search.largest
+            and not search.expands_partial(choice, size)
+            and (reduce_bytes <= sharded_bytes or size < runtime.active.min_scattered * search.itemsize)
         )
         local = prefer_local and not moved_bytes and may_leave_partial
         tier = 0 if local else 1 if search.shards_constant_dims(choice) else 2
@@ -164,7 +170,8 @@ class _StrategySearch:
         allowed = [x for x in dict.fromkeys(current) if self._may_shard(x)]
         allowed.sort(key=lambda x: x not in self.out_labels)
         new = [x for x in dict.fromkeys(others) if self._may_shard(x) and x not in allowed]
-        new.sort(key=lambda x: -self.sizes[x])
+        former = {self.terms[i].labels[t[0]] for i, t in self._former(axis)}  # labels that the axis has sharded before
+        new.sort(key=lambda x: (x not in former, -self.sizes[x]))
         return [*allowed, *partials, *self.constant_labels[axis], *new[:MAX_NEW_LABELS], None]
 
     def _constant_labels(self, axis: int, constants: Collection[int]) -> list[Label]:
@@ -188,6 +195,17 @@ class _StrategySearch:
             if self.constant_labels[axis]
         ]
         return bool(pairs) and all(c in added for c, added in pairs)
+
+    def shares_result(
+        self, choice: Sequence[Label | KeepPartial | None], shardings: dict[Label, LabelSharding]
+    ) -> bool:
+        """Return whether every axis shards a dim of the result, with elements for every rank."""
+        return all(
+            x in self.out_labels
+            and not isinstance(x, KeepPartial)
+            and all(min(shard_sizes_of(f)) for f in shardings[x])
+            for x in choice
+        )
 
     def expands_partial(self, choice: Sequence[Label | KeepPartial | None], size: float) -> bool:
         """Return whether a constant expands an operand that stays Partial to a result at least as large."""
@@ -229,7 +247,16 @@ class _StrategySearch:
                 layout = self.terms[i].layout
                 if term_label == label and set(axes) & set(layout.axes_of(dim)):
                     return _shard_further(restrict_axes(layout.dims[dim], axes, self.mesh), axes, self.mesh)
+        if len(axes) == 1:
+            for i, (dim, sharding) in self._former(axes[0]):
+                if self.terms[i].labels[dim] == label and sharding.size == self.sizes[label]:
+                    return (sharding,)
         return _shard_further((DimSharding(self.sizes[label]),), axes, self.mesh)
+
+    def _former(self, axis: int) -> list[tuple[int, tuple[int, DimSharding]]]:
+        """Return the operands, and the dim and sharding that each had on `axis` before an op moved it."""
+        shardings = [(i, self.terms[i].layout.former_shardings.get(frozenset([axis]))) for i in self.by_size]
+        return [(i, found) for i, found in shardings if found is not None]
 
     def with_origins(self, label: Label, sharding: LabelSharding) -> LabelSharding:
         """Return the sharding of a label with the origins that any operand has along it."""
@@ -309,7 +336,8 @@ class _StrategySearch:
             elif axis not in target_dim:
                 total += fraction * nbytes
             elif target_dim[axis] != source_dim[axis]:
-                total += fraction * nbytes * _max_local_fraction(dims[target_dim[axis]])
+                by_axis = restrict_axes(dims[target_dim[axis]], [axis], self.mesh)
+                total += fraction * nbytes * _max_local_fraction(by_axis)
             else:
                 total += nbytes * _moved_fraction(layout.dims[source_dim[axis]], dims[source_dim[axis]], fraction)
         return total

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, rule, write_out
 from ...layout import Layout
-from ...redistribute import redistribute
+from ...redistribute import redistribute, without_partial
 from .._common.autocast import under_autocast
 from .._common.broadcast import broadcast_layout
 from .._common.probe import probe, stand_in
@@ -251,7 +251,7 @@ def kron(input: Operand, other: Operand, *, fn):
 def trace(input: Operand, *, fn):
     """Sum the diagonal of the local block at the block's offset; the result is a partial sum."""
     probe(fn, input)
-    layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else input.layout.with_partial(())
+    layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else without_partial(input.layout)
     rows, columns = layout.span(0), layout.span(1)
     partial = [(a, "sum") for a in (*layout.shard_axes, *layout.partial_axes)]
     return Plan(

@@ -17,7 +17,7 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import handler, rule
 from ...errors import ShardingError
 from ...layout import Layout
-from ...redistribute import redistribute
+from ...redistribute import redistribute, without_partial
 from .._common.probe import probe
 from ..reduction.common import sharding_axes
 from .affine_params import AffineParams, empty_result, fix_grad_format, kernel_params, norm_plan, probe_results
@@ -112,7 +112,7 @@ def _plan_batch_norm(
     if input.ndim < 2:  # torch accepts an empty vector
         return None
     probed = probe_results(call, input, weight, bias, running_mean, running_var)
-    result, layout = probed[0].dtype, input.layout.with_partial(())
+    result, layout = probed[0].dtype, without_partial(input.layout)
     affine = AffineParams(layout, [layout.dims[1]], weight, bias)
     channels = affine.layout
     if native:
@@ -202,7 +202,7 @@ def _plan_instance_norm(
     result = probe_results(call, input, weight, bias, running_mean, running_var)[0].dtype
     if not input.numel():
         return None
-    layout = input.layout.with_partial(())
+    layout = without_partial(input.layout)
     affine = AffineParams(layout, [layout.dims[1]], weight, bias)
     scheme = InstanceStats(layout)
     tracked = running_mean is not None or running_var is not None

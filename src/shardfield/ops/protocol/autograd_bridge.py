@@ -160,6 +160,9 @@ def make_apply(before: Any) -> Any:
         plain = before.__get__(None, function)
         for arg in args:
             if isinstance(arg, ShardTensor):
+                known = runtime.active.handlers.get(function)
+                if known is not None:  # registered by `shardfield.stencil` or `local`
+                    return known(function, (ShardTensor,), args, kwargs)
                 return apply(function, plain, *args, **kwargs)
         return plain(*args, **kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from ...comm import autograd_collectives, collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
+from ...redistribute import without_partial
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
 from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
@@ -18,14 +19,14 @@ from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
 def _linear_layout(input: Operand):
     """Return the operand's layout for a linear reduction, which can be applied to partial sums."""
     layout = input.layout
-    return layout if all(op == "sum" for _, op in layout.partial) else layout.with_partial(())
+    return layout if all(op == "sum" for _, op in layout.partial) else without_partial(layout)
 
 
 @rule("sum", "nansum", partial=True, merged=True)
 def sum_nansum(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     """Sum the local shard; the result is Partial over the axes that shard a summed dim."""
     probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype)
-    layout = input.layout.with_partial(()) if fn.__name__ == "nansum" else _linear_layout(input)
+    layout = without_partial(input.layout) if fn.__name__ == "nansum" else _linear_layout(input)
     dims = reduced_dims(layout.ndim, dim)
     return Plan(
         local=local_reduction(fn, layout.ndim, dims, keepdim, dtype),

@@ -19,17 +19,22 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
-from ...redistribute import unmerge_dims
+from ...redistribute import unmerge_dims, without_partial
 from .._common.broadcast import with_origins_of
 from .._common.probe import meta_tensor
 from .split import narrow_sharding
 
 
-def common_shardings(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, ...]]:
-    """Return the sharding of each sharded dim, from the largest layout whose mesh axes for it are not used yet."""
+def common_shardings(layouts: Sequence[Layout], keep_partial: bool) -> dict[int, tuple[DimSharding, ...]]:
+    """Return the sharding of each sharded dim, from the largest layout whose mesh axes for it are not used yet.
+
+    Partial layouts, unless they stay Partial, come last: they are sharded as `without_partial` chooses.
+    """
     used: set[int] = set()
     shardings: dict[int, tuple[DimSharding, ...]] = {}
-    for layout in sorted(layouts, key=lambda x: -x.numel):
+    for layout in sorted(layouts, key=lambda x: (bool(x.partial), -x.numel, bool(x.former_shardings))):
+        if layout.partial and not keep_partial:
+            layout = without_partial(layout)
         for dim, factors in enumerate(layout.dims):
             axes = set(layout.axes_of(dim))
             if axes and dim not in shardings and not axes & used:
@@ -74,6 +79,8 @@ def choose_cat_sharding(rows: Sequence[CatOperand], axes: tuple[int, ...], parts
     """Choose the sharding of the concatenated dim that moves the fewest rows and keeps the largest shard small."""
     total = sum(r.size for r in rows)
     sharded_rows = [r for r in rows if r.shard_sizes is not None]
+    if not sharded_rows:  # Partial operands are scattered along this dim
+        return DimSharding(total, axes, balanced(total, parts))
     replicated_sizes = balanced(sum(r.size for r in rows if r.shard_sizes is None), parts)
     summed_sizes = tuple(
         n + sum(r.shard_sizes[c] for r in sharded_rows if r.shard_sizes) for c, n in enumerate(replicated_sizes)
@@ -100,7 +107,7 @@ def cat(tensors, dim=0, *, fn):
     live = [t for i, t in enumerate(tensors) if i not in skipped]
     partial = common_partial(live)
     layouts = [unmerge_dims(t.layout, [dim]) for t in live]
-    shardings = common_shardings(layouts)
+    shardings = common_shardings(layouts, bool(partial))
     rows, offset = [], 0
     for layout in layouts:
         axes = shardings[dim][0].axes if dim in shardings else ()
@@ -150,7 +157,7 @@ def stack(tensors, dim=0, *, fn):
     owners = _single_owner_coords([t.layout for t in tensors]) if not partial else None
     if owners is not None:
         return _stack_by_owner([t.layout for t in tensors], dim, *owners)
-    shardings = common_shardings([t.layout for t in tensors])
+    shardings = common_shardings([t.layout for t in tensors], bool(partial))
     dims = [shardings.get(d, (DimSharding(n),)) for d, n in enumerate(tensors[0].shape)]
     target = Layout.make(mesh, dims, partial)
     return Plan(

@@ -12,12 +12,12 @@ import torch
 from ...comm import autograd_collectives
 from ...comm.route import RowRequest, fetch_route
 from ...dispatch.plan import Operand, Plan, ViewKind
-from ...dispatch.registry import composed, rule
+from ...dispatch.registry import composed, mesh_of, rule
 from ...layout import DimSharding, Layout, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
 from .._common.probe import meta_tensor
-from ..indexing.basic_index import normalize_dim
+from ..indexing.basic_index import as_shard_tensor, normalize_dim
 
 
 def _unmerge_dims(layout: Layout, *dims: int) -> Layout:
@@ -207,6 +207,6 @@ def slice_scatter(input, src, dim=0, start=None, end=None, step=1):
 def diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
     """Return a copy of the input with a diagonal replaced."""
     _check_src_shape("diagonal_scatter", src, meta_tensor(input).diagonal(offset, dim1, dim2).shape)
-    out = _writable_copy(input)
+    out = as_shard_tensor(_writable_copy(input), mesh_of((input, src), None))  # a diagonal is no slice of a buffer
     out.diagonal(offset, dim1, dim2).copy_(src)
     return out

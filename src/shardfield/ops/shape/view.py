@@ -18,7 +18,7 @@ from ..._compat import tensor_getter
 from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, register, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
-from ...redistribute import is_local, redistribute
+from ...redistribute import is_local, redistribute, without_partial
 from .._common.autocast import under_autocast
 from .._common.probe import meta_tensor
 
@@ -178,7 +178,7 @@ def _local_reshape(layout: Layout, flat: Layout, moved: Layout, result: Layout) 
 def view_dtype(input: Operand, dtype: torch.dtype) -> Plan:
     """Reinterpret the bits as `dtype`: the last dim grows or shrinks with the element size."""
     shape = meta_tensor(input).view(dtype).shape
-    layout = source = input.layout.with_partial(())
+    layout = source = without_partial(input.layout)
     if shape != input.shape:
         *dims, last = layout.dims
         if shape[-1] > input.shape[-1]:

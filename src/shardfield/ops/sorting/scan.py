@@ -15,6 +15,7 @@ from torch import Tensor
 from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
+from ...redistribute import without_partial
 from .._common.autocast import HALF_DTYPES
 from .._common.blockwise import Blocks, simplify_dim
 from .._common.inplace import register_inplace
@@ -30,7 +31,7 @@ def cumsum_cumprod(input: Operand, dim, *, dtype=None, fn):
     layout = input.layout
     linear = fn.__name__ == "cumsum" and dtype in (None, input.dtype)
     if not (linear and input.dtype.is_floating_point and all(op == "sum" for _, op in layout.partial)):
-        layout = layout.with_partial(())
+        layout = without_partial(layout)
     layout, dim, sharded = simplify_dim(layout, dim)
 
     def unsharded_scan(input):

@@ -18,7 +18,7 @@ from ...dispatch.registry import composed, handler_of, register, rule
 from ...layout import DimSharding
 from ...tensor import ShardTensor
 from .._common.autocast import HALF_DTYPES
-from .._common.blockwise import move_shard_off
+from .._common.blockwise import move_shard_off, moved_origins
 from .._common.probe import probe, stand_in
 from . import lazy_spectrum
 
@@ -58,7 +58,7 @@ def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
     return Plan(
         local=lambda input: _apply(fn, input, n, dim, norm, length),
         operands={"input": source},
-        layout=source.with_dim(dim, DimSharding(length)),
+        layout=source.with_dim(dim, DimSharding(length).with_origins(moved_origins(source, dim))),
     )
 
 
@@ -176,9 +176,8 @@ def _fft_nd(fn, fft_1d, last_fft, last_dim_first: bool):
         """Plan torch's n-dim call on the local tensor: no dim is sharded."""
         layout = input.layout.unshard(dims)
         for d, n in zip(dims, sizes, strict=True):
-            layout = layout.with_dim(
-                d, DimSharding(OUT_LENGTH[(last_fft if d == dims[-1] else fft_1d).__name__](n, input.shape[d]))
-            )
+            length = OUT_LENGTH[(last_fft if d == dims[-1] else fft_1d).__name__](n, input.shape[d])
+            layout = layout.with_dim(d, DimSharding(length).with_origins(moved_origins(layout, d)))
         s = [
             layout.shape[d] if last_fft in FROM_HALF_SPECTRUM else n or input.shape[d]
             for d, n in zip(dims, sizes, strict=True)

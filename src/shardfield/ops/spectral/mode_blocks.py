@@ -10,7 +10,7 @@ import torch
 
 from ... import runtime
 from ...layout import DimSharding, Layout, Origin
-from .._common.blockwise import move_shard_off
+from .._common.blockwise import move_shard_off, moved_origins
 from ..indexing.parse_index import basic_index_key, parse_index
 
 IndexRanges = list[range]
@@ -83,7 +83,8 @@ def spectrum_layout(layout: Layout, dims: tuple[int, ...], real: bool) -> Layout
         moved = move_shard_off(layout, d, allow_empty=True) if layout.is_sharded(d) else layout.unshard([d])
         if moved is None:
             return Layout.replicate(field.mesh, [n // 2 + 1 if d == half else n for d, n in enumerate(field.shape)])
-        layout = moved.with_dim(d, DimSharding(layout.shape[d] // 2 + 1 if d == half else layout.shape[d]))
+        length = layout.shape[d] // 2 + 1 if d == half else layout.shape[d]
+        layout = moved.with_dim(d, DimSharding(length).with_origins(moved_origins(moved, d)))
     return layout
 
 

@@ -23,6 +23,7 @@ from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import mesh_of, rule
 from ...errors import ShardingError
 from ...layout import DimSharding, Layout, nested_chunk, starts
+from ...redistribute import without_partial
 from ...tensor import ShardTensor
 from .._common.autocast import autocast_to_fp32
 from .._common.blockwise import Blocks
@@ -127,7 +128,7 @@ def _dim_modes(input, dims, modes, sizes, norm, layout: Layout | None = None) ->
 @rule(truncated_fft, exact=True, partial=True)
 def plan_truncated_fft(input: Operand, dims, modes, norm=None, *, fn):
     """Sum over local rows; the result is Partial over the axes that shard them."""
-    layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else input.layout.with_partial(())
+    layout = input.layout if all(op == "sum" for _, op in input.layout.partial) else without_partial(input.layout)
     along = _dim_modes(input, dims, modes, [input.shape[d] for d in dims], norm, layout)
     out_dims, axes = list(layout.dims), set(layout.partial_axes)
     for a in along:

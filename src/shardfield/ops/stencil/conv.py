@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
-from ...layout import DimSharding, Layout, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
 from .._common.autocast import HALF_DTYPES, autocast_disabled
 from .._common.probe import probe, stand_in
@@ -205,6 +206,28 @@ class ChannelPlan:
         return weight.is_sharded(dim) and not set(weight.axes_of(dim)) & set(layout.shard_axes)
 
 
+def spread_channels(layout: Layout, outputs: int) -> Layout:
+    """Return the layout of an input whose channels are sharded, or one with their sharding moved to another dim.
+
+    Sharded channels make the result Partial. With `outputs` elements for each sample, it may be larger than the shard
+    of the input; then the input is exchanged instead. The axis goes to the dim that it sharded before, to the samples,
+    or to the largest spatial dim.
+    """
+    axes, shards = layout.axes_of(1), math.prod(layout.mesh.size(a) for a in layout.shard_axes)
+    parts = math.prod(layout.mesh.size(a) for a in axes)
+    elements = layout.shape[0] * outputs * parts // shards  # of the result, on a rank
+    if len(axes) > 1 or elements < runtime.active.min_scattered or elements <= layout.numel // shards:
+        return layout
+    former = layout.former_shardings.get(frozenset(axes))
+    if former is not None and former[0] != 1:
+        return layout.unshard([1]).with_dim(*former)
+    free = [d for d in range(layout.ndim) if d != 1 and not layout.axes_of(d) and layout.shape[d] >= parts]
+    if not free:
+        return layout
+    dim = max(free, key=lambda d: (d == 0 and layout.shape[0] % parts == 0, d != 0, layout.shape[d]))
+    return layout.unshard([1]).with_dim(dim, DimSharding(layout.shape[dim], axes, balanced(layout.shape[dim], parts)))
+
+
 def bind_call(fn: Callable, args: tuple, with_bias: bool) -> Callable:
     """Return torch's function with all arguments bound that are not tensors."""
     if with_bias:
@@ -227,6 +250,8 @@ def plan_conv(
     batched = input.ndim == nd + 2
     layout = input.layout if batched else input.layout.insert(0)
     layout = shard_by_one_axis(layout, range(2, nd + 2), last=1)  # sharded channels would leave partial sums
+    if layout.is_sharded(1) and call.groups == 1 and weight.layout.is_replicated:
+        layout = spread_channels(layout, weight.shape[1 if call.transposed else 0] * math.prod(out))
     channels = ChannelPlan(layout, weight.layout, call.groups, call.transposed)
     layout = channels.input
     boundaries = dim_paddings_of(layout, pre_pad)

@@ -18,7 +18,7 @@ from ...comm.route import RowRequest
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, shard_sizes_of
-from ...redistribute import unmerge_dims
+from ...redistribute import unmerge_dims, without_partial
 from .._common.probe import meta_tensor
 from ..shape.flip_roll import LocalFn, compose, plan_row_fetch, shard_by_one_axis
 from ..shape.split import narrow_layout, narrow_sharding
@@ -110,7 +110,7 @@ def constant_pad_nd(input: Operand, pad, value=0):
 
 def plan_constant_pad(input: Operand, paddings: dict[int, tuple[int, int]], value) -> Plan:
     """Plan constant padding: each rank pads or crops its own shard."""
-    source = result = unmerge_dims(input.layout if value == 0 else input.layout.with_partial(()), paddings)
+    source = result = unmerge_dims(input.layout if value == 0 else without_partial(input.layout), paddings)
     local_pad = [0] * (2 * input.ndim)
     for dim, (before, after) in paddings.items():
         (sharding,) = source.dims[dim]

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
+from ...redistribute import without_partial
 from .._common.probe import probe, stand_in
 from ..reduction.minmax import reduction_identity
 from ..shape.flip_roll import shard_by_one_axis
@@ -178,7 +179,7 @@ def avg_pool(
 
 def keep_partial_sums(layout: Layout) -> Layout:
     """Return the layout of an operand of a linear op: pending sums stay Partial, other reductions are done first."""
-    return layout if all(op == "sum" for _, op in layout.partial) else layout.with_partial(())
+    return layout if all(op == "sum" for _, op in layout.partial) else without_partial(layout)
 
 
 def window_divisor(window: Window, o: int, include_pad: bool) -> int:
