@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardfield import ShardingError, ShardTensor, explain, strict
+from shardfield import ShardingError, ShardTensor, compile, explain, strict
 from shardfield.layout import Layout
 from shardfield.planning import simulated, watch, without_data
 from shardfield.testing import run_on_ranks
@@ -24,7 +24,7 @@ from tests.ops.layout_models import AFNOBlock, SpectralMLP
 FIELD = (1, 30, 40, 64)  # more elements than `runtime.MIN_SCATTERED`
 IMAGE = (2, 32, 34, 40)
 ROWS = (1500, 50)
-ENTRIES = torch.randint(ROWS[0], (2000,), generator=torch.Generator().manual_seed(1))
+ENTRIES = torch.randint(ROWS[0], (1200,), generator=torch.Generator().manual_seed(1))  # fewer than rows
 
 
 class Program(NamedTuple):
@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Program] = {
     "index_select": Program(lambda x: x.index_select(0, ENTRIES), ROWS, (Shard(0),), (0,), 0.8),
     "gather": Program(lambda x: x.gather(0, ENTRIES[:, None].expand(-1, 50)), ROWS, (Shard(0),), (0,), 0.8),
     "take_along_dim": Program(lambda x: x.take_along_dim(ENTRIES[:, None], 0), ROWS, (Shard(0),), (0,), 0.8),
-    "embedding": Program(lambda x: F.embedding(ENTRIES.view(40, 50), x), ROWS, (Shard(0),), (1,), 0.8),
+    "embedding": Program(lambda x: F.embedding(ENTRIES.view(24, 50), x), ROWS, (Shard(0),), (1,), 0.8),
     **{
         f"{name}, {'plain' if plain else 'new_zeros'}": Program(written(write, plain), IMAGE, (Shard(2),), (2,), 0.01)
         for name, write in WRITES.items()
@@ -197,6 +197,29 @@ def test_results_stay_sharded(programs, mesh, cut):
     found = run_on_ranks(check, math.prod(mesh), programs, mesh, cut, timeout=240)
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     assert not wrong, "\n".join(wrong)
+
+
+def compiled() -> list[str]:
+    """Return, on a rank, programs whose compiled form has other values, gradients or layouts."""
+    wrong = []
+    for name in ("gelu of a sum", "narrow, plain", "add slice, new_zeros"):
+        program = PROGRAMS[name]
+        full = torch.randn(program.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        layout = Layout.of(world_mesh((2,)), program.placements, program.shape)
+        found = []
+        for run in (program.run, compile(program.run)):
+            x = ShardTensor(local_shard(full, layout).requires_grad_(), layout)
+            out = run(x)
+            out.sin().sum().backward()
+            found.append((out._layout.bare, out.to_local(), x.grad.to_local()))
+        (layout_of_eager, *eager), (layout_of_compiled, *tensors) = found
+        if layout_of_eager is not layout_of_compiled or not all(map(torch.allclose, eager, tensors)):
+            wrong.append(f"{name}: {layout_of_compiled}, eager {layout_of_eager}")
+    return wrong
+
+
+def test_compiled_programs_have_these_layouts():
+    assert run_on_ranks(compiled, 2, timeout=120) == [[], []]
 
 
 # ---------------------------------------------------------------------- buffers that others refer to

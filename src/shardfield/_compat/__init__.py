@@ -249,11 +249,15 @@ def is_sole_reference(tensor: torch.Tensor) -> bool:
 def is_viewed_once(base: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether a plain tensor and one view of it are the only users of its storage, so that both can be swapped.
 
-    torch 2.11-2.15: a view holds its base in C++, and each of them the storage.
+    torch 2.11-2.15: a view holds its base in C++ (twice if it has no data), and each of them the storage. The counts of
+    a new tensor and a view of it are the baseline.
     """
-    if base._use_count() != 2 or view._use_count() != 1 or weakref.getweakrefs(base) or weakref.getweakrefs(view):
+    if view._base is not base or weakref.getweakrefs(base) or weakref.getweakrefs(view):
         return False
-    return view._base is base and _storage_users(base) == _storage_users(torch.empty(1)) + 1
+    other = torch.empty(1)
+    other_view = other[:]
+    pairs = ((base, other), (view, other_view))
+    return _storage_users(base) == _storage_users(other) and all(a._use_count() == b._use_count() for a, b in pairs)
 
 
 def is_sole_holder(attributes: dict[str, Any], name: str) -> bool:

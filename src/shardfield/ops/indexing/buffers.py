@@ -99,7 +99,9 @@ def _buffer_of(target: Tensor) -> tuple[Tensor | None, tuple[IndexItem, ...] | N
 def _find_slice(base: Tensor, view: Tensor) -> tuple[IndexItem, ...] | None:
     """Return the basic index that makes `view` of a contiguous `base`, from offset and strides; None if none does.
 
-    >>> _find_slice(base := torch.zeros(4, 6), base[1:, 2])
+    >>> import torch
+    >>> base = torch.zeros(4, 6)
+    >>> _find_slice(base, base[1:, 2])
     ((1, 4, 1), 2)
     """
     if not base.is_contiguous() or not view.numel() or base.storage_offset() > view.storage_offset():
