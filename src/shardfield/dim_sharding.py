@@ -13,8 +13,8 @@ class Origin(NamedTuple):
     `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field, "field"
     for a dim at another resolution, `MOVED` for a dim that was sharded itself until an op moved its sharding to another
     dim. An origin is a hint, never part of a value: rows that are written back to a dim of this size are sent to its
-    shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a field is sharded
-    in the proportions of the first, and a sharding that was moved goes back where it came from.
+    shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a field is
+    sharded in the proportions of the first, and a sharding that was moved goes back where it came from.
     """
 
     kind: str
