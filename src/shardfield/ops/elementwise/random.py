@@ -20,8 +20,9 @@ from ...dispatch.plan import process_groups
 from ...dispatch.registry import gather_fallback, handler, mesh_of
 from ...errors import ShardingError
 from ...layout import DimSharding, Layout, starts
+from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
-from .._common.blockwise import nested_balanced
+from .._common.blockwise import move_shard_off, nested_balanced
 from .._common.probe import meta_tensor
 from .._common.value_checks import raise_if_any_rank
 
@@ -323,6 +324,9 @@ def _multinomial(input, num_samples, replacement=False, *, generator=None, out=N
     p = input.detach()._reduced_value()
     if p.ndim not in (1, 2) or not p.is_floating_point():
         raise RuntimeError(f"multinomial: the probabilities must be floats of 1 or 2 dims, not {p.ndim} of {p.dtype}")
+    rows = move_shard_off(p._layout, 1) if p.ndim == 2 and p._layout.is_sharded(1) else None
+    if rows is not None:  # the samples of a row are drawn on one rank
+        p = wrap(redistribute(p._local_tensor, p._layout, rows), rows)
     size = p.shape[-1]
     if num_samples <= 0 or size == 0 or (not replacement and num_samples > size):
         raise RuntimeError(f"multinomial: cannot draw {num_samples} of {size} categories, replacement={replacement}")
