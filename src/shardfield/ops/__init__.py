@@ -49,6 +49,7 @@ from .spectral import truncation as truncation
 from .stencil import adaptive_pool as adaptive_pool
 from .stencil import conv as conv
 from .stencil import diff as diff
+from .stencil import disco as disco
 from .stencil import fold_unfold as fold_unfold
 from .stencil import gradient as gradient
 from .stencil import grid_sample as grid_sample

@@ -188,3 +188,50 @@ def sfno() -> nn.Module:
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), SHARDINGS)
 def test_sfno(mesh, placements, lengths):
     assert max(run_on_ranks(trained, 4, sfno, torch.float32, mesh, placements, lengths, 2)) < 2e-5
+
+
+# ---------------------------------------------------------------------- discrete-continuous convolutions
+
+
+class Discos(nn.Module):
+    """Convolutions on the sphere: between grids, in groups, with fused weights, to few channels, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        th = harmonics()
+        fine, coarse, kernel = (12, 24), (6, 12), (3, 3)
+        self.same = th.DiscreteContinuousConvS2(2, 4, fine, fine, kernel, theta_cutoff=0.5)
+        self.down = th.DiscreteContinuousConvS2(4, 4, fine, coarse, kernel, groups=2, theta_cutoff=0.6)
+        self.fused = th.DiscreteContinuousConvS2(4, 6, coarse, coarse, kernel, theta_cutoff=0.6, fused=True)
+        self.few = th.DiscreteContinuousConvS2(6, 2, coarse, coarse, kernel, theta_cutoff=0.6)
+        self.up = th.DiscreteContinuousConvTransposeS2(2, 2, coarse, fine, kernel, theta_cutoff=0.6)
+
+    def forward(self, x):
+        y = F.gelu(self.same(x))
+        y = F.gelu(self.fused(F.gelu(self.down(y))))
+        return self.up(F.gelu(self.few(y))) + x
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), SHARDINGS)
+def test_discrete_continuous_convolutions(mesh, placements, lengths):
+    assert max(run_on_ranks(trained, 4, Discos, torch.float64, mesh, placements, lengths, 2)) < 1e-10
+
+
+def disco_sent() -> tuple[int, int, str]:
+    """Return the bytes of a convolution, forward and backward, and the layout of its result."""
+    th = harmonics()
+    conv = th.DiscreteContinuousConvS2(3, 3, (48, 24), (48, 24), (3, 3), theta_cutoff=0.15).double()
+    _, x = on_sphere((4,), LATITUDES, None, (1, 3, 48, 24))
+    with explain() as report, strict():
+        out = conv(x.requires_grad_())
+        out.sum().backward()
+    row = next(r for r in report.rows if "contraction" in r.op)
+    return row.bytes, row.back_bytes, str(out._layout)
+
+
+def test_a_convolution_sends_bands_of_latitudes():
+    """A filter of 0.15 rad reaches two latitudes on each side, of 48 over 3.14 rad."""
+    band = 2 * 3 * 24 * 8
+    for rank, (forward, backward, layout) in enumerate(run_on_ranks(disco_sent, 4)):
+        assert forward == backward == (band if rank in (0, 3) else 2 * band)
+        assert layout == "(1, 3, 48, 24) Shard(2) as 12+12+12+12 over 'h'"

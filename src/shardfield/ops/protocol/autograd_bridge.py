@@ -160,8 +160,10 @@ def make_apply(before: Any) -> Any:
         plain = before.__get__(None, function)
         for arg in args:
             if isinstance(arg, ShardTensor):
-                known = runtime.active.handlers.get(function)
-                if known is not None:  # registered by `shardfield.stencil` or `local`
+                registry = runtime.active.registry
+                name = f"{function.__module__}.{function.__qualname__}"
+                known = registry.handlers.get(function) or registry.named.get(name)
+                if known is not None:  # registered by `shardfield.stencil` or `local`, or by name
                     return known(function, (ShardTensor,), args, kwargs)
                 return apply(function, plain, *args, **kwargs)
         return plain(*args, **kwargs)
