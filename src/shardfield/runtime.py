@@ -172,7 +172,7 @@ _OBSERVERS = (
     "transport_override", "before_collective", "promotion", "world_thread", "min_scattered",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
-_BY_TENSOR = ("write_observers", "exposed_storages", "reduce_hooks")
+_BY_TENSOR = ("write_observers", "exposed_storages", "written_storages", "reduce_hooks")
 
 
 class Runtime:
@@ -195,6 +195,8 @@ class Runtime:
         exposed_storages: storages of inference tensors that code outside the package can write.
         reduce_hooks: parameter -> {name of a group: hook that sums its gradient}.
 
+        written_storages: storages that a write has changed after a call read them.
+
     Of this world (`epoch` numbers the runtimes of a registry):
         plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name. plans_made:
         the number of entries that were added to it.
@@ -207,6 +209,7 @@ class Runtime:
         (number of this world in its store, number of joint traces).
         capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
+        written_meshes: meshes of tensors that were written after a call read them: ranks agree before backward.
         thread: the thread that has communicated, 0 before the first message. engine_thread: the thread of autograd's
         engine that has. messages: their number. stalls: the StallMonitor of this world.
     """
@@ -215,7 +218,7 @@ class Runtime:
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "plans_made", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
         "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
-        "thread", "engine_thread", "messages", "stalls", "__weakref__",
+        "thread", "engine_thread", "messages", "stalls", "written_meshes", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -237,6 +240,7 @@ class Runtime:
         self.min_scattered = MIN_SCATTERED
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
+        self.written_storages: WeakSet[Any] = WeakSet()
         self.reduce_hooks: Any = WeakTensorKeyDictionary()
         self.world: ref[Any] | None = None  # the default group; weak, so that the threads of a destroyed group can end
         self.meshes = Cache(256)  # id(mesh) -> (mesh, MeshState)
@@ -256,6 +260,7 @@ class Runtime:
         self.in_flight: dict[int, Any] = {}
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
+        self.written_meshes: dict[Any, bool] = {}
         self.thread = self.engine_thread = self.messages = 0
         self.stalls: Any = None
 

@@ -505,7 +505,7 @@ def channel_norm(g, x):
         return "F.group_norm", (x, g.pick([1, shape[1]]), weight)
     if kind == 1:
         return "F.instance_norm", (x, None, None, weight)
-    return "F.batch_norm", (x, None, None, weight), {"training": True}
+    return "batch_norm", (x, None, None, weight), {"training": True}
 
 
 @op("norms")

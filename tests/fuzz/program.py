@@ -169,6 +169,15 @@ def attention(q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False) ->
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
 
+def batch_norm(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Normalize; one device gets a copy in standard strides.
+
+    torch's backward on CPUs misreads a dim of size 1 with another stride: its input gradient is wrong.
+    """
+    x = x if isinstance(x, ShardTensor) else x.clone(memory_format=torch.contiguous_format)
+    return F.batch_norm(x, *args, **kwargs)
+
+
 def truncated_spectrum(x: Any, modes: int, size: int, norm: str) -> Any:
     """Keep low modes along the last two dims, as a spectral layer does."""
     spectrum = torch.fft.rfft2(x, norm=norm)
@@ -183,6 +192,7 @@ OWN: dict[str, Callable] = {
     "setitem": setitem,
     "reshard": reshard,
     "attention": attention,
+    "batch_norm": batch_norm,
     "truncated_spectrum": truncated_spectrum,
     "greater": lambda x, c: x > c,
 }

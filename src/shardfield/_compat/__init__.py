@@ -203,6 +203,32 @@ def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
 
 
+def saved_names(node_type: type) -> tuple[str, ...]:
+    """Return the names of the tensors that nodes of this type save for backward, as `saved_values` takes them."""
+    return tuple(name[4:] for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def saved_values(node: Any, name: str) -> None:
+    """Read a saved tensor (or several) of a node, which raises if it was modified in place.
+
+    torch 2.11-2.15. A tensor with hooks (a checkpoint, an offload) is not read: torch does not check it, and its hook
+    may compute.
+    """
+    raw = getattr(node, f"_raw{name}")
+    if all(getattr(saved, "unpack_hook", None) is None for saved in (raw if isinstance(raw, tuple) else (raw,))):
+        getattr(node, "saved_tensors" if name == "_saved_tensors" and hasattr(node, "saved_tensors") else name)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs now was called with `retain_graph`. torch 2.11-2.15; no public name."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def in_backward() -> bool:
+    """Return whether a backward runs in this thread. torch 2.11-2.15; no public name."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def scripted_source(function: Any) -> Any:
     """Return the Python function of a scripted one, or None. torch 2.11-2.15 keep it for torch.compile."""
     return getattr(function, "_torchdynamo_inline", None)

@@ -139,8 +139,8 @@ def replace_function_apply(make: Callable[[Any], Any]) -> None:
     )
 
 
-def serialize_double_backward() -> None:
-    """Declare the patch that runs a backward with `create_graph=True` in the calling thread.
+def replace_engine_call(before_backward: Callable[[Any], None]) -> None:
+    """Declare the patch that calls `before_backward(outputs)`, and runs `create_graph=True` in the calling thread.
 
     torch 2.11-2.15 run ready nodes in the order in which they were recorded, counted per thread. Nodes that a device's
     own thread records in a first backward would have a position among those of the forward that differs from rank to
@@ -152,6 +152,7 @@ def serialize_double_backward() -> None:
         def ordered(
             outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            before_backward(outputs)
             if not create_graph:
                 return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
             with torch.autograd.set_multithreading_enabled(False):
@@ -163,7 +164,7 @@ def serialize_double_backward() -> None:
         "torch.autograd._engine_run_backward",
         make,
         "with create_graph, device threads record nodes in an order that differs from rank to rank: a second backward "
-        "would issue its collectives in different orders",
+        "would issue its collectives in different orders; a saved tensor that was written must raise on all ranks",
     )
 
 

@@ -54,7 +54,7 @@ class Consensus:
     def __init__(self, mesh: DeviceMesh | None, description: str, problem: str | None, flag: bool, always: bool):
         self._mesh, self._description, self._problem, self._flag = mesh, description, problem, flag
         checked = mesh is not None and (always or checks_enabled())
-        self._groups = _wide_groups(runtime.mesh_state(mesh).mesh) if checked else ()
+        self._groups = mesh_groups(runtime.mesh_state(mesh).mesh) if checked else ()
         self._done = False
         if self._groups:
             if problem:
@@ -287,7 +287,7 @@ def _groups(over: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup]:
 
 
 @runtime.memo
-def _wide_groups(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
+def mesh_groups(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
     """Return the process groups of all mesh axes with more than one rank; `mesh` is the first of its equals."""
     return tuple(g for g in _groups(mesh) if g.size() > 1)
 

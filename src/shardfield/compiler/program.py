@@ -21,6 +21,7 @@ from .. import runtime, trace_state
 from .._compat import autocast_state, storage_id
 from .._compat.aot import aot_compile, is_data_dependent_error, is_written
 from ..comm.collectives import device_of
+from ..dispatch.arguments import mark_consumed
 from ..dispatch.torch_aliases import function_name
 from ..errors import ShardfieldError, Untraceable
 from ..layout import Layout
@@ -262,6 +263,7 @@ class Program:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the program. The arguments must match its cache key and pass its guards."""
         inputs = self._inputs(leaves)
+        mark_consumed(leaves)
         write_back = []
         for i, (tensor, stride) in enumerate(zip(inputs, self._strides, strict=True)):
             if tensor.stride() != stride:  # the graphs assume the strides of the trace
@@ -275,6 +277,7 @@ class Program:
             k.value if isinstance(k, Static) else next(results) if k is None else wrap(next(results), k)
             for k in self._results
         ]
+        mark_consumed(wrapped)  # backward of the program may have saved them
         return unflatten(wrapped, self._result_spec)
 
 

@@ -24,6 +24,15 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
+def mark_consumed(values: Any) -> None:
+    """Record that a call reads the ShardTensors among `values`, and may save them for backward."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if value.__class__ is ShardTensor:
+            value._consumed = True
+        elif isinstance(value, (list, tuple, dict)):
+            mark_consumed(value)
+
+
 def mesh_of(args: Any, kwargs: Any) -> Any:
     """Return the mesh of the first ShardTensor among the arguments."""
     for value in args:

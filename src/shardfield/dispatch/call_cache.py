@@ -59,16 +59,25 @@ def make_reader(types: tuple, args: tuple, kwargs: dict) -> ArgumentReader:
     return made
 
 
+def is_inplace(func: Any) -> bool:
+    """Return whether a torch function writes its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 def _compile_reader(call: CallType, kinds: Sequence[type]) -> Callable[..., tuple[tuple, list[Tensor]] | None]:
     if not all(_is_supported(kind) for kind in kinds):
         return lambda *values: None
     names = [f"v{i}" for i in range(len(kinds))]
+    written = "v0" if is_inplace(call.func) else ""
     lines, key, given = [], ["call"], []
     nested = any(kind is list or kind is tuple for kind in kinds)
     for name, kind in zip(names, kinds, strict=True):
         if kind is ShardTensor:
             key += [f"{name}._layout", f"{name}._dtype"]
             given.append(f"{name}._local_tensor")
+            if name != written:
+                lines.append(f"{name}._consumed = True")
         elif kind is Tensor or kind is Parameter:
             key += [f"{name}.shape", f"{name}.dtype"]
             given.append(name)
@@ -123,6 +132,7 @@ def _sequence_key(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
         if kind is ShardTensor:
             key += value._layout, value._dtype
             given.append(value._local_tensor)
+            value._consumed = True
         elif kind is Tensor or kind is Parameter:
             key += value.shape, value.dtype
             given.append(value)

@@ -24,7 +24,7 @@ from ..redistribute import redistribute
 from ..tensor import ShardTensor, is_single_sum, wrap, wrap_sum
 from ..trace_state import same_memory
 from .arguments import as_operand, map_tensors, mesh_of, write_out
-from .call_cache import ArgumentReader, make_reader
+from .call_cache import ArgumentReader, is_inplace, make_reader
 from .copied_views import CopiedView
 from .fallback import gather_fallback
 from .plan import Operand, Plan, Returns, process_groups
@@ -52,7 +52,7 @@ class BoundPlan:
         "single_rank",
     )
 
-    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool = False):
+    def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool, writes: bool):
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
         returns_new = plan.view.returns is Returns.NEW
@@ -98,6 +98,8 @@ class BoundPlan:
                 entering.setdefault(process_groups(layout, idle), []).append(i)
         self.grad_sums = list(entering.items())
         self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
+        if returns_new and not writes and not all(layout.local_shape.numel() for layout in final):
+            self.local = _copy_empty_operands(plan.local)
 
     def _find_arg_style(self, count: int) -> tuple[str, tuple]:
         """Return how `local` takes its arguments: tensors first ("each"), as one list ("list"), or by slots ("")."""
@@ -198,6 +200,7 @@ class BoundPlan:
         elif not copied and (always or before):
             copied = before if same_memory(out, base) else always and out.numel() > 0
         result = wrap(out, layout)
+        result._consumed = True
         if copied:
             set_copied_view(result, copied)
         if copied is True and of_shards and kind.returns is not Returns.VIEW_OR_COPY:
@@ -206,6 +209,19 @@ class BoundPlan:
         if narrowed:
             result._narrowed = True
         return result
+
+
+def _copy_empty_operands(local: Callable) -> Callable:
+    """Return `local` for a rank with empty operands: it gets copies, which no write can change after it saved them.
+
+    The strides of an empty shard allow views where torch copies the operand on one device. Backward would raise on this
+    rank alone, after a write that one device accepts.
+    """
+
+    def copied(t: Tensor) -> Tensor:
+        return t if t.numel() else t.clone()
+
+    return lambda *args: local(*map_tensors(args, copied))
 
 
 def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_function: bool = False) -> Handler:
@@ -283,6 +299,8 @@ def _collect_operands(
     for value in values:
         if isinstance(value, Tensor):
             local, layout = as_operand(value, mesh, partial, merged)
+            if value.__class__ is ShardTensor:
+                value._consumed = True
             locals_.append(local)
             layouts.append(layout)
             key.append(layout)
@@ -327,8 +345,7 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
         raise ShardingError(f"{function_name(func)}: {error}\n  operands: {tensors}") from None
     if plan is None:
         return None
-    names = dict(bound.arguments)
-    return BoundPlan(plan, names, tensors, single_rank)
+    return BoundPlan(plan, dict(bound.arguments), tensors, single_rank, is_inplace(func))
 
 
 def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

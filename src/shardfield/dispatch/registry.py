@@ -18,14 +18,18 @@ from torch import Tensor
 
 from .. import runtime
 from .._compat import OpOverload, OpOverloadPacket, select_overload, without_override_check
+from ..comm import autograd_collectives
 from ..errors import ShardingError
 from ..redistribute import redistribute
 from ..tensor import Deferred, ShardTensor, torch_function, wrap
 from .arguments import as_operand, map_tensors, to_full_tensor
+from .arguments import mark_consumed as mark_consumed
 from .arguments import mesh_of as mesh_of
 from .arguments import write_out as write_out
 from .executor import Handler, make_handler
 from .fallback import gather_fallback as gather_fallback
+from .plan import process_groups
+from .saved_tensors import before_sharded_backward
 from .torch_aliases import aliases, function_name, torch_aliases
 
 ALIAS_OPS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
@@ -219,6 +223,7 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
         local, seed = seed_gradient(output, gradient)
         locals_.append(local)
         seeds.append(seed)
+    before_sharded_backward(locals_)
     torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
 
 
@@ -235,7 +240,11 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     if gradient.shape != output.shape:
         raise RuntimeError(f"Mismatch in shape: gradient has {tuple(gradient.shape)}, output {tuple(output.shape)}")
     local, layout = as_operand(gradient, output._layout.mesh)
-    return output._local_tensor, redistribute(local, layout, output._grad_layout)
+    seed = redistribute(local, layout, output._grad_layout)
+    partial = output._layout.partial_axes
+    if partial and seed.requires_grad:  # it enters each rank's work on its own partial value
+        (seed,) = autograd_collectives.replicate_in([seed], process_groups(output._layout, partial))
+    return output._local_tensor, seed
 
 
 def _connect(registry: runtime.Registry) -> None:

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime
 from ..comm.consensus import any_rank
 from ..layout import Layout
+from ..trace_state import same_memory
 
 
 class WriteObserver:
-    """An object that still needs a tensor which others may write: a deferred value, an input saved for backward.
+    """An object that still needs a tensor which others may write: a deferred value, a tensor saved for backward.
 
     Both methods let it take a snapshot. Neither may communicate: ranks may differ in which observers are alive.
     """
@@ -34,10 +36,42 @@ class WriteObserver:
         """
 
 
+class SavedTensor(WriteObserver):
+    """A tensor that backward needs, with a snapshot before a write.
+
+    One device saves a copy here, or nothing: there the tensor itself may be written.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.version = tensor, tensor._version
+        runtime.active.write_observers.add(self)
+
+    def before_write(self, target: Tensor) -> None:
+        if same_memory(target, self.tensor):
+            self.tensor = self.checked_tensor().clone()
+            self.version = self.tensor._version
+
+    def checked_tensor(self) -> Tensor:
+        """Return the saved tensor; raise if it was written since, bypassing `before_write`."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "the local tensor of a field that backward needs has been modified by an inplace operation"
+            )
+        return self.tensor
+
+
 INCOMPLETE_GRAD = (
     "the gradient of this tensor is incomplete: its consumers were fused with its source, so gradients do not flow "
     "through it. Call retain_grad() on it before it is used"
 )
+
+
+def note_write(local: Tensor, mesh: DeviceMesh) -> None:
+    """Record a write into a tensor that backward may need; ranks then agree before backward (`saved_tensors.py`)."""
+    rt = runtime.active
+    if mesh.size() > 1 and rt.tracer is None and not local.is_inference():
+        rt.written_meshes[runtime.mesh_state(mesh).mesh] = True
+        rt.written_storages.add(local.untyped_storage())
 
 
 def expose_local(local: Tensor) -> Tensor:

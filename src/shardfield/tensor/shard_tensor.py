@@ -18,7 +18,7 @@ from ..comm import autograd_collectives
 from ..dispatch.lost_sharding import examine, examined
 from ..dispatch.plan import process_groups
 from ..dispatch.promotion import check_promotion
-from ..dispatch.write_tracking import ViewConsensus, expose_local, write_is_lost
+from ..dispatch.write_tracking import ViewConsensus, expose_local, note_write, write_is_lost
 from ..errors import ShardingError
 from ..layout import Layout
 from ..pickling import layout_values, rebuild_layout
@@ -126,6 +126,7 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     # torch would have returned a view here and this is a copy: a write would be lost
     _copied_view: bool | ViewConsensus = False
     _narrowed = False  # a slice along a sharded dim
+    _consumed = False  # a call has read it, and may have saved it for backward; or it is a view
     # of a Partial or deferred value as large as a rank's share of what it is computed from: mesh axis -> this share
     _pending_shares: Mapping[int, int] | None = None
     _slice_of: ShardTensor | None = None  # the replicated tensor that this is a slice of
@@ -267,7 +268,9 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     def _redistribute_to(self, target: Layout) -> ShardTensor:
         if target is self._layout:
             return self
-        return wrap(redistribute(self._local_tensor, self._layout, target), target)
+        made = wrap(redistribute(self._local_tensor, self._layout, target), target)
+        self._consumed = made._consumed = True  # some ranks may have nothing to move, and return the local tensor
+        return made
 
     def _settled(self) -> ShardTensor:
         """Return this tensor, or its present value if that is computed at every read."""
@@ -287,6 +290,8 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
 
     def _check_writable(self) -> None:
         """Notify the write observers of a write into the local tensor; raise if the write would be lost."""
+        if self._consumed:
+            note_write(self._local_tensor, self._layout.mesh)
         observers = runtime.active.write_observers
         for observer in list(observers) if observers else ():
             observer.before_write(self._local_tensor)

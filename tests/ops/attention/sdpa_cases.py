@@ -28,6 +28,17 @@ def padded(shape, generator):
     return torch.arange(shape[1]) < torch.tensor([[3], [5], [1]])
 
 
+def attend_then_write(q, k, v):
+    """Write into the result, which the math kernel of one device does not save."""
+    return attend(q, k, v).mul_(2)
+
+
+def attend_then_write_view(q, k, v):
+    out = attend(q, k, v)
+    out.reshape(-1).mul_(2)
+    return out
+
+
 def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
     """Return queries, keys and values."""
     columns = rows if columns is None else columns
@@ -47,6 +58,8 @@ def attend_field(q, k, v, **kwargs):
 
 CASES = [
     case(attend, *qkv(2, 4), options={"layouts": 12}),
+    case(attend_then_write, *qkv(2), options=SOME),
+    case(attend_then_write_view, *qkv(3, rows=5), options=SOME | {"may_refuse": True}),
     case(attend, *qkv(2, 3, rows=5, columns=9), options=SOME),
     case(attend, *qkv(4, rows=9, columns=3), options=SOME),
     case(attend, *qkv(rows=6), options=SOME),

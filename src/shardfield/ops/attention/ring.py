@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._compat import has_saved_tensor_hooks, keeps_graph
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
 from ...comm.ring import Ring, Visit, gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
+from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
 from ..elementwise.random import uniform_at
@@ -104,12 +106,18 @@ class _RingAttention(adjoints.Collective):
         with torch.autocast(q.device.type, enabled=False):
             out, lse = _forward(plan, q, k, v, mask, head_index, key)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, mask, head_index, key, out, lse)
+        # One device need not save the result, and it may be written then. Hooks (a checkpoint) see all that is saved.
+        ctx.out = None if has_saved_tensor_hooks() else SavedTensor(out.detach())
+        ctx.save_for_backward(q, k, v, mask, head_index, key, out if ctx.out is None else None, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, mask, head_index, key, out, lse = ctx.saved_tensors
+        if ctx.out is not None:
+            out = ctx.out.checked_tensor()
+            if not keeps_graph():
+                ctx.out = None  # as torch frees saved tensors: the node may live on with its loss
         needs_grad = ctx.needs_input_grad[1:5]
         with torch.autocast(q.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph=True: use a differentiable formula

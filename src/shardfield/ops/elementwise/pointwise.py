@@ -20,6 +20,7 @@ from ...dispatch.registry import (
     gather_fallback,
     handler,
     map_tensors,
+    mark_consumed,
     mesh_of,
     to_full_tensor,
     write_out,
@@ -115,6 +116,8 @@ def pointwise(func, types, args, kwargs):
         return pointwise_inplace(func, types, args, kwargs)
     key, values = call_key(BROADCAST, args, kwargs)
     plan = runtime.active.plans[key] or plan_broadcast(key, align)
+    if plan is None or not plan.no_redistribute:  # else every rank saves the operands themselves
+        mark_consumed((args, kwargs))
     if plan is not None:
         return wrap_results(func(*plan.redistribute(values), **kwargs), plan.result)
     if "out" in kwargs:

@@ -41,6 +41,12 @@ class BasicIndexPlan(NamedTuple):
     narrowed: bool
 
     def run(self, x: ShardTensor) -> ShardTensor:
+        out = self.view(x)
+        x._consumed = out._consumed = True
+        return out
+
+    def view(self, x: ShardTensor) -> ShardTensor:
+        """Return the result as a view to write through; it is not returned to the user."""
         local = x._local_tensor
         if self.source is not x._layout:
             local = redistribute(local, x._layout, self.source)

@@ -106,7 +106,7 @@ def _assign(x: ShardTensor, parsed: ParsedIndex, value: Tensor, accumulate: bool
         _assign(unmerged, parsed, value, accumulate)
         x._write(unmerged)
         return
-    y = plan.run(x)
+    y = plan.view(x)
     real = [d for d in range(y.ndim) if d not in plan.kept_dims]  # the dims of torch's result
     shape = [y.shape[d] for d in real]
     tensors = parsed.tensors

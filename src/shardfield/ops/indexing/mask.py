@@ -118,6 +118,7 @@ def masked_rows(x: ShardTensor, at: int, mask: Tensor) -> ShardTensor:
     layout, mask_layout = align_mask_layouts(x._layout, at, mask._layout)
     selected = redistribute(mask._local_tensor, mask._layout, mask_layout).to(x.device)
     block = redistribute(x._local_tensor, x._layout, layout)
+    x._consumed = True
     n = mask_layout.ndim
     order = SelectionOrder(mask_layout, selected_flat_indices(selected, mask_layout))
     rows = order.exchange(block.movedim(list(range(at, at + n)), list(range(n)))[selected])

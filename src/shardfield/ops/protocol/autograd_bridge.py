@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ... import runtime
 from ..._compat import function_apply, module_hook_function
-from ..._compat.patches import replace_function_apply, serialize_double_backward
+from ..._compat.patches import replace_engine_call, replace_function_apply
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
 from ...dispatch.registry import as_operand, handler, map_tensors, run_backward, seed_gradient, to_full_tensor
+from ...dispatch.saved_tensors import before_engine_run, before_sharded_backward
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .module_hooks import apply_hook_identity
 
-serialize_double_backward()
+replace_engine_call(before_engine_run)
 
 
 @handler(torch.autograd.backward)
@@ -68,6 +69,7 @@ def _grad(
     # Inputs first: reading the local tensor of a sum in flight lands it.
     locals_ = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     pairs = [seed_gradient(o, s) for o, s in zip(outputs, seeds, strict=True)]
+    before_sharded_backward([local for local, _ in pairs])
     grads = torch.autograd.grad(
         [local for local, _ in pairs],
         locals_,
@@ -181,6 +183,7 @@ def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
 
     def record(value: Any) -> Any:
         if isinstance(value, ShardTensor) and value.requires_grad:
+            value._consumed = True
             return _ToWrapper.apply(value._local_tensor, value)
         if isinstance(value, Tensor) and not isinstance(value, ShardTensor) and value.requires_grad:
             return _ToPlain.apply(value)

@@ -246,6 +246,7 @@ def repeat_interleave(func, types, args, kwargs):
     total = named.get("output_size")
     if total is not None and total != int(counts.sum()):
         raise RuntimeError("repeat_interleave: allocated size does not match required size")
+    x._consumed = True
     x = x._redistribute_to(unmerge_dims(x._layout, [dim]))
     (factor,) = x._layout.dims[dim]
     ends = [0, *counts.cumsum(0).tolist()]

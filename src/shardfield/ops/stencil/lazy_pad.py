@@ -23,7 +23,7 @@ from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand
 from ...dispatch.registry import DeferredHandler, handler
 from ...dispatch.torch_aliases import function_name
-from ...dispatch.write_tracking import WriteObserver
+from ...dispatch.write_tracking import SavedTensor
 from ...errors import ShardingError
 from ...layout import Layout
 from ...tensor import Deferred, ShardTensor, wrap_deferred
@@ -69,30 +69,6 @@ class LazyPad(Deferred):
             for step in self.steps:
                 padded = eager_pad(F.pad, (), (padded, *step), {})
             return padded._redistribute_to(self.layout)
-
-
-class SavedInput(WriteObserver):
-    """The field that backward of a fused op saved, with a snapshot before a write.
-
-    On one device backward saves the padded copy, so the field itself may be written.
-    """
-
-    def __init__(self, tensor: Tensor):
-        self.tensor, self.version = tensor, tensor._version
-        runtime.active.write_observers.add(self)
-
-    def before_write(self, target: Tensor) -> None:
-        if same_memory(target, self.tensor):
-            self.tensor = self.checked_tensor().clone()
-            self.version = self.tensor._version
-
-    def checked_tensor(self) -> Tensor:
-        """Return the saved tensor; raise if it was written since, bypassing `before_write`."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "the local tensor of a field that backward needs has been modified by an inplace operation"
-            )
-        return self.tensor
 
 
 @runtime.memo
@@ -177,8 +153,8 @@ def _run_on_field(modes: tuple[str, ...], handler, func, types, args, kwargs):
 
 
 def _pack(field: Tensor, tensor: Tensor) -> Any:
-    return SavedInput(tensor) if same_memory(tensor, field) else tensor
+    return SavedTensor(tensor) if same_memory(tensor, field) else tensor
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.checked_tensor() if isinstance(saved, SavedInput) else saved
+    return saved.checked_tensor() if isinstance(saved, SavedTensor) else saved

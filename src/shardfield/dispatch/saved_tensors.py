@@ -1,0 +1,85 @@
+"""Agree, before backward sends a message, on whether a tensor that backward needs was written in place.
+
+torch saves operands for backward, and backward raises if one was written since. What it saves depends on shapes and
+strides, which differ from rank to rank: of a shard of size 1, or an empty one, it may save a view where it saves a copy
+on one device. One rank would raise in the middle of backward, and the others would block in their next collective.
+
+So every ShardTensor records that a call has read it, or that it is a view (`_consumed`). These are facts of the
+program, equal on all ranks. A write into such a tensor is noted (`write_tracking.note_write`). The next backward begins
+with a search for saved tensors that were written, on each rank in its own graph, and with one small message: if any
+rank found one, all raise. Programs without such writes send nothing and search nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import runtime
+from .._compat import in_backward, saved_names, saved_values
+from ..comm.autograd_collectives import Collective
+from ..comm.consensus import any_rank, mesh_groups
+from ..errors import ShardingError
+
+
+def _agree(outputs: Sequence[Tensor]) -> None:
+    """Raise on all ranks if backward from `outputs` needs a tensor that was written, on any rank.
+
+    Called if a tensor was written after a call had read it, which all ranks know.
+    """
+    rt = runtime.active
+    alive = len(rt.written_storages) > 0
+    found = next(_modified(outputs), None) if alive else None
+    groups = dict.fromkeys(group for mesh in rt.written_meshes for group in mesh_groups(mesh))
+    modified, alive = any_rank([found is not None, alive], list(groups))
+    if not alive:  # nothing can hold the memory that was written: the next backward need not ask
+        rt.written_meshes.clear()
+    if modified:
+        raise ShardingError(
+            f"backward: {found or 'on another rank, a tensor saved for backward was modified by an inplace operation'}"
+            "\n  Which tensors backward needs depends on the local shapes. Write into a clone(), or use the function "
+            "that returns a new tensor (x = x.mul(2) for x.mul_(2))"
+        )
+
+
+def before_engine_run(outputs: Sequence[Tensor]) -> None:
+    """Agree before a backward that sends messages, so that all ranks run it; its outputs may be plain tensors."""
+    if runtime.active.written_meshes and not in_backward() and _communicates(outputs):
+        _agree(outputs)
+
+
+def before_sharded_backward(outputs: Sequence[Tensor]) -> None:
+    """Agree before a backward from ShardTensors with these local tensors; `before_engine_run` does if it can tell."""
+    if runtime.active.written_meshes and not _communicates(outputs):
+        _agree(outputs)
+
+
+def _communicates(outputs: Sequence[Tensor]) -> bool:
+    """Return whether backward from `outputs` sends messages."""
+    return any(issubclass(getattr(type(node), "_forward_cls", object), Collective) for node in _nodes(outputs))
+
+
+def _nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph of `outputs`."""
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def _modified(outputs: Iterable[Tensor]) -> Iterator[str]:
+    """Yield torch's error for each node that saved a tensor which was modified since."""
+    for node in _nodes(outputs):
+        for name in saved_names(type(node)):
+            try:
+                saved_values(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    yield str(error).split(" Hint:")[0]
