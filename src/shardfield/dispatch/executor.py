@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, is_single_sum, wrap, wrap_sum
 from ..trace_state import same_memory
-from .arguments import as_operand, map_tensors, mesh_of, write_out
+from .arguments import as_operand, map_tensors, mark_consumed, mesh_of, write_out
 from .call_cache import ArgumentReader, is_inplace, make_reader
 from .copied_views import CopiedView
 from .fallback import gather_fallback
@@ -98,7 +98,7 @@ class BoundPlan:
                 entering.setdefault(process_groups(layout, idle), []).append(i)
         self.grad_sums = list(entering.items())
         self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
-        if returns_new and not writes and not all(layout.local_shape.numel() for layout in final):
+        if plan.saves_views and not writes and not all(layout.local_shape.numel() for layout in final):
             self.local = _copy_empty_operands(plan.local)
 
     def _find_arg_style(self, count: int) -> tuple[str, tuple]:
@@ -254,6 +254,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
         if "out" in kwargs:
             return _run_with_out(run, func, types, args, kwargs)
         mesh = mesh_of(args, kwargs)
+        mark_consumed((args[1:] if is_inplace(func) else args, kwargs))
         locals_: list[Tensor] = []
         layouts: list[Layout] = []
         key = [func, *autocast_state()]
@@ -299,8 +300,6 @@ def _collect_operands(
     for value in values:
         if isinstance(value, Tensor):
             local, layout = as_operand(value, mesh, partial, merged)
-            if value.__class__ is ShardTensor:
-                value._consumed = True
             locals_.append(local)
             layouts.append(layout)
             key.append(layout)

@@ -91,6 +91,8 @@ class Plan:
     whole: names of Replicate operands that enter replicated work only. All other Replicate operands get their
         gradients summed over the axes on which the work differs from rank to rank.
     view: how the result aliases the first tensor; a new tensor by default.
+    saves_views: backward of `local` may save a view of an operand where strides allow one, a copy elsewhere. A rank
+        with an empty operand, whose strides allow any view, computes with a copy of it.
     own: `local` differs from torch's function even on a mesh of one rank: random numbers by global index, say.
     """
 
@@ -100,6 +102,7 @@ class Plan:
     whole: Sequence[str] = ()
     view: ViewKind = NEW_TENSOR
     takes: Sequence[str] = ()
+    saves_views: bool = False
     own: bool = False
 
 

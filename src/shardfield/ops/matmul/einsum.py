@@ -76,7 +76,7 @@ def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (
             operands = [_narrow_all(t, n) for t, n in zip(operands, slices, strict=True)]
         return fn(equation, *operands).to(dtype)
 
-    return Plan(local=local, operands={"operands": plan.targets}, layout=plan.result)
+    return Plan(local=local, operands={"operands": plan.targets}, layout=plan.result, saves_views=True)
 
 
 _run_einsum = make_handler(_plan_einsum, partial=True, merged=True)
@@ -118,6 +118,7 @@ def tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, *, 
     out = [label for label in (*left, *right) if isinstance(label, str)]
     plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
     return Plan(
+        saves_views=True,
         local=lambda a, b: torch.tensordot(a, b, (first, second)),
         operands=dict(zip(("a", "b"), plan.targets, strict=True)),
         layout=plan.result,

@@ -64,7 +64,7 @@ def _pair_rule(first: str, left: str, second: str, right: str, out: str) -> Call
         probe(fn, a, b)
         plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
         targets = dict(zip((first, second), plan.targets, strict=True))
-        return Plan(local=fn, takes=(first, second), operands=targets, layout=plan.result)
+        return Plan(local=fn, takes=(first, second), operands=targets, layout=plan.result, saves_views=True)
 
     return with_signature(planner, first, second)
 
@@ -99,6 +99,7 @@ def _add_product_rule(first: str, left: str, second: str, right: str, out: str, 
             return (input * beta).to(product.dtype) + product * alpha
 
         return Plan(
+            saves_views=True,
             local=fused if result is plan.result else product_then_add,
             takes=("input", first, second),
             operands={"input": addend_layout(result, input), first: plan.targets[0], second: plan.targets[1]},
@@ -147,7 +148,7 @@ def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     operands = {"input": plan.targets[0], "weight": plan.targets[1]}
     if bias is not None:
         operands["bias"] = addend_layout(plan.result, bias)
-    return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=plan.result)
+    return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=plan.result, saves_views=True)
 
 
 @rule("bilinear", partial=True, merged=True)
@@ -167,7 +168,7 @@ def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | 
         out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)  # torch's bilinear cannot view empty inputs
         return out if bias is None else out + bias
 
-    return Plan(local=local, operands=operands, layout=plan.result)
+    return Plan(local=local, operands=operands, layout=plan.result, saves_views=True)
 
 
 @rule("matmul", torch.linalg.matmul, partial=True, merged=True, around=AROUND_SPARSE["matmul"])
@@ -179,7 +180,7 @@ def matmul(input: Operand, other: Operand, *, fn):
     out = (*max(left, right, key=len), *rows, *columns)
     plan = plan_contraction([make_term(input, (*left, *rows, "k")), make_term(other, (*right, "k", *columns))], out)
     targets = dict(zip(("input", "other"), plan.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
+    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result, saves_views=True)
 
 
 @rule("inner", partial=True, merged=True)
@@ -191,7 +192,7 @@ def inner(input: Operand, other: Operand, *, fn):
         left[-1] = right[-1] = "k"
     plan = plan_contraction([make_term(input, left), make_term(other, right)], [x for x in (*left, *right) if x != "k"])
     targets = dict(zip(("input", "other"), plan.targets, strict=True))
-    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result)
+    return Plan(local=fn, takes=("input", "other"), operands=targets, layout=plan.result, saves_views=True)
 
 
 @rule("vecdot", torch.linalg.vecdot, partial=True, merged=True)
@@ -203,7 +204,7 @@ def vecdot(x: Operand, y: Operand, *, dim=-1, fn):
     terms = [make_term(x, batch_labels(x.ndim)), make_term(y, batch_labels(y.ndim))]
     plan = plan_contraction(terms, [label for label in labels if label != summed])
     targets = dict(zip(("x", "y"), plan.targets, strict=True))
-    return Plan(local=lambda x, y: fn(x, y, dim=dim), operands=targets, layout=plan.result)
+    return Plan(local=lambda x, y: fn(x, y, dim=dim), operands=targets, layout=plan.result, saves_views=True)
 
 
 @rule("chain_matmul", partial=True, merged=True)
@@ -229,7 +230,7 @@ def _plan_chain(name: str, factors: Sequence[Operand], local: Callable) -> Plan 
         labels[-1] = labels[-1][:1]
     out = (() if factors[0].ndim == 1 else (0,)) + (() if factors[-1].ndim == 1 else (len(factors),))
     plan = plan_contraction([make_term(f, row) for f, row in zip(factors, labels, strict=True)], out)
-    return Plan(local=local, takes=(name,), operands={name: plan.targets}, layout=plan.result)
+    return Plan(local=local, takes=(name,), operands={name: plan.targets}, layout=plan.result, saves_views=True)
 
 
 @rule("kron", partial=True, merged=True)
@@ -244,7 +245,7 @@ def kron(input: Operand, other: Operand, *, fn):
     def local(input, other):
         return fn(input.contiguous(), other.contiguous())  # torch's kron fails for some strided blocks
 
-    return Plan(local=local, operands=targets, layout=plan.result)
+    return Plan(local=local, operands=targets, layout=plan.result, saves_views=True)
 
 
 @rule("trace", partial=True, around=under_autocast(torch.trace, 1, 1))
@@ -255,6 +256,7 @@ def trace(input: Operand, *, fn):
     rows, columns = layout.span(0), layout.span(1)
     partial = [(a, "sum") for a in (*layout.shard_axes, *layout.partial_axes)]
     return Plan(
+        saves_views=True,
         local=lambda input: input.diagonal(rows.start - columns.start).sum(),
         operands={"input": layout},
         layout=Layout.make(layout.mesh, (), partial),
@@ -274,6 +276,7 @@ def cross(input: Operand, other: Operand, dim: int | None = None, *, fn):
     terms = [make_term(input, batch_labels(input.ndim)), make_term(other, batch_labels(other.ndim))]
     plan = plan_contraction(terms, labels, unsharded={three}, linear=False, allow_partial=False)
     return Plan(
+        saves_views=True,
         local=lambda input, other: fn(input, other, dim=dim),
         operands=dict(zip(("input", "other"), plan.targets, strict=True)),
         layout=plan.result,
