@@ -34,6 +34,7 @@ def test_model(name, mesh, dims):
     assert not found.gathers, found.gathers
     results = os.environ.get("SHARDFIELD_MODELS")
     if results:
-        row = [entry.title, found.shape, mesh, dims, found.worst, len(found.gathers), found.bytes, found.messages]
+        row = [entry.title, found.shape, mesh, dims, found.worst, len(found.gathers), found.lost]
+        row += [found.balance / found.input_balance, found.redundancy, found.bytes, found.messages]
         with open(Path(results), "a") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,47 +1,44 @@
-"""Run a model on one device and sharded over ranks, and compare outputs, gradients and buffers."""
+"""Run a model on one device and sharded over ranks, and compare outputs, gradients, parameters and buffers."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import math
 import os
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
-from ..layout import Layout, balanced, starts
-from ..tensor import ShardTensor, wrap
+from ..layout import Layout
+from ..tensor import ShardTensor
 from ..testing import RanksFailed, run_on_ranks
+from .differences import Line, is_number, max_abs, relative_error
 from .explain import explain
+from .model_inputs import Inputs, choose_sharded, replicate_input, shard_input
+from .rounding import OtherRounding
+from .work import WorkCounter
 
 AXIS_NAMES = ("h", "w", "d")
 NOISE = 1e-6  # fraction of the largest gradient; smaller gradients are compared relative to this
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # the largest error that passes where rounding noise is smaller
+# Classes of modules without parameters whose names contain one of these draw random numbers in training.
+RANDOM_MODULES = ("dropout", "droppath", "dropblock", "stochasticdepth")
+ONE_DEVICE, REPLICATED = "one device", "the same field replicated, since the model draws random numbers"
 
-
-@dataclass
-class Line:
-    """One comparison: the largest difference, relative to the largest number on one device.
-
-    A gradient that consists of rounding errors (of a bias before a batch norm) is compared relative to the largest
-    gradient.
-    """
-
-    kind: str  # "output", "input gradient", "parameter gradient", "buffer"
-    name: str
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.kind:<18} {self.name:<48} {self.error:9.1e}"
+Value = tuple[str, str, Any]  # kind, name, tensor or None
 
 
 @dataclass
@@ -51,32 +48,59 @@ class Parity:
     model: str
     shape: tuple[int, ...]
     mesh: tuple[int, ...]
+    dtype: str
     tolerance: float
+    reference: str = ONE_DEVICE  # what the sharded run is compared with
     lines: list[Line] = field(default_factory=list)
     first: str | None = None  # the first submodule whose output differs
     gathers: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # calls that lost a sharding, and the axes
     messages: int = 0
     bytes: int = 0
     table: str = ""
+    work: list[int] = field(default_factory=list)  # of each rank; see debug/work.py
+    work_alone: int = 0  # on one device
+    input_balance: float = 1.0  # the largest shard of the input, times the number of ranks, over all of it
 
     @property
     def worst(self) -> float:
+        """The largest error."""
         return max((line.error for line in self.lines), default=math.inf)
 
+    @property
+    def balance(self) -> float:
+        """The largest share of the work that a rank has, times the number of ranks; 1 where all have the same."""
+        return max(self.work) * len(self.work) / max(sum(self.work), 1)
+
+    @property
+    def redundancy(self) -> float:
+        """The work of all ranks together over that of one device; 1 where nothing is computed twice."""
+        return sum(self.work) / max(self.work_alone, 1)
+
     def __bool__(self) -> bool:
-        return self.worst <= self.tolerance
+        return bool(self.lines) and all(line.agrees(self.tolerance) for line in self.lines)
 
     def __str__(self) -> str:
         mesh = " x ".join(map(str, self.mesh))
         lines = [
-            f"{self.model} on {self.shape}, mesh {mesh}, float64: {self.messages} messages, {self.bytes} bytes a rank"
+            f"{self.model} on {self.shape}, mesh {mesh}, {self.dtype}: {self.messages} messages, {self.bytes} bytes "
+            "on rank 0",
+            f"compared with {self.reference}",
         ]
-        lines += [f"{'ok     ' if x.error <= self.tolerance else 'DIFFERS'} {x}" for x in self.lines]
-        agree = sum(x.error <= self.tolerance for x in self.lines)
-        lines.append(f"{agree} of {len(self.lines)} agree within {self.tolerance:g}; the worst is {self.worst:.1e}")
+        lines += [f"{'ok     ' if x.agrees(self.tolerance) else 'DIFFERS'} {x}" for x in self.lines]
+        agree = sum(x.agrees(self.tolerance) for x in self.lines)
+        lines.append(
+            f"{agree} of {len(self.lines)} agree within {self.tolerance:g}, or ten times the rounding noise of one "
+            f"device; the worst is {self.worst:.1e}"
+        )
         if self.first is not None:
             lines.append(f"the first submodule whose output differs: {self.first}")
         lines.append(f"gathered: {', '.join(self.gathers)}" if self.gathers else "no call gathered its operands")
+        lines.append(f"lost sharding: {', '.join(self.lost)}" if self.lost else "no result lost its sharding")
+        lines.append(
+            f"work: balance {self.balance:.2f} (shards of the input {self.input_balance:.2f}), "
+            f"redundancy {self.redundancy:.2f}"
+        )
         return "\n".join([*lines, "same as one device" if self else "NOT the same as one device"])
 
 
@@ -86,21 +110,30 @@ def check(
     mesh: Sequence[int] = (2,),
     *,
     dims: Sequence[int] | None = None,
+    shard: Mapping[str, Sequence[int]] | None = None,
     even: bool = False,
     steps: int = 0,
-    tolerance: float = 1e-9,
+    dtype: str = "float64",
+    tolerance: float | None = None,
     seed: int = 0,
     timeout: float = 300.0,
 ) -> Parity:
-    """Run a model on one device and on gloo ranks of a mesh, forward and backward, in float64, and compare.
+    """Run a model on one device and on gloo ranks of a mesh, forward and backward, and compare.
 
-    `factory`, a module-level function or "package.module:name", returns the model, or (model, input tensors); without
-    tensors the model is called with random numbers of `shape`. The first tensor is sharded along `dims`, one per mesh
-    axis (by default the second last, or the last two), with uneven shards unless `even`. Outputs, the gradients of a
-    random weighting of them for input and parameters, and the buffers afterwards are compared; if outputs differ, the
-    report names the first submodule whose output does. The model is in training mode except for its dropout modules:
-    sharded random numbers differ from those of one device. `steps` adds steps of gradient descent, after which the
-    parameters are compared too.
+    `factory`, a module-level function or "package.module:name", returns the model, or the model and its inputs: a tuple
+    of arguments, a dict of keyword arguments, or one argument of another type (a dataclass, a graph). Without inputs
+    the model is called with random numbers of `shape`. The first floating-point tensor is sharded along `dims`, one per
+    mesh axis (by default the second last, or the last two), with uneven shards unless `even`; `shard` names the tensors
+    and their dims instead: `{"x": (2, 3), "batch.forcing": (1, 2)}`, by position, key or attribute, joined with dots.
+
+    On every rank outputs, the gradients of a random weighting of them for inputs and parameters, and the buffers
+    afterwards are compared; after `steps` of gradient descent the parameters and buffers too. Finite numbers may differ
+    by `tolerance` relative to the largest (1e-9 in float64, 1e-5 in float32), or by ten times the noise of one device,
+    which a second run that rounds differently shows. If outputs differ, the report names the first submodule whose
+    output does. It also has the gathers and lost shardings, and how the ranks share the work.
+
+    The model is in training mode except for dropout and stochastic depth, whose random numbers are not those of one
+    device. If it still draws random numbers, it is compared with the same field replicated, which draws the same.
 
         parity = shardfield.check("mymodel:make", (1, 3, 64, 96), (2, 2))
         print(parity)
@@ -113,18 +146,29 @@ def check(
     dims = tuple(dims) if dims is not None else {1: (-2,), 2: (-2, -1), 3: (-3, -2, -1)}[len(mesh)]
     if len(dims) != len(mesh):
         raise ShardfieldError(f"check: {len(dims)} dims {dims} for a mesh of {len(mesh)} axes {tuple(mesh)}")
+    if dtype not in TOLERANCE:
+        raise ShardfieldError(f"check: dtype must be one of {', '.join(TOLERANCE)}, not {dtype!r}")
+    if steps < 0:
+        raise ShardfieldError(f"check: {steps} steps")
     if isinstance(factory, str):
         load(factory)  # raise here: an error on the ranks would be longer
-    args = (name, None if shape is None else tuple(shape), tuple(mesh), dims, even, seed, steps)
+    options = (None if shape is None else tuple(shape), dims, dict(shard or {}), even, seed, steps, dtype)
     try:
-        found = run_on_ranks(_compare, ranks, *args, timeout=timeout)
+        found = run_on_ranks(_compare, ranks, name, tuple(mesh), *options, timeout=timeout)
     except RanksFailed as failed:
         raise ShardfieldError(f"check: {name} could not be run\n{failed}") from failed
-    result: Parity = found[0]
+    return _merged(found, TOLERANCE[dtype] if tolerance is None else tolerance)
+
+
+def _merged(found: list[Parity], tolerance: float) -> Parity:
+    """Return the result of rank 0 with the worst line of any rank, and everyone's work."""
+    result = found[0]
     result.tolerance = tolerance
-    differing = [x.name for x in result.lines if x.kind == "module" and not x.error <= tolerance]
-    result.first = differing[0] if differing else None
-    result.lines = [x for x in result.lines if x.kind != "module"]
+    result.work = [one.work[0] for one in found]
+    lines = [max(of_ranks, key=lambda x: x.error) for of_ranks in zip(*(one.lines for one in found), strict=True)]
+    result.lines = [x for x in lines if x.kind != "module"]
+    if not result:
+        result.first = next((x.name for x in lines if x.kind == "module" and not x.agrees(tolerance)), None)
     return result
 
 
@@ -143,100 +187,134 @@ def load(name: str, who: str = "check") -> Any:
 
 
 def _compare(
-    name: str, shape: Any, mesh_shape: Sequence[int], dims: Sequence[int], even: bool, seed: int, steps: int
+    name: str, mesh_shape: Any, shape: Any, dims: Any, shard: Any, even: bool, seed: int, steps: int, dtype: str
 ) -> Parity:
     """Run the model on one device and sharded, and compare; called on every rank."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=AXIS_NAMES[: len(mesh_shape)])
-    (model, tensors), (other, _) = _build_model(name, seed), _build_model(name, seed)
-    if other is model:
-        other = copy.deepcopy(model)
-    if tensors is None:
+    cast = partial(_cast, dtype=getattr(torch, dtype))
+    model, given = _build_model(name, seed, cast)
+    if given is None:
         if shape is None:
-            raise ShardfieldError(f"check: {name} returns a model without input tensors: pass the shape of its input")
-        tensors = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
-    for one in (model, other):
-        for part in one._apply(_to_float64).train().modules():
-            if isinstance(part, DROPOUT):
-                part.eval()
-    with torch.no_grad():  # equal seeds do not cover random numbers from other generators
-        for here, there in zip(_parameters_and_buffers(model), _parameters_and_buffers(other), strict=True):
-            if not torch.equal(here, there):
-                there.copy_(here)
-    full = [_to_float64(t) if isinstance(t, Tensor) else t for t in tensors]
-    sharded = _shard_input(full[0], mesh, dims, even)
-    rest = [wrap(t.clone(), Layout.replicate(mesh, t.shape)) if isinstance(t, Tensor) else t for t in full[1:]]
+            raise ShardfieldError(f"check: {name} returns a model without inputs: pass the shape of its input")
+        given = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    inputs = Inputs.of(given).map(lambda path, t: cast(t))
+    chosen = choose_sharded(inputs.tensors(), dims, shard)
+    start = [t.detach().clone() for t in _parameters_and_buffers(model)]
 
-    expected, parts = _run(model, full, seed)
-    with explain() as report:
-        got, sharded_parts = _run(other, [sharded, *rest], seed)
-    if steps:
-        expected += _train_steps(model, full, seed, steps)
-        got += _train_steps(other, [sharded, *rest], seed, steps)
-    found = Parity(name, tuple(full[0].shape), tuple(mesh_shape), 0.0)
+    def place(path: str, t: Tensor) -> Any:
+        return shard_input(t, mesh, chosen[path], even) if path in chosen else replicate_input(t, mesh)
+
+    def run(placed: Inputs, model: nn.Module | None = None) -> _Run:
+        return _Run(model or _build_model(name, seed, cast, start)[0], placed, seed, steps)
+
+    expected = run(inputs, model)
+    with OtherRounding():
+        rounded = run(inputs)
+    sharded = run(inputs.map(place))
+    wanted = run(inputs.map(lambda path, t: replicate_input(t, mesh))) if expected.is_random else expected
+
+    field = inputs.tensors()[next(iter(chosen))]
+    found = Parity(name, tuple(field.shape), mesh_shape, dtype, 0.0, REPLICATED if expected.is_random else ONE_DEVICE)
+    report = sharded.report
     found.gathers = sorted({row.op for row in report.gathers})
+    found.lost = sorted({f"{row.op} over axis {' and '.join(map(repr, row.lost))}" for row in report.lost})
     found.messages, found.bytes, found.table = report.messages, report.bytes, str(report)
+    found.work, found.work_alone = [sharded.work], expected.work
+    found.input_balance = _balance_of(shard_input(field, mesh, next(iter(chosen.values())), even)._layout)
     # In call order. Every rank compares all outputs, because full_tensor() communicates.
-    for (which, wanted), (_, value) in zip(parts, sharded_parts, strict=True):
-        found.lines.append(Line("module", which, _relative_error(value, wanted, 0.0)))
+    for (which, value), (_, want), (_, plain), (_, other) in zip(
+        sharded.parts, wanted.parts, expected.parts, rounded.parts, strict=True
+    ):
+        error = relative_error(value, _full(want))
+        found.lines.append(Line("module", which, error, relative_error(other, plain), dist.get_rank()))
     largest: dict[str, float] = {}
-    for kind, _, wanted in expected:
-        largest[kind] = max(largest.get(kind, 0.0), _max_abs(wanted))
-    for (kind, which, wanted), (_, _, value) in zip(expected, got, strict=True):
-        found.lines.append(Line(kind, which, _relative_error(value, wanted, NOISE * largest[kind])))
+    for kind, _, value in expected.values:
+        largest[kind] = max(largest.get(kind, 0.0), max_abs(value))
+    for (kind, which, value), (*_, want), (*_, plain), (*_, other) in zip(
+        sharded.values, wanted.values, expected.values, rounded.values, strict=True
+    ):
+        floor = NOISE * largest[kind]
+        error = relative_error(value, _full(want), floor)
+        found.lines.append(Line(kind, which, error, relative_error(other, plain, floor), dist.get_rank()))
     return found
 
 
-def _build_model(name: str, seed: int) -> tuple[nn.Module, Any]:
-    """Return the model and its input tensors, or None if the factory returns none.
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
 
-    The model is built twice, not copied: a copy of a model that stores one of its bound methods would call the
+
+def _balance_of(layout: Layout) -> float:
+    """Return the largest shard times the number of ranks, over the full size."""
+    coords = itertools.product(*(range(layout.mesh.size(a)) for a in range(layout.mesh.ndim)))
+    return max(layout.local_shape_at(c).numel() for c in coords) * layout.mesh.size() / max(layout.numel, 1)
+
+
+def _build_model(
+    name: str, seed: int, cast: Callable[[Tensor], Tensor], start: list[Tensor] | None = None
+) -> tuple[nn.Module, Any]:
+    """Return the model, with the parameters and buffers of `start`, and its inputs, None if the factory returns none.
+
+    The model is built for every run, not copied: a copy of a model that stores one of its bound methods would call the
     original's submodules.
     """
     torch.manual_seed(seed)
     made = load(name)()
-    return made if isinstance(made, tuple) else (made, None)
+    model, given = made if isinstance(made, tuple) else (made, None)
+    if any(p.grad is not None for p in model.parameters()):
+        model = copy.deepcopy(model)  # the factory returns one model at every call
+    for part in model._apply(cast).train().modules():
+        kind = type(part).__name__.lower()
+        if any(word in kind for word in RANDOM_MODULES) and next(part.parameters(), None) is None:
+            part.eval()
+    if start is not None:  # equal seeds do not cover random numbers from other generators
+        with torch.no_grad():
+            for saved, there in zip(start, _parameters_and_buffers(model), strict=True):
+                there.copy_(saved)
+    return model, given
 
 
-def _parameters_and_buffers(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+class _Run:
+    """One run of a model, forward and backward, and steps of gradient descent.
 
+    values: everything that is compared, by kind and name. parts: outputs of submodules in call order. is_random:
+    whether the forward and backward drew random numbers. work, report: of this forward and backward.
+    """
 
-def _to_float64(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    def __init__(self, model: nn.Module, inputs: Inputs, seed: int, steps: int):
+        self.parts: list[tuple[str, Any]] = []
+        handles = [m.register_forward_hook(self._watch(n)) for n, m in model.named_modules() if n]
+        with WorkCounter() as work, explain() as self.report:
+            self.values, self.is_random = _forward_backward(model, inputs, seed, handles)
+        self.work = work.total
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if steps else None
+        for step in range(steps):
+            assert optimizer is not None
+            if step:  # the first step uses the gradients above
+                optimizer.zero_grad()
+                _forward_backward(model, inputs, seed)
+            optimizer.step()
+        if steps:
+            self.values += [("parameter after", n, p.detach()) for n, p in model.named_parameters()]
+            self.values += [("buffer after", n, b.clone()) for n, b in model.named_buffers()]
 
-
-def _shard_input(tensor: Tensor, mesh: Any, dims: Sequence[int], even: bool) -> ShardTensor:
-    placements, block = [], tensor
-    for axis, dim in enumerate(dims):
-        dim %= tensor.ndim
-        size, ranks = tensor.shape[dim], mesh.size(axis)
-        shard_sizes = list(balanced(size, ranks))
-        if not even and ranks > 1 and shard_sizes[-1] > 1:
-            moved = max(shard_sizes[-1] // 3, 1)
-            shard_sizes[0], shard_sizes[-1] = shard_sizes[0] + moved, shard_sizes[-1] - moved
-        coord = mesh.get_local_rank(axis)
-        block = block.narrow(dim, starts(shard_sizes)[coord], shard_sizes[coord])
-        placements.append(Shard(dim) if ranks > 1 else Replicate())
-    return ShardTensor.from_local(block.clone(), mesh, placements)
-
-
-def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[str, str, Any]], list[tuple[str, Any]]]:
-    """Return all compared values by kind and name, and the outputs of submodules in call order."""
-    parts: list[tuple[str, Any]] = []
-
-    def watch(name: str) -> Callable:
+    def _watch(self, name: str) -> Callable:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             title = f"{name} ({type(module).__name__})"
-            map_tensors(_to_nested(out), lambda tensor: parts.append((title, tensor.detach())))
+            map_tensors(_to_nested(out), lambda tensor: self.parts.append((title, tensor.detach())))
 
         return hook
 
-    handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
-    inputs = [t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
+
+def _forward_backward(
+    model: nn.Module, inputs: Inputs, seed: int, handles: Sequence[Any] = ()
+) -> tuple[list[Value], bool]:
+    """Return outputs, gradients and buffers, and whether random numbers were drawn; remove the hooks after forward."""
+    leaves = inputs.map(lambda path, t: t.detach().requires_grad_() if is_number(t) else t)
+    random.seed(seed + 1)
+    np.random.seed(seed + 1)
     torch.manual_seed(seed + 1)
-    out = model(*inputs)
+    state = torch.get_rng_state()
+    out = leaves.call(model)
     for handle in handles:
         handle.remove()
     outputs: list[Tensor] = []
@@ -244,28 +322,28 @@ def _run(model: nn.Module, tensors: list[Any], seed: int) -> tuple[list[tuple[st
     total: Any = 0.0
     for i, value in enumerate(outputs):
         if value.requires_grad:
-            weight = torch.randn(
-                value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 2 + i)
-            )
-            total = total + ((value.abs().square() if value.is_complex() else value) * weight).sum()
+            real = value.abs().square() if value.is_complex() else value
+            generator = torch.Generator().manual_seed(seed + 2 + i)
+            total = total + (real * torch.randn(value.shape, dtype=real.dtype, generator=generator)).sum()
     if isinstance(total, Tensor):
         total.backward()
-    found: list[tuple[str, str, Any]] = [("output", str(i), v.detach()) for i, v in enumerate(outputs)]
-    found += [("input gradient", str(i), t.grad) for i, t in enumerate(inputs) if isinstance(t, Tensor)]
+    is_random = not torch.equal(state, torch.get_rng_state())
+    found: list[Value] = [("output", str(i), v.detach()) for i, v in enumerate(outputs)]
+    found += [("input gradient", path, t.grad) for path, t in leaves.tensors().items()]
     found += [("parameter gradient", n, p.grad) for n, p in model.named_parameters()]
-    found += [("buffer", n, b) for n, b in model.named_buffers()]
-    return found, parts
+    found += [("buffer", n, b.clone()) for n, b in model.named_buffers()]
+    return found, is_random
 
 
-def _train_steps(model: nn.Module, tensors: list[Any], seed: int, steps: int) -> list[tuple[str, str, Any]]:
-    """Return the parameters after steps of gradient descent; the first step uses the current gradients."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(steps):
-        if step:
-            optimizer.zero_grad()
-            _run(model, tensors, seed)
-        optimizer.step()
-    return [("parameter after", n, p.detach()) for n, p in model.named_parameters()]
+def _parameters_and_buffers(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point tensor in `dtype`, a complex one in the complex dtype of its size, others unchanged."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _to_nested(out: Any) -> Any:
@@ -275,26 +353,6 @@ def _to_nested(out: Any) -> Any:
     return list(vars(out).values()) if hasattr(out, "__dataclass_fields__") else out
 
 
-def _max_abs(value: Any) -> float:
-    number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.abs().max().item() if number and value.numel() else 0.0
-
-
-def _relative_error(value: Any, wanted: Any, floor: float) -> float:
-    """Return the largest difference over the largest number (at least `floor`); inf if a value is missing."""
-    value = value.full_tensor() if isinstance(value, ShardTensor) else value
-    if value is None or wanted is None:
-        return 0.0 if value is wanted else math.inf
-    if value.shape != wanted.shape:
-        return math.inf
-    if not wanted.numel():
-        return 0.0
-    if not (wanted.is_floating_point() or wanted.is_complex()):
-        return 0.0 if torch.equal(value, wanted) else math.inf
-    error = (value - wanted).abs().max().item() / max(_max_abs(wanted), floor, 1e-30)
-    return error if not math.isnan(error) else 0.0 if torch.equal(value.isnan(), wanted.isnan()) else math.inf
-
-
 def command(words: list[str]) -> int:
     """Run `shardfield check module:factory --shape 1,3,64,96 --mesh 2,2` and print the certificate."""
     import argparse
@@ -302,19 +360,30 @@ def command(words: list[str]) -> int:
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(n) for n in text.split(","))
 
+    def named(text: str) -> tuple[str, tuple[int, ...]]:
+        path, _, dims = text.rpartition(":")
+        return path, numbers(dims)
+
     parser = argparse.ArgumentParser(prog="shardfield check", description=check.__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("factory", help="package.module:name of a function that returns the model")
+    parser.add_argument("factory", help="package.module:name of a function that returns the model, or model and inputs")
     parser.add_argument("--shape", type=numbers, help="shape of the input, e.g. 1,3,64,96")
     parser.add_argument("--mesh", type=numbers, default=(2,), help="ranks along each mesh axis, e.g. 2,2")
     parser.add_argument("--dims", type=numbers, help="the dim that each mesh axis shards; by default the last ones")
+    parser.add_argument(
+        "--shard", type=named, action="append", default=[], metavar="INPUT:DIMS",
+        help="shard this input, e.g. batch.x:2,3; several times for several inputs; by default the first one",
+    )  # fmt: skip
     parser.add_argument("--even", action="store_true", help="use equal shards")
     parser.add_argument("--steps", type=int, default=0, help="steps of gradient descent; compare the parameters too")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference that passes")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="float64", help="precision of the model")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest relative difference that passes; by default 1e-9, in float32 1e-5"
+    )
     parser.add_argument("--no-table", action="store_true", help="do not print the calls and their messages")
     args = parser.parse_args(words)
     sys.path.insert(0, os.getcwd())
-    options = dict(dims=args.dims, even=args.even, steps=args.steps, tolerance=args.tolerance)
-    found = check(args.factory, args.shape, args.mesh, **options)
+    options = dict(dims=args.dims, shard=dict(args.shard), even=args.even, steps=args.steps, dtype=args.dtype)
+    found = check(args.factory, args.shape, args.mesh, **options, tolerance=args.tolerance)
     if not args.no_table:
         print(found.table)
     print(found)
