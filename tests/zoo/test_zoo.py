@@ -32,6 +32,8 @@ def test_model(name, mesh, dims):
         found = check(f"tests.zoo.zoo:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
     assert found, str(found)
     assert not found.gathers, found.gathers
+    assert {lost.split()[0] for lost in found.lost} <= set(entry.lost), found.lost
+    assert found.balance <= entry.balance * found.input_balance and found.redundancy <= entry.redundancy, str(found)
     results = os.environ.get("SHARDFIELD_MODELS")
     if results:
         row = [entry.title, found.shape, mesh, dims, found.worst, len(found.gathers), found.lost]

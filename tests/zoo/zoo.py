@@ -21,7 +21,9 @@ SWIN |= {"drop_path_rate": 0.0}  # random numbers on ranks differ from one devic
 class Entry:
     """A model by its factory's name: its input, the dims to shard over one axis, and the two to shard over two axes.
 
-    A factory without a shape here returns the tensors too, of which the first is sharded.
+    A factory without a shape here returns the tensors too, of which the first is sharded. `lost`: the functions that
+    lose a sharding. `balance` and `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few
+    rows and the indices of a graph show in them.
     """
 
     title: str
@@ -29,6 +31,9 @@ class Entry:
     dims: tuple[int, ...] = (2, 3)
     tiles: tuple[int, ...] | None = (2, 3)
     tolerance: float = 1e-9
+    lost: tuple[str, ...] = ()
+    balance: float = 1.2
+    redundancy: float = 1.15
 
 
 def timm(name: str):
@@ -293,27 +298,29 @@ MODELS: dict[str, Entry] = {
     "timm_resnet": Entry("timm ResNet", FIELD),
     "timm_convnext": Entry("timm ConvNeXt", FIELD),
     "timm_vit": Entry("timm ViT, dynamic size", FIELD),
-    "timm_swin": Entry("timm Swin", SQUARE),
-    "timm_swinv2": Entry("timm SwinV2", SQUARE),
+    "timm_swin": Entry("timm Swin", SQUARE, balance=1.5),
+    "timm_swinv2": Entry("timm SwinV2", SQUARE, redundancy=2.0),
     "timm_sequencer": Entry("timm Sequencer", FIELD),
-    "transformers_vit": Entry("transformers ViT", SQUARE),
+    "transformers_vit": Entry("transformers ViT", SQUARE, lost=("tanh",)),
     "transformers_segformer": Entry("transformers SegFormer", FIELD),
-    "transformers_swin": Entry("transformers Swin", SQUARE),
+    "transformers_swin": Entry("transformers Swin", SQUARE, balance=1.5),
     "transformers_zoedepth": Entry("transformers ZoeDepth", SQUARE),
     "DiffusersUNet": Entry("diffusers UNet2D", FIELD),
-    "monai_swinunetr": Entry("MONAI SwinUNETR", (1, 1, 32, 64)),
+    "monai_swinunetr": Entry("MONAI SwinUNETR", (1, 1, 32, 64), balance=1.5),
     "monai_dynunet": Entry("MONAI DynUNet, 3-D", (1, 1, 12, 16, 20)),
     "torch_encoder": Entry("torch TransformerEncoderLayer", (2, 21, 16), (1,), None),
     "UNet3D": Entry("3-D UNet", (1, 2, 9, 12, 10)),
-    "Transolver": Entry("Transolver attention", (2, 37, 4), (1,), None),
-    "pyg_gcn": Entry("torch_geometric GCN", None, (0,), None),
-    "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None),
-    "pyg_gat": Entry("torch_geometric GAT", None, (0,), None),
-    "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None),
+    "Transolver": Entry("Transolver attention", (2, 37, 4), (1,), None, redundancy=1.3),
+    "pyg_gcn": Entry("torch_geometric GCN", None, (0,), None, redundancy=2.1),
+    "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None, redundancy=1.8),
+    "pyg_gat": Entry("torch_geometric GAT", None, (0,), None, redundancy=1.7),
+    "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None, lost=("__add__",), redundancy=1.3),
     "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
-    "neuralop_fno_1d": Entry("neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED),
+    "neuralop_fno_1d": Entry(
+        "neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED, lost=("__setitem__",), redundancy=1.4
+    ),
     "neuralop_fno_2d": Entry("neuraloperator FNO 2-D", (1, 2, 16, 20), tolerance=ROUNDED),
     "neuralop_fno_3d": Entry("neuraloperator FNO 3-D", (1, 2, 8, 10, 12), tolerance=ROUNDED),
     "neuralop_tfno": Entry("neuraloperator TFNO", (1, 2, 16, 20), tolerance=ROUNDED),
-    "neuralop_uno": Entry("neuraloperator UNO", (1, 2, 16, 20), tolerance=ROUNDED),
+    "neuralop_uno": Entry("neuraloperator UNO", (1, 2, 16, 20), tolerance=ROUNDED, lost=("__setitem__",)),
 }

@@ -27,6 +27,7 @@ def map_inputs(value: Any, change: Change, path: str = "") -> Any:
     def inner(name: Any, item: Any) -> Any:
         return map_inputs(item, change, f"{path}.{name}" if path else str(name))
 
+    made: Any
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, Mapping):

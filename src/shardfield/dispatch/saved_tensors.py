@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import runtime
 from .._compat import in_backward, saved_names, saved_values
-from ..comm.autograd_collectives import Collective
+from ..comm.adjoints import Collective
 from ..comm.consensus import any_rank, mesh_groups
 from ..errors import ShardingError
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..comm import collectives
 from .vcollective_args import resolve_group
 
-# Pairs and not a dict: torch.compile hashes no ReduceOp in torch 2.11.
+# Pairs and not a dict: torch.compile neither hashes nor compares a ReduceOp in torch 2.11. They are singletons.
 _OP_NAMES = (
     (ReduceOp.SUM, "sum"),
     (ReduceOp.AVG, "avg"),
@@ -67,7 +67,7 @@ def fused_all_reduce(
     >>> float(sums["loss"] / sums["count"])
     1.5
     """
-    name = next((text for known, text in _OP_NAMES if op == known), None)
+    name = next((text for known, text in _OP_NAMES if op is known or op == known), None)
     if name is None:
         raise ValueError(f"fused_all_reduce: op {op} is not one of {', '.join(str(o) for o, _ in _OP_NAMES)}")
     result = _clone_tensors(tensors)

@@ -139,16 +139,20 @@ class ShardedNorm:
             if want_input:
                 scale, slope, offset = norm_stats.spread_sums(rows, stats, shift, rstd, weight)
                 grad_input = torch.addcmul(offset, off, slope, out=off).addcmul_(g, scale)
-            return self.finish_grads(ctx, grad_input, params)
+            return self.finish_grads(ctx, input, weight, grad_input, params)
         w = scheme.expand_param(weight, v.dtype)
         stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, rstd, w)
         stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
         grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off) if want_input else None
-        return self.finish_grads(ctx, grad_input, params)
+        return self.finish_grads(ctx, input, weight, grad_input, params)
 
-    def finish_grads(self, ctx: Any, grad_input: Tensor | None, params: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the wanted gradients in the shapes and dtypes of their tensors."""
-        input, weight = ctx.saved_tensors[:2]
+    def finish_grads(
+        self, ctx: Any, input: Tensor, weight: Any, grad_input: Tensor | None, params: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the wanted gradients in the shapes and dtypes of their tensors.
+
+        `torch.utils.checkpoint` lets a backward read its saved tensors once, so they are passed on.
+        """
         _, _, want_weight, want_bias = ctx.needs_input_grad
         return (
             None if grad_input is None else shaped(grad_input, input.shape, input.dtype),
