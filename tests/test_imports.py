@@ -27,7 +27,7 @@ LAYERS = [
         for x in ("__init__", "vcollective_args", "utils", "autograd", "mappings", "fft", "coalesced", "shared_params")
     },
     {"dispatch.plan", "dispatch.promotion", "dispatch.lost_sharding", "spec", "dcp", "pickling"},
-    {"redistribute", "dispatch.write_tracking"},
+    {"redistribute", "dispatch.write_tracking", "dispatch.saved_tensors"},
     {"tensor"},
     {"dispatch.arguments", "dispatch.copied_views"},
     {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},

@@ -11,10 +11,10 @@ class Origin(NamedTuple):
     """The dim that the entries of a tensor dim were selected from: its size, mesh axes and shard sizes.
 
     `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field, "field"
-    for a dim at another resolution, `MOVED` for a dim that was sharded itself until an op moved its sharding to another
-    dim. An origin is a hint, never part of a value: rows that are written back to a dim of this size are sent to its
-    shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a field is
-    sharded in the proportions of the first, and a sharding that was moved goes back where it came from.
+    for a dim at another resolution, `MOVED_SHARDING` for a dim that was sharded itself until an op moved its sharding
+    to another dim. An origin is a hint, never part of a value: rows that are written back to a dim of this size
+    are sent to its shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a
+    field is sharded in the proportions of the first, and a sharding that was moved goes back where it came from.
     """
 
     kind: str
@@ -23,7 +23,7 @@ class Origin(NamedTuple):
     shard_sizes: tuple[int, ...]
 
 
-MOVED = "moved"
+MOVED_SHARDING = "moved"
 MAX_ORIGINS = 4  # per dim; without a limit, results of many operands would accumulate origins
 
 
@@ -52,7 +52,8 @@ class DimSharding(_ShardingFields):
         >>> DimSharding(3).with_origins([Origin("rows", 9, (0,), (4, 5))]).origins[0].size
         9
         """
-        held = {o for group in groups for o in group if not (self.axes and o.kind == MOVED)}  # its sharding is back
+        # a dim that is sharded has its sharding back
+        held = {o for group in groups for o in group if not (self.axes and o.kind == MOVED_SHARDING)}
         found = tuple(sorted(held)[:MAX_ORIGINS])
         if found == self.origins:
             return self

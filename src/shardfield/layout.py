@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import runtime
 from ._compat.patches import patches
-from .dim_sharding import MOVED as MOVED
+from .dim_sharding import MOVED_SHARDING as MOVED_SHARDING
 from .dim_sharding import DimSharding as DimSharding
 from .dim_sharding import Origin as Origin
 from .dim_sharding import Span as Span
@@ -255,7 +255,7 @@ class Layout:
         found: dict[frozenset[int], tuple[int, DimSharding]] = {}
         for dim, factors in enumerate(self.dims) if self.has_origins else ():
             for origin in factors[0].origins if len(factors) == 1 and not factors[0].axes else ():
-                if origin.kind == MOVED and origin.size == factors[0].size:
+                if origin.kind == MOVED_SHARDING and origin.size == factors[0].size:
                     found.setdefault(frozenset(origin.axes), (dim, DimSharding(*origin[1:])))
         return found
 

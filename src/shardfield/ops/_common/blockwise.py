@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
-from ...layout import MOVED, DimSharding, Layout, Origin, nested_balanced, outer_shard_sizes, starts
+from ...layout import MOVED_SHARDING, DimSharding, Layout, Origin, nested_balanced, outer_shard_sizes, starts
 from ...redistribute import unmerge_dims
 
 
@@ -57,13 +57,13 @@ def move_shard_off(layout: Layout, dim: int, allow_empty: bool = False) -> Layou
 
 def _mark_moved(layout: Layout, dim: int) -> Layout:
     """Return the layout with `dim` unsharded; the dim carries its sharding as its origin."""
-    former = [Origin(MOVED, *factor) for factor in layout.dims[dim]] if len(layout.dims[dim]) == 1 else []
+    former = [Origin(MOVED_SHARDING, *factor) for factor in layout.dims[dim]] if len(layout.dims[dim]) == 1 else []
     return layout.with_dim(dim, DimSharding(layout.shape[dim]).with_origins(layout.origins(dim), former))
 
 
 def moved_origins(layout: Layout, dim: int) -> list[Origin]:
     """Return the shardings that a dim had before they were moved, for a dim that takes its place."""
-    return [origin for origin in layout.origins(dim) if origin.kind == MOVED]
+    return [origin for origin in layout.origins(dim) if origin.kind == MOVED_SHARDING]
 
 
 def as_rows(x: Tensor, dim: int) -> Tensor:

@@ -261,8 +261,11 @@ def _take(tensor: Tensor, dim: int, span: Span) -> Tensor:
 def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Tensor]:
     dtype = collectives.accumulate_dtype(q.dtype)
     batch, heads, rows, _ = q.shape
-    # heads beside features in memory, as torch's kernels do: joining the heads, as models do next, then copies nothing
-    out = q.new_zeros((batch, rows, heads, v.shape[-1]), dtype=dtype).transpose(1, 2)
+    # heads beside features in memory, as torch's kernels do: joining the heads, as models do next, then copies nothing.
+    # No view: autograd would refuse to write into a view that was made here, and an empty shard has none to refuse.
+    width = v.shape[-1]
+    strides = (rows * heads * width, width, heads * width, 1)
+    out = q.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype).zero_()
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=dtype)
     for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
         for tile, kernel, (qt, kt, vt, bias) in _TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):

@@ -17,7 +17,7 @@ from ... import runtime
 from ...dispatch.copied_views import CopiedView
 from ...dispatch.registry import as_operand, composed
 from ...dispatch.write_tracking import set_copied_view
-from ...layout import MOVED, DimSharding, Layout, starts
+from ...layout import MOVED_SHARDING, DimSharding, Layout, starts
 from ...redistribute import redistribute, unmerge_dims
 from ...tensor import ShardTensor, wrap
 from ..shape.permute import drop_dims
@@ -75,7 +75,7 @@ def slice_sharding(factor: DimSharding, start: int, stop: int, step: int) -> Dim
     """
     size = len(range(start, stop, step))
     if not factor.axes:
-        return DimSharding(size).with_origins(o for o in factor.origins if o.kind == MOVED)
+        return DimSharding(size).with_origins(o for o in factor.origins if o.kind == MOVED_SHARDING)
     bounds = zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)
     return DimSharding(size, factor.axes, tuple(len(_slice_in_shard(lo, n, start, stop, step)) for lo, n in bounds))
 

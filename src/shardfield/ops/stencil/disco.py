@@ -28,6 +28,7 @@ from .opaque import Reach, place_axes
 from .padded_block import PaddedBlockPlan
 
 LIBRARY = "disco_kernels._disco_s2"
+CONTRACTION = "_disco_s2_contraction_optimized"
 FUNCTIONS = "torch_harmonics.disco.optimized.disco_optimized"
 MAX_PLANS = 8  # per table: a layer sees few layouts
 
@@ -148,7 +149,7 @@ def contract_with_weights(func: Any, types: Any, args: tuple, kwargs: dict) -> A
     """Run the convolution that joins the contraction with the weights: as two calls, whose rules are known."""
     x, weight, *psi = args[:7]
     kernel_size, nlat_out, nlon_out, groups, channels = args[13:18]
-    expanded = torch.ops.disco_kernels._disco_s2_contraction_optimized(x, *psi, kernel_size, nlat_out, nlon_out)
+    expanded = getattr(torch.ops.disco_kernels, CONTRACTION)(x, *psi, kernel_size, nlat_out, nlon_out)
     batch, _, kernel, height, width = expanded.shape
     expanded = expanded.reshape(batch, groups, channels, kernel, height, width)
     out = torch.einsum("bgckxy,gock->bgoxy", expanded, weight.to(expanded.dtype))
