@@ -308,6 +308,8 @@ class _BlockwiseAttention:
         out = attend(self.plan, q, k, v, mask, head_index, key)
         for e in reversed(self.exchanges):
             out = autograd_collectives.exchange(out, e.inverse_route, e.group)
+        if len(lead) != 2:  # torch's kernels for other leading dims return contiguous memory
+            out = out.contiguous()
         return out.reshape(*lead, out.shape[-2], features)
 
 
