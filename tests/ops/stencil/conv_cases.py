@@ -250,6 +250,12 @@ CASES = [
         options=FEW | {"name": "a pool and a stride, double backward"},
     ),
     case(
+        double_backward(lambda x, w: F.conv2d(F.conv2d(x, w, None, 2, 1), w, None, 2, 1)),
+        spatial(1, 2, 13, 6),
+        T(2, 2, 3, 3, shard_dims=()),
+        options={"layouts": 12, "name": "two strides that share a weight, double backward"},
+    ),
+    case(
         lambda x: F.interpolate(F.avg_pool2d(F.max_pool2d(x, 2), 2), scale_factor=4, mode="bilinear"),
         spatial(1, 2, 26, 12, fill="distinct"),
         options=SOME | {"name": "pools and interpolation"},

@@ -370,6 +370,8 @@ class _HaloConvFunction(adjoints.Collective):
         needs_grad = ctx.needs_input_grad[2:]
         if not torch.is_grad_enabled():
             return None, None, *ctx.halo_conv.backward(grad, block, received, weight, needs_grad, ctx.grad_groups)
+        # Use views: the block may be a function of the weight, through which gradients would flow twice.
+        block, weight, bias = (None if t is None else t.view_as(t) for t in (block, weight, bias))
         inputs = [t for t, needed in zip((block, weight, bias), needs_grad, strict=True) if needed]
         out = ctx.halo_conv.convolve_padded(block, weight, bias, ctx.grad_groups)
         grads = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
