@@ -60,8 +60,8 @@ def without_partial(layout: Layout) -> Layout:
             now = now.with_dim(*former)
         elif order:
             (factor,) = now.dims[order[0]]
-            cut = [n for size in shard_sizes_of(factor) for n in balanced(size, now.mesh.size(axis))]
-            now = now.with_dim(order[0], DimSharding(factor.size, (*factor.axes, axis), tuple(cut)))
+            split_sizes = [n for size in shard_sizes_of(factor) for n in balanced(size, now.mesh.size(axis))]
+            now = now.with_dim(order[0], DimSharding(factor.size, (*factor.axes, axis), tuple(split_sizes)))
     return now
 
 
@@ -76,8 +76,8 @@ def _scatter_order(layout: Layout, parts: int) -> list[int]:
 
     def worst_excess(dim: int) -> float:
         """Return the largest share of a rank over the mean share."""
-        cut = [n for size in layout.shard_sizes(dim) for n in balanced(size, parts)]
-        return max(cut) * len(cut) / layout.shape[dim]
+        split_sizes = [n for size in layout.shard_sizes(dim) for n in balanced(size, parts)]
+        return max(split_sizes) * len(split_sizes) / layout.shape[dim]
 
     room = [d for d in range(layout.ndim) if len(layout.dims[d]) == 1 and min(layout.shard_sizes(d)) >= parts]
     return sorted(
@@ -198,13 +198,13 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
         rest = [p for p in now.partial if p[0] not in axes]
         dim = next((d for d in range(now.ndim) if _next_axis(now, target, d) == axis), None)
         if op == "sum" and dim is not None:
-            cut = _innermost_sizes(now, target.dims[dim][0], len(now.axes_of(dim)) + 1)
+            split_sizes = _innermost_sizes(now, target.dims[dim][0], len(now.axes_of(dim)) + 1)
             dims = list(now.dims)
             dims[dim] = (_prefix(target.dims[dim][0], len(now.axes_of(dim)) + 1, now),)
             after = Layout.make(mesh, dims, rest)
             yield from step(
                 "reduce_scatter",
-                partial(autograd_collectives.reduce_scatter, dim=dim, shard_sizes=cut, group=group(axis)),
+                partial(autograd_collectives.reduce_scatter, dim=dim, shard_sizes=split_sizes, group=group(axis)),
                 after,
             )
         else:
@@ -233,10 +233,10 @@ def _next_axis(now: Layout, target: Layout, dim: int) -> int | None:
 
 def _innermost_sizes(now: Layout, want: DimSharding, depth: int) -> tuple[int, ...]:
     """Return the shard sizes on the innermost of the first `depth` axes, within this rank's outer shard."""
-    cut = _prefix(want, depth, now)
-    size = now.mesh.size(cut.axes[-1])
-    at = now.index(cut.axes[:-1]) * size
-    return cut.shard_sizes[at : at + size]
+    prefix = _prefix(want, depth, now)
+    size = now.mesh.size(prefix.axes[-1])
+    at = now.index(prefix.axes[:-1]) * size
+    return prefix.shard_sizes[at : at + size]
 
 
 def _prefix(factor: DimSharding, depth: int, now: Layout) -> DimSharding:
@@ -266,12 +266,12 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
     for dim, (h, w) in enumerate(zip(have, want, strict=True)):  # local slice: no message
         depth = len(h.axes) + 1
         if depth <= len(w.axes) and w.axes[depth - 1] not in busy and _prefix(w, depth - 1, now) == h:
-            axis, cut = w.axes[depth - 1], _innermost_sizes(now, w, depth)
+            axis, split_sizes = w.axes[depth - 1], _innermost_sizes(now, w, depth)
             after = now.with_dim(dim, _prefix(w, depth, now))
             return (
                 "split",
                 axis,
-                partial(autograd_collectives.split, dim=dim, shard_sizes=cut, group=group(axis)),
+                partial(autograd_collectives.split, dim=dim, shard_sizes=split_sizes, group=group(axis)),
                 after,
             )
 
@@ -305,12 +305,12 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
         if h.axes and h != _prefix(w, len(h.axes), now):
             axis, size = h.axes[-1], now.mesh.size(h.axes[-1])
             at = now.index(h.axes[:-1]) * size
-            cut = h.shard_sizes[at : at + size]
+            split_sizes = h.shard_sizes[at : at + size]
             after = now.with_dim(dim, _prefix(h, len(h.axes) - 1, now))
             return (
                 "gather",
                 axis,
-                partial(autograd_collectives.gather, dim=dim, shard_sizes=cut, group=group(axis)),
+                partial(autograd_collectives.gather, dim=dim, shard_sizes=split_sizes, group=group(axis)),
                 after,
             )
     raise AssertionError(f"no step from {now} to {target}")
@@ -326,9 +326,9 @@ def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
         if len(factors) > 1 and dim in chosen:
             first, inner = factors[0], math.prod(f.size for f in factors[1:])
             parts = [layout.mesh.size(a) for f in factors[1:] for a in f.axes]
-            cut = [n * inner for piece in shard_sizes_of(first) for n in nested_chunk(piece, parts)]
+            split_sizes = [n * inner for piece in shard_sizes_of(first) for n in nested_chunk(piece, parts)]
             axes = tuple(a for f in factors for a in f.axes)
-            factors = (DimSharding(first.size * inner, axes, tuple(cut)),)
+            factors = (DimSharding(first.size * inner, axes, tuple(split_sizes)),)
         found.append(factors)
     return layout.with_dims(found)
 

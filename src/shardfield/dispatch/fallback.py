@@ -29,18 +29,18 @@ def gather_fallback(func, types, args, kwargs):
         return value
 
     map_tensors((args, kwargs), note)
-    cut = [t for t in inside if not t._layout.is_replicated]
-    nbytes = sum(t._layout.numel * t._local_tensor.element_size() for t in cut)
-    if cut:
+    sharded = [t for t in inside if not t._layout.is_replicated]
+    nbytes = sum(t._layout.numel * t._local_tensor.element_size() for t in sharded)
+    if sharded:
         if runtime.active.strict_depth:
             raise ShardingError(
-                f"{name}: strict() allows no gather, and there is no rule for {[t._layout for t in cut]}"
+                f"{name}: strict() allows no gather, and there is no rule for {[t._layout for t in sharded]}"
             )
         explain.record_outcome("gather")
         if name not in runtime.active.warned:
             runtime.active.warned.add(name)
             warnings.warn(
-                f"shardfield: no rule for {name} on {cut[0]._layout}: {nbytes} bytes are gathered on every rank. "
+                f"shardfield: no rule for {name} on {sharded[0]._layout}: {nbytes} bytes are gathered on every rank. "
                 f"Add one with @shardfield.rule or ShardTensor.register_function_handler.",
                 stacklevel=user_stacklevel(),
             )

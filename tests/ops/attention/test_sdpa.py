@@ -56,12 +56,12 @@ class Metered:
 
 
 @contextmanager
-def preferring(way, visit_bytes=ring_attention.VISIT_BYTES):
+def preferring(way, visit_bytes=strategy.VISIT_BYTES):
     """Choose the strategy with `way` in its summary, where there is one, inside the context.
 
     A ring visits at most `visit_bytes` of keys and values together: 0 is one block.
     """
-    price, limit, ring_attention.VISIT_BYTES = strategy.estimate_cost, ring_attention.VISIT_BYTES, visit_bytes
+    price, limit, strategy.VISIT_BYTES = strategy.estimate_cost, strategy.VISIT_BYTES, visit_bytes
 
     def cost(found, *args):
         return price(found, *args) - (1e15 if way in found.summary else 0)
@@ -71,7 +71,7 @@ def preferring(way, visit_bytes=ring_attention.VISIT_BYTES):
         with runtime.fresh():  # plans of other calls follow the true costs
             yield
     finally:
-        strategy.estimate_cost, ring_attention.VISIT_BYTES = price, limit
+        strategy.estimate_cost, strategy.VISIT_BYTES = price, limit
 
 
 LENGTHS = (5, 9, 0, 10)
@@ -248,7 +248,7 @@ def test_cheapest_strategy_is_chosen_and_explained(way, shapes, placements):
     assert run_on_ranks(way_of, 4, shapes, placements, (4,), {}) == [f"rule: {way}"] * 4
 
 
-def forced(way, mesh_shape, tensors, kwargs, layouts, visit_bytes=ring_attention.VISIT_BYTES):
+def forced(way, mesh_shape, tensors, kwargs, layouts, visit_bytes=strategy.VISIT_BYTES):
     """Return, on each rank, failures of a row whose calls are forced to one strategy, and how many used it."""
     taken = [0]
 

@@ -2,7 +2,7 @@
 
 The result of each block is combined with the others by log-sum-exp. A rank holds a few blocks of keys and values at a
 time (its own, the one in use, two in flight), for any number of ranks. Blocks that are too small for a kernel of their
-own are visited together (`blocks_together`). Received blocks are not saved for backward, which circulates them again
+own are visited together (`strategy`). Received blocks are not saved for backward, which circulates them again
 and sends the gradient of each block to its owner.
 """
 
@@ -27,21 +27,6 @@ from ..elementwise.random import uniform_at
 from . import block_kernels
 from .block_kernels import neg_inf_to_zero
 from .causal_tiles import Spans, Tile, total_length
-
-# Work of a visit that is worth its launches and messages, which take the host about a millisecond, and the most bytes
-# of keys and values that are visited together.
-VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
-VISIT_BYTES = 1 << 26
-
-
-def blocks_together(device: str, flops: float, nbytes: float) -> int:
-    """Return how many blocks of a ring to visit at once, by the work with one block and its size.
-
-    >>> blocks_together("cuda", 3.4e10, 8 << 20), blocks_together("cuda", 6e11, 8 << 20)
-    (8, 1)
-    """
-    wanted = VISIT_FLOPS.get(device, VISIT_FLOPS["cuda"]) / max(flops, 1.0)
-    return max(1, int(min(wanted, VISIT_BYTES / max(nbytes, 1.0))))
 
 
 class Dropout(NamedTuple):

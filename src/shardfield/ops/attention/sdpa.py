@@ -34,8 +34,8 @@ from ...tensor import ShardTensor, wrap
 from .._common.probe import probe, stand_in
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import Coords, Spans, ZigzagExchange, causal_tiles, full_tiles, plan_zigzag
-from .ring import Dropout, RingPlan, attend, blocks_together
-from .strategy import Strategy, choose_strategy, is_zigzag, mean_local_numel
+from .ring import Dropout, RingPlan, attend
+from .strategy import Strategy, blocks_together, choose_strategy, is_zigzag, mean_local_numel
 
 
 @rule("scaled_dot_product_attention")

@@ -26,6 +26,11 @@ from ...dispatch.plan import Operand
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import steps
 
+# Work of a visit that is worth its launches and messages, which take the host about a millisecond, and the most bytes
+# of keys and values that are visited together.
+VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
+VISIT_BYTES = 1 << 26
+
 # Floating point operations that take as long as sending one byte.
 FLOPS_PER_BYTE = {"cpu": 64, "cuda": 1024}
 MESSAGE_COST = 1 << 15  # bytes that take as long to send as the latency of one message
@@ -356,3 +361,13 @@ def _moved_fraction(before: Layout, after: Layout) -> float:
             kept = sum(max(0, min(s + n, t + m) - max(s, t)) for s, n, t, m in shards)
             return 1 - kept / a[0].size
     return 0.0
+
+
+def blocks_together(device: str, flops: float, nbytes: float) -> int:
+    """Return how many blocks of a ring to visit at once, by the work with one block and its size.
+
+    >>> blocks_together("cuda", 3.4e10, 8 << 20), blocks_together("cuda", 6e11, 8 << 20)
+    (8, 1)
+    """
+    wanted = VISIT_FLOPS.get(device, VISIT_FLOPS["cuda"]) / max(flops, 1.0)
+    return max(1, int(min(wanted, VISIT_BYTES / max(nbytes, 1.0))))
