@@ -28,6 +28,7 @@ PUBLIC: dict[str, list[str]] = {
         "parallelize",
         "partition_points",
         "radius_search",
+        "rollout",
         "rule",
         "scatter_tensor",
         "stencil",
@@ -76,6 +77,7 @@ PUBLIC: dict[str, list[str]] = {
         "no_sync",
         "parallelize",
         "real_pairs",
+        "rollout",
     ],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [

@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from .ops.matmul.opt_einsum import tensordot as tensordot
     from .ops.matmul.opt_einsum import transpose as transpose
     from .train import parallelize as parallelize
+    from .train import rollout as rollout
 
 # Names that are imported when they are first read: the parts of torch that they need (FSDP, checkpoints, the tracer)
 # take longer to import than everything else. The block above shows the same names to type checkers.
@@ -47,6 +48,7 @@ _LAZY = {
     "tensordot": "ops.matmul.opt_einsum",
     "transpose": "ops.matmul.opt_einsum",
     "parallelize": "train",
+    "rollout": "train",
 }
 _LAZY_MODULES = {
     "bench",

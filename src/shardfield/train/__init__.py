@@ -13,4 +13,5 @@ from .parallel import clip_grad_norm_ as clip_grad_norm_
 from .parallel import no_sync as no_sync
 from .parallel import parallelize as parallelize
 from .preemption import Preempted as Preempted
+from .rollout import rollout as rollout
 from .task import Task as Task

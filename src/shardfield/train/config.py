@@ -60,6 +60,15 @@ class TrainConfig:
     """bf16: autocast to bfloat16, with parameters and sums in fp32."""
     recompute: bool = False
     """Recompute activations in backward instead of storing them (activation checkpointing)."""
+    rollout: tuple[int, ...] = (1,)
+    """Model steps per sample whose states are compared with the data. Several lengths are a schedule: each of them is
+    used in an equal part of the run, in this order."""
+    rollout_grad_steps: int | None = None
+    """Gradients go through this number of last steps of a rollout; by default through all."""
+    rollout_checkpoint: bool = False
+    """Recompute the activations of each step of a rollout in backward."""
+    push_forward: bool = False
+    """Detach the state between the steps of a rollout."""
     graphs: bool | None = None
     """Run each step as a CUDA graph, messages included (--graphs, --no-graphs); by default on one CUDA device."""
     seed: int = 0
@@ -92,6 +101,10 @@ class TrainConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 0 or more is needed")
         if not 1 <= len(self.domain) <= len(DOMAIN_AXES) or min(self.domain) < 1:
             raise UsageError(f"--domain {self.domain}: ranks along one to three dims, at least 1 each")
+        if not self.rollout or min(self.rollout) < 1:
+            raise UsageError(f"--rollout {self.rollout}: one or more lengths, at least 1 each")
+        if self.rollout_grad_steps is not None and self.rollout_grad_steps < 1:
+            raise UsageError(f"--rollout-grad-steps is {self.rollout_grad_steps}; at least 1 is needed")
         if self.ema is not None and not 0 < self.ema < 1:
             raise UsageError(f"--ema is {self.ema}; a decay between 0 and 1 is needed")
 
@@ -144,6 +157,10 @@ class TrainConfig:
         done = (step - self.warmup) / max(steps - self.warmup, 1)
         low = self.final_learning_rate
         return self.learning_rate * (low + (1 - low) * 0.5 * (1 + torch.cos(torch.tensor(done * torch.pi)).item()))
+
+    def rollout_length(self, step: int, steps: int) -> int:
+        """Return the length of the rollouts of a step: like the learning rate, a function of its number."""
+        return self.rollout[min(step * len(self.rollout) // max(steps, 1), len(self.rollout) - 1)]
 
     def as_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))

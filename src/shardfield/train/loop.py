@@ -34,6 +34,7 @@ from .parallel import LocalGrads, no_sync, parallelize
 from .plots import shard_boundaries
 from .preemption import Preempted, catch_sigterm
 from .record import ModuleRecorder
+from .rollout import rollout
 from .run_folder import check_writable, own_folder
 from .task import Task
 
@@ -71,6 +72,8 @@ class Trainer:
         self.recorder = ModuleRecorder(self.model, mesh, config.out) if config.record else None
         self.recorded = 0  # steps since the start
         self.checkpoints = Checkpoints(config.out, config.keep)
+        if max(config.rollout) > 1 and task.lead is None:
+            raise UsageError(f"--rollout {config.rollout}: a sample of this recipe has one step")
         self.steps_per_epoch = len(task.train) // config.accumulate
         if not self.steps_per_epoch:
             raise UsageError(f"an epoch has {len(task.train)} batches, and a step needs {config.accumulate} of them")
@@ -131,7 +134,7 @@ class Trainer:
             group["lr"] = rate
         self.model.train()
         self.rate.fill_(rate)
-        self._unread.append(self._run_update(parts))
+        self._unread.append(self._run_update(parts, self.config.rollout_length(self.step, self.steps)))
         self.step += 1
         saves = self.config.save_every and self.step % self.config.save_every == 0
         if self.step >= self._read_at or saves:
@@ -144,8 +147,11 @@ class Trainer:
         coord = self.mesh.get_local_rank("data")
         torch.manual_seed(((self.config.seed * 1_000_003 + step) * 65_537 + coord) % (1 << 63))
 
-    def _update(self, parts: list[Any]) -> Tensor:
-        """Run one step without reading a value on the host. Return the mean loss and the norm of the gradients."""
+    def _update(self, parts: list[Any], length: int = 1) -> Tensor:
+        """Run one step without reading a value on the host. Return the mean loss and the norm of the gradients.
+
+        `length`: model steps per sample.
+        """
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         recorder = self.recorder if self.recorded < self.config.record else None
@@ -153,7 +159,7 @@ class Trainer:
             recorder.begin(self.step + 1)
         for i, batch in enumerate(parts):
             with no_sync(self.model) if i + 1 < len(parts) else nullcontext():
-                _, part = self._forward(batch)
+                _, part = self._forward(batch, length)
                 part = part / len(parts)
                 part.backward()
             loss += to_full_tensor(part.detach()).double()
@@ -186,11 +192,31 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group |= {"lr": rate, "capturable": False}  # as in the checkpoints of any device
 
-    def _forward(self, batch: Any) -> tuple[Any, Tensor]:
-        output = self.model(*self.task.inputs(batch))
-        return output, self.task.loss(output, batch)
+    def _forward(self, batch: Any, length: int) -> tuple[Any, Tensor]:
+        """Return the output of the last model step, and the mean loss over the steps that have gradients."""
+        task, config = self.task, self.config
+        if task.lead is None:
+            output = self.model(*task.inputs(batch))
+            return output, task.loss(output, batch)
+        forced = task.forcings
+        (state,) = task.inputs(batch)
+        states = rollout(
+            self.model,
+            state,
+            length,
+            forcings=None if forced is None else lambda i: forced(batch, i),
+            grad_steps=config.rollout_grad_steps,
+            checkpoint=config.rollout_checkpoint,
+            push_forward=config.push_forward,
+        )
+        first = 0 if config.rollout_grad_steps is None else max(0, length - config.rollout_grad_steps)
+        losses = []
+        for i, output in enumerate(states):
+            if i >= first:  # earlier states require no gradients
+                losses.append(task.loss(output, task.lead(batch, i)))
+        return output, sum(losses[1:], losses[0]) / len(losses)
 
-    def _use_graphs(self) -> tuple[Callable[[list[Any]], Tensor], Callable[[Any], Tensor]]:
+    def _use_graphs(self) -> tuple[Callable[[list[Any], int], Tensor], Callable[[Any], Tensor]]:
         """Return `_update` and `_score`, as CUDA graphs if the options and the device allow it."""
         chosen = self.config.graphs
         if chosen or (chosen is None and self.device.type == "cuda" and dist.get_world_size() == 1):
@@ -268,7 +294,7 @@ class Trainer:
         self.model.train()
         with torch.no_grad():
             for batch in batches:
-                output, part = self._forward(batch)
+                output, part = self._forward(batch, self.config.rollout_length(self.step, self.steps))
                 value = collectives.all_reduce(to_full_tensor(part).double(), dist.group.WORLD)
                 if not math.isfinite(value.item()):
                     break
@@ -310,6 +336,7 @@ class Trainer:
     def _score(self, batch: Any) -> Tensor:
         """Return the sum of each metric over the samples of a batch."""
         output = self.model(*self.task.inputs(batch))
+        batch = batch if self.task.lead is None else self.task.lead(batch, 0)
         values = [to_full_tensor(score(output, batch)).double().sum() for score in self.task.metrics.values()]
         return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=self.device)
 

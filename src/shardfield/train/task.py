@@ -37,7 +37,13 @@ class Task:
     """A model, its data, its loss and its metrics.
 
     `loss(output, batch)` is the mean over the samples of a batch. Each of `metrics` returns one number per sample, so
-    that the mean over a test set is exact for any distribution of the samples. `draw(folder, fields)` plots on rank 0:
+    that the mean over a test set is exact for any distribution of the samples.
+
+    A task with `lead` can be trained with rollouts: `lead(batch, i)` is the batch that the state after i + 1 steps is
+    compared with (the default loss compares with its "y"), and `forcings(batch, i)` what enters that step beside the
+    state. Without `lead` a sample has one step.
+
+    `draw(folder, fields)` plots on rank 0:
     `fields` maps the names of the first test batch, and "prediction", to the global field and its shard boundaries.
     """
 
@@ -48,3 +54,5 @@ class Task:
     metrics: dict[str, Score] = field(default_factory=dict)
     inputs: Callable[[Any], tuple[Any, ...]] = first_input
     draw: Callable[..., None] | None = None
+    lead: Callable[[Any, int], Any] | None = None
+    forcings: Callable[[Any, int], Tensor] | None = None
