@@ -77,7 +77,11 @@ CASES = [
     case(F.embedding_bag, I(9), T(7, 6), values(0, 4, 9), include_last_offset=True, options=OPTIONS),
     # ---- bad calls
     case(
-        F.embedding_bag, I(9), T(7, 6), values(1, 4), options=OPTIONS | raises(RuntimeError, "offsets[0] has to be 0")
+        F.embedding_bag,
+        I(9),
+        T(7, 6),
+        values(1, 4),
+        options=OPTIONS | raises(RuntimeError, "offsets[0] has to be 0", device_asserts=True),
     ),
     case(F.embedding_bag, I(9), T(7, 6), options=OPTIONS | raises(ValueError, "offsets has to be a 1D Tensor")),
     case(

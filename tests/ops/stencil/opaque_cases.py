@@ -164,7 +164,7 @@ PARAMETER = torch.ones(3, dtype=torch.float64, requires_grad=True)
 
 @local(dims=(0,))
 def hidden(x):
-    return x * PARAMETER
+    return x * PARAMETER.to(x.device)
 
 
 @stencil(radius=1)

@@ -67,7 +67,8 @@ def recurrent(input: Operand, hx, params, has_biases, num_layers, dropout, train
     out = batch_sharded([*input.shape[:2], features], batch)
 
     def local(input, hx, params):
-        # a shard of the states may be non-contiguous, which cuDNN rejects
+        # a shard of the states or a gathered parameter may be non-contiguous, which cuDNN rejects
+        params = [p.contiguous() for p in params]
         local_states = [h.contiguous() for h in ([hx] if isinstance(hx, Tensor) else hx)]
         empty = not input.shape[batch]
         if empty:

@@ -77,13 +77,17 @@ def empty_result(input: Tensor, parameters: Sequence[Tensor | None], result: tor
 
 
 def kernel_params(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight and bias for torch's batch_norm; a missing bias on a device becomes zeros.
+    """Return weight and bias for torch's batch_norm; on a device, the one that is missing becomes ones or zeros.
 
-    CUDA's backward with a weight and no bias raises. Only ranks with data would raise; the others would wait for them.
+    CUDA's backward with only one of them raises. Only ranks with data would raise; the others would wait for them.
     """
-    if weight is None or bias is not None or weight.device.type == "cpu":
+    given = bias if weight is None else weight
+    if given is None or given.device.type == "cpu":
         return weight, bias
-    return weight, torch.zeros_like(weight)
+    return (
+        torch.ones_like(given) if weight is None else weight,
+        torch.zeros_like(given) if bias is None else bias,
+    )
 
 
 def kernel_memory_format(input: Tensor) -> torch.memory_format | None:
