@@ -43,8 +43,8 @@ class ForkServer:
         codes = json.loads(self.process.stdout.readline())
         out = [(cwd / f"{n}.out").read_text() for n in names]
         err = [(cwd / f"{n}.err").read_text() for n in names]
-        told = "\n".join(f"{n}: exit {c}\n{o}{e}" for n, c, o, e in zip(names, codes, out, err, strict=True))
-        assert not any(codes), f"{program.name} failed\n{told}"
+        message = "\n".join(f"{n}: exit {c}\n{o}{e}" for n, c, o, e in zip(names, codes, out, err, strict=True))
+        assert not any(codes), f"{program.name} failed\n{message}"
         return out
 
     def close(self):

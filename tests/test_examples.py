@@ -134,8 +134,8 @@ def test_tfno_fsdp(forks, tmp_path):
 
 def test_tfno(forks, tmp_path):
     for rank, text in enumerate(forks.run(EXAMPLES / "tfno.py", tmp_path, 2)):
-        header, told = text.splitlines()
+        header, row = text.splitlines()
         assert header == f"rank {rank}: (1, 1, 32, 64) of (1, 1, 64, 64), (Shard(dim=2),)"
-        here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", told).groups()
+        here, alone = re.search(r"loss ([\d.]+), on one device ([\d.]+);", row).groups()
         # 8 channels of 8 x 5 modes, and the consensus on a slice, on the write into zeros and on an inverse
-        assert here == alone and told.endswith("{'convs.0': 2632, 'convs.1': 2632}")
+        assert here == alone and row.endswith("{'convs.0': 2632, 'convs.1': 2632}")

@@ -44,8 +44,8 @@ def test_medians_and_ratios():
     assert (b.ratio, b.ratio_low, b.ratio_high, b.against, b.met) == (2.0, 2.0, 2.0, "a", False)
     assert (sent.median, sent.unit, sent.ratio, sent.met) == (0.25, "kB", 0.25, True)
     assert "2; bar 1.9: not met" in str(found) and "0.25; bar 0.25: met" in str(found)
-    told = measure.max_over_ranks([{"a": [1.0, 5.0]}, {"a": [3.0, 4.0]}])
-    assert told == {"a": [3.0, 5.0]}, "a round takes as long as on its slowest rank"
+    results = measure.max_over_ranks([{"a": [1.0, 5.0]}, {"a": [3.0, 4.0]}])
+    assert results == {"a": [3.0, 5.0]}, "a round takes as long as on its slowest rank"
 
 
 def made(name="halo", label="Some Maker", gpu=None, quick=False):
@@ -129,8 +129,8 @@ def test_page_is_up_to_date():
 
 def test_results_name_hardware_and_nothing_private():
     for path in RESULTS.iterdir():
-        told = re.findall(r"/(?:home|root|work|tmp|usr)/|\d+\.\d+\.\d+\.\d+|https?:", path.read_text())
-        assert not told, f"{path.name} has {told}"
+        found = re.findall(r"/(?:home|root|work|tmp|usr)/|\d+\.\d+\.\d+\.\d+|https?:", path.read_text())
+        assert not found, f"{path.name} has {found}"
 
 
 def test_command(capsys, tmp_path):
@@ -214,7 +214,7 @@ def agreeing():
 
 
 def test_meter_agrees_with_torch():
-    found = [case for ranks in (2, 3) for told in run_on_ranks(agreeing, ranks) for case in told.items()]
+    found = [case for ranks in (2, 3) for results in run_on_ranks(agreeing, ranks) for case in results.items()]
     for name, (ours, torchs, _) in found:
         assert ours == torchs, name
     assert {kind for _, (ours, _, _) in found for kind in ours} == {"all_reduce", "all_gather", "broadcast"}
@@ -256,8 +256,8 @@ def dtensors():
 
 
 def test_dtensor_traffic_is_counted():
-    for told in run_on_ranks(dtensors, 2):
-        assert told == [{"all_gather": [1, 128]}, {"reduce_scatter": [1, 128]}, {"all_reduce": [1, 256]}]
+    for results in run_on_ranks(dtensors, 2):
+        assert results == [{"all_gather": [1, 128]}, {"reduce_scatter": [1, 128]}, {"all_reduce": [1, 256]}]
 
 
 # ---------------------------------------------------------------------- memory and late messages

@@ -115,9 +115,9 @@ def inner_products(mesh_shape):
 
 @pytest.mark.parametrize("mesh", [(3,), (4,), (2, 2)], ids=str)
 def test_adjoint_of_all_blocks(mesh):
-    told = torch.tensor(run_on_ranks(inner_products, math.prod(mesh), mesh), dtype=torch.float64).sum(0)
-    torch.testing.assert_close(told[0], told[1])
-    torch.testing.assert_close(told[2], told[3])
+    results = torch.tensor(run_on_ranks(inner_products, math.prod(mesh), mesh), dtype=torch.float64).sum(0)
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[2], results[3])
 
 
 def test_packed_blocks_are_unpacked():

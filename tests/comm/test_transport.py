@@ -179,15 +179,15 @@ def train_in_a_thread():
         except ShardingError as error:
             refused = str(error)
         # Threads that C++ starts communicate only inside backward.
-        told = []
+        results = []
 
         def foreign(inside):
             transport.inside_backward, kept = (lambda: inside), transport.inside_backward
             try:
                 transport._enter_thread(runtime.active)
-                told.append("allowed")
+                results.append("allowed")
             except ShardingError:
-                told.append("refused")
+                results.append("refused")
             finally:
                 transport.inside_backward = kept
                 alive.set()
@@ -198,14 +198,14 @@ def train_in_a_thread():
             alive.wait(10)
         ending.set()
         thread.join()
-        return value, grad, refused, told, x.full_tensor().sum().item()
+        return value, grad, refused, results, x.full_tensor().sum().item()
     finally:
         runtime.active.world_thread, runtime.active.thread = before, 0
 
 
 def test_the_thread_that_initialized_the_world_communicates():
-    for value, grad, refused, told, later in run_on_ranks(train_in_a_thread, 2, timeout=60):
+    for value, grad, refused, results, later in run_on_ranks(train_in_a_thread, 2, timeout=60):
         assert value == 22.0 and grad == [3.0, 2.0, 1.0]
         assert "the thread 'MainThread' communicates, and so may 'trainer'" in refused
         assert later == 15.0  # the main thread, once the other has ended
-        assert told == ["allowed", "refused"]
+        assert results == ["allowed", "refused"]

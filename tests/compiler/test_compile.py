@@ -402,12 +402,12 @@ def refused():
     with pytest.raises(Untraceable, match="refused.<locals>.sizes cannot be traced"):
         eagerly(sizes)(x)
     fast = eagerly(sizes, fullgraph=False)
-    with pytest.warns(UserWarning, match="sizes runs uncompiled: .* cannot be traced") as told:
+    with pytest.warns(UserWarning, match="sizes runs uncompiled: .* cannot be traced") as caught:
         first = fast(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = fast(x)
-    assert len(told) == 1
+    assert len(caught) == 1
     torch.testing.assert_close(first.full_tensor(), sizes(x).full_tensor())
     torch.testing.assert_close(again.full_tensor(), first.full_tensor())
 
@@ -493,7 +493,7 @@ def explained():
     x = field(mesh, 2, 3, 10, 8)
 
     def seen(run, steps=1):
-        with explain() as told:
+        with explain() as report:
             sent = [0, 0]
             tell = runtime.active.meter
 
@@ -505,8 +505,8 @@ def explained():
             losses = [(run(x) ** 2).sum() for _ in range(steps)]
             sum(losses).backward()
             runtime.active.meter = tell
-        assert (told.messages, told.bytes) == tuple(sent) and not told._unattributed.kinds
-        return told
+        assert (report.messages, report.bytes) == tuple(sent) and not report._unattributed.kinds
+        return report
 
     eager, apart, together = seen(model), eagerly(model, passes=[]), eagerly(model)
     for _ in range(2):  # during the trace, and afterwards
@@ -526,14 +526,14 @@ def explained():
     assert "rule, compiled" in str(shared) and "8" in str(shared)
     free = []
     for run in (model, apart):
-        with torch.no_grad(), explain() as told:
+        with torch.no_grad(), explain() as report:
             run(x)
-        free.append((told.messages, by_call(told)))
+        free.append((report.messages, by_call(report)))
     assert free[0] == free[1], free
     loss = (apart(x) ** 2).sum()
-    with explain() as told:  # a program that ran outside of explain() has no calls to attribute
+    with explain() as report:  # a program that ran outside of explain() has no calls to attribute
         loss.backward()
-    assert told.rows == [] and told.messages == sum(r.back_messages for r in eager.rows)
+    assert report.rows == [] and report.messages == sum(r.back_messages for r in eager.rows)
 
 
 def test_explain_names_the_calls_of_a_compiled_step():
@@ -605,13 +605,13 @@ def failing_on_some(mesh_shape):
         passes.fingerprint = fingerprint
         try:
             fast = shardfield.compile(step, backend=backend, fullgraph=False)
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 mine = x.detach().requires_grad_()
                 found = fast(mine, at, who)
         finally:
             passes.fingerprint = plain
-        said = [str(w.message) for w in told if "runs uncompiled" in str(w.message)]
+        said = [str(w.message) for w in caught if "runs uncompiled" in str(w.message)]
         # the other ranks report that rank's error
         if len(said) != 1 or (me != who and at != "swallowed" and f"rank {who}: " not in said[0]):
             gone.append((at, who, said))
@@ -642,8 +642,8 @@ def failing_on_some(mesh_shape):
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_trace_failure_on_one_rank_fails_on_all(mesh):
-    told = run_on_ranks(failing_on_some, math.prod(mesh), mesh, timeout=100)
-    assert not any(told), told
+    results = run_on_ranks(failing_on_some, math.prod(mesh), mesh, timeout=100)
+    assert not any(results), results
 
 
 def many_messages():
@@ -690,8 +690,8 @@ def rows_compiled(rows, mesh):
 
 @pytest.mark.parametrize(("mesh", "rows"), [(mesh, rows) for mesh in [(2,), (2, 2)] for rows in rows_of(mesh)])
 def test_sample_of_the_tables(mesh, rows):
-    told = run_on_ranks(rows_compiled, math.prod(mesh), rows, mesh, timeout=8 * len(rows))
-    assert not any(told), told
+    results = run_on_ranks(rows_compiled, math.prod(mesh), rows, mesh, timeout=8 * len(rows))
+    assert not any(results), results
 
 
 # Rows that failed once in a run of all tables: results that share memory with the input of a collective, tensors of a
@@ -712,8 +712,8 @@ FOUND = [
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_rows_that_failed_before(mesh):
     places = [(family, [c.name for c in case_tables.table(family)].index(name)) for family, name in FOUND]
-    told = run_on_ranks(rows_compiled, math.prod(mesh), places, mesh, timeout=100)
-    assert not any(told), told
+    results = run_on_ranks(rows_compiled, math.prod(mesh), places, mesh, timeout=100)
+    assert not any(results), results
 
 
 def other_strides():

@@ -340,11 +340,11 @@ def refused():
         return x * 2 if x.sum() > 0 else x - 1
 
     fast = eagerly(positive, fullgraph=False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for y in (x, -x):
             same(positive(y), fast(y))
-    (said,) = [str(w.message) for w in told]
+    (said,) = [str(w.message) for w in caught]
     assert "at item (line " in said and "of positive)" in said, said
 
 

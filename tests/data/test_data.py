@@ -194,21 +194,21 @@ def test_unwritable_cache(tmp_path, monkeypatch):
 def prepared(folder):
     mesh = mesh_of(data=2, spatial=2)
     patch = pytest.MonkeyPatch()
-    calls, told = made_by(patch), []
-    darcy = Darcy(40, **SMALL, cache=folder).prepare(mesh, lambda done, total: told.append((done, total)))
+    calls, results = made_by(patch), []
+    darcy = Darcy(40, **SMALL, cache=folder).prepare(mesh, lambda done, total: results.append((done, total)))
     made = len(calls)
     samples = [darcy[i]["y"] for i in range(40)]
     assert len(calls) == made, "samples of other ranks are read from the cache"
     patch.undo()
     bad = Darcy(24, **SMALL, cache=Path(folder) / ("file" if dist.get_rank() == 2 else "good"))
     refused(lambda: bad.prepare(mesh), "Darcy.prepare: cannot be done\n  rank 2: cannot write", "Not a directory")
-    return made, told, torch.stack(samples)
+    return made, results, torch.stack(samples)
 
 
 def test_ranks_share_the_generation(tmp_path):
     (tmp_path / "file").write_text("")
-    made, told, samples = zip(*run_on_ranks(prepared, 4, str(tmp_path)), strict=True)
-    assert made == (16, 8, 8, 8) and told[0] == [(8, 16), (16, 16)] and told[3] == [(8, 8)]
+    made, results, samples = zip(*run_on_ranks(prepared, 4, str(tmp_path)), strict=True)
+    assert made == (16, 8, 8, 8) and results[0] == [(8, 16), (16, 16)] and results[3] == [(8, 8)]
     assert all(torch.equal(s, samples[0]) for s in samples)
 
 

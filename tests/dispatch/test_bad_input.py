@@ -26,7 +26,7 @@ def field(mesh: tuple[int, ...] = (2,), placements=(ROWS,), sizes=(4, 2)) -> Sha
     return ShardTensor(local_shard(full_value, layout), layout)
 
 
-def told(call: Callable, kind: type[Exception] = ShardingError) -> str:
+def results(call: Callable, kind: type[Exception] = ShardingError) -> str:
     """Return the text of the error that a call raises, and check that collectives still work afterwards."""
     with pytest.raises(kind) as error:
         call()
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[Callable, str]] = {
 
 
 def bad_layout(name: str) -> str:
-    return told(LAYOUTS[name][0])
+    return results(LAYOUTS[name][0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -153,7 +153,7 @@ FINE: dict[str, Callable] = {
 
 
 def bad_range(name: str, sizes: tuple[int, int]) -> None:
-    told(lambda: RANGES[name](field(sizes=sizes)), Exception)
+    results(lambda: RANGES[name](field(sizes=sizes)), Exception)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (6, 0)], ids=str)
@@ -221,7 +221,7 @@ def test_ranks_that_differ_are_reported(name, mesh):
 
 def sparse_gradients() -> str:
     table = torch.zeros(5, 3, requires_grad=True)
-    return told(lambda: F.embedding(field().long() % 5, table, sparse=True))
+    return results(lambda: F.embedding(field().long() % 5, table, sparse=True))
 
 
 def test_sparse_gradients():
@@ -253,7 +253,7 @@ def no_dims(name: str) -> None:
         NO_DIMS[name](torch.ones(6, 3, dtype=torch.float64))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told(lambda: NO_DIMS[name](field()), type(wanted.value))
+        results(lambda: NO_DIMS[name](field()), type(wanted.value))
 
 
 @pytest.mark.parametrize("name", NO_DIMS)

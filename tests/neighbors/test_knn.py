@@ -86,21 +86,21 @@ LAYOUTS = int(os.environ.get("SHARDFIELD_LAYOUTS", 4))
 
 def run_case(number, mesh_shape):
     """Check a case by all pairs with all visits in flight, then by tree with one visit at a time."""
-    case, told = CASES[number], []
+    case, results = CASES[number], []
     case.layouts = LAYOUTS
     for seed, settings in enumerate([(distributed_search.MAX_INCOMING_BYTES, local.TREE_PAIRS), (0, 0)]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distributed_search, "MAX_INCOMING_BYTES", settings[0])
             patch.setattr(local, "TREE_PAIRS", settings[1])
-            told += check_case(case, mesh_shape, seed)
-    return told
+            results += check_case(case, mesh_shape, seed)
+    return results
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
 def test_any_sharding(number, mesh):
-    told = run_on_ranks(run_case, torch.Size(mesh).numel(), number, mesh, timeout=240)
-    assert not [line for lines in told for line in lines]
+    results = run_on_ranks(run_case, torch.Size(mesh).numel(), number, mesh, timeout=240)
+    assert not [line for lines in results for line in lines]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
@@ -261,7 +261,7 @@ def test_bad_arguments(points, queries, k, why):
 
 def refusals():
     """Return, on each of four ranks, the errors that only one rank can detect, and one that all do."""
-    mesh, told = world_mesh((2, 2)), []
+    mesh, results = world_mesh((2, 2)), []
     for bad in ("points", "queries", "k"):
         points, queries = torch.randn(9, 2), torch.randn(7, 2)
         if bad == "points":
@@ -273,13 +273,13 @@ def refusals():
         try:
             knn(p, q, 10 if bad == "k" else 2)
         except ValueError as error:
-            told.append(str(error)[:22])
-    return told
+            results.append(str(error)[:22])
+    return results
 
 
 def test_all_ranks_refuse():
-    told = run_on_ranks(refusals, 4, timeout=60)
-    assert told == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbors "]] * 4
+    results = run_on_ranks(refusals, 4, timeout=60)
+    assert results == [["knn: coordinates must ", "knn: coordinates must ", "knn: k = 10 neighbors "]] * 4
 
 
 # ---------------------------------------------------------------------- messages
@@ -354,9 +354,9 @@ ROWS = 64 * K * (8 + 2 * 12) + 3 * 4 * 8 + 2  # an index, a row and its gradient
     ],
 )
 def test_bytes(kind, gradient, ending, bound):
-    told = run_on_ranks(sent, 4, kind, gradient, timeout=60)
-    assert [(how, right) for _, how, right in told] == [(ending, True)] * 4
-    assert max(nbytes for nbytes, _, _ in told) <= bound
+    results = run_on_ranks(sent, 4, kind, gradient, timeout=60)
+    assert [(how, right) for _, how, right in results] == [(ending, True)] * 4
+    assert max(nbytes for nbytes, _, _ in results) <= bound
 
 
 def registered():
@@ -428,7 +428,7 @@ def test_partition_of_plain_points():
 
 def partitions(mesh_shape):
     """Compare, on each rank, orders of sharded points with that of the global points."""
-    mesh, told = world_mesh(mesh_shape), []
+    mesh, results = world_mesh(mesh_shape), []
     points = torch.randn(23, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     want, moved = partition_points(points)
     names = [Shard(0), Shard(1), Replicate()]
@@ -439,12 +439,12 @@ def partitions(mesh_shape):
         even = max(got._layout.shard_sizes(0)) - min(got._layout.shard_sizes(0)) <= 1
         right = torch.equal(order.full_tensor(), want) and torch.equal(got.full_tensor(), moved)
         (got * moved).sum().backward()
-        told.append(even and right and torch.equal(held.grad.full_tensor(), points))
+        results.append(even and right and torch.equal(held.grad.full_tensor(), points))
     order, got = partition_points(points, mesh)
-    return told + [torch.equal(order.full_tensor(), want) and torch.equal(got.full_tensor(), moved)]
+    return results + [torch.equal(order.full_tensor(), want) and torch.equal(got.full_tensor(), moved)]
 
 
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 def test_partition_of_sharded_points(mesh):
-    told = run_on_ranks(partitions, torch.Size(mesh).numel(), mesh, timeout=60)
-    assert all(all(t) for t in told), told
+    results = run_on_ranks(partitions, torch.Size(mesh).numel(), mesh, timeout=60)
+    assert all(all(t) for t in results), results

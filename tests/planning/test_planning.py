@@ -58,14 +58,14 @@ CASES = {
 
 def really(cases):
     warnings.simplefilter("ignore")  # torch warns about meshes that are flattened twice
-    told = []
+    results = []
     for name, mesh, strategy in cases:
         torch.manual_seed(0)
         with runtime.fresh():  # a mesh like one of an earlier test has groups of its own
             clear_dtensor_caches()
             seen = record_step(subject(name, SMALL[name], strategy), mesh)
-        told.append((seen.kinds, seen.modules, seen.flops, seen.peak))
-    return told
+        results.append((seen.kinds, seen.modules, seen.flops, seen.peak))
+    return results
 
 
 # On torch 2.11 the simulated memory of a ViT under FSDP2 is too high; everything else is exact there too.
@@ -241,10 +241,10 @@ def test_messages_within_a_node_are_cheaper():
     assert network.seconds(near, 0) == 4 * 0.25 + 1 and network.seconds(far, 0) == 4 * 1.0 + 10
     both = Send(0, "exchange", 150, ((1, 100), (5, 50)), False)
     assert network.seconds(both, 0) == 0.25 + 1 + 1.0 + 5
-    told = {"exchange": {1: Link(9.0, 50.0), 2: Link(2.0, 50.0), 8: Link(7.0, 50.0)}}
-    assert Network(Link(1.0, 10.0), calls=told).seconds(both, 0) == 5.0
-    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=both.to[:1]), 0) == 12.0
-    assert Network(Link(1.0, 10.0), calls=told).seconds(both._replace(to=3 * both.to), 0) == 10.0  # the nearest size
+    links = {"exchange": {1: Link(9.0, 50.0), 2: Link(2.0, 50.0), 8: Link(7.0, 50.0)}}
+    assert Network(Link(1.0, 10.0), calls=links).seconds(both, 0) == 5.0
+    assert Network(Link(1.0, 10.0), calls=links).seconds(both._replace(to=both.to[:1]), 0) == 12.0
+    assert Network(Link(1.0, 10.0), calls=links).seconds(both._replace(to=3 * both.to), 0) == 10.0  # the nearest size
 
 
 def test_meshes():
@@ -262,9 +262,9 @@ def test_meshes():
 def test_command(capsys):
     words = ["plan", "cnn", "--gpus", "2", "--memory", "1GB", "--batch", "1", "--height", "64"]
     assert cli.main(words) == 0
-    told = capsys.readouterr().out
-    assert "cnn, 1 samples a step, fsdp, h200 with 1 GB" in told
-    assert "2 GPUs, 1 x 2: a rank sends" in told and "features/5" in told
+    output = capsys.readouterr().out
+    assert "cnn, 1 samples a step, fsdp, h200 with 1 GB" in output
+    assert "2 GPUs, 1 x 2: a rank sends" in output and "features/5" in output
     assert cli.main([*words, "--json", "--memory", "1MB"]) == 1  # does not fit
     options = json.loads(capsys.readouterr().out)["answers"][0]["options"]
     assert [o["mesh"] for o in options if o["fits"]] == []
@@ -288,8 +288,8 @@ def test_command(capsys):
 )
 def test_errors_are_one_line(words, why, capsys):
     assert cli.main(["plan", *words]) == 2
-    told = capsys.readouterr().err
-    assert why in told and told.count("\n") == 1, told
+    output = capsys.readouterr().err
+    assert why in output and output.count("\n") == 1, output
 
 
 def make():

@@ -126,9 +126,9 @@ def misfit(shapes, placements):
 
 @pytest.mark.parametrize("shapes", [[(2, 3), (2, 4)], [(2, 3), (2,)]])
 def test_from_local_rejects_misfitting_shards(shapes):
-    told = run_on_ranks(misfit, 2, shapes, [Shard(0)])
-    assert told[0] == told[1]
-    assert str(shapes[0]) in told[0] and str(shapes[1]) in told[0]
+    results = run_on_ranks(misfit, 2, shapes, [Shard(0)])
+    assert results[0] == results[1]
+    assert str(shapes[0]) in results[0] and str(shapes[1]) in results[0]
 
 
 def as_object():

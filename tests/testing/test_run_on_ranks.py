@@ -235,10 +235,10 @@ def test_error_on_one_rank():
     error = failure(fail_on, [1])
     assert sorted(error.errors) == [1]
     assert "run_on_ranks(fail_on, 3) failed on rank 1\n  rank 1: ValueError: a bad shard" in str(error)
-    told = error.errors[1]
-    assert (told.kind, told.type_name, told.message) == ("raised", "ValueError", "a bad shard")
-    assert isinstance(told.exception, ValueError) and told.exception.args == ("a bad shard",)
-    assert 'raise ValueError("a bad shard")' in told.traceback and "_worker.py" not in told.traceback
+    found = error.errors[1]
+    assert (found.kind, found.type_name, found.message) == ("raised", "ValueError", "a bad shard")
+    assert isinstance(found.exception, ValueError) and found.exception.args == ("a bad shard",)
+    assert 'raise ValueError("a bad shard")' in found.traceback and "_worker.py" not in found.traceback
 
 
 def test_error_on_all_ranks_is_reported_once():
@@ -258,12 +258,12 @@ def test_ranks_blocked_by_a_failed_one_are_named():
     error = failure(fail_on, [1], then_wait=True)
     assert "  rank 1: ValueError: a bad shard" in str(error)
     assert f"ranks 0, 2: still running after another rank failed, in barrier, called from {__file__}:" in str(error)
-    assert {rank: told.kind for rank, told in error.errors.items()} == {0: "stuck", 1: "raised", 2: "stuck"}
+    assert {rank: results.kind for rank, results in error.errors.items()} == {0: "stuck", 1: "raised", 2: "stuck"}
 
 
 def test_exception_that_does_not_pickle_keeps_its_text():
-    told = failure(raise_unpicklable, world_size=2).errors[0]
-    assert (told.type_name, told.message, told.exception) == ("KeepsOtherArguments", "one and two", None)
+    found = failure(raise_unpicklable, world_size=2).errors[0]
+    assert (found.type_name, found.message, found.exception) == ("KeepsOtherArguments", "one and two", None)
 
 
 @pytest.mark.parametrize("ranks", [[0], [1, 2]])
@@ -424,12 +424,12 @@ import torch.distributed as dist
 from shardfield.testing import run_on_ranks
 
 class Answer:
-    def __init__(self, *told): self.told = told
+    def __init__(self, *results): self.results = results
 
 def answer(): return Answer(dist.get_rank(), "wave" in sys.modules)
 
 {guard}
-print([a.told for a in run_on_ranks(answer, 2) if type(a) is Answer])
+print([a.results for a in run_on_ranks(answer, 2) if type(a) is Answer])
 """
 
 

@@ -184,29 +184,29 @@ def refused(folder):
             kept.load(path, nn.Linear(2, 3) if model is None else model)
         return str(caught.value)
 
-    told = [why(nn.Linear(2, 4)), why(nn.Linear(2, 3, bias=False)), why(nn.Sequential(nn.Linear(2, 3)))]
+    results = [why(nn.Linear(2, 4)), why(nn.Linear(2, 3, bias=False)), why(nn.Sequential(nn.Linear(2, 3)))]
     data = next(path.glob("rank-*.bin"))
     bytes_ = data.read_bytes()
     data.write_bytes(bytes_[:-1])
-    told.append(why())
+    results.append(why())
     data.write_bytes(bytes_[:-1] + b"\0" if bytes_[-1] else bytes_[:-1] + b"\1")
-    told.append(why())
+    results.append(why())
     data.unlink()
-    told.append(why())
+    results.append(why())
     data.write_bytes(bytes_)
     index = path / "index.json"
     text = index.read_text()
     for broken in (text[: len(text) // 2], json.dumps({"format": "other"}), text.replace("rank-0.bin", "../x.bin")):
         index.write_text(broken)
-        told.append(why())
+        results.append(why())
     index.unlink()
-    told.append(why())
-    return str(path), told
+    results.append(why())
+    return str(path), results
 
 
 def test_refused_checkpoints(tmp_path):
-    ((path, told),) = run_on_ranks(refused, 1, tmp_path)
-    assert all(t.startswith(path) for t in told), told
+    ((path, results),) = run_on_ranks(refused, 1, tmp_path)
+    assert all(t.startswith(path) for t in results), results
     expected = [
         "has model.bias of shape (3,), wanted is (4,)",
         "has 1 tensors that are not wanted (model.bias",
@@ -219,7 +219,7 @@ def test_refused_checkpoints(tmp_path):
         "its checksum differs",
         "has no index.json",
     ]
-    for text, part in zip(told, expected, strict=True):
+    for text, part in zip(results, expected, strict=True):
         assert part in text, (part, text)
 
 

@@ -90,18 +90,18 @@ def observed(folder):
     quietly(dcp.load, {"x": x}, checkpoint_id=folder / "dtensor")
     assert torch.equal(x.full_tensor(), FULL) and x.requires_grad
     torch.testing.assert_close(spectrum.full_tensor(), before)
-    told = []
+    results = []
     partial = made(FULL, (2,), [S(1)]).sum(1)
     for call in (dcp.save, dcp.load):
         with pytest.raises(BaseException) as caught:  # CheckpointException is no Exception
             quietly(call, {"sum": partial}, checkpoint_id=folder / "dtensor")
-        told.append(str(caught.value))
+        results.append(str(caught.value))
     short = made(FULL[:4], (2,), [S(0)])
     with pytest.raises(BaseException, match="Size mismatch|size mismatch"):
         quietly(dcp.load, {"x": short}, checkpoint_id=folder / "dtensor")
-    return told
+    return results
 
 
 def test_what_a_load_must_not_disturb(tmp_path):
-    for told in run_on_ranks(observed, 2, tmp_path):
-        assert all("is a pending sum; redistribute()" in text for text in told), told
+    for results in run_on_ranks(observed, 2, tmp_path):
+        assert all("is a pending sum; redistribute()" in text for text in results), results

@@ -312,9 +312,9 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
     program = tmp_path / "bad.py"
     program.write_text(BAD)
     (out,) = forks.run(program, tmp_path)
-    told = (tmp_path / "alone.err").read_text()
+    output = (tmp_path / "alone.err").read_text()
     codes = re.findall(r"^exit (\d)", out, re.M)
-    assert codes == ["2"] * 17 + ["0", "0"], out + told
+    assert codes == ["2"] * 17 + ["0", "0"], out + output
     for text in (
         "unknown command 'trian'; did you mean 'train'?",
         "unknown recipe 'cnm'; did you mean 'cnn'?",
@@ -333,9 +333,9 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, forks):
         "do not fill one batch",
         "--graphs: a CUDA graph needs tensors on a CUDA device",
     ):
-        assert text in told, (text, told)
+        assert text in output, (text, output)
     assert "--learning-rate" in out and "torch" in out
-    assert "Traceback" not in told
+    assert "Traceback" not in output
 
 
 def uneven_world():

@@ -217,10 +217,10 @@ def dims_that_are_cut(shape):
         assert expected.items() <= dims.items()
         for p in model.parameters():
             assert p.shape[p.placements[-1].dim] % ranks == 0 or p.placements[-1].dim == 0
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         shardfield.parallelize(nn.Linear(1000001, 1, bias=False), mesh, sync=False)
     expected = ["4 ranks divide no dim of weight (1, 1000001), so that FSDP pads it with 12.0 MB in every gather"]
-    assert [str(w.message)[13:].split(" (12.0")[0] for w in told] == ([] if dist.get_rank() else expected)
+    assert [str(w.message)[13:].split(" (12.0")[0] for w in caught] == ([] if dist.get_rank() else expected)
 
 
 def test_sharded_dim_is_divided_by_the_ranks():

@@ -34,10 +34,10 @@ def train(config, fail_at: int | None = None):
     """Run the recipe; with `fail_at`, stop after that step as a failing rank does. Return its losses by step."""
     mesh, log = config.mesh("cpu"), Log(config.out, dist.get_rank() == 0, 10**6)
     trainer = Trainer(RECIPES["cnn"][1](config, mesh, log), config, mesh, log)
-    told = log.steps
+    results = log.steps
 
     def steps(first, total, losses, *rest):
-        told(first, total, losses, *rest)
+        results(first, total, losses, *rest)
         if first + len(losses) == fail_at:
             trainer.checkpoints.wait()
             raise ConnectionError("a peer died")
@@ -71,14 +71,14 @@ def owners(folder):
     for step in (10, 20):
         mine.save(step, model)
     mine.wait()
-    told = []
+    results = []
     for path in (None, mine.steps()[10]):
         other = Checkpoints(folder, keep=1)
         if path is not None:
             other.load(path, model)
         with pytest.raises(CheckpointError) as caught:
             other.save(1, model)
-        told.append(str(caught.value))
+        results.append(str(caught.value))
     dist.barrier()
     assert list(mine.steps()) == [10, 20], "nothing was pruned"
     heir = Checkpoints(folder, keep=2)
@@ -93,8 +93,8 @@ def owners(folder):
         late = Checkpoints(folder / "fork")
         late.load(heir.latest(), model)
         late.save(40, model)
-    told.append(str(caught.value))
-    return told, list(heir.steps()), [mine.run_id == heir.run_id, fork.run_id == heir.run_id]
+    results.append(str(caught.value))
+    return results, list(heir.steps()), [mine.run_id == heir.run_id, fork.run_id == heir.run_id]
 
 
 def test_run_owns_its_checkpoints(tmp_path):

@@ -90,11 +90,11 @@ class BoundPlan:
         found: Any = [plan.layout] if isinstance(plan.layout, Layout) else plan.layout or ()
         results: list[Layout] = [r for r in found if r is not None]
         work = {a for t in [*final, *results] for a in t.shard_axes + t.partial_axes}
-        whole = {bound[n].position for n in plan.whole if isinstance(bound[n], Operand)}
+        complete = {bound[n].position for n in plan.complete_grads if isinstance(bound[n], Operand)}
         entering: dict[tuple, list[int]] = {}
         for i, layout in enumerate(final):
             idle = layout.nontrivial_axes(sorted(work - set(layout.shard_axes) - set(layout.partial_axes)))
-            if idle and i not in whole:
+            if idle and i not in complete:
                 entering.setdefault(process_groups(layout, idle), []).append(i)
         self.grad_sums = list(entering.items())
         self.arg_style, self.extra_args = self._find_arg_style(len(tensors))

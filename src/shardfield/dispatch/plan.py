@@ -88,8 +88,8 @@ class Plan:
     layout: layout of the result: a Layout, a tuple of Layouts for several tensors, None if the result is not a tensor.
     operands: parameter name -> layout to which its tensor is redistributed first (a sequence for a list of tensors);
         the other operands keep their layouts.
-    whole: names of Replicate operands that enter replicated work only. All other Replicate operands get their
-        gradients summed over the axes on which the work differs from rank to rank.
+    complete_grads: names of Replicate operands whose gradients `local` leaves complete on every rank. The gradients of
+        all other Replicate operands are summed over the axes on which the work differs from rank to rank.
     view: how the result aliases the first tensor; a new tensor by default.
     saves_views: backward of `local` may save a view of an operand where strides allow one, a copy elsewhere. A rank
         with an empty operand, whose strides allow any view, computes with a copy of it.
@@ -99,7 +99,7 @@ class Plan:
     local: Callable[..., Any]
     layout: Layout | Sequence[Layout | None] | None
     operands: Mapping[str, Layout | Sequence[Layout]] = field(default_factory=dict)
-    whole: Sequence[str] = ()
+    complete_grads: Sequence[str] = ()
     view: ViewKind = NEW_TENSOR
     takes: Sequence[str] = ()
     saves_views: bool = False

@@ -89,17 +89,17 @@ def ring_traffic():
 
 
 def test_ring_sends_keys_and_values_to_every_rank_once():
-    told = run_on_ranks(ring_traffic, 4)
+    results = run_on_ranks(ring_traffic, 4)
     per_row = 2 * 2 * 3 * 8 * 8  # keys and values, batch, heads, features, bytes
     total = sum(LENGTHS)
-    for rank, (forward, backward) in enumerate(told):
+    for rank, (forward, backward) in enumerate(results):
         # A rank sends its own block directly to the three others.
         own = LENGTHS[rank]
         assert forward == (3 * (own > 0), 3 * own * per_row)
         # Backward does so again, and sends each other rank the gradient of its block.
         others = [n for i, n in enumerate(LENGTHS) if i != rank]
         assert backward == (3 * (own > 0) + sum(n > 0 for n in others), (3 * own + sum(others)) * per_row)
-    assert sum(f[1] for f, _ in told) == 3 * total * per_row  # (P - 1) / P of keys and values per rank
+    assert sum(f[1] for f, _ in results) == 3 * total * per_row  # (P - 1) / P of keys and values per rank
 
 
 def sent_before_work(visit_bytes):
@@ -207,13 +207,13 @@ CAUSAL = {
 def test_causal_work_is_equal(name):
     mesh, placements, rows, columns, *_ = CAUSAL[name]
     ranks = math.prod(mesh)
-    told = run_on_ranks(shares, ranks, *CAUSAL[name])
+    results = run_on_ranks(shares, ranks, *CAUSAL[name])
     everything = sum(min(r + 1, columns) for r in range(rows))
     mean = everything / ranks
-    assert sum(total for total, _ in told) == everything  # every score is computed once
-    assert all(abs(total - mean) <= 0.05 * mean for total, _ in told)
+    assert sum(total for total, _ in results) == everything  # every score is computed once
+    assert all(abs(total - mean) <= 0.05 * mean for total, _ in results)
     if len(mesh) == 1:  # each ring step is the same work for all ranks
-        for stop in zip(*(stops for _, stops in told), strict=True):
+        for stop in zip(*(stops for _, stops in results), strict=True):
             assert max(stop) - min(stop) <= 0.06 * mean
 
 
@@ -278,16 +278,16 @@ FORCED = {
 @pytest.mark.parametrize("what", FORCED)
 @pytest.mark.parametrize("way", ["ring", "heads", "keys gathered", "merge"])
 def test_every_strategy(way, what, mesh):
-    told = run_on_ranks(forced, math.prod(mesh), way, mesh, *FORCED[what], 6, timeout=60)
-    assert not [c for complaints, _ in told for c in complaints]
-    assert way == "heads" or all(taken for _, taken in told)
+    results = run_on_ranks(forced, math.prod(mesh), way, mesh, *FORCED[what], 6, timeout=60)
+    assert not [c for complaints, _ in results for c in complaints]
+    assert way == "heads" or all(taken for _, taken in results)
 
 
 @pytest.mark.parametrize("what", ["self", "causal", "groups"])
 def test_ring_of_single_blocks(what):
-    told = run_on_ranks(forced, 3, "ring", (3,), *FORCED[what], 6, 0, timeout=60)
-    assert not [c for complaints, _ in told for c in complaints]
-    assert all(taken for _, taken in told)
+    results = run_on_ranks(forced, 3, "ring", (3,), *FORCED[what], 6, 0, timeout=60)
+    assert not [c for complaints, _ in results for c in complaints]
+    assert all(taken for _, taken in results)
 
 
 # ---------------------------------------------------------------------- memory

@@ -221,9 +221,9 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
         lambda x: torch.gather(x, 0, wide),
         lambda x: x.unsqueeze(0).index_select(1, index),
     ]
-    told = [sent(way, nodes.detach().requires_grad_()) for way in ways]
+    results = [sent(way, nodes.detach().requires_grad_()) for way in ways]
     kept = (KEPT, given * ROW + SAID, asked * ROW)
-    assert told == [(NEW, given * ROW + SAID + lists, asked * ROW), *[kept] * 4]
+    assert results == [(NEW, given * ROW + SAID + lists, asked * ROW), *[kept] * 4]
     # sums go back, into nodes or into zeros that are sharded like the nodes of the messages
     messages = (messages + 0 * nodes[index]).detach()
     ways = [
@@ -232,11 +232,11 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
         lambda m: m.new_zeros(NODES, WIDTH).scatter_add_(0, wide, m),
         lambda m: m.new_zeros(NODES, WIDTH).scatter_reduce_(0, wide, m, "amax", include_self=False),
     ]
-    told = [sent(way, messages.detach().requires_grad_()) for way in ways]
+    results = [sent(way, messages.detach().requires_grad_()) for way in ways]
     # for a plain tensor the ranks need a consensus on whether it is aliased
     wanted = [(KEPT, asked * ROW + SAID + plain, given * ROW) for plain in (0, 1, 0)]
-    assert told[:3] == wanted, (told, wanted)
-    assert told[3][:2] == (KEPT, asked * ROW + SAID)
+    assert results[:3] == wanted, (results, wanted)
+    assert results[3][:2] == (KEPT, asked * ROW + SAID)
 
 
 def test_remote_rows_are_sent_once():

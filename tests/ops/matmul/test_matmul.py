@@ -57,9 +57,9 @@ def matmuls():
         a, full_a = sharded(left, [cut_left])
         b, full_b = sharded(right, [cut_right])
         out, count = sent(lambda a=a, b=b: a @ b)
-        told = f"{left} {cut_left} @ {right} {cut_right}: {count} bytes, {out._layout}"
-        assert count == nbytes, f"{told}; should be {nbytes}"
-        assert out.placements == (placed,), told
+        message = f"{left} {cut_left} @ {right} {cut_right}: {count} bytes, {out._layout}"
+        assert count == nbytes, f"{message}; should be {nbytes}"
+        assert out.placements == (placed,), message
         torch.testing.assert_close(out.full_tensor(), full_a @ full_b)
 
 

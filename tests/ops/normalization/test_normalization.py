@@ -85,10 +85,10 @@ def train(name: str) -> tuple[list[str], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
-    told = run_on_ranks(train, 4, name, timeout=60)
-    assert [wrong for wrong, _ in told] == [[]] * 4
-    for _, buffers in told:  # bitwise equal on every rank
-        assert all(torch.equal(a, b) for a, b in zip(buffers, told[0][1], strict=True))
+    results = run_on_ranks(train, 4, name, timeout=60)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    for _, buffers in results:  # bitwise equal on every rank
+        assert all(torch.equal(a, b) for a, b in zip(buffers, results[0][1], strict=True))
 
 
 # ---------------------------------------------------------------------- accuracy
@@ -218,7 +218,7 @@ def refusals() -> list[str]:
     partial = ShardTensor(torch.ones(3), Layout.of(mesh, [Replicate()], (3,)).with_partial([0]))
     one = ShardTensor(torch.ones(1, 3, 1) if mesh.get_local_rank() else torch.ones(1, 3, 0),
                       Layout.of(mesh, [Shard(2)], (1, 3, 1), {2: (0, 1)}))  # fmt: skip
-    told = []
+    results = []
     for call in (
         lambda: F.batch_norm(one, None, None, training=True),
         lambda: F.batch_norm(x, partial, partial, training=True),
@@ -229,8 +229,8 @@ def refusals() -> list[str]:
         try:
             call()
         except (ValueError, RuntimeError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def test_refusals():

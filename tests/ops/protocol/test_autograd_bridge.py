@@ -327,13 +327,13 @@ def counted(x):
     kinds = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "broadcast_": "broadcast"}
     with CommDebugMode() as theirs, explain() as ours:
         model(x).square().sum().backward()
-    told = {kinds[op.__name__]: n for op, n in theirs.get_comm_counts().items()}
+    results = {kinds[op.__name__]: n for op, n in theirs.get_comm_counts().items()}
     own: dict[str, int] = {}
     for row in [*ours.rows, ours._unattributed]:
         for kind, n in row.kinds.items():
             own[kind] = own.get(kind, 0) + n
     own.pop("exchange", None)  # point-to-point messages, which it does not count
-    assert own == told and told
+    assert own == results and results
     modules = theirs.comm_module_counts
     for way in ("forward", "backward"):
         assert sum(modules["Global"][way].values()) >= sum(modules["Hooked"][way].values())

@@ -66,5 +66,5 @@ def count(name: str, seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_messages(name):
-    told = run_on_ranks(count, 3, name, 0, timeout=60)
-    assert told == [TABLE[name][1:]] * 3
+    results = run_on_ranks(count, 3, name, 0, timeout=60)
+    assert results == [TABLE[name][1:]] * 3

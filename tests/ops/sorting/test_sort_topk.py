@@ -58,6 +58,6 @@ def sent(name: str, shape: tuple[int, ...], args: tuple, kwargs: dict) -> tuple[
     ],
 )
 def test_bytes(name, shape, args, kwargs, bound):
-    told = run_on_ranks(sent, RANKS, name, shape, args, kwargs, timeout=60)
-    assert all(right for _, right in told)
-    assert max(nbytes for nbytes, _ in told) <= bound
+    results = run_on_ranks(sent, RANKS, name, shape, args, kwargs, timeout=60)
+    assert all(right for _, right in results)
+    assert max(nbytes for nbytes, _ in results) <= bound

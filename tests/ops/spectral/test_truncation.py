@@ -385,13 +385,15 @@ def test_large_blocks_are_sharded_by_modes(mesh, field_placements, modes, shared
         assert not wrong
     block = kept_bytes(2, 2, modes, 16)
     for name, (layer, learned) in MIXED.items():
-        told = [sent[name] for _, sent in found]
-        assert all(scattered == shared for *_, scattered in told), name
+        results = [sent[name] for _, sent in found]
+        assert all(scattered == shared for *_, scattered in results), name
         # ranks with more modes send more: the total is that of an even sharding
         checks = (1 if layer is spectral_conv else 3) * compared(mesh)
-        assert sum(forward for forward, *_ in told) == pytest.approx(ranks * (rounds * block + checks), abs=ranks), name
+        assert sum(forward for forward, *_ in results) == pytest.approx(ranks * (rounds * block + checks), abs=ranks), (
+            name
+        )
         back = 0 if learned is None else rounds * block
-        assert sum(backward for _, backward, _ in told) == pytest.approx(ranks * back, abs=ranks), name
+        assert sum(backward for _, backward, _ in results) == pytest.approx(ranks * back, abs=ranks), name
 
 
 def kept_whole() -> list[bool]:

@@ -139,12 +139,12 @@ def count(name: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_messages(name):
-    told = run_on_ranks(count, 3, name, timeout=60)
+    results = run_on_ranks(count, 3, name, timeout=60)
     planned = TABLE[name][2]
-    assert [t[:2] for t in told] == [(messages, rows * BYTES) for messages, rows in planned]
+    assert [t[:2] for t in results] == [(messages, rows * BYTES) for messages, rows in planned]
     # backward sends what the forward received
-    assert sum(t[2] for t in told) == sum(messages for messages, _ in planned)
-    assert sum(t[3] for t in told) == sum(t[1] for t in told)
+    assert sum(t[2] for t in results) == sum(messages for messages, _ in planned)
+    assert sum(t[3] for t in results) == sum(t[1] for t in results)
 
 
 def reach(shift: float) -> int:

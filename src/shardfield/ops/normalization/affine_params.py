@@ -60,7 +60,7 @@ def norm_plan(local: Callable, input: Operand, source: Layout, layout: Any, **op
         local=local,
         layout=layout,
         operands=operands if input.layout is source else operands | {"input": source},
-        whole=list(inspect.signature(local).parameters),
+        complete_grads=list(inspect.signature(local).parameters),
     )
 
 

@@ -64,7 +64,7 @@ def quantile(input: Operand, q, dim=None, keepdim=False, *, interpolation="linea
         out = _interpolate_ranks(rows, q, blocks, interpolation, fn.__name__ == "nanquantile")
         return (out.t() if many else out).reshape(result.local_shape)
 
-    return Plan(local=counted, operands={"input": layout, **operands}, layout=result, whole=("q",))
+    return Plan(local=counted, operands={"input": layout, **operands}, layout=result, complete_grads=("q",))
 
 
 def _validate_q(fn, input: Tensor, q) -> None:

@@ -305,7 +305,7 @@ def plan_conv(
         return halo_conv.convolve(input.unsqueeze(0), weight, bias).squeeze(0)
 
     own_reduction = ("weight", "bias") if reduces_grads else ()
-    return Plan(local=local, operands=targets, layout=out_layout, whole=own_reduction)
+    return Plan(local=local, operands=targets, layout=out_layout, complete_grads=own_reduction)
 
 
 def plan_padded_conv(
