@@ -260,6 +260,25 @@ def one_dim(x, w, dim, n=None, norm=None):
     return (fft.ifft if x.is_complex() else fft.irfft)(out, n=n or x.shape[dim], dim=dim, norm=norm)
 
 
+def padded(x, weight, s=None, norm=None):
+    """Keep the first modes and let the inverse pad them with zeros, as low-pass filters do."""
+    dims = list(range(-weight.ndim, 0))
+    kept = (..., *(slice(0, n) for n in weight.shape))
+    spectrum = (fft.fftn if x.is_complex() else fft.rfftn)(x, dim=dims, norm=norm)
+    sizes = s or x.shape[-weight.ndim :]
+    return (fft.ifftn if x.is_complex() else fft.irfftn)(spectrum[kept] * weight, s=sizes, dim=dims, norm=norm)
+
+
+CASES += [
+    case(padded, T(*x, dtype=kind), T(*w, dtype=C), *more, options=FEW)
+    for kind, x, w, more in [
+        (torch.float64, (2, 8, 9), (3, 3), ()),
+        (torch.float64, (2, 9, 8), (3, 5), ((12, 11), "ortho")),
+        (torch.float64, (2, 8, 8), (5, 4), ((4, 5), "forward")),  # the padded block is cropped
+        (torch.float64, (3, 9), (4,), ()),
+        (C, (2, 8, 7), (3, 2), ()),
+    ]
+]
 CASES += [
     case(fn, T(2, 8, 8), options=FEW)
     for fn in (

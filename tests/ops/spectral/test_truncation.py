@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, runtime, strict
@@ -23,6 +24,7 @@ from shardfield.ops.spectral import (
     truncated_fft,
     truncated_ifft,
 )
+from shardfield.planning import simulated
 from shardfield.testing import run_on_ranks
 from tests.harness import any_rank, local_shard, no_gathers, world_mesh
 
@@ -625,3 +627,16 @@ def test_matrix_products_equal_transforms(size, rows):
             torch.testing.assert_close(a, b)
         assert not found[0][3].is_complex()
     runtime.active.dft_matrices = runtime.Cache(256)
+
+
+def test_an_inverse_that_pads_modes_computes_a_ranks_rows_only():
+    """On one rank of many, the field of a few modes is as large as the rank's shard, also on another grid."""
+    with simulated(512, 100):
+        mesh = DeviceMesh("cpu", torch.arange(512), mesh_dim_names=("rows",))
+        layout = Layout.of(mesh, [Shard(1)], (2, 4096, 16))
+        x = ShardTensor(torch.randn(layout.local_shape), layout)
+        kept = torch.fft.rfft2(x)[:, :3, :3]
+        assert kept.placements == (Replicate(),)
+        assert torch.fft.irfft2(kept, s=(4096, 16)).to_local().shape == (2, 8, 16)
+        assert torch.fft.irfft2(kept * 2, s=(8192, 16)).to_local().shape == (2, 16, 16)
+        assert torch.fft.irfft2(kept).placements == (Replicate(),)  # a small field

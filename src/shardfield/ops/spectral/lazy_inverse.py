@@ -85,7 +85,8 @@ class SparseSpectrum(Deferred):
             return None
         if (self.real and not real and self.dims[-1] in dims) or set(self.shifts) - set(self.dims) or not self.blocks:
             return None
-        goal = [self._out_size(d, n, real and d == dims[-1]) for d, n in zip(dims, sizes, strict=True)]
+        given = zip(dims, sizes, strict=True)
+        goal = [out_size(self.layout.shape[d], n, real and d == dims[-1]) for d, n in given]
         if min(goal) < 1:
             return None
         like = resized_layout(self.field_layout, dims, goal)
@@ -120,10 +121,12 @@ class SparseSpectrum(Deferred):
         other.blocks, other.shifts = made, {d: n for d, n in self.shifts.items() if d in left}
         return other
 
-    def _out_size(self, dim: int, size: int | None, half: bool) -> int:
-        if size is not None:
-            return size
-        return 2 * (self.layout.shape[dim] - 1) if half else self.layout.shape[dim]
+
+def out_size(modes: int, size: int | None, half: bool) -> int:
+    """Return the size of the inverse of a dim of `modes`, for the argument `size` of torch.fft."""
+    if size is not None:
+        return size
+    return 2 * (modes - 1) if half else modes
 
 
 def field_of_modes(modes: Layout, shape: Sequence[int]) -> tuple[tuple[int, ...], bool, Layout] | None:

@@ -20,7 +20,7 @@ from ...layout import Layout, Origin
 from ...tensor import ShardTensor, wrap_deferred
 from .._common.autocast import autocast_to_fp32
 from .lazy_forward import LazySpectrum
-from .lazy_inverse import SparseSpectrum, field_of_modes
+from .lazy_inverse import SparseSpectrum, field_of_modes, out_size
 from .mode_blocks import spectrum_layout
 from .truncation import FLOATS
 
@@ -137,7 +137,11 @@ def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
     if x.__class__ is not ShardTensor or not (has_sizes or sparse or _is_assembled(x._layout)):
         return Consensus.start(None, call)
     check = Consensus.start(x.device_mesh, f"{call} of {x._layout if spectrum is None else spectrum}")
-    if isinstance(spectrum, SparseSpectrum) and not spectrum.is_replicated:
+    if isinstance(spectrum, SparseSpectrum):
+        local = spectrum.is_replicated
+    else:
+        local = spectrum is not None or not x._layout.has_origins or x._layout.is_replicated
+    if not local:  # blocks that are sharded by modes are gathered where they are inverted
         check.wait()
     return check
 
@@ -145,5 +149,43 @@ def check_consensus(x: Any, call: str, has_sizes: bool) -> Consensus:
 def defer_inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool) -> Any:
     """Return the field of a sparse spectrum, from its blocks; None for other `x`, or if the blocks do not suffice."""
     spectrum = lazy_spectrum_of(x)
+    if spectrum is None and x.__class__ is ShardTensor and x._layout.has_origins and x._dtype in FLOATS[2:]:
+        return _invert_padded(x, dims, sizes, norm, real)
     found = spectrum.inverse(dims, sizes, norm, real) if isinstance(spectrum, SparseSpectrum) else None
     return wrap_deferred(found, x._dtype, x._device) if isinstance(found, SparseSpectrum) else found
+
+
+def _invert_padded(x: ShardTensor, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool):
+    """Return the field of a block of modes that torch.fft pads to `sizes`, sharded as the field it was read from.
+
+    Every rank would compute the whole field otherwise: the block itself is small and, mostly, replicated. None if the
+    block has other origins, or if the sizes of sharded dims are not given.
+    """
+    found = _padded_spectrum(x._layout, tuple(dims), real)
+    if found is None:
+        return None
+    shape, field = found
+    if any(n is None and field.is_sharded(d) for d, n in zip(dims, sizes, strict=True)):
+        return None
+    sparse = SparseSpectrum(Layout.replicate(field.mesh, shape), x._dtype, x._device, dims, field, real)
+    sparse.blocks.append(([range(n) for n in x.shape], x))
+    given = zip(dims, sizes, strict=True)
+    return sparse.inverse(dims, [out_size(x.shape[d], n, real and d == dims[-1]) for d, n in given], norm, real)
+
+
+@runtime.memo
+def _padded_spectrum(block: Layout, dims: tuple[int, ...], real: bool) -> tuple[tuple[int, ...], Layout] | None:
+    """Return the shape of the spectrum that a block was read from, and its field's layout; None if `dims` differ."""
+    shape = list(block.shape)
+    for d in dims:
+        sizes = {o.size // 2 + 1 if o.kind == "half modes" else o.size for o in block.origins(d) if "modes" in o.kind}
+        if len(sizes) != 1:
+            return None
+        shape[d] = sizes.pop()
+    found = field_of_modes(block, shape)
+    if found is None:
+        return None
+    mode_dims, half, field = found
+    if set(mode_dims) != set(dims) or half != real or (real and mode_dims[-1] != dims[-1]):
+        return None
+    return (tuple(shape), field) if any(field.is_sharded(d) for d in dims) else None
