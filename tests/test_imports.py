@@ -38,7 +38,7 @@ LAYERS = [
     {"shard_utils", "neighbors"},
     {"distributed.shard_tensor", "distributed.shard_utils", "domain_parallel"},
     {"compiler"},
-    {"models", "data"},
+    {"models", "data", "metrics"},
     {"train"},
     {"debug.parity", "debug.work", "debug.rounding", "debug.model_inputs", "debug.differences"},
     {"planning"},

@@ -56,6 +56,7 @@ _LAZY_MODULES = {
     "data",
     "distributed",
     "domain_parallel",
+    "metrics",
     "models",
     "neighbors",
     "planning",

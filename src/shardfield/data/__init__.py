@@ -5,3 +5,4 @@ from .field import Field as Field
 from .field import open_field as open_field
 from .loader import ShardedLoader as ShardedLoader
 from .normalize import UnitGaussian as UnitGaussian
+from .swe import ShallowWater as ShallowWater
