@@ -57,7 +57,7 @@ class MovedFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = MOVED[spec.name]
-        warnings.warn(f"{spec.name} is now {new}; the old path goes in the next release", DeprecationWarning, 2)
+        warnings.warn(f"{spec.name} is now {new}; the next release removes the old path", DeprecationWarning, 2)
         module = importlib.import_module(new)
         if callable(getattr(module, spec.name.rpartition(".")[2], None)):
             module.__class__ = CallableModule

@@ -1,4 +1,4 @@
-"""The sharding of one tensor dim: shard sizes over mesh axes, merged and split dims. `layout.py` lists the names."""
+"""The sharding of one tensor dim: shard sizes over mesh axes, merged and split dims. Import these from `layout.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Origin(NamedTuple):
 
     `kind` is "rows" for entries taken with an index tensor, "modes" or "half modes" for frequencies of a field, "field"
     for a dim at another resolution, `MOVED_SHARDING` for a dim that was sharded itself until an op moved its sharding
-    to another dim. An origin is a hint, never part of a value: rows that are written back to a dim of this size
-    are sent to its shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a
-    field is sharded in the proportions of the first, and a sharding that was moved goes back where it came from.
+    to another dim. An origin is a hint, never part of a value: rows that are written back to a dim of this size are
+    sent to its shards, a spectrum assembled from modes is inverted into the field's sharding, every resolution of a
+    field is sharded in the proportions of the first, and a sharding that was moved can return to its former dim.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class DimSharding(_ShardingFields):
         >>> DimSharding(3).with_origins([Origin("rows", 9, (0,), (4, 5))]).origins[0].size
         9
         """
-        # a dim that is sharded has its sharding back
+        # a dim that is sharded again needs no record of its former sharding
         held = {o for group in groups for o in group if not (self.axes and o.kind == MOVED_SHARDING)}
         found = tuple(sorted(held)[:MAX_ORIGINS])
         if found == self.origins:

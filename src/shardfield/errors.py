@@ -20,7 +20,7 @@ class UndefinedGroupError(WorldError, KeyError):
 
 
 class UninitializedManagerError(WorldError):
-    """`DistributedManager()` before `DistributedManager.initialize()`, or after `cleanup()`."""
+    """`DistributedManager()` was called before `DistributedManager.initialize()`, or after `cleanup()`."""
 
 
 class Untraceable(ShardingError):

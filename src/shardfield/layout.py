@@ -97,7 +97,7 @@ class Layout:
             if isinstance(placement, Shard):
                 dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
                 if not 0 <= dim < len(shape):
-                    raise ShardingError(f"{placement} asks for a dim that a tensor of shape {shape} does not have")
+                    raise ShardingError(f"{placement} names a dim that a tensor of shape {shape} does not have")
                 axes.setdefault(dim, []).append(axis)
             elif isinstance(placement, Partial):
                 partial.append((axis, str(placement.reduce_op)))
@@ -126,9 +126,9 @@ class Layout:
                 used |= set(axes)
                 parts = math.prod(self.mesh.size(a) for a in axes)
                 if len(lengths) != parts:
-                    raise ShardingError(f"dim {dim}: {len(lengths)} shard lengths {lengths} for {parts} ranks")
+                    raise ShardingError(f"dim {dim}: {len(lengths)} shard sizes {lengths} for {parts} ranks")
                 if sum(lengths) != size or min(lengths) < 0:
-                    raise ShardingError(f"dim {dim}: shard lengths {lengths} do not sum to its size {size}")
+                    raise ShardingError(f"dim {dim}: shard sizes {lengths} do not sum to its size {size}")
         if used and not used <= set(range(self.mesh.ndim)):
             raise ShardingError(f"the mesh has {self.mesh.ndim} axes; the layout names {sorted(used)}")
 
@@ -251,7 +251,7 @@ class Layout:
 
     @cached_property
     def former_shardings(self) -> dict[frozenset[int], tuple[int, DimSharding]]:
-        """By mesh axes whose sharding was moved away: the dim that they sharded, which is unsharded now, and how."""
+        """Mesh axes whose sharding an op moved to another dim -> the dim that they sharded before, and its sharding."""
         found: dict[frozenset[int], tuple[int, DimSharding]] = {}
         for dim, factors in enumerate(self.dims) if self.has_origins else ():
             for origin in factors[0].origins if len(factors) == 1 and not factors[0].axes else ():

@@ -30,7 +30,8 @@ from .layout import (
     starts,
 )
 
-MAX_EXCESS = 1.25  # a rank's share of a scattered value over the mean share, where another dim would divide better
+# Largest accepted share of a rank in a scattered value, relative to the mean share, if another dim divides more evenly.
+MAX_EXCESS = 1.25
 
 
 class Step(NamedTuple):
@@ -75,7 +76,7 @@ def _scatter_order(layout: Layout, parts: int) -> list[int]:
     last, middle = layout.ndim - 1, layout.ndim // 2
 
     def worst_excess(dim: int) -> float:
-        """Return the largest share of a rank over the mean share."""
+        """Return the largest share of a rank, divided by the mean share."""
         split_sizes = [n for size in layout.shard_sizes(dim) for n in balanced(size, parts)]
         return max(split_sizes) * len(split_sizes) / layout.shape[dim]
 
@@ -107,9 +108,9 @@ def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
 def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """Plan the steps from `source` to `target`. Pure."""
     if source.shape != target.shape:
-        raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot be laid out as {target}")
+        raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot have the layout {target}")
     if source.mesh is not target.mesh:
-        raise ShardingError(f"moving between meshes is not supported: {source.mesh} to {target.mesh}")
+        raise ShardingError(f"redistribution between meshes is not supported: {source.mesh} to {target.mesh}")
     if source.is_simple and target.is_simple:
         return tuple(_unmerged_steps(source, target))
     clash = [d for d in range(source.ndim) if _common_sizes(source.dims[d], target.dims[d]) is None]
@@ -326,7 +327,7 @@ def unmerge_dims(layout: Layout, dims: Iterable[int] | None = None) -> Layout:
         if len(factors) > 1 and dim in chosen:
             first, inner = factors[0], math.prod(f.size for f in factors[1:])
             parts = [layout.mesh.size(a) for f in factors[1:] for a in f.axes]
-            split_sizes = [n * inner for piece in shard_sizes_of(first) for n in nested_chunk(piece, parts)]
+            split_sizes = [n * inner for size in shard_sizes_of(first) for n in nested_chunk(size, parts)]
             axes = tuple(a for f in factors for a in f.axes)
             factors = (DimSharding(first.size * inner, axes, tuple(split_sizes)),)
         found.append(factors)

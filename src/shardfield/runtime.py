@@ -29,8 +29,8 @@ from .errors import ShardingError
 F = TypeVar("F", bound=Callable)
 
 PLANS = 2048  # size of one generation of the plan cache, which holds two
-# A Partial value with fewer elements on a rank (statistics, a loss) is all-reduced, in one message. Scattered, it would
-# need a second one where it meets a sharded field.
+# A Partial value with fewer elements on a rank (statistics, a loss) is all-reduced, in one message. If it were
+# reduce-scattered, combining it with a sharded field would need a second message.
 MIN_SCATTERED = 1 << 13
 
 

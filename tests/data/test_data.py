@@ -461,7 +461,7 @@ def structures_and_errors():
     assert "rank 0" not in said
     refused(lambda: ShardedLoader(dataset, 1, mesh), "ShardedLoader: cannot be done", "rank 1: KeyError")
     dataset.fails = False
-    refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Shard(5)]), "asks for a dim")
+    refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Shard(5)]), "names a dim")
     refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Partial()]), "Shard or Replicate")
     refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"spatial": [1, 2]}), "do not sum to its size 7")
     refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"x": [1, 2]}), "'x' is no axis")
@@ -649,7 +649,7 @@ def field_errors(folder):
     refused(lambda: open_field(f"{folder}/group.zarr", mesh, [Shard(0)], **other), "do not agree on shape")
     good = f"{folder}/v2.zarr"
     refused(lambda: open_field(good, mesh), "a mesh needs placements")
-    refused(lambda: open_field(good, mesh, [Shard(7)]), "asks for a dim")
+    refused(lambda: open_field(good, mesh, [Shard(7)]), "names a dim")
     refused(lambda: open_field(good, mesh, [Shard(0), Shard(1)]), "2 placements for a mesh of 1 axes")
     refused(lambda: open_field(good, mesh, [Shard(2)], sizes={0: [1, 1]}), "do not sum to its size 48")
     with pytest.raises(ValueError, match="pass the mesh too"):

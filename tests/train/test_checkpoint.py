@@ -208,8 +208,8 @@ def test_refused_checkpoints(tmp_path):
     ((path, results),) = run_on_ranks(refused, 1, tmp_path)
     assert all(t.startswith(path) for t in results), results
     expected = [
-        "has model.bias of shape (3,), wanted is (4,)",
-        "has 1 tensors that are not wanted (model.bias",
+        "has model.bias of shape (3,), expected is (4,)",
+        "has 1 tensors too many (model.bias",
         "lacks 2 tensors (model.0.bias",
         "truncated",
         "is not as it was saved",

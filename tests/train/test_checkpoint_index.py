@@ -234,7 +234,7 @@ def dtype_and_settings(tmp_path):
     kept.save(1, model, optimizer)
     kept.wait()
     path = kept.latest()
-    with pytest.raises(CheckpointError, match="model.bias of dtype float32, wanted is torch.float64"):
+    with pytest.raises(CheckpointError, match="model.bias of dtype float32, expected is torch.float64"):
         kept.load(path, nn.Linear(2, 2).double())
     index = read_index(path)
     name = next(n for n in index["scalars"]["optimizer"] if n.endswith(".lr"))

@@ -64,7 +64,8 @@ def _all_reduce_packed(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor as views of the shapes of `like`: the inverse of `flatten_tensors`."""
     parts = unflatten_tensors(flat, like)
-    return [p if p.numel() else p.view(t.shape) for p, t in zip(parts, like, strict=True)]  # empty ones lose it
+    # torch gives empty parts another shape
+    return [p if p.numel() else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
 
 
 def detach_view(fresh: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def detach_view(fresh: Tensor) -> Tensor:
 
 
 class _NoContext:
-    """Takes what a forward saves for a backward that will not come."""
+    """The autograd context of a forward whose backward will not run: it saves nothing."""
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -138,7 +139,8 @@ class ReplicateIn(Collective):
     def backward(ctx, *grads):
         if torch.is_grad_enabled() or runtime.active.tracer is not None:
             return None, *Reduce.apply(ctx.groups, *grads)
-        return None, *_all_reduce_all(grads, ctx.groups)  # as `adjoint`: every parameter of a step comes here
+        # Not `adjoint`, which takes longer: this runs for every parameter of a step.
+        return None, *_all_reduce_all(grads, ctx.groups)
 
 
 class Reduce(Collective):

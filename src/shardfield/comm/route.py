@@ -74,7 +74,7 @@ class Route:
             len(self.own) == 1
             and not self.own[0][1].flip
             and all(start == 0 and length == sizes.get(dim) for dim, start, length in self.own[0][1].ranges)
-        )  # this rank's own region is the whole result
+        )  # this rank's own region is the full result
         self.steps = self._concatenation()
         self.shapes: dict[tuple[int, ...], Shapes] = {}  # shape of the block -> shapes of the messages
 

@@ -39,7 +39,7 @@ def missing_chunks(path: Path, array: Any, block: Sequence[int | slice]) -> list
     """
     is_hdf5 = hasattr(array, "id")
     chunks = array.chunks if is_hdf5 else getattr(array, "shards", None) or array.chunks
-    if chunks is None:  # an HDF5 dataset in one piece
+    if chunks is None:  # a contiguous HDF5 dataset
         return [] if array.id.get_offset() is not None or array.size == 0 else [(0,) * array.ndim]
     spans = [
         range(at // size, at // size + 1) if isinstance(at, int) else range(at.start // size, -(-at.stop // size))

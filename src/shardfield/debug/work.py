@@ -67,7 +67,7 @@ class WorkCounter(DispatchMode):
             return 0
         sizes: list[int] = []
         map_tensors((args, kwargs, out), lambda t: sizes.append(0 if t.is_meta else t.numel()))
-        if not any(sizes):  # a rule that asks torch for a shape
+        if not any(sizes):  # a rule that probes torch for a shape
             return 0
         if packet in self._own:
             return self._own[packet](*args, **kwargs, out=out)

@@ -1,7 +1,7 @@
 """Copies of what is a view on one device: after a write into the source they are computed from it again.
 
 Where a view would need communication (an integer index into a sharded dim, a reshape across shards) the result is a
-copy. On one device a later write into the source shows in the view. Here the write turns the copy into a deferred
+copy. On one device a later write into the source is visible in the view. Here the write turns the copy into a deferred
 value, which takes the view again at every read. It does so at the read, not at the write, because taking the view
 communicates: all ranks read the same tensors, but one of them may keep a copy alive that others have dropped.
 """
@@ -25,8 +25,8 @@ from .plan import process_groups
 class CopiedView(Deferred):
     """The copy `tensor` of a view of `source`; `take_view` takes the view again. Held by the tensor.
 
-    merges: the view joins dims, so that strides decide whether torch returns a view or a copy. nested: on this rank
-    they say a view. A copy of torch's does not see the write.
+    merges: the view joins dims, so that strides decide whether torch returns a view or a copy. nested: on this rank the
+    strides allow a view. (If torch returns a copy on one device, that copy does not see the write.)
     """
 
     volatile = True
@@ -57,7 +57,7 @@ class CopiedView(Deferred):
         tensor = self.tensor()
         if tensor is None:
             return
-        held = self.source.__dict__.get("_local_tensor")  # another one than in `memory` if a Partial was reduced
+        held = self.source.__dict__.get("_local_tensor")  # not the tensor in `memory` if a Partial was reduced
         if not any(same_memory(target, m) for m in (*self.memory, *(() if held is None else (held,)))):
             return
         self.version += 1

@@ -56,7 +56,7 @@ class BoundPlan:
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
         returns_new = plan.view.returns is Returns.NEW
-        self.finish: Any = None if returns_new else BoundPlan._wrap_view  # in the place of `wrap`
+        self.finish: Any = None if returns_new else BoundPlan._wrap_view  # instead of `wrap`
         self.sum_groups: tuple[ProcessGroup, ...] = ()
         if returns_new and is_single_sum(plan.layout):
             partial = cast(Layout, plan.layout)

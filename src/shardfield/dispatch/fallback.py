@@ -45,11 +45,11 @@ def gather_fallback(func, types, args, kwargs):
                 stacklevel=user_stacklevel(),
             )
 
-    def whole(value):
+    def to_full(value):
         return to_full_tensor(value) if isinstance(value, (ShardTensor, DTensor)) else value
 
     written = _in_place_target(func, args, kwargs)
-    plain_args, plain_kwargs = map_tensors(args, whole), map_tensors(kwargs or {}, whole)
+    plain_args, plain_kwargs = map_tensors(args, to_full), map_tensors(kwargs or {}, to_full)
     if written is not None:
         copy = plain_args[0].clone()
         func(copy, *plain_args[1:], **plain_kwargs)

@@ -2,11 +2,12 @@
 
 The promise: a result at least as large as a rank's share of its sharded operands stays sharded over the mesh axes they
 were sharded on. A result that is Partial over an axis, or deferred, has not lost it yet: it keeps `_pending_shares`,
-and the call that makes it Replicate loses the sharding. Gradients are placed as the values they belong to, so they
-lose theirs where these do.
+and the call that makes it Replicate loses the sharding. A gradient has the placement of its value, so it needs no
+examination of its own.
 
-Everything follows from layouts, alike on all ranks. Every call is examined while calls are observed, otherwise those
-that made a plan: a loss is warned of once for each function, so calls that find their plans need not be examined.
+The decision follows from layouts, so it is the same on all ranks. While calls are observed, every call is examined;
+otherwise only calls that made a plan: shardfield warns once for each function, so calls with a cached plan need no
+examination.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promotion: what happens to a plain tensor that meets ShardTensors in a call."""
+"""Promotion: what happens to a plain tensor in a call on ShardTensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import ShardingError
 
 
 class TensorPromotionMode(enum.Enum):
-    """What happens to a plain tensor, such as a weight, that meets ShardTensors in a call.
+    """What happens to a plain tensor, such as a weight, in a call on ShardTensors.
 
-    It is taken as Replicate (SILENT, the default), also with a warning each time (WARN), or refused (DISABLED). Tensors
-    without dims are numbers and always taken; WARN also tells of those that require grad.
+    It is treated as Replicate (SILENT, the default), the same with a warning each time (WARN), or refused (DISABLED).
+    Tensors without dims count as numbers and are always accepted; WARN warns about those that require grad.
     """
 
     DISABLED = "disabled"

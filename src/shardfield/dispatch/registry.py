@@ -215,7 +215,7 @@ def torch_dispatch(cls, func, types, args, kwargs):
 
 def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None:
     """Run backward from ShardTensors and plain tensors; redistribute initial gradients to the outputs' layouts."""
-    if inputs is not None:  # before the outputs: reading the local tensor of a sum in flight lands it
+    if inputs is not None:  # before the outputs: reading the local tensor of a sum in flight completes it
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         inputs = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     locals_, seeds = [], []
@@ -235,7 +235,8 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
         if output.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         local = output._local_for_backward()
-        # torch makes the seed of one number itself, and then checks no shapes. An empty shard has none.
+        # For one number torch creates the seed itself, without a check of shapes. An empty shard needs an explicit
+        # seed.
         return local, None if local.numel() == 1 else torch.ones_like(local)
     if gradient.shape != output.shape:
         raise RuntimeError(f"Mismatch in shape: gradient has {tuple(gradient.shape)}, output {tuple(output.shape)}")

@@ -27,14 +27,14 @@ from ..errors import ShardingError
 def _agree(outputs: Sequence[Tensor]) -> None:
     """Raise on all ranks if backward from `outputs` needs a tensor that was written, on any rank.
 
-    Called if a tensor was written after a call had read it, which all ranks know.
+    Called if a tensor was written after a call had read it. All ranks have recorded that write.
     """
     rt = runtime.active
     alive = len(rt.written_storages) > 0
     found = next(_modified(outputs), None) if alive else None
     groups = dict.fromkeys(group for mesh in rt.written_meshes for group in mesh_groups(mesh))
     modified, alive = any_rank([found is not None, alive], list(groups))
-    if not alive:  # nothing can hold the memory that was written: the next backward need not ask
+    if not alive:  # nothing can hold the memory that was written: the next backward need not compare
         rt.written_meshes.clear()
     if modified:
         raise ShardingError(
@@ -51,7 +51,7 @@ def before_engine_run(outputs: Sequence[Tensor]) -> None:
 
 
 def before_sharded_backward(outputs: Sequence[Tensor]) -> None:
-    """Agree before a backward from ShardTensors with these local tensors; `before_engine_run` does if it can tell."""
+    """Agree before a backward from ShardTensors that sends no message; `before_engine_run` covers all others."""
     if runtime.active.written_meshes and not _communicates(outputs):
         _agree(outputs)
 

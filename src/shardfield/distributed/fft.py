@@ -70,7 +70,7 @@ class DistributedIRFFT2:
 
 
 class _FieldDim(NamedTuple):
-    """A transformed dim, and the size that was asked for."""
+    """A transformed dim, and the requested size."""
 
     dim: int
     size: int | None

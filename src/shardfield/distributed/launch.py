@@ -129,7 +129,7 @@ def from_open_mpi(env: Env, addr: str | None = None, port: int | None = None) ->
         guess = hosts[0] if hosts else mpirun_host[1] if mpirun_host else ""
         if not (addr or env.get("MASTER_ADDR") or guess):
             raise WorldError(
-                "openmpi launch: the ranks are on several hosts and none says where rank 0 is. Tell them: "
+                "openmpi launch: the ranks are on several hosts, and no variable names the host of rank 0. Set it: "
                 "mpirun -x MASTER_ADDR=<host of rank 0> ..."
             )
     here = Launch("openmpi", rank, world_size, local_rank, guess, _port_for_job(job), job)

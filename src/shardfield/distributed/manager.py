@@ -187,7 +187,7 @@ class DistributedManager(NamedGroups):
         if ranks == list(range(self.world_size)):
             return dist.group.WORLD
         if self.rank not in ranks:
-            raise WorldError(f"rank {self.rank} asks for the group of a mesh over the ranks {ranks}")
+            raise WorldError(f"rank {self.rank} requests the group of a mesh over the ranks {ranks}")
         siblings = self._sibling_ranks(mesh)
         key = tuple(map(tuple, siblings or [ranks]))
         if key not in self._mesh_groups:

@@ -131,9 +131,9 @@ class RendezvousServer(threading.Thread):
             (connection.addresses[1] for connection in far if self.peers[connection] is hidden), far[0].addresses[0]
         )
         return (
-            f"the world spans several hosts, and gloo would offer {hidden} to the others at {hidden.loopback}, since "
-            f"that is what the name of its host stands for there. Set GLOO_SOCKET_IFNAME on that host to the interface "
-            f"that has {there.removeprefix('::ffff:')}, or mend its /etc/hosts"
+            f"the world spans several hosts, and gloo would offer {hidden} to the others at {hidden.loopback}, because "
+            f"its host name resolves to that address there. Set GLOO_SOCKET_IFNAME on that host to the interface that "
+            f"has {there.removeprefix('::ffff:')}, or correct its /etc/hosts"
         )
 
     def _register_peer(self, connection: Connection) -> str | None:

@@ -106,8 +106,8 @@ class Connection:
 def listen(addr: str, port: int) -> socket.socket:
     """Open a socket that accepts connections at `addr`; port 0 selects any free port.
 
-    It accepts them on every interface only if the address does not tell which one: a host name that stands for a
-    loopback address on its own host, as on many systems, or an address that another machine forwards to this one.
+    It listens on every interface only if the address does not identify one: a host name that resolves to a loopback
+    address on its own host, as on many systems, or an address that another machine forwards to this one.
     """
     problem = OSError()
     for family, host in _listen_addresses(addr):

@@ -150,5 +150,5 @@ def _require_grad_on_all(what: str, tensor: Tensor, replies: list[list[int]] | N
         return tensor
     if not all(enabled for _, enabled, *_ in replies):
         off = [c for c, (_, enabled, *_) in enumerate(replies) if not enabled]
-        raise ShardingError(f"{what}: gradients are off at positions {off} of the group, and wanted at others")
+        raise ShardingError(f"{what}: gradients are off at positions {off} of the group, and required at others")
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -75,7 +75,7 @@ class LocalState:
     """The attributes of a ShardTensor. Its base classes, one for each group of methods, share them."""
 
     _local_tensor: Tensor = _MaterializeOnRead()  # type: ignore[assignment]
-    _deferred: Deferred | None = None  # in the place of a local tensor
+    _deferred: Deferred | None = None  # instead of a local tensor
     _layout: Layout
     _dtype: torch.dtype  # dtype and device of the local tensor; reading them from it takes longer
     _device: torch.device

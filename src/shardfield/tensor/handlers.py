@@ -58,12 +58,12 @@ class Handlers:
 
     @classmethod
     def get_promotion_mode(cls) -> TensorPromotionMode:
-        """Return what happens to plain tensors that meet ShardTensors in a call."""
+        """Return what happens to plain tensors in calls on ShardTensors."""
         return runtime.active.promotion or TensorPromotionMode.SILENT
 
     @classmethod
     def set_promotion_mode(cls, mode: TensorPromotionMode | str) -> None:
-        """Set what happens to plain tensors that meet ShardTensors in a call: a mode, or its name in lower case."""
+        """Set what happens to plain tensors in calls on ShardTensors: a mode, or its name in lower case."""
         mode = TensorPromotionMode(mode)
         runtime.active.promotion = None if mode is TensorPromotionMode.SILENT else mode
 

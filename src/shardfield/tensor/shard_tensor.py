@@ -59,8 +59,8 @@ def as_operand(value: Tensor, mesh: Any, partial: bool = False, merged: bool = F
     layout = value._layout
     if layout.mesh is not mesh and layout.mesh is not runtime.mesh_state(mesh).mesh:
         if layout.mesh == mesh:
-            raise ShardingError(f"a tensor of {layout} belongs to a world that has ended: make it anew on the new mesh")
-        raise ShardingError(f"tensors on different meshes meet: {mesh} and {layout.mesh}")
+            raise ShardingError(f"a tensor of {layout} is of a world that has ended: create it again on the new mesh")
+        raise ShardingError(f"one call has tensors on different meshes: {mesh} and {layout.mesh}")
     if layout.partial and not partial:
         value = value._reduced_value()
         layout = value._layout

@@ -41,7 +41,7 @@ class Values(Metadata):
         if not self._layout.partial:
             return self
         local = self._local_tensor
-        if local.is_inference() or self._deferred is not None:  # the version does not tell if it has changed
+        if local.is_inference() or self._deferred is not None:  # its version does not show whether it has changed
             return self._redistribute_to(without_partial(self._layout))
         cached = self._reduced_cache
         # Without a graph, a cached value serves only where none is recorded.

@@ -225,15 +225,17 @@ def _check_tensors(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, T
     shapes = [n for n in both if tuple(stored[n]["shape"]) != tuple(wanted[n].shape)]
     dtypes = [n for n in both if f"torch.{stored[n]['dtype']}" != str(wanted[n].dtype)]
     reasons = [f"lacks {len(lacks)} tensors ({lacks[0]}, ...)"] if lacks else []
-    reasons += [f"has {len(more)} tensors that are not wanted ({more[0]}, ...)"] if more else []
-    reasons += [f"has {n} of shape {tuple(stored[n]['shape'])}, wanted is {tuple(wanted[n].shape)}" for n in shapes[:1]]
-    reasons += [f"has {n} of dtype {stored[n]['dtype']}, wanted is {wanted[n].dtype}" for n in dtypes[:1]]
+    reasons += [f"has {len(more)} tensors too many ({more[0]}, ...)"] if more else []
+    reasons += [
+        f"has {n} of shape {tuple(stored[n]['shape'])}, expected is {tuple(wanted[n].shape)}" for n in shapes[:1]
+    ]
+    reasons += [f"has {n} of dtype {stored[n]['dtype']}, expected is {wanted[n].dtype}" for n in dtypes[:1]]
     if reasons:
         raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(reasons)}")
 
 
 def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise if a setting of the optimizer, such as a learning rate, has not the type that the optimizer's own has."""
+    """Raise if a stored setting, such as a learning rate, is not of the type that the optimizer has for it."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -241,9 +243,9 @@ def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, 
         return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
 
     for name, value in stored.items():
-        # None is "choose for me" for several settings (`fused`), and so is of the type of any value.
+        # None means "choose for me" for several settings (`fused`), so it is accepted for any type.
         if name in wanted and None not in (value, wanted[name]) and kind(value) != kind(wanted[name]):
-            raise CheckpointError(f"{path}: {name} is {value!r:.60}, wanted is a value like {wanted[name]!r}")
+            raise CheckpointError(f"{path}: {name} is {value!r:.60}, expected is a value like {wanted[name]!r}")
 
 
 def _first_error(error: BaseException) -> str:

@@ -6,7 +6,8 @@ scalars and, for each tensor, dtype, shape and chunks: {"format": ..., "run": ..
 "sizes": [2, 2], "file": "rank-0.bin", "at": 0, "bytes": 16, "crc32": ...}, ...]}}}}
 
 An index is accepted if its hash is right, the chunks of each tensor tile its shape, and the chunks in each file tile
-the file. The checksum of a chunk includes its tensor and its place in it, so bytes of another chunk are refused too.
+the file. The checksum of a chunk includes the name of its tensor and its position in it, so bytes of another chunk are
+refused too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import torch
 from ..errors import ShardfieldError
 
 FORMAT = "shardfield checkpoint 2"
-# Without a run, a hash of the index, and the place of a chunk in its checksum. Its data is checked as today's; its
-# scalars are accepted, with a warning.
+# This format has no run, no hash of the index, and no position of a chunk in its checksum. Its data is checked like
+# that of `FORMAT`; its scalars are accepted, with a warning.
 OLD_FORMAT = "shardfield checkpoint 1"
 INDEX = "index.json"
 HEAD = re.compile(rb'\{"format": "([^"\n]*)", "run": "([0-9a-f]+)", "sha256": "([0-9a-f]{64})", "content":\n')
@@ -69,7 +70,7 @@ def run_of(folder: Path) -> str | None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return "scalars" and "tensors" of a checkpoint; raise unless all that can be known without its data is right."""
+    """Return "scalars" and "tensors" of a checkpoint; raise if any check that needs no data fails."""
     path = folder / INDEX
     if not path.is_file():
         raise CheckpointError(f"{folder}: not a shardfield checkpoint: it has no {INDEX}")

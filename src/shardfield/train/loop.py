@@ -242,7 +242,7 @@ class Trainer:
     # ------------------------------------------------------------------ reading losses
 
     def _open_window(self, steps: int) -> None:
-        """Remember the position of the next batch, and read the losses after at most `steps` steps."""
+        """Record the position of the next batch, and read the losses after at most `steps` steps."""
         self._window = (time.monotonic(), self.task.train.state_dict())
         every = self.config.log_every
         self._read_at = min(self.step + steps, (self.step // every + 1) * every)

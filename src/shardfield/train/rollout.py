@@ -106,7 +106,7 @@ def _states(
 
 
 class _Inputs:
-    """What enters a step beside the state, checked against the shape of the state."""
+    """The inputs of a step other than the state, checked against the shape of the state."""
 
     def __init__(self, state: Tensor, forcings: Any, constants: Tensor | None):
         self.shape, self.forcings = state.shape, forcings

@@ -40,8 +40,8 @@ class Task:
     that the mean over a test set is exact for any distribution of the samples.
 
     A task with `lead` can be trained with rollouts: `lead(batch, i)` is the batch that the state after i + 1 steps is
-    compared with (the default loss compares with its "y"), and `forcings(batch, i)` what enters that step beside the
-    state. Without `lead` a sample has one step.
+    compared with (the default loss compares with its "y"), and `forcings(batch, i)` are the inputs of that step other
+    than the state. Without `lead` a sample has one step.
 
     `draw(folder, fields)` plots on rank 0:
     `fields` maps the names of the first test batch, and "prediction", to the global field and its shard boundaries.

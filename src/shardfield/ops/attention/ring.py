@@ -246,8 +246,9 @@ def _take(tensor: Tensor, dim: int, span: Span) -> Tensor:
 def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Tensor]:
     dtype = collectives.accumulate_dtype(q.dtype)
     batch, heads, rows, _ = q.shape
-    # heads beside features in memory, as torch's kernels do: joining the heads, as models do next, then copies nothing.
-    # No view: autograd would refuse to write into a view that was made here, and an empty shard has none to refuse.
+    # Heads are next to features in memory, as in torch's kernels, so that joining the heads, as models do next, copies
+    # nothing. The result is not a view: autograd would refuse a write into a view made here, but not on a rank with an
+    # empty shard.
     width = v.shape[-1]
     strides = (rows * heads * width, width, heads * width, 1)
     out = q.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype).zero_()

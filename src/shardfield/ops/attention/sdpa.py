@@ -118,9 +118,9 @@ def sdpa_handler(func, types, args, kwargs):
 
 
 def _run_merged(func, types, args, kwargs, named: dict[str, Any]) -> Any:
-    """Run the rule on sequences that may be merged dims, as the tokens of tiles. The result lies as the queries do.
+    """Run the rule on sequences that may be merged dims, as the tokens of tiles. The result has the queries' layout.
 
-    Without a mask, the causal order and dropout, attention does not depend on the order of rows and of keys. A merged
+    Without a mask, causal order and dropout, attention does not depend on the order of rows and keys. A merged
     sequence is then taken in the order in which ranks hold it, and nothing is exchanged. Otherwise the rule unmerges
     the sequence, and the result is redistributed.
     """

@@ -1,7 +1,7 @@
 """Shard a replicated buffer like the value that is written into it.
 
 `buf = torch.zeros(...)` or `x.new_zeros(...)` says nothing about a sharding; `buf[:, :8] = x`, `buf[...].add_(x)` and
-`buf.narrow(...).copy_(x)` do. The buffer takes the sharding of `x`, without a message for its values, where else `x`
+`buf.narrow(...).copy_(x)` do. The buffer takes the sharding of `x`, without a message for its values. Otherwise `x`
 would be gathered into it. A plain buffer becomes a ShardTensor. If anything but the buffer and the view that is written
 refers to its memory, on any rank, it stays as it is: the other tensor would not see the write. Ranks agree on this in
 one message of a byte.
@@ -51,7 +51,7 @@ def shard_buffer(target: Tensor, values: Sequence[Any], parsed: ParsedIndex | No
     """
     value = max((v for v in values if isinstance(v, ShardTensor)), key=lambda v: v.numel())
     mesh = value.device_mesh
-    whole = parsed or ParsedIndex(tuple((0, n, 1) for n in target.shape), [])
+    written = parsed or ParsedIndex(tuple((0, n, 1) for n in target.shape), [])
     # Nothing below may refer to the local tensors while their references are counted.
     buffer, items = (target, None) if parsed is not None else _buffer_of(target)
     refused = buffer is None or not (_is_unshared(buffer) if items is None else _is_viewed_by(buffer, target))
@@ -59,7 +59,7 @@ def shard_buffer(target: Tensor, values: Sequence[Any], parsed: ParsedIndex | No
     if consensus.any_rank([refused], groups)[0]:
         return False
     assert buffer is not None
-    layout = layout_like_value(buffer.shape, whole if items is None else ParsedIndex(items, []), value, mesh)
+    layout = layout_like_value(buffer.shape, written if items is None else ParsedIndex(items, []), value, mesh)
     if not layout.nontrivial_axes(layout.shard_axes):
         return False
     local = buffer._local_tensor if isinstance(buffer, ShardTensor) else buffer

@@ -144,7 +144,7 @@ class IndexedWrite:
         torch checks index values that are equal on all ranks; others are checked here, so that all ranks raise.
         """
         report_placement(self.input_layout, self.target)
-        # an index without dims stands for one entry
+        # an index without dims is one entry
         vectors = [
             i.reshape(1)[: self.entries.local_shape[0]] if not i.ndim and self.entries.ndim else i for i in indices
         ]
@@ -273,7 +273,7 @@ def _plan_row_write(
     count, other = index.numel(), list(input.shape)
     other[dim] = count
     if list(source.shape) != other:
-        raise RuntimeError(f"{name}(): source has shape {list(source.shape)}; {count} indices want {other}")
+        raise RuntimeError(f"{name}(): source has shape {list(source.shape)}; {count} indices need {other}")
     order = [dim, *(d for d in range(input.ndim) if d != dim)]
     entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
     write = IndexedWrite(

@@ -227,7 +227,7 @@ def run_or_fail_on_all(name: str, work: Callable[[], Any], groups: Sequence[Proc
         return work()
     if runtime.active.tracer is not None:
         raise NotImplementedError(
-            f"{name}: a compiled graph cannot tell other ranks that it failed for a matrix on this rank"
+            f"{name}: a compiled graph cannot notify other ranks that it failed for a matrix on this rank"
         )
     failure, out = None, None
     try:

@@ -66,7 +66,7 @@ def _grad(
     seeds = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
     if is_grads_batched:
         return _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused, materialize_grads)
-    # Inputs first: reading the local tensor of a sum in flight lands it.
+    # Inputs first: reading the local tensor of a sum in flight completes it.
     locals_ = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     pairs = [seed_gradient(o, s) for o, s in zip(outputs, seeds, strict=True)]
     before_sharded_backward([local for local, _ in pairs])
