@@ -145,7 +145,7 @@ intersection
 
 
 def passed_names(tree: ast.AST) -> set[str]:
-    """Names handed whole to a function that may write into them (`meet(key, TABLE, ...)`)."""
+    """Names passed to a function that may write into them (`meet(key, TABLE, ...)`)."""
     return {
         dotted(arg)
         for node in ast.walk(tree)

@@ -15,7 +15,7 @@ from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import any_rank, local_shard, world_mesh
 
-ALIKE = settings(
+SETTINGS = settings(
     derandomize=True,  # the same examples on every rank
     database=None,
     deadline=None,
@@ -62,7 +62,7 @@ def check_gradient(full, x, y, fn):
 def redistributes(mesh_shape):
     mesh = world_mesh(mesh_shape)
 
-    @ALIKE
+    @SETTINGS
     @given(st.data())
     def run(data):
         shape = data.draw(shapes)
@@ -78,7 +78,7 @@ def redistributes(mesh_shape):
 def reshapes(mesh_shape):
     mesh = world_mesh(mesh_shape)
 
-    @ALIKE
+    @SETTINGS
     @given(st.data())
     def run(data):
         shape = data.draw(shapes)
@@ -101,7 +101,7 @@ def reshapes(mesh_shape):
 def slices(mesh_shape):
     mesh = world_mesh(mesh_shape)
 
-    @ALIKE
+    @SETTINGS
     @given(st.data())
     def run(data):
         shape = data.draw(shapes)
@@ -124,7 +124,7 @@ def slices(mesh_shape):
 def joins(mesh_shape):
     mesh = world_mesh(mesh_shape)
 
-    @ALIKE
+    @SETTINGS
     @given(st.data())
     def run(data):
         shape = data.draw(shapes)
@@ -179,7 +179,7 @@ def writes(mesh_shape):
     """Check that a write through a chain of views writes the same elements as on one device, or all ranks refuse it."""
     mesh = world_mesh(mesh_shape)
 
-    @ALIKE
+    @SETTINGS
     @given(st.data())
     def run(data):
         shape = data.draw(shapes)

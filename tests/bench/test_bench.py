@@ -188,7 +188,7 @@ def calls():
     return {
         "conv, both ways": lambda: F.conv2d(x, weight, padding=1).square().sum().backward(),
         "norm, both ways": lambda: F.group_norm(x, 2).square().sum().backward(),
-        "softmax along the cut": lambda: torch.softmax(x, 2),
+        "softmax along the sharded dim": lambda: torch.softmax(x, 2),
         "sum to a number": lambda: x.sum().full_tensor(),
         "swap": lambda: x.redistribute(placements=[Shard(3)]),
         "gather, uneven": lambda: x.full_tensor(),

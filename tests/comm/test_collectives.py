@@ -134,7 +134,7 @@ def table(dim, lengths):
             lambda x: part(x.flip(dim), dim, lengths),
         ),
         "roll": ("shard", "shard", lambda x: autograd_collectives.exchange(x, roll(dim, lengths, 2), group), rolled),
-        "recut": (
+        "reshard": (
             "shard",
             "shard",
             lambda x: autograd_collectives.exchange(
@@ -151,7 +151,7 @@ def table(dim, lengths):
     }
 
 
-MOVES = "enter reduce to_partial leave gather split reduce_scatter gather_enter halo reverse roll recut swap".split()
+MOVES = "enter reduce to_partial leave gather split reduce_scatter gather_enter halo reverse roll reshard swap".split()
 
 
 def held(kind, x, dim, lengths):

@@ -261,7 +261,7 @@ def loaded(axes, n, batch_size, kind, options):
         if loader.domain is not None:
             assert batch["x"].shape == (len(loader.indices), 2, 7, 6) and batch["x"].device_mesh == loader.domain
             shard = batch["x"]
-            assert torch.equal(shard.to_local(), _cut(dataset, loader.indices, shard))
+            assert torch.equal(shard.to_local(), _expected_shard(dataset, loader.indices, shard))
         full_value = gathered(batch)
         assert full_value["label"].tolist() == loader.indices
         assert torch.equal(full_value["x"], _stacked(dataset, loader.indices))
@@ -276,7 +276,7 @@ def _stacked(dataset, indices):
     return torch.stack([dataset.full_value(i)["x"] for i in indices]) if indices else torch.empty(0, 2, 7, 6)
 
 
-def _cut(dataset, indices, shard):
+def _expected_shard(dataset, indices, shard):
     spans = [slice(*shard._layout.span(d)) for d in range(1, 4)]
     return _stacked(dataset, indices)[:, spans[0], spans[1], spans[2]]
 

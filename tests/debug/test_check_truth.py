@@ -263,7 +263,7 @@ def test_steps_of_the_command(capsys, monkeypatch):
     assert "mesh 2 x 2, float32" in capsys.readouterr().out
 
 
-class Whole(nn.Module):
+class Replicated(nn.Module):
     """Write the field into a replicated buffer, so that every rank computes what follows."""
 
     def __init__(self):
@@ -288,9 +288,9 @@ def test_work():
     assert found.balance < 1.01 and found.redundancy < 1.05, found
     uneven = check(shared, (2, 40, 16), (2,), dims=(1,))
     assert uneven.input_balance == pytest.approx(26 / 20) and uneven.balance == pytest.approx(1.3, abs=0.03)
-    whole = check(Whole, (2, 40, 16), (2,), dims=(1,), even=True)
-    assert whole and whole.lost == ["copy_ over axis 'h'"] and 1.5 < whole.redundancy < 2.0, whole
-    assert "lost sharding: copy_ over axis 'h'" in str(whole) and "redundancy 1." in str(whole)
+    replicated = check(Replicated, (2, 40, 16), (2,), dims=(1,), even=True)
+    assert replicated and replicated.lost == ["copy_ over axis 'h'"] and 1.5 < replicated.redundancy < 2.0, replicated
+    assert "lost sharding: copy_ over axis 'h'" in str(replicated) and "redundancy 1." in str(replicated)
 
 
 def test_work_counter():

@@ -39,7 +39,7 @@ def results(call: Callable, kind: type[Exception] = ShardingError) -> str:
 LAYOUTS: dict[str, tuple[Callable, str]] = {
     "a missing dim": (lambda: field().redistribute(placements=[Shard(2)]), "does not have"),
     "a missing dim, counted back": (lambda: field().redistribute(placements=[Shard(-3)]), "does not have"),
-    "a missing dim of pieces": (
+    "local tensors without the sharded dim": (
         lambda: ShardTensor.from_local(torch.zeros(2, 3), world_mesh((2,)), [Shard(2)]),
         "do not have",
     ),
@@ -52,13 +52,13 @@ LAYOUTS: dict[str, tuple[Callable, str]] = {
     "lengths that sum to more": (lambda: field().redistribute(sharding_shapes={0: [HUGE, HUGE]}), "do not sum"),
     "a negative length": (lambda: field().redistribute(sharding_shapes={0: [7, -1]}), "do not sum"),
     "lengths for three ranks": (lambda: field().redistribute(sharding_shapes={0: [2, 2, 2]}), "for 2 ranks"),
-    "pieces that sum to another shape": (
+    "shards that sum to another shape": (
         lambda: ShardTensor.from_local(
             torch.zeros(3, 3), world_mesh((2,)), [Shard(0)], {0: [(3, 3), (3, 3)]}, global_shape=(7, 3)
         ),
         "7",
     ),
-    "pieces of stated sizes that are not held": (
+    "stated shard sizes that are not held": (
         lambda: ShardTensor.from_local(torch.zeros(3, 3), world_mesh((2,)), [Shard(0)], {0: [(2, 3), (2, 3)]}),
         "holds",
     ),

@@ -100,7 +100,7 @@ def changed_under_way():
         same(F.conv2d(x, weight), F.conv2d(full, weight))
     weight.data = torch.randn(2, 3, 1, 5, dtype=torch.float64)
     same(F.conv2d(x, weight), F.conv2d(full, weight))
-    # another field, another layout; and a kernel that lies on the mesh itself
+    # another field, another layout; and a kernel that is a ShardTensor itself
     full, x = alone((1, 3, 7, 9), dim=3)
     out = F.conv2d(x, weight)
     same(out, F.conv2d(full, weight))

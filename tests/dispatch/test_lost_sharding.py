@@ -43,11 +43,11 @@ def add_into(x):
 
 
 class Handled:
-    """A function whose handler makes its result whole, as a user's may."""
+    """A function whose handler returns a replicated result, as a user's may."""
 
     @staticmethod
-    def whole(x):
-        return torch.overrides.handle_torch_function(Handled.whole, (x,), x)
+    def replicated(x):
+        return torch.overrides.handle_torch_function(Handled.replicated, (x,), x)
 
 
 def replicate(func, types, args, kwargs):
@@ -56,7 +56,7 @@ def replicate(func, types, args, kwargs):
 
 # name -> (call on a field sharded along columns, the function that loses, bytes that each rank has then)
 LOSES = {
-    "a handler": (Handled.whole, "whole", ROWS * COLUMNS * 8),
+    "a handler": (Handled.replicated, "replicated", ROWS * COLUMNS * 8),
     "a write into a replicated buffer": (write, "__setitem__", ROWS * COLUMNS * 8),
     "an in-place sum into a replicated buffer": (add_into, "add_", ROWS * COLUMNS * 8),
 }
@@ -77,7 +77,7 @@ def observe(name):
     call, _, _ = LOSES[name]
     with warnings.catch_warnings(record=True) as caught, runtime.fresh(registry=runtime.active.registry.copy()):
         warnings.simplefilter("always")
-        ShardTensor.register_function_handler(Handled.whole, replicate)
+        ShardTensor.register_function_handler(Handled.replicated, replicate)
         call(field(mesh, Shard(1)))
         call(field(mesh, Shard(1)))
         with explain() as report:

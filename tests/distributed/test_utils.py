@@ -165,10 +165,10 @@ def test_single_process_needs_no_group():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_of_shards(world):
-    run_on_ranks(gradients_of_pieces, world)
+    run_on_ranks(gradients_of_shards, world)
 
 
-def gradients_of_pieces():
+def gradients_of_shards():
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes, root = SIZES[world], world - 1
     for dim, dtype in ((0, torch.float64), (1, torch.complex128)):

@@ -144,19 +144,19 @@ def uneven(layout: Layout) -> Layout:
     return layout
 
 
-def check(programs: str, mesh: tuple[int, ...], cut: str) -> list[str]:
+def check(programs: str, mesh: tuple[int, ...], sizes: str) -> list[str]:
     """Return, on a rank, what differs from one device or from the stated layouts and bytes."""
     wrong = []
     for name, program in {"one": PROGRAMS, "two": TWO_AXES}[programs].items():
         full = torch.randn(program.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         layout = Layout.of(world_mesh(mesh), program.placements, program.shape)
-        layout = layout if cut == "even" else uneven(layout)
+        layout = layout if sizes == "even" else uneven(layout)
         local = local_shard(full, layout)
         if any(op == "max" for _, op in layout.partial):
             local = full - layout.coords[0]
         x = ShardTensor(local.requires_grad_(), layout)
         plain = full.requires_grad_()
-        wrong += [f"{name}, {cut}: {text}" for text in compare(program, x, plain, cut == "even")]
+        wrong += [f"{name}, {sizes}: {text}" for text in compare(program, x, plain, sizes == "even")]
     return wrong
 
 
@@ -191,10 +191,10 @@ def compare(program: Program, x: ShardTensor, plain: Tensor, even: bool) -> list
 
 
 @pytest.mark.parametrize(
-    ("programs", "mesh", "cut"), [("one", (2,), "even"), ("one", (3,), "uneven"), ("two", (2, 2), "even")]
+    ("programs", "mesh", "sizes"), [("one", (2,), "even"), ("one", (3,), "uneven"), ("two", (2, 2), "even")]
 )
-def test_results_stay_sharded(programs, mesh, cut):
-    found = run_on_ranks(check, math.prod(mesh), programs, mesh, cut, timeout=240)
+def test_results_stay_sharded(programs, mesh, sizes):
+    found = run_on_ranks(check, math.prod(mesh), programs, mesh, sizes, timeout=240)
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     assert not wrong, "\n".join(wrong)
 

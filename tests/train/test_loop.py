@@ -167,7 +167,7 @@ def wait_for(path: Path, step: int, process) -> None:
 def test_killed_rank_under_torchrun(tmp_path):
     """Kill one rank twice at arbitrary times: the losses equal those of an undisturbed run.
 
-    The command says to begin anew; a restart does not.
+    The command says to start from the beginning; a restart does not.
     """
     out, words = tmp_path / "killed", [*SMALL, "--epochs", 3, "--save-every", 3, "--domain", 2, "--resume", "never"]
     process = subprocess.Popen(

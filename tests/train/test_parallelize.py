@@ -205,7 +205,7 @@ def test_domain_on_two_axes():
     run_on_ranks(tiles, 4, timeout=120)
 
 
-def dims_that_are_cut(shape):
+def dims_that_are_sharded(shape):
     """Check that each parameter is sharded along the first dim that the ranks divide, else along dim 0 with padding."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
     for strategy, ranks, expected in (
@@ -224,7 +224,7 @@ def dims_that_are_cut(shape):
 
 
 def test_sharded_dim_is_divided_by_the_ranks():
-    run_on_ranks(dims_that_are_cut, 4, (2, 2))
+    run_on_ranks(dims_that_are_sharded, 4, (2, 2))
     assert (
         choose_shard_dim((800, 1600), 8) == 0
         and choose_shard_dim((9, 16000), 8) == 1

@@ -139,7 +139,7 @@ class ReplicateIn(Collective):
     def backward(ctx, *grads):
         if torch.is_grad_enabled() or runtime.active.tracer is not None:
             return None, *Reduce.apply(ctx.groups, *grads)
-        # Not `adjoint`, which takes longer: this runs for every parameter of a step.
+        # `Reduce.adjoint`, inlined: this runs for every parameter of a step.
         return None, *_all_reduce_all(grads, ctx.groups)
 
 

@@ -99,15 +99,15 @@ MODELS = {
     "slices": (partial(models.SliceAttention, 8, 2, 3), [(2, 11, 8)], 1),
     "latents": (partial(models.LatentAttention, 8, 2, 3), [(2, 11, 8)], 1),
 }
-CUT = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1), 12: (7, 0, 5)}
+SHARD_SIZES = {5: (1, 4, 0), 7: (4, 0, 3), 8: (5, 1, 2), 9: (6, 2, 1), 11: (3, 7, 1), 12: (7, 0, 5)}
 
 
 def shards(x: torch.Tensor, mesh, dim: int | tuple[int, int]) -> ShardTensor:
     """Shard the sequence unevenly over three ranks, or the sequence and another dim over 2 x 2."""
     dim, *more = (dim,) if isinstance(dim, int) else dim
-    lengths = CUT[x.shape[dim]]
+    lengths = SHARD_SIZES[x.shape[dim]]
     if mesh.ndim == 2 and more:
-        tiles = {d: (CUT[x.shape[d]][0], sum(CUT[x.shape[d]][1:])) for d in (dim, *more)}
+        tiles = {d: (SHARD_SIZES[x.shape[d]][0], sum(SHARD_SIZES[x.shape[d]][1:])) for d in (dim, *more)}
         layout = Layout.of(mesh, [Shard(d) for d in tiles], x.shape, tiles)
     elif mesh.ndim == 1:
         layout = Layout.of(mesh, [Shard(dim)], x.shape, {dim: lengths})

@@ -100,8 +100,8 @@ def layouts(mesh) -> list[tuple[Layout, Layout | None]]:
 
     if mesh.ndim == 1:
         nodes, edges = SHARDINGS[mesh.size()]
-        node_cut = of([Shard(0)], (NODES,), nodes)
-        return [(node_cut, of([Shard(0)], (EDGES,), edges)), (node_cut, None)]
+        node_layout = of([Shard(0)], (NODES,), nodes)
+        return [(node_layout, of([Shard(0)], (EDGES,), edges)), (node_layout, None)]
     nodes, edges = SHARDINGS[2]
     one, other = [Shard(0), Replicate()], [Replicate(), Shard(0)]
     nested = of([Shard(0), Shard(0)], (NODES,), SHARDINGS[4][0])

@@ -53,11 +53,11 @@ MATMULS = [
 
 
 def matmuls():
-    for (left, cut_left), (right, cut_right), nbytes, placed in MATMULS:
-        a, full_a = sharded(left, [cut_left])
-        b, full_b = sharded(right, [cut_right])
+    for (left, left_shard), (right, right_shard), nbytes, placed in MATMULS:
+        a, full_a = sharded(left, [left_shard])
+        b, full_b = sharded(right, [right_shard])
         out, count = sent(lambda a=a, b=b: a @ b)
-        message = f"{left} {cut_left} @ {right} {cut_right}: {count} bytes, {out._layout}"
+        message = f"{left} {left_shard} @ {right} {right_shard}: {count} bytes, {out._layout}"
         assert count == nbytes, f"{message}; should be {nbytes}"
         assert out.placements == (placed,), message
         torch.testing.assert_close(out.full_tensor(), full_a @ full_b)

@@ -8,7 +8,7 @@ from tests.harness import T, case, double_backward, raises
 FEW = {"layouts": 5}
 NO_PARTIAL = {"try_partial": False}
 BUFFERS = T(4, grad=False, shard_dims=()), T(4, fill="positive", grad=False, shard_dims=())
-CUT_BUFFERS = T(4, grad=False), T(4, fill="positive", grad=False)
+SHARDED_BUFFERS = T(4, grad=False), T(4, fill="positive", grad=False)
 
 
 def named(name: str, fn):
@@ -141,9 +141,9 @@ CASES = [
     case(F.batch_norm, T(5, 4), None, None, T(4), None, True),
     case(F.batch_norm, T(5, 4, 2, 2), None, None, None, T(4), True, options=FEW),
     case(tracking(F.batch_norm, training=True), T(5, 4, 3), *BUFFERS, T(4), T(4)),
-    case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *CUT_BUFFERS, options=NO_PARTIAL),
+    case(tracking(F.batch_norm, training=True, momentum=0.3), T(2, 4, 3, 2), *SHARDED_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.batch_norm, training=False), T(5, 4, 3), *BUFFERS, T(4), T(4)),
-    case(F.batch_norm, T(5, 4, 3), *CUT_BUFFERS, T(4), T(4)),
+    case(F.batch_norm, T(5, 4, 3), *SHARDED_BUFFERS, T(4), T(4)),
     case(
         F.batch_norm,
         T(1, 4),
@@ -174,7 +174,7 @@ CASES = [
     case(F.batch_norm, T(0, 4, 3), None, None, T(4), None, True, options=FEW),
     case(torch.batch_norm, T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),
     case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), None, None, True, 0.1, 0.1),
-    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), *CUT_BUFFERS, False, 0.1, 0.1, options=FEW),
+    case(first(torch.native_batch_norm), T(5, 4, 3), T(4), T(4), *SHARDED_BUFFERS, False, 0.1, 0.1, options=FEW),
     case(
         lambda x, w: F.batch_norm(x.flatten(2), None, None, w, None, True),
         T(2, 4, 3, 2),
@@ -189,7 +189,7 @@ CASES = [
     case(F.instance_norm, T(2, 4, 3, 2)),
     case(F.instance_norm, T(3, 4, 5), weight=T(4), options=FEW),
     case(tracking(F.instance_norm), T(3, 4, 5), *BUFFERS, T(4), T(4)),
-    case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *CUT_BUFFERS, options=NO_PARTIAL),
+    case(tracking(F.instance_norm, momentum=0.3), T(3, 4, 5), *SHARDED_BUFFERS, options=NO_PARTIAL),
     case(tracking(F.instance_norm, use_input_stats=False), T(3, 4, 5), *BUFFERS, T(4), T(4)),
     case(F.instance_norm, T(3, 4, 1), options=FEW | raises(ValueError, "Expected more than 1 spatial element")),
     case(torch.instance_norm, T(3, 4, 5), T(4), T(4), None, None, True, 0.1, 0.1, False, options=FEW),

@@ -97,7 +97,7 @@ def test_modules(name):
 FAR = {
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (4, 6, 40, 30)),
     "group_norm": (lambda x: F.group_norm(x, 2), (4, 6, 40, 30)),
-    "group_norm with cut groups": (lambda x: F.group_norm(x.transpose(1, 2), 2), (4, 20, 6, 30)),
+    "group_norm with groups split between ranks": (lambda x: F.group_norm(x.transpose(1, 2), 2), (4, 20, 6, 30)),
     "instance_norm": (lambda x: F.instance_norm(x), (4, 6, 40, 30)),
     "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), (40, 6, 40, 10)),
 }
@@ -171,7 +171,7 @@ SENT = {
         [(0, 1), (0, 1), (0, 1)],
     ),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(1, 1), (0, 1), (0, 1)]),
-    "group_norm with cut groups": (lambda x, w, b: F.group_norm(x, 3, w, b), [(1, 1), (1, 2), (0, 1)]),
+    "group_norm with groups split between ranks": (lambda x, w, b: F.group_norm(x, 3, w, b), [(1, 1), (1, 2), (0, 1)]),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), [(1, 1), (0, 1), (0, 1)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [(0, 1), (0, 1), (0, 1)]),
     "layer_norm of planes": (

@@ -16,8 +16,8 @@ from tests.harness import local_shard, world_mesh
 TABLE = {
     "sum": (lambda x, t: x.sum(0), 0, 0),
     "mean": (lambda x, t: x.mean(), 1, 0),  # a single number: its sum starts at once
-    "sum of an uncut dim": (lambda x, t: x.sum(1), 0, 0),
-    "max of an uncut dim": (lambda x, t: x.max(1)[0], 0, 0),
+    "sum of an unsharded dim": (lambda x, t: x.sum(1), 0, 0),
+    "max of an unsharded dim": (lambda x, t: x.max(1)[0], 0, 0),
     "count_nonzero": (lambda x, t: x.count_nonzero(), 1, 0),
     "prod": (lambda x, t: x.prod(0), 1, 0),
     "any": (lambda x, t: (x > 0).any(0), 1, 0),
@@ -38,7 +38,7 @@ TABLE = {
     "cosine_similarity": (lambda x, t: F.cosine_similarity(x, x.detach(), 0), 1, 1),
     "mse_loss": (lambda x, t: F.mse_loss(x, x.detach() + 1), 1, 0),
     "cross_entropy": (lambda x, t: F.cross_entropy(x, t), 1, 0),
-    "cross_entropy over cut classes": (lambda x, t: F.cross_entropy(x.T, t[:5]), 3, 1),
+    "cross_entropy over sharded classes": (lambda x, t: F.cross_entropy(x.T, t[:5]), 3, 1),
 }
 ROWS = 8
 

@@ -18,7 +18,7 @@ ROW = 3 * 4 * 8  # bytes of a row of the field below: three channels, four colum
 TABLE = {
     "max, windows inside": (lambda x: F.max_pool2d(x, 2), (4, 4), (0, 0), (0, 0)),
     "average, windows inside": (lambda x: F.avg_pool2d(x, 2), (6, 2), (0, 0), (0, 0)),
-    "max, windows over an odd cut": (lambda x: F.max_pool2d(x, 2), (3, 5), (0, ROW), (ROW, 0)),
+    "max, windows across an odd shard boundary": (lambda x: F.max_pool2d(x, 2), (3, 5), (0, ROW), (ROW, 0)),
     "max, stride 1": (lambda x: F.max_pool2d(x, 3, 1, 1), (4, 4), (ROW, ROW), (ROW, ROW)),
     "max, stride 2": (lambda x: F.max_pool2d(x, 3, 2, 1), (4, 4), (ROW, 0), (0, ROW)),
     "max with indices": (

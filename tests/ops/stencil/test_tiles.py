@@ -168,7 +168,7 @@ def attention_then_convolution(rows, columns) -> list[str]:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [((4, 4), (3, 3)), ((5, 2), (1, 4)), ((6, 0), (2, 3))])
-def test_attention_lies_as_its_queries(rows, columns):
+def test_attention_has_the_layout_of_its_queries(rows, columns):
     assert sum(run_on_ranks(attention_then_convolution, 4, rows, columns), []) == []
 
 
@@ -227,7 +227,7 @@ def test_every_resolution_keeps_the_proportions_of_the_field(shard_sizes):
     for sizes, wrong, moved in run_on_ranks(resolutions, len(shard_sizes), shard_sizes, 5):
         assert wrong < 1e-10
         assert sizes[0] == sizes[-1] and moved == 0  # skip connections meet without communication
-        assert sizes[1:5] == sizes[-2:-6:-1]  # down and up alike
+        assert sizes[1:5] == sizes[-2:-6:-1]  # the same sizes down and up
         for level in sizes:
             scale = sum(level) / total
             bounds = [(sum(level[:i]), sum(shard_sizes[:i]) * scale) for i in range(len(level))]
