@@ -8,6 +8,8 @@ docs/architecture.md lists the patches; a test compares that list with `patches`
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +59,55 @@ class Patch:
         self.before = self.after = None
 
 
+class CodePatch:
+    """A Python function of torch, whose code is replaced: modules that imported its name call the replacement too.
+
+    path: dotted name of the function. Its module may be imported later: the function is replaced with the first Layout
+    that is made after that.
+    make: called with a function that has torch's code, and its module; returns the replacement.
+    """
+
+    def __init__(self, path: str, make: Callable[[Any, Any], Callable], reason: str):
+        self.path, self.make, self.reason = path, make, reason
+        self.module, self.name = path.rsplit(".", 1)
+        self.after: Any = None  # (function, its code and defaults before), while replaced
+
+    @property
+    def pending(self) -> bool:
+        return self.after is None and self.module in sys.modules
+
+    def install(self) -> None:
+        """Replace the code of the function if its module is imported."""
+        if not self.pending:
+            return
+        module = sys.modules[self.module]
+        function = getattr(module, self.name, None)
+        if not isinstance(function, types.FunctionType):
+            return  # the module is being imported
+        plain = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
+        plain.__kwdefaults__ = function.__kwdefaults__
+        plain.__annotations__ = function.__annotations__
+        run = self.make(plain, module)
+        before = (function.__code__, function.__defaults__, function.__kwdefaults__)
+
+        def call(*args, **kwargs):
+            return call_replacement(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+        # A function's code looks names up in the module of the function.
+        vars(module)["call_replacement"] = run
+        function.__code__, function.__defaults__, function.__kwdefaults__ = call.__code__, None, None
+        self.after = (function, before)
+
+    def uninstall(self) -> None:
+        """Put torch's code back."""
+        if self.after is None:
+            return
+        function, before = self.after
+        function.__code__, function.__defaults__, function.__kwdefaults__ = before
+        del function.__globals__["call_replacement"]
+        self.after = None
+
+
 class SafeGlobals:
     """Functions of shardfield that `torch.load` may call with `weights_only=True`, its default."""
 
@@ -86,31 +137,42 @@ class SafeGlobals:
 
 
 class Patches:
-    """All declared patches; `installed` says whether they are in place."""
+    """All declared patches."""
 
     def __init__(self, *patches: SafeGlobals) -> None:
-        self.installed = False
-        self._all: list[Patch | SafeGlobals] = list(patches)
+        self._installed = False
+        self._all: list[Patch | CodePatch | SafeGlobals] = list(patches)
+        self._of_code: list[CodePatch] = []  # those that may have to wait for an import
 
-    def __iter__(self) -> Iterator[Patch | SafeGlobals]:
+    def __iter__(self) -> Iterator[Patch | CodePatch | SafeGlobals]:
         return iter(self._all)
+
+    @property
+    def installed(self) -> bool:
+        """Whether all patches of imported modules are in place."""
+        return self._installed and not any(patch.pending for patch in self._of_code)
 
     def declare(self, path: str, make: Callable[[Any], Any], reason: str) -> None:
         """Add a patch. It is installed with the first Layout."""
         self._all.append(Patch(path, make, reason))
-        self.installed = False
+        self._installed = False
+
+    def declare_code(self, path: str, make: Callable[[Any, Any], Callable], reason: str) -> None:
+        """Add a patch of a function's code. It is installed with the first Layout after the import of its module."""
+        self._of_code.append(CodePatch(path, make, reason))
+        self._all.append(self._of_code[-1])
 
     def install(self) -> None:
         """Install the declared patches that are not in place."""
         for patch in self._all:
             patch.install()
-        self.installed = True
+        self._installed = True
 
     def uninstall(self) -> None:
         """Put torch's attributes back, newest first."""
         for patch in reversed(self._all):
             patch.uninstall()
-        self.installed = False
+        self._installed = False
 
 
 safe_globals = SafeGlobals()
@@ -206,4 +268,30 @@ def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], Non
         "torch.nn.Module._maybe_warn_non_full_backward_hook",
         make,
         "`register_backward_hook` would see gradients of a local call: refused for ShardTensors",
+    )
+
+
+def replace_flex_attention(call: Callable, kind: type) -> None:
+    """Declare the patch by which `flex_attention` of tensors of `kind` calls `call(plain, module, *args, **kwargs)`.
+
+    `call` must not be traced by a compiler.
+
+    torch 2.11-2.15: the function compiles itself before any tensor's override is called. Can go when it honors
+    `__torch_function__`.
+    """
+
+    def make(plain: Callable, module: Any) -> Callable:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            # Compilers trace calls of plain tensors: nothing but types may be read here.
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, kind):
+                    return call(plain, module, *args, **kwargs)
+            return plain(*args, **kwargs)
+
+        return replacement
+
+    patches.declare_code(
+        "torch.nn.attention.flex_attention.flex_attention",
+        make,
+        "it compiles itself before any override is called; names imported from its module must reach the rule too",
     )

@@ -80,7 +80,7 @@ def sdpa(
                 key, value = autograd_collectives.gather_all_replicate_in([key, value], dim, sizes, group)
             else:
                 move = partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=sizes, group=group)
-                key, value = _exchange_kv(move, key, value)
+                key, value = exchange_kv(move, key, value)
         if is_local:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
@@ -190,7 +190,7 @@ def _has_empty_shard(layout: Layout) -> bool:
     return any(min((*f.shard_sizes, f.size), default=1) == 0 for d in layout.dims for f in d)
 
 
-def _exchange_kv(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def exchange_kv(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Apply `move` to keys and values, in one message if their shapes allow it."""
     if key.shape[:-1] != value.shape[:-1] or key.dtype != value.dtype:
         return move(key), move(value)
@@ -300,7 +300,7 @@ class _BlockwiseAttention:
         for e in self.exchanges:
             q = autograd_collectives.exchange(q, e.forward_route, e.group)
         for e in self.key_exchanges:
-            k, v = _exchange_kv(partial(autograd_collectives.exchange, route=e.forward_route, group=e.group), k, v)
+            k, v = exchange_kv(partial(autograd_collectives.exchange, route=e.forward_route, group=e.group), k, v)
         head_index = key = None
         if self.dropout is not None:
             key = draw_key(self.lead.mesh)

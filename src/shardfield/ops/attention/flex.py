@@ -1,0 +1,345 @@
+"""`torch.nn.attention.flex_attention` on sharded tensors: `score_mod` and `mask_mod` receive global indices.
+
+Queries stay on their ranks. A rank receives the keys and values that the block mask allows its queries to read: a
+sliding window receives a halo, a dense mask all keys. Scores are computed like those of torch's own eager form.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+
+from ... import runtime
+from ..._compat import base_and_version, dynamo_disable
+from ..._compat.patches import replace_flex_attention
+from ...comm import autograd_collectives
+from ...comm.route import Route, RowRequest, fetch_route
+from ...debug import explain
+from ...dispatch.arguments import map_tensors, mesh_of
+from ...dispatch.plan import Operand, Plan
+from ...dispatch.registry import rule
+from ...errors import ShardingError
+from ...layout import DimSharding, Layout, Span, balanced, shard_sizes_of, starts
+from ...tensor import ShardTensor, torch_function
+from .._common.together import empty_result_of, together
+from .sdpa import exchange_kv
+
+SEQUENCE = 2  # operands are (batch, heads, sequence, features)
+
+
+def call_flex(plain: Callable, module: types.ModuleType, *args: Any, **kwargs: Any) -> Any:
+    """Run the rule if a query, key or value is a ShardTensor, else torch's function `plain` of `module`."""
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    a = given.arguments
+    query, key, value = a["query"], a["key"], a["value"]
+    if mesh_of((query, key, value), None) is None:
+        return plain(*args, **kwargs)
+    mask, aux, wants_lse = a["block_mask"], a.get("return_aux"), a["return_lse"]
+    if wants_lse and aux is not None:
+        raise ValueError("Cannot specify both return_lse and return_aux")
+    _check(query, key, value, mask, a["enable_gqa"], module)
+    mods = Mods(a["score_mod"], None if mask is None else mask.mask_mod, None if mask is None else BlockTable.of(mask))
+    scale = 1 / math.sqrt(query.shape[-1]) if a["scale"] is None else a["scale"]
+    out, lse, largest = torch_function(ShardTensor, attend, (), (query, key, value, mods.captured(), mods, scale), {})
+    if aux is not None:
+        return out, module.AuxOutput(lse=lse if aux.lse else None, max_scores=largest if aux.max_scores else None)
+    return (out, lse) if wants_lse else out
+
+
+def _check(query: Any, key: Any, value: Any, mask: Any, gqa: bool, module: types.ModuleType) -> None:
+    """Raise torch's errors for invalid calls; only global shapes are read, so that all ranks raise alike."""
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or key.shape[:2] != value.shape[:2]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(f"Expect query and key/value to have the same embedding dimension and length but got {shapes}")
+    heads, key_heads, samples = query.shape[1], key.shape[1], query.shape[0]
+    if heads != key_heads and not gqa:
+        raise ValueError(
+            f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={key_heads}"
+        )
+    if heads % max(key_heads, 1):
+        raise ValueError(
+            f"Expect number of query heads to be a multiple of kv heads for GQA but got Hq={heads} and Hkv={key_heads}"
+        )
+    if samples != key.shape[0] and (mask is None or key.shape[0] != 1):
+        raise ValueError(
+            f"Expect query and key/value to have the same batch size but got Bq={samples}, Bkv={key.shape[0]}"
+        )
+    if mask is None:
+        return
+    if (query.shape[-2], key.shape[-2]) != tuple(mask.shape[-2:]):
+        raise ValueError(
+            f"block_mask was created for block_mask.shape={mask.shape} but got q_len={query.shape[-2]} and "
+            f"kv_len={key.shape[-2]}"
+        )
+    if mask.mask_mod is module.noop_mask and not bool(mask.to_dense().all()):
+        raise ShardingError(
+            "flex_attention: this block mask leaves blocks out and has no mask_mod. Only a mask_mod can be evaluated "
+            "for the shards of a sequence; make the mask by create_block_mask"
+        )
+
+
+# ---------------------------------------------------------------------- functions of the user
+
+
+class BlockTable(NamedTuple):
+    """Which blocks of keys some query of a block of rows reads, over all samples and heads."""
+
+    visible: Tensor  # (blocks of rows, blocks of keys), bool, on the CPU
+    rows: int
+    keys: int
+
+    @staticmethod
+    def of(mask: Any) -> BlockTable:
+        """Return the table of a block mask; it is kept as long as the mask is alive and not written."""
+
+        def make() -> BlockTable:
+            return BlockTable(mask.to_dense().bool().any(0).any(0).cpu(), *mask.BLOCK_SIZE)
+
+        found = base_and_version(mask.kv_indices)
+        if found is None:
+            return make()
+        base, version = found
+        table = runtime.active.exchange_lists
+        entry = table.get(base)
+        if entry is None or entry[0] != version:
+            entry = table[base] = (version, {})
+        if "flex" not in entry[1]:
+            entry[1]["flex"] = make()
+        return entry[1]["flex"]
+
+    def columns(self, first: int, stop: int, size: int) -> Span:
+        """Return the range of keys that the rows `first` to `stop` read: at least one, of `size`."""
+        used = self.visible[first // self.rows : -(-stop // self.rows)].any(0).nonzero().flatten().tolist()
+        if first >= stop or not used:
+            return Span(0, min(1, size))
+        return Span(used[0] * self.keys, min((used[-1] + 1) * self.keys, size))
+
+
+class Mods:
+    """The functions that a call passes: of scores, and of the mask. Not hashable, so that no plan holds them."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, score_mod: Callable | None, mask_mod: Callable | None, blocks: BlockTable | None):
+        self.score_mod, self.mask_mod, self.blocks = score_mod, mask_mod, blocks
+        self.originals: list[Tensor] = []
+
+    def captured(self) -> list[Tensor]:
+        """Return the tensors that the functions read and that have gradients or shards.
+
+        Each function is called once for one score: every rank finds the same tensors, also with an empty shard.
+        """
+        index = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
+        score = torch.zeros(())
+        with torch.no_grad(), _Finder([score, *index]) as finder:
+            if self.score_mod is not None:
+                self.score_mod(score, *index)
+            if self.mask_mod is not None:
+                self.mask_mod(*index)
+        self.originals = finder.found
+        return list(finder.found)
+
+    def scores(self, scores: Tensor, offsets: Sequence[int], captured: Sequence[Tensor]) -> Tensor:
+        """Return the scores of local rows and columns after both functions; masked ones are -inf."""
+        index = [torch.arange(o, o + n, device=scores.device) for o, n in zip(offsets, scores.shape, strict=True)]
+        with _Substitution(self.originals, captured):
+            modified = scores if self.score_mod is None else _vectorized(self.score_mod, 1)(scores, *index)
+            if self.mask_mod is None:
+                return modified
+            allowed = _vectorized(self.mask_mod, 0)(*index)
+        return modified.masked_fill(~allowed, -math.inf)
+
+
+def _vectorized(function: Callable, scores: int) -> Callable:
+    """Return the function of a score's indices as one of vectors of them; `scores` counts leading score arguments."""
+    for dim in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=(0,) * scores + tuple(0 if d == dim else None for d in range(4)))
+    return function
+
+
+class _ScalarIndex(TorchFunctionMode):
+    """Inside a function of the user, `table[b, h]` with scalar tensors looks a value up without reading them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = map_tensors(args, self.replace)
+        if func is Tensor.__getitem__:
+            source, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Tensor) for i in index) and all(isinstance(i, (Tensor, int)) for i in index):
+                return self.seen(
+                    torch.ops.aten.index(source, [torch.as_tensor(i, device=source.device) for i in index])
+                )
+        return self.seen(func(*args, **(kwargs or {})))
+
+    def replace(self, value: Any) -> Any:
+        return value
+
+    def seen(self, result: Any) -> Any:
+        return result
+
+
+class _Finder(_ScalarIndex):
+    """Collects the tensors that a function reads beside its arguments, if they have gradients or shards."""
+
+    def __init__(self, arguments: Sequence[Tensor]):
+        super().__init__()
+        self.made = list(arguments)
+        self.found: list[Tensor] = []
+
+    def replace(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or any(value is t for t in self.made):
+            return value
+        if isinstance(value, ShardTensor) or value.requires_grad:
+            if not any(value is t for t in self.found):
+                self.found.append(value)
+            # what the function computes from it is only looked at for its type
+            value = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            self.made.append(value)
+        return value
+
+    def seen(self, result: Any) -> Any:
+        self.made += [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, Tensor)]
+        return result
+
+
+class _Substitution(_ScalarIndex):
+    """Replaces the captured tensors by this rank's local ones, whose gradients are summed over the ranks."""
+
+    def __init__(self, originals: Sequence[Tensor], local: Sequence[Tensor]):
+        super().__init__()
+        self.pairs = list(zip(originals, local, strict=True))
+
+    def replace(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            for original, local in self.pairs:
+                if value is original:
+                    return local
+        return value
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def attend(query, key, value, captured, mods, scale):
+    """Stand for torch's function in the registry: the rule below is registered for it."""
+    raise NotImplementedError
+
+
+@rule(attend, exact=True)
+def flex_attention(query: Operand, key: Operand, value: Operand, captured, mods: Mods, scale):
+    """Compute each rank's rows: they receive the keys that the block mask shows them."""
+    group = query.shape[1] // max(key.shape[1], 1)
+    rows = _query_layout(query, key, value, group)
+    keys = _key_layout(rows, key, group)
+    values = keys.with_dim(3, DimSharding(value.shape[3]))
+    fetch = _plan_fetch(rows, keys, mods.blocks)
+    offsets = [*(rows.span(d).start for d in range(3)), fetch.start]
+    lead = rows.dims[:3]
+    outputs = [Layout.make(rows.mesh, dims) for dims in ([*lead, (DimSharding(value.shape[3]),)], lead, lead)]
+
+    def local(query, key, value, captured):
+        explain.record_outcome(f"rule: {fetch.summary}")
+        if fetch.route is not None:
+            key, value = exchange_kv(
+                partial(autograd_collectives.exchange, route=fetch.route, group=fetch.group), key, value
+            )
+        query, key, value, *captured = together([query, key, value, *captured])
+        if not query.numel():
+            sources = [query, key, value, *captured]
+            shapes = [x.local_shape for x in outputs]
+            kinds = (query.dtype, _precision(query), _precision(query))
+            out, lse, largest = (
+                empty_result_of(sources, shape, kind, query) for shape, kind in zip(shapes, kinds, strict=True)
+            )
+            return out, lse, largest.detach()
+        return _compute(query, key, value, mods, offsets, captured, scale, group)
+
+    operands: Any = {"query": rows, "key": keys, "value": values}
+    operands["captured"] = [Layout.replicate(rows.mesh, c.shape) for c in captured]
+    return Plan(local=local, layout=outputs, operands=operands)
+
+
+def _precision(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
+def _compute(query, key, value, mods, offsets, captured, scale, group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, the log-sum-exp and the largest score of each row, in the precision of torch's eager form."""
+    dtype = _precision(query)
+    key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
+    scores = (query.to(dtype) @ key.to(dtype).mT) * scale
+    scores = mods.scores(scores, offsets, captured)
+    largest = scores.detach().amax(-1)
+    hidden = largest == -math.inf
+    # a row without keys has weights of zero, and no gradient that is not a number
+    lse = scores.masked_fill(hidden[..., None], 0).logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(hidden[..., None], 0)
+    return weights.to(query.dtype) @ value.to(query.dtype), lse.masked_fill(hidden, -math.inf), largest
+
+
+def _query_layout(query: Operand, key: Operand, value: Operand, group: int) -> Layout:
+    """Return the layout of the rows: axes that shard features, or keys only, shard the sequence."""
+    layout = query.layout
+    batch, heads, (sequence,) = layout.dims[0], layout.dims[1], layout.dims[SEQUENCE]
+    if group > 1 and any(n % group for f in heads for n in f.shard_sizes):
+        heads = (DimSharding(query.shape[1]),)  # a shard would end inside a group
+    kept = {a for f in (*batch, *heads, sequence) for a in f.axes}
+    others = {a for x in (layout, key.layout, value.layout) for a in x.shard_axes} - kept
+    if others:
+        axes = tuple(sorted({*sequence.axes, *others}))
+        parts = math.prod(layout.mesh.size(a) for a in axes)
+        sequence = DimSharding(sequence.size, axes, balanced(sequence.size, parts))
+    return Layout.make(layout.mesh, [batch, heads, (sequence,), (DimSharding(query.shape[3]),)])
+
+
+def _key_layout(rows: Layout, key: Operand, group: int) -> Layout:
+    """Return the layout in which keys enter: samples and heads as the rows, the sequence sharded or replicated."""
+    batch = rows.dims[0] if key.shape[0] == rows.shape[0] else (DimSharding(key.shape[0]),)
+    heads = tuple(DimSharding(f.size // group, f.axes, tuple(n // group for n in f.shard_sizes)) for f in rows.dims[1])
+    (sequence,) = key.layout.dims[SEQUENCE]
+    if (
+        key.layout.nontrivial_axes(sequence.axes) != rows.nontrivial_axes(rows.axes_of(SEQUENCE))
+        or len(sequence.axes) != 1
+    ):
+        sequence = DimSharding(key.shape[SEQUENCE])
+    return Layout.make(rows.mesh, [batch, heads, (sequence,), (DimSharding(key.shape[3]),)])
+
+
+class _Fetch(NamedTuple):
+    """How this rank receives its keys. `start`: global index of the first one that it then has."""
+
+    route: Route | None
+    group: ProcessGroup | None
+    start: int
+    summary: str
+
+
+def _plan_fetch(rows: Layout, keys: Layout, blocks: BlockTable | None) -> _Fetch:
+    (sharding,) = keys.dims[SEQUENCE]
+    if not keys.is_sharded(SEQUENCE):
+        return _Fetch(None, None, 0, "keys gathered" if rows.is_sharded(SEQUENCE) else "local")
+    (axis,), size = sharding.axes, sharding.size
+    (of_rows,) = rows.dims[SEQUENCE]
+    row_sizes = shard_sizes_of(of_rows)
+    spans = [Span(0, size)] * len(row_sizes)
+    if blocks is not None:
+        spans = [blocks.columns(s, s + n, size) for s, n in zip(starts(row_sizes), row_sizes, strict=True)]
+    requests = [[RowRequest(s.start, s.stop - s.start)] for s in spans]
+    coord = rows.coords[axis]
+    route = fetch_route(SEQUENCE, sharding.shard_sizes, coord, requests, [s.stop - s.start for s in spans])
+    summary = "keys gathered" if all(s == Span(0, size) for s in spans) else "halo of keys"
+    return _Fetch(route, keys.mesh.get_group(axis), spans[coord].start, summary)
+
+
+replace_flex_attention(dynamo_disable(call_flex), ShardTensor)
