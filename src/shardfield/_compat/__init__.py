@@ -71,8 +71,7 @@ foreach_copy_ = torch._foreach_copy_
 same_memory = torch._C._is_alias_of
 
 
-# torch 2.11-2.15: the types of `torch.ops.lib.op`, which stands for all its overloads, and of one overload. No public
-# names.
+# torch 2.11-2.15: the types of `torch.ops.lib.op`, which has all its overloads, and of one overload. No public names.
 OpOverloadPacket: Any = type(torch.ops.aten.add)
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 
@@ -101,7 +100,8 @@ def is_foreign_thread(thread: threading.Thread) -> bool:
 def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside a FunctionalTensor of AOTAutograd; any other tensor itself.
 
-    torch 2.11-2.15: `FunctionalTensor` wraps each view anew; inner tensors share memory as views do. No public name.
+    torch 2.11-2.15: `FunctionalTensor` wraps each view separately; inner tensors share memory as views do. No public
+    name.
     """
     return getattr(tensor, "elem", tensor)
 

@@ -55,9 +55,10 @@ def compile(
     "overlap": collectives start early and are waited for late, with computation in between.
 
     `graphs`: after a few calls the forward and the backward program of a combination are captured as CUDA graphs,
-    messages included, and launched as a whole from then on. They are captured again if the parameters get another place
-    in memory. What a graph cannot contain is refused: another device than CUDA, messages staged through host memory,
-    checks of values on the host. With `fullgraph=False` such a program runs without graphs, with a warning.
+    messages included, and each is launched by one call from then on. They are captured again if the parameters move in
+    memory. A program that a graph cannot contain is refused: on a device other than CUDA, with messages staged through
+    host memory, with checks of values on the host. With `fullgraph=False` such a program runs without graphs, with a
+    warning.
     """
     if dynamic:
         raise ValueError("compile: dynamic shapes are not supported, since a trace fixes layouts: leave dynamic=False")

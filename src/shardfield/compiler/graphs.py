@@ -113,7 +113,7 @@ def find_host_reads(call: Callable[[], T]) -> tuple[T, str | None]:
 
 
 class HoldInputs(DispatchMode):
-    """Keep the memory of tensors alive that calls read and did not make: those that a module caches, for example."""
+    """Keep alive the memory of tensors that calls read but did not create, for example those that a module caches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class StepGraph:
 
     The function may do anything that a graph can contain: forward, backward, the optimizer. All that it reads other
     than its arguments must keep its place in memory, and it returns plain tensors. If a graph cannot contain it,
-    `refused` is the reason, on all ranks, and the function is called as it is.
+    `refused` is the reason, on all ranks, and the function is called without a graph.
     """
 
     def __init__(self, function: Callable[..., Any], groups: Sequence[ProcessGroup] = ()):
@@ -242,14 +242,14 @@ def _static_copy(leaf: Any) -> Any:
 
 
 class Lease:
-    """Lives until the backward of a launch has run or cannot run any more: until then there is no other launch."""
+    """Alive until the backward of a launch has run or can no longer run; no other launch happens before that."""
 
 
 class ProgramGraph:
     """Run a compiled program of local tensors as two CUDA graphs, forward and backward, with gradients.
 
     `state` is the number of its first inputs, the tensors of modules, which are used where they are; `written` are the
-    inputs that it writes. A call during whose forward the backward of an earlier call is still possible runs as it is.
+    inputs that it writes. A call runs without a graph while the backward of an earlier call can still run.
     """
 
     def __init__(

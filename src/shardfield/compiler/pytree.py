@@ -43,7 +43,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Rebuild the tree that `flatten` took apart, with these leaves."""
+    """Rebuild the tree of `flatten` with these leaves."""
     if not isinstance(spec, DataclassSpec):
         return tree_unflatten(leaves, spec)
     rest = iter(leaves)

@@ -54,7 +54,7 @@ class TraceConsensus:
         self._check_all_groups(PROGRAM)
 
     def report_failure(self, needs_values: bool, user_error: bool, reason: str) -> str:
-        """Tell all ranks that this rank has no program. Return a reason of one of the ranks that failed first.
+        """Notify all ranks that this rank has no program. Return a reason of one of the ranks that failed first.
 
         needs_values: the trace failed because it reads tensor values. user_error: the callable itself raised.
         """

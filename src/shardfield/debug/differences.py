@@ -57,10 +57,10 @@ def max_abs(value: Any) -> float:
 
 
 def relative_error(value: Any, wanted: Any, floor: float = 0.0) -> float:
-    """Return the largest difference of finite numbers over the largest of them, which is at least `floor`.
+    """Return the largest difference of finite numbers, divided by the largest of them or by `floor` if that is larger.
 
-    inf if a value is missing, of another shape or dtype, or if other numbers than finite ones differ: a nan must be a
-    nan, an infinity the same infinity, an integer or bool the same.
+    inf if a value is missing or has another shape or dtype, or if values that are not finite numbers differ: a nan must
+    be a nan, an infinity the same infinity, an integer or bool the same.
     """
     value = value.full_tensor() if isinstance(value, ShardTensor) else value
     if value is None or wanted is None:

@@ -30,7 +30,7 @@ def strict() -> Iterator[None]:
 
 
 class Unreported:
-    """The observer inside `strict()` alone: calls are examined and not reported."""
+    """The observer while `strict()` is active without `explain()`: it examines calls and reports nothing."""
 
     _row = _outer = None
 
@@ -59,7 +59,7 @@ def record_outcome(kind: str, nested: bool = False) -> None:
 def record_lost(axes: dict[str, int]) -> bool:
     """Record the mesh axes over which the current call lost a sharding: name -> bytes that each rank has instead.
 
-    Return False if the call has gathered, and so has been recorded.
+    Return False if the call gathered its operands: it is then recorded as a gather.
     """
     observer = runtime.active.observer
     row = None if observer is None else observer._row

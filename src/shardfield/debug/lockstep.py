@@ -44,9 +44,9 @@ _COMPARABLE_TYPES = (
 def lockstep() -> Iterator[None]:
     """Compare every torch call on ShardTensors over all ranks before it runs; each takes one small message.
 
-    So are `redistribute`, `full_tensor` and reads of values that communicate. If ranks differ in the function, the
-    layouts or other arguments, all of them raise a ShardingError that shows the call of each rank. All ranks must enter
-    the context, or none. Backward is not checked.
+    `redistribute`, `full_tensor` and reads of values that communicate are compared too. If ranks differ in the
+    function, the layouts or other arguments, all of them raise a ShardingError that shows the call of each rank. All
+    ranks must enter the context, or none. Backward is not checked.
     """
     with runtime.observing(observer=_Lockstep(runtime.active.observer)):
         yield

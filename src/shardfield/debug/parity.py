@@ -128,12 +128,13 @@ def check(
 
     On every rank outputs, the gradients of a random weighting of them for inputs and parameters, and the buffers
     afterwards are compared; after `steps` of gradient descent the parameters and buffers too. Finite numbers may differ
-    by `tolerance` relative to the largest (1e-9 in float64, 1e-5 in float32), or by ten times the noise of one device,
-    which a second run that rounds differently shows. If outputs differ, the report names the first submodule whose
-    output does. It also has the gathers and lost shardings, and how the ranks share the work.
+    by `tolerance` relative to the largest (1e-9 in float64, 1e-5 in float32), or by ten times the rounding noise of one
+    device, which a second run that rounds differently measures. If outputs differ, the report names the first submodule
+    whose output differs. The report also lists gathers, lost shardings, and how the ranks share the work.
 
     The model is in training mode except for dropout and stochastic depth, whose random numbers are not those of one
-    device. If it still draws random numbers, it is compared with the same field replicated, which draws the same.
+    device. If it still draws random numbers, it is compared with a run on the replicated field, which draws the same
+    numbers.
 
         parity = shardfield.check("mymodel:make", (1, 3, 64, 96), (2, 2))
         print(parity)

@@ -1,4 +1,4 @@
-"""Measure the rounding noise of a model: run it with the sums of its linear operators rounded otherwise.
+"""Measure the rounding noise of a model: run it with the sums of its linear operators rounded differently.
 
 A sharded model adds in another order than one device, so the two differ by rounding. How much that is depends on the
 model. A run whose matrix products, convolutions, sums and transforms are rounded differently shows it on one device.

@@ -2,7 +2,7 @@
 
 The work of matrix products, convolutions and attention is their FLOPs, as `torch.utils.flop_counter` counts them, of a
 Fourier transform 5 n log2(n) for each line of n numbers, and of every other op one for each element of its largest
-tensor. Views and uninitialized tensors are no work, nor are messages.
+tensor. Views, uninitialized tensors and messages do not count.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from ..comm import transport
 from ..debug import explain
 from .memory import Memory
 
-PARAMETERS = "(parameters)"  # stands for the module of messages of FSDP, DDP and the optimizer
-OUTSIDE_MODULES = "(loss)"  # stands for the module of messages outside any module
+PARAMETERS = "(parameters)"  # module name for the messages of FSDP, DDP and the optimizer
+OUTSIDE_MODULES = "(loss)"  # module name for messages outside any module
 
 
 class Work(NamedTuple):

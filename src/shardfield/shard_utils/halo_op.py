@@ -1,6 +1,6 @@
 """Halo padding as one operator of torch.compile: the exchange runs inside it, and its shape follows from local sizes.
 
-The traced program knows this rank's sizes alone. Unless the shard sizes are stated, it assumes that every shard is as
+The traced program contains only this rank's sizes. Unless the shard sizes are stated, it assumes that every shard is as
 wide as the halo; the operator exchanges the sizes when it runs, and raises on all ranks if one is narrower.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .halo import HaloConfig
 
 # The groups of the halo's axis and (or "") of the longitudes' axis, then the parts of the config, then how many cells
-# the block gets in front and behind.
+# the block gets before and after it.
 ARGS = (
     "str group, str pole_group, int dim, int halo, int edge, str boundary, int[]? lengths, int pole, SymInt front, "
     "SymInt back"

@@ -35,7 +35,7 @@ def autocast_to_fp32(*tensors: Any) -> list[Any]:
 def cast_like_autocast(args: Sequence[Any], call: Callable[[Tensor], Tensor], *shape: int) -> tuple[Any, ...]:
     """Return the arguments with half-precision tensors cast to fp32 if autocast runs the function in fp32.
 
-    The functions that autocast runs in fp32 differ between devices, so torch is asked: `call` is the function, called
+    The functions that autocast runs in fp32 differ between devices, so torch is probed: `call` is the function, called
     on a tensor of `shape`.
     """
     first = args[0]

@@ -1,4 +1,4 @@
-"""Ask torch for the shapes, dtypes and errors of a call while planning.
+"""Get the shapes, dtypes and errors of a call from torch while planning.
 
 All ranks plan the same call, so an error of torch is raised on all of them. The local call on an empty shard might not
 raise it.

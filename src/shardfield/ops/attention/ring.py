@@ -91,7 +91,8 @@ class _RingAttention(adjoints.Collective):
         with torch.autocast(q.device.type, enabled=False):
             out, lse = _forward(plan, q, k, v, mask, head_index, key)
         ctx.plan = plan
-        # One device need not save the result, and it may be written then. Hooks (a checkpoint) see all that is saved.
+        # On one device the result need not be saved, so that it may be written; here a snapshot is taken before a
+        # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it.
         ctx.out = None if has_saved_tensor_hooks() else SavedTensor(out.detach())
         ctx.save_for_backward(q, k, v, mask, head_index, key, out if ctx.out is None else None, lse)
         return out
@@ -102,7 +103,7 @@ class _RingAttention(adjoints.Collective):
         if ctx.out is not None:
             out = ctx.out.checked_tensor()
             if not keeps_graph():
-                ctx.out = None  # as torch frees saved tensors: the node may live on with its loss
+                ctx.out = None  # as torch frees saved tensors: the loss may keep this node alive
         needs_grad = ctx.needs_input_grad[1:5]
         with torch.autocast(q.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph=True: use a differentiable formula

@@ -26,8 +26,8 @@ from ...dispatch.plan import Operand
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import steps
 
-# Work of a visit that is worth its launches and messages, which take the host about a millisecond, and the most bytes
-# of keys and values that are visited together.
+# The least work of a visit, so that it takes longer than its launches and messages, about a millisecond of host time;
+# and the largest number of bytes of keys and values that are visited together.
 VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
 VISIT_BYTES = 1 << 26
 

@@ -240,7 +240,7 @@ def multilabel_margin_loss(input: Operand, target: Operand, reduction=NONE, *, f
         )
         if runtime.active.tracer is not None:
             raise NotImplementedError(
-                "multilabel_margin_loss: torch's traced version counts classes behind the last label"
+                "multilabel_margin_loss: torch's traced version counts classes after the last label"
             )
         values = fn(input, target, NONE)
         if reduction == NONE:

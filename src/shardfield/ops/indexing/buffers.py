@@ -27,7 +27,7 @@ from .result_placement import swap_value
 
 
 def is_buffer_for(target: Tensor, values: Sequence[Any]) -> bool:
-    """Return whether `target`, or what it is a slice of, is plain or replicated, and large, and a value is sharded."""
+    """Return whether a sharded value is written into a large plain or replicated `target`, or into a slice of one."""
     if target.__class__ is ShardTensor:
         if _is_placed(target):  # type: ignore[arg-type]
             return False
@@ -79,7 +79,7 @@ def _replace(target: Tensor, value: ShardTensor) -> None:
 def _buffer_of(target: Tensor) -> tuple[Tensor | None, tuple[IndexItem, ...] | None]:
     """Return the buffer that `target` is a slice of, and the slice; `target` and None if it is no view.
 
-    The buffer is None if it is not known, or if `target` is another kind of view.
+    The buffer is None if it cannot be found, or if `target` is another kind of view.
     """
     if isinstance(target, ShardTensor):
         buffer: Any = target._slice_of

@@ -1,6 +1,6 @@
 """`F.embedding_bag`: the rows of a table, reduced bag by bag.
 
-If every rank has whole bags and all rows of the table, it calls torch's function. Otherwise rows are looked up as by
+If every rank has complete bags and all rows of the table, it calls torch's function. Otherwise rows are looked up as by
 `F.embedding` and then reduced.
 """
 

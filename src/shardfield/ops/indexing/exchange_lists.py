@@ -32,7 +32,7 @@ from .owners import AxisExchange, Owners, any_out_of_bounds, out_of_bounds_error
 class ExchangeStage(NamedTuple):
     """One exchange along one axis.
 
-    row_index: the place of each entry's row among the rows sent, which are the distinct ones, or all of them ordered by
+    row_index: the position of each entry's row among the rows sent; these are the distinct rows, or all rows ordered by
     destination. num_sent: the number of rows sent.
     """
 

@@ -94,7 +94,7 @@ class ShardedNorm:
         return shaped(out, input.shape, self.result), mean, variance
 
     def has_kernels(self, v: Tensor, *parameters: Tensor | None) -> bool:
-        """Return whether Triton kernels compute what is small: fewer launches, the same messages."""
+        """Return whether Triton kernels do the small computations: fewer launches, the same messages."""
         rows = self.scheme.kernel_rows
         return rows is not None and v.numel() > 0 and norm_stats.supports(rows, v, *parameters)
 

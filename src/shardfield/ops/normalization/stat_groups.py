@@ -68,8 +68,8 @@ class StatGrouping:
     def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return a center near the mean over `moment_dims`, `v` minus it, and mean and variance in fp64.
 
-        The mean is the center plus what it lost when it was rounded: of deviations from a mean of 1000 that is rounded
-        to fp32, four digits would be left.
+        The mean is the center plus the center's rounding error: without it, deviations from a mean of 1000 that is
+        rounded to fp32 would have only four digits.
         """
         dims = self.moment_dims
         if not dims or self.is_empty:

@@ -73,8 +73,8 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
 def _reduce_moments(value: Tensor, dims: Sequence[int], layout: Layout, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return `moments` of fp32 values from sums in fp64."""
     count, total = (math.prod(shape[d] for d in dims) for shape in (value.shape, layout.shape))
-    # Local sums are those of distances from a value near the local mean, which they do not depend on: fp32 has too few
-    # digits for the sums themselves.
+    # Deviations from a value near the local mean are summed: fp32 has too few digits for sums of the values themselves.
+    # The result does not depend on that value.
     offset = value.detach().mean(dims, keepdim=True) if count and value.numel() else value.new_zeros(())
     centered = value - offset
     offset = offset.double()

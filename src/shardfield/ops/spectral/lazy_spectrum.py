@@ -158,8 +158,8 @@ def defer_inverse(x: Any, dims: Sequence[int], sizes: Sequence[int | None], norm
 def _invert_padded(x: ShardTensor, dims: Sequence[int], sizes: Sequence[int | None], norm: str | None, real: bool):
     """Return the field of a block of modes that torch.fft pads to `sizes`, sharded as the field it was read from.
 
-    Every rank would compute the whole field otherwise: the block itself is small and, mostly, replicated. None if the
-    block has other origins, or if the sizes of sharded dims are not given.
+    Otherwise every rank would compute the full field, because the block itself is small and usually replicated. None if
+    the block has other origins, or if the sizes of sharded dims are not given.
     """
     found = _padded_spectrum(x._layout, tuple(dims), real)
     if found is None:

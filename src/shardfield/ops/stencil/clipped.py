@@ -2,7 +2,7 @@
 
 The op gets the cells of its rank with the neighbors' cells around them, and the field's edge where the field ends. Its
 outputs at the neighbors' cells are dropped. Zero padding, one-sided differences and windows that shift inward are then
-those of one device, without knowledge of them.
+those of one device, and the plan need not know which of them the op uses.
 """
 
 from __future__ import annotations

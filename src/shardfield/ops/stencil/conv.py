@@ -325,7 +325,7 @@ def plan_padded_conv(
     for (dim, window), pad in zip(windows.items(), before, strict=True):
         symmetric = (window.size + 2 * pad - window.reach - 1) // window.stride + 1 == window.out
         if not layout.is_sharded(dim) and not symmetric:
-            return None  # torch pads both sides of an unsharded dim alike
+            return None  # torch pads both sides of an unsharded dim equally
         padding.append(0 if layout.is_sharded(dim) else pad)
     largest = [max(layout.shard_sizes(d)) if len(layout.dims[d]) == 1 else layout.shape[d] for d in range(layout.ndim)]
     block_bytes = math.prod(largest) * dtype.itemsize

@@ -113,7 +113,7 @@ class LocalConv:
         return self._narrow_spatial(block, [(t.start, t.length) for t in self.tiles])
 
     def crop_kernel(self, weight: Tensor) -> Tensor:
-        """Return the taps of the kernel that meet the input."""
+        """Return the taps of the kernel that read the input."""
         return self._narrow_spatial(weight, self.taps)
 
     def crop_output(self, result: Tensor) -> Tensor:

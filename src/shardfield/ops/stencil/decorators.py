@@ -1,4 +1,4 @@
-"""`stencil` and `local`: make a function that shardfield cannot look into run on sharded tensors."""
+"""`stencil` and `local`: run a function whose body is opaque to shardfield on sharded tensors."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def stencil(
     out_dims: Mapping[int, int] | None = None,
     rebind: bool = False,
 ) -> Callable[[Any], Any]:
-    """Make a function exact on sharded tensors by halos. An output reads the cells within `radius` of its own.
+    """Run a function on sharded tensors with halos: an output reads the cells within `radius` of its own cell.
 
-    The function is not looked into: it may launch a CUDA or Triton kernel, or be an operator of another library. Each
-    rank calls it on its cells and the halo around them and keeps its own outputs; gradients of the halo are sent back.
-    Plain tensors are passed to the function as they are.
+    The body of the function is opaque: it may launch a CUDA or Triton kernel, or be an operator of another library.
+    Each rank calls it on its cells and the halo around them and keeps its own outputs; gradients of the halo are sent
+    back. Plain tensors are passed to the function as they are.
 
-    radius: dim -> cells that an output reads to each side, or (before, after). 0 means that cells along this dim do
-        not see each other. A dim that is not named is never sharded in the local call. A number is the radius of all
-        dims after the second of (N, C, ...), with samples independent. A function gets the arguments of the call and
+    radius: dim -> cells that an output reads to each side, or (before, after). 0 means that cells along this dim are
+        independent. A dim that is not named is never sharded in the local call. A number is the radius of all dims
+        after the second of (N, C, ...), with independent samples. A function gets the arguments of the call and
         returns one of these.
-    edge: what the function does at the edge of the field, for all dims or dim -> edge. "same": whatever it does (zero
-        padding, one-sided differences, windows that shift inward), with as many outputs as cells; it sees the real
+    edge: what the function does at the edge of the field, for all dims or dim -> edge. "same": anything (zero padding,
+        one-sided differences, windows that shift inward), with as many outputs as cells; the function gets the real
         edge. "periodic": it wraps around. "valid": it returns outputs for full windows only.
     fields: names of the parameters that are fields, by default the first tensor. Fields have equal sizes along the dims
-        of `radius` and are sharded alike. All other tensors are replicated, and their gradients are summed over ranks.
+        of `radius` and are sharded in the same way. All other tensors are replicated, and their gradients are summed
+        over ranks.
     out_dims: dim of the fields -> dim of the results, where they differ.
     rebind: also replace the function in every imported module that has it, for modules that call it by name.
 
@@ -56,8 +57,8 @@ def stencil(
     >>> slope(torch.tensor([0.0, 1.0, 4.0]))
     tensor([1., 2., 3.])
 
-    A function of Python is wrapped. A `torch.autograd.Function`, or an operator of `torch.ops`, is registered and
-    returned as it is: its callers do not change.
+    A Python function is wrapped. A `torch.autograd.Function`, or an operator of `torch.ops`, is registered and returned
+    as it is: its callers do not change.
     """
     if not isinstance(radius, (int, tuple, Mapping)) and not callable(radius):
         raise ShardingError(f"stencil: radius must be a number, a pair, a dict or a function, not {radius!r}")
@@ -78,7 +79,7 @@ def local(
     out_dims: Mapping[int, int] | None = None,
     rebind: bool = False,
 ) -> Any:
-    """Make a function run on sharded tensors without communication: its outputs look at no neighbor along `dims`.
+    """Run a function on sharded tensors without communication: its outputs read no neighbors along `dims`.
 
     By default these are all dims, as for an activation. `local` is `stencil` with radius 0 and has its other arguments.
 

@@ -146,7 +146,7 @@ def _select(psi: Psi, chosen: Tensor, row: int, column: int) -> Psi:
 
 
 def contract_with_weights(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the convolution that joins the contraction with the weights: as two calls, whose rules are known."""
+    """Run the convolution with fused weights as two calls that have rules."""
     x, weight, *psi = args[:7]
     kernel_size, nlat_out, nlon_out, groups, channels = args[13:18]
     expanded = getattr(torch.ops.disco_kernels, CONTRACTION)(x, *psi, kernel_size, nlat_out, nlon_out)

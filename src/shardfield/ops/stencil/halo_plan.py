@@ -35,15 +35,17 @@ def resamples(window: Any) -> bool:
     return window.stride > 1 if isinstance(window, Window) else window.out != window.size
 
 
-MAX_IMBALANCE = 1.25  # of the largest shard of a field's dim, over that in the proportions of its first resolution
+# Largest accepted size of a field's largest shard, relative to its size in the proportions of the original resolution.
+MAX_IMBALANCE = 1.25
 
 
 def sharding_of_outputs(window: Any, sharding: DimSharding, cells: Sequence[int]) -> DimSharding:
     """Return the sharding of the outputs. `cells` are the shard sizes of the inputs with their padding.
 
-    An output belongs to the rank that holds the center of its window. Rounded so at every resolution, boundaries would
-    drift, until one rank has everything. A field at another resolution therefore remembers the first (`Origin`), and is
-    sharded in its proportions; at the first resolution again, it has the first sharding again.
+    An output belongs to the rank that holds the center of its window. If boundaries were rounded in this way at every
+    resolution, they would drift until one rank has everything. The layout of a field at another resolution therefore
+    records the original sharding (`Origin`) and has its proportions. Back at the original resolution, the field has the
+    original sharding again.
     """
     if not sharding.axes:
         return DimSharding(window.out)

@@ -1,9 +1,9 @@
 """Plan a user's function whose body is opaque: a CUDA or Triton kernel, an operator of another library.
 
-The user states how far an output looks along each dim. Each rank receives the cells that its outputs read, calls the
-function on this block, and drops the outputs of cells that it does not own. The function itself says everything else:
-it is called once on stand-ins when a call is planned, which gives shapes and dtypes of the results, their dependence on
-the arguments, and its errors on all ranks.
+The user states how far from its own cell an output reads along each dim. Each rank receives the cells that its outputs
+read, calls the function on this block, and drops the outputs of cells that it does not own. The rest is found by
+calling the function once on stand-ins when a call is planned: shapes and dtypes of the results, their dependence on the
+arguments, and its errors, which are then raised on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EDGES = ("same", "valid", "periodic")
 
 
 class Reach(NamedTuple):
-    """How far an output looks along one dim, and what the function does at the edge of the field."""
+    """How far an output reads along one dim, and what the function does at the edge of the field."""
 
     before: int
     after: int

@@ -33,8 +33,8 @@ class Speeds(NamedTuple):
 
 SPEEDS = {"cpu": Speeds(20e-6, 8e9, 60e-6, 2e9)}
 DEVICE_SPEEDS = Speeds(10e-6, 4e12, 20e-6, 25e9)
-OVERLAP_BYTES = 1 << 20  # of a block, from which on a call of its own for the gradients of the parameters pays
-EXTRA_KERNELS = 40  # of overlapping over joining, for each dim: two borders, forward and backward (an estimate)
+OVERLAP_BYTES = 1 << 20  # size of a block above which a separate call for the gradients of the parameters pays
+EXTRA_KERNELS = 40  # of overlapping, compared with joining, per dim: two sides, forward and backward (an estimate)
 
 
 def prefers_joining(device: str, block_bytes: int, halo_bytes: int, dims: int) -> bool:
@@ -97,8 +97,8 @@ class PaddedConv:
             if isinstance(step, ExchangedDim):
                 pending = route_messages.start_route(grad, step.route.transposed, step.group, owned=True)
             else:
-                landed = step.apply_adjoint(grad)
-                pending = collectives.Pending((), (), partial(_same, landed))
+                received = step.apply_adjoint(grad)
+                pending = collectives.Pending((), (), partial(_same, received))
         return pending
 
     def run(self, joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class _PaddedConvFunction(adjoints.Collective):
             (weight,) = autograd_collectives.replicate_in([weight], groups)
         pending = block_grad = weight_grad = bias_grad = None
         params: list[Tensor] = []
-        # A compiled program may compute the gradients of the parameters later, behind other messages.
+        # A compiled program may compute the gradients of the parameters later, while other messages are in flight.
         at_once = not conv.overlaps and not differentiable and runtime.active.tracer is None
         if need_block:
             block_grad = joined_grad
