@@ -45,7 +45,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks, a position embedding sharded like the field, and a head on replicated values.
 
-    FSDP shards the position, the head and the phases along other dims than the first, where the ranks divide them.
+    FSDP shards the position, the head and the phases along divisible dims other than the first.
     """
 
     def __init__(self, width: int = 4):
@@ -206,7 +206,7 @@ def test_domain_on_two_axes():
 
 
 def dims_that_are_sharded(shape):
-    """Check that each parameter is sharded along the first dim that the ranks divide, else along dim 0 with padding."""
+    """Check that each parameter is sharded along its first divisible dim, else along dim 0 with padding."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "spatial"))
     for strategy, ranks, expected in (
         ("fsdp", 4, {"position": 1, "head.weight": 1, "head.bias": 0, "phases_real_pair": 0, "lift.weight": 0}),
@@ -219,7 +219,8 @@ def dims_that_are_sharded(shape):
             assert p.shape[p.placements[-1].dim] % ranks == 0 or p.placements[-1].dim == 0
     with warnings.catch_warnings(record=True) as caught:
         shardfield.parallelize(nn.Linear(1000001, 1, bias=False), mesh, sync=False)
-    expected = ["4 ranks divide no dim of weight (1, 1000001), so that FSDP pads it with 12.0 MB in every gather"]
+    weight = "no dim of weight (1, 1000001) is divisible by 4 ranks"
+    expected = [f"{weight}, so that FSDP pads it with 12.0 MB in every gather"]
     assert [str(w.message)[13:].split(" (12.0")[0] for w in caught] == ([] if dist.get_rank() else expected)
 
 

@@ -129,7 +129,8 @@ class TrainConfig:
             fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
             domain = " x ".join(map(str, self.domain))
             raise UsageError(
-                f"--domain {domain} needs groups of {domain_ranks} ranks, and there are {ranks}: {fits} divide them"
+                f"--domain {domain} needs groups of {domain_ranks} ranks, and there are {ranks}: "
+                f"the product must be one of {fits}"
             )
         data = ranks // domain_ranks
         if self.batch_size % (data * self.accumulate):

@@ -1,7 +1,8 @@
 """Choose the dim of each parameter that FSDP shards.
 
 FSDP2 shards dim 0 by default and pads it to equal shards: a gather of a position embedding of shape (1, tokens,
-channels) over a thousand ranks sends a thousand embeddings. It can shard another dim if the ranks divide it.
+channels) over a thousand ranks sends a thousand embeddings. It can shard another dim if the size of that dim is
+divisible by the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def make_placement_fn(ranks: int) -> Callable[[Tensor], Shard | None]:
 
 
 def warn_about_padding(model: nn.Module, ranks: int) -> None:
-    """Warn about the parameter with the most padding, if the total is large: the ranks divide none of its dims."""
+    """Warn about the parameter with the most padding, if the total is large: none of its dims is divisible by
+    `ranks`."""
     found = {name: (padding_bytes(p, ranks), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     wasted = {name: extra for name, (extra, own) in found.items() if extra >= MIN_SAVED_BYTES and extra > own}
     total = sum(wasted.values())
@@ -57,7 +59,7 @@ def warn_about_padding(model: nn.Module, ranks: int) -> None:
     name = max(wasted, key=lambda n: wasted[n])
     shape = tuple(model.get_parameter(name).shape)
     warnings.warn(
-        f"parallelize: {ranks} ranks divide no dim of {name} {shape}, so that FSDP pads it with "
+        f"parallelize: no dim of {name} {shape} is divisible by {ranks} ranks, so that FSDP pads it with "
         f"{wasted[name] / 1e6:.1f} MB in every gather ({total / 1e6:.1f} MB for {len(wasted)} such parameters); "
         f"'hsdp' shards parameters over the domain alone, and 'ddp' does not shard them",
         stacklevel=4,

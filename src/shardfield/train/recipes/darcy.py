@@ -28,7 +28,7 @@ class DarcyConfig(TrainConfig):
     resolution: int = 64
     """Points along each dim in training."""
     test_resolutions: tuple[int, ...] = (64, 22)
-    """Points along each dim in the test sets; the model is trained at one of them."""
+    """Points along each dim in the test sets, one test set for each number."""
     fine: int = 253
     """Points along each dim of the grid on which samples are solved, before they are subsampled."""
     cache: Path | None = None
