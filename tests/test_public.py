@@ -92,6 +92,7 @@ PUBLIC: dict[str, list[str]] = {
         "real_pairs",
         "rollout",
     ],
+    "shardfield.virtual": ["VirtualWorld"],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",

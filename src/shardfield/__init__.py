@@ -63,6 +63,7 @@ _LAZY_MODULES = {
     "shard_utils",
     "testing",
     "train",
+    "virtual",
 }
 
 

@@ -169,7 +169,7 @@ class MeshState:
 # Set by context managers; a new world keeps them.
 _OBSERVERS = (
     "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
-    "transport_override", "before_collective", "promotion", "world_thread", "min_scattered",
+    "transport_override", "before_collective", "promotion", "world_thread", "min_scattered", "virtual",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "written_storages", "reduce_hooks")
@@ -189,6 +189,7 @@ class Runtime:
         promotion: a TensorPromotionMode that warns or refuses, None if plain tensors are promoted silently.
         world_thread: the thread that initialized the world; None is the main thread. It alone communicates.
         min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`).
+        virtual: the messages between virtual ranks, in a rank of a `VirtualWorld`.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -238,6 +239,7 @@ class Runtime:
         self.before_collective: Callable[[dist.ProcessGroup], None] | None = None
         self.world_thread: int | None = None
         self.min_scattered = MIN_SCATTERED
+        self.virtual: Any = None
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.written_storages: WeakSet[Any] = WeakSet()

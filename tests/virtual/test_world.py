@@ -1,0 +1,246 @@
+"""Virtual ranks: a program gives the same bits as on processes, and the values of one device; faults are errors."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import shardfield
+from shardfield import ShardTensor, parallelize
+from shardfield.distributed import DistributedManager
+from shardfield.errors import WorldError
+from shardfield.planning.unet import UNet
+from shardfield.testing import run_on_ranks
+from shardfield.virtual import VirtualWorld
+from tests.ops.spectral.test_torch_harmonics import sfno
+from tests.zoo import zoo
+
+
+def unet():
+    return UNet(1, 8, 2)
+
+
+def norms():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU(), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)
+    )
+
+
+def dropout():
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.4), nn.Conv2d(4, 1, 3, padding=1))
+
+
+def vit():  # attention over tokens on all ranks: a ring
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Linear(4, 16), layer, nn.Linear(16, 1))
+
+
+# factory, shape of the input, sharded dim
+CASES = {
+    "unet": (unet, (1, 1, 22, 16), 2),
+    "norms": (norms, (2, 1, 11, 6), 2),
+    "dropout": (dropout, (2, 1, 11, 6), 2),
+    "vit": (vit, (2, 37, 4), 1),
+    "transolver": (zoo.Transolver, (2, 37, 4), 1),
+    "unet3d": (zoo.UNet3D, (1, 2, 9, 8, 6), 2),
+    "tfno": (zoo.neuralop_tfno, (1, 2, 17, 12), 2),
+    "sfno": (sfno, (1, 2, 12, 24), 2),
+}
+SINGLE = {"tfno", "sfno"}  # these packages compute in single precision
+TOLERANCE = {**dict.fromkeys(SINGLE, 2e-6), "dropout": float("inf")}  # one device draws other numbers for a dropout
+
+
+def train(case: str, sharded: bool = True, strategy: str | None = None):
+    """Train for two steps. Return the losses, and this rank's output, parameters and buffers."""
+    factory, shape, dim = CASES[case]
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of third-party packages
+        model = factory() if case in SINGLE else factory().double()
+    x = torch.randn(shape, dtype=torch.float32 if case in SINGLE else torch.float64)
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
+        x = shardfield.scatter_tensor(x, 0, mesh, (Shard(dim),))
+        if strategy:
+            model = parallelize(model, mesh, data=None, domain="domain", strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    held = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in [*model.parameters(), *model.buffers()]]
+    out = model(x).detach()
+    return losses, [out.to_local() if isinstance(out, ShardTensor) else out, *(t.detach() for t in held)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_ranks_bit_for_bit_and_to_one_device(case):
+    with VirtualWorld(3) as world:
+        found = world.run(train, case)
+    real = run_on_ranks(train, 3, case)
+    assert [f[0] for f in found] == [r[0] for r in real]
+    for (_, ours), (_, theirs) in zip(found, real, strict=True):
+        assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    losses, (out, *held) = train(case, sharded=False)
+    tolerance = TOLERANCE.get(case, 1e-12)
+    assert abs(losses[-1] - found[0][0][-1]) <= tolerance * max(1, losses[-1])
+    whole = torch.cat([tensors[0] for _, tensors in found], CASES[case][2])
+    for ours, plain in zip([whole, *found[0][1][1:]], [out, *held], strict=True):
+        assert (ours - plain).abs().max() <= tolerance * max(1, plain.abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_parallelize(strategy):
+    with VirtualWorld(3) as world:
+        found = world.run(train, "unet", strategy=strategy)
+    losses, (_, *held) = train("unet", sharded=False)
+    assert all(abs(a - b) < 1e-12 for a, b in zip(found[1][0], losses, strict=True))
+    for ours, plain in zip(found[2][1][1:], held, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_program_and_world_of_the_process():
+    before = dist.is_initialized()
+    with VirtualWorld(2) as world:
+        assert world.run(dist.get_world_size) == [2, 2]
+        assert world.run(managers_rank) == [(0, 2), (1, 2)]
+        assert world.run(managers_rank) == [(0, 2), (1, 2)]
+    assert dist.is_initialized() == before and not DistributedManager.is_initialized()
+
+
+def managers_rank():
+    DistributedManager.initialize()
+    manager = DistributedManager()
+    dist.barrier()  # the other rank has initialized its own
+    found = DistributedManager().rank, manager.world_size
+    DistributedManager.cleanup()
+    return found
+
+
+def draw(seed):
+    random.seed(seed + dist.get_rank())
+    torch.manual_seed(seed + dist.get_rank())
+    first = torch.rand(1).item()
+    dist.barrier()
+    return first, torch.rand(1).item(), random.random()
+
+
+def test_each_rank_has_its_own_random_numbers():
+    with VirtualWorld(2) as world:
+        assert world.run(draw, 3) == run_on_ranks(draw, 2, 3)
+
+
+def collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [torch.zeros(2) for _ in range(size)]
+    dist.all_gather(gathered, torch.full((2,), float(rank)))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    scattered = torch.zeros(1)
+    dist.scatter(scattered, [torch.full((1,), 10.0 + i) for i in range(size)] if rank == 1 else None, src=1)
+    swapped = torch.zeros(size)
+    dist.all_to_all_single(swapped, torch.arange(size) + 10.0 * rank)
+    reduced = torch.full((3,), 2.0 + rank)
+    dist.reduce(reduced, 0, dist.ReduceOp.PRODUCT)
+    collected = [torch.zeros(1) for _ in range(size)] if rank == 2 else None
+    dist.gather(torch.full((1,), -1.0 * rank), collected, dst=2)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    elif rank == 1:
+        dist.recv(scattered, 0)
+    return (
+        [g.tolist() for g in gathered],
+        objects,
+        scattered.tolist(),
+        swapped.tolist(),
+        (reduced.tolist() if rank == 0 else [float(c) for c in collected or ()]),
+    )
+
+
+def test_collectives_of_torch():
+    with VirtualWorld(3) as world:
+        assert world.run(collectives) == run_on_ranks(collectives, 3)
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
+    torch.manual_seed(0)
+    model = norms().double()
+    x = shardfield.scatter_tensor(torch.randn(1, 1, 11, 6, dtype=torch.float64), 0, mesh, (Shard(2),))
+    fast = shardfield.compile(model, backend="aot_eager")
+    fast(x).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_compile():
+    with VirtualWorld(2) as world:
+        found = world.run(compiled)
+    for ours, theirs in zip(found[1], run_on_ranks(compiled, 2)[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def wait_for_nobody():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def different_calls():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.barrier()
+
+
+def fail_on_one():
+    if dist.get_rank() == 1:
+        raise KeyError("only here")
+    dist.barrier()
+
+
+def refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("domain",))
+    x = shardfield.scatter_tensor(torch.ones(4, 4), 0, mesh, (Shard(0),))
+    return x @ torch.ones(3, 3)
+
+
+def unequal_sizes():
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(3), 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "text"),
+    [
+        (wait_for_nobody, WorldError, "ended before: rank 1"),
+        (different_calls, WorldError, "different calls: all_reduce"),
+        (fail_on_one, shardfield.ShardfieldError, "rank 1: KeyError: 'only here'"),
+        (refused, RuntimeError, "sizes 4 and 3 must be equal"),
+        (unequal_sizes, WorldError, r"sends \(2,\)"),
+        (lambda: VirtualWorld(2), WorldError, "of its own"),
+    ],
+)
+def test_faults_are_errors_and_the_world_goes_on(program, error, text):
+    with VirtualWorld(2) as world:
+        with pytest.raises(error, match=text):
+            world.run(program)
+        assert world.run(dist.get_rank) == [0, 1]
+
+
+def test_no_ranks():
+    with pytest.raises(ValueError, match="at least 1"):
+        VirtualWorld(0)
