@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from shardfield import ShardingError, explain, scatter_tensor, strict
 from shardfield._compat.patches import patches
+from shardfield.ops.attention import flex
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 from tests.ops.attention.flex_cases import alibi, causal, explicit, window
@@ -67,3 +68,24 @@ def test_a_rank_receives_the_keys_of_its_block_mask():
         sent = [neighbors * BLOCK * row, (RANKS - 1 - rank) * share * row, (RANKS - 1) * share * row]
         endings = ["rule: halo of keys", "rule: halo of keys", "rule: keys gathered"]
         assert found == [(ending, nbytes, True) for ending, nbytes in zip(endings, sent, strict=True)] * 2
+
+
+def in_blocks(limit):
+    """Return the result and the gradients with blocks of at most `limit` bytes of scores."""
+    mesh, full = world_mesh((2,)), operands(12)
+    table = torch.linspace(-1, 1, 23, dtype=torch.float64).requires_grad_()
+    q, k, v = (scatter_tensor(t, 0, mesh, (Shard(2),), requires_grad=True) for t in full)
+    before, flex.MAX_SCORE_BYTES = flex.MAX_SCORE_BYTES, limit
+    try:
+        out, lse = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[i - j + 11], return_lse=True)
+        (out.square().sum() + lse.sum()).backward()
+    finally:
+        flex.MAX_SCORE_BYTES = before
+    return [t.full_tensor() for t in (out.detach(), lse.detach(), q.grad, k.grad, v.grad)] + [table.grad]
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_long_sequences_are_computed_in_blocks_of_rows():
+    expected = run_on_ranks(in_blocks, 2, 1 << 20, timeout=60)
+    for rank, found in enumerate(run_on_ranks(in_blocks, 2, 2 * 2 * 12 * 8, timeout=60)):
+        torch.testing.assert_close(found, expected[rank], rtol=1e-12, atol=1e-12)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from ... import runtime
 from ..._compat import base_and_version, dynamo_disable
@@ -34,6 +35,7 @@ from .._common.together import empty_result_of, together
 from .sdpa import exchange_kv
 
 SEQUENCE = 2  # operands are (batch, heads, sequence, features)
+MAX_SCORE_BYTES = 256 << 20  # scores held at a time; backward computes those of longer sequences again
 
 
 def call_flex(plain: Callable, module: types.ModuleType, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +265,7 @@ def flex_attention(query: Operand, key: Operand, value: Operand, captured, mods:
                 empty_result_of(sources, shape, kind, query) for shape, kind in zip(shapes, kinds, strict=True)
             )
             return out, lse, largest.detach()
-        return _compute(query, key, value, mods, offsets, captured, scale, group)
+        return _compute_rows(query, key, value, mods, offsets, captured, scale, group)
 
     operands: Any = {"query": rows, "key": keys, "value": values}
     operands["captured"] = [Layout.replicate(rows.mesh, c.shape) for c in captured]
@@ -272,6 +274,20 @@ def flex_attention(query: Operand, key: Operand, value: Operand, captured, mods:
 
 def _precision(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
+def _compute_rows(query, key, value, mods, offsets, captured, scale, group) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute blocks of rows whose scores fit `MAX_SCORE_BYTES`; with several blocks, backward computes them again."""
+    row_bytes = query.shape[0] * query.shape[1] * key.shape[SEQUENCE] * _precision(query).itemsize
+    step = max(1, MAX_SCORE_BYTES // max(row_bytes, 1))
+    if step >= query.shape[SEQUENCE]:
+        return _compute(query, key, value, mods, offsets, captured, scale, group)
+    parts = []
+    for i, rows in enumerate(query.split(step, SEQUENCE)):
+        first = [*offsets[:SEQUENCE], offsets[SEQUENCE] + i * step, offsets[3]]
+        parts.append(checkpoint(_compute, rows, key, value, mods, first, captured, scale, group, use_reentrant=False))
+    out, lse, largest = (torch.cat(x, SEQUENCE) for x in zip(*parts, strict=True))
+    return out, lse, largest
 
 
 def _compute(query, key, value, mods, offsets, captured, scale, group) -> tuple[Tensor, Tensor, Tensor]:
