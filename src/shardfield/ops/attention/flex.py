@@ -59,7 +59,7 @@ def call_flex(plain: Callable, module: types.ModuleType, *args: Any, **kwargs: A
 
 
 def _check(query: Any, key: Any, value: Any, mask: Any, gqa: bool, module: types.ModuleType) -> None:
-    """Raise torch's errors for invalid calls; only global shapes are read, so that all ranks raise alike."""
+    """Raise torch's errors for invalid calls; only global shapes are read, so that all ranks raise the same."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or key.shape[:2] != value.shape[:2]:
@@ -104,7 +104,7 @@ class BlockTable(NamedTuple):
 
     @staticmethod
     def of(mask: Any) -> BlockTable:
-        """Return the table of a block mask; it is kept as long as the mask is alive and not written."""
+        """Return the table of a block mask; it is cached as long as the mask is alive and not written."""
 
         def make() -> BlockTable:
             return BlockTable(mask.to_dense().bool().any(0).any(0).cpu(), *mask.BLOCK_SIZE)
@@ -139,7 +139,7 @@ class Mods:
         self.originals: list[Tensor] = []
 
     def captured(self) -> list[Tensor]:
-        """Return the tensors that the functions read and that have gradients or shards.
+        """Return the tensors that the functions read and that have gradients or are sharded.
 
         Each function is called once for one score: every rank finds the same tensors, also with an empty shard.
         """
@@ -192,7 +192,7 @@ class _ScalarIndex(TorchFunctionMode):
 
 
 class _Finder(_ScalarIndex):
-    """Collects the tensors that a function reads beside its arguments, if they have gradients or shards."""
+    """Collect the tensors that a function reads other than its arguments, if they have gradients or are sharded."""
 
     def __init__(self, arguments: Sequence[Tensor]):
         super().__init__()
@@ -205,7 +205,7 @@ class _Finder(_ScalarIndex):
         if isinstance(value, ShardTensor) or value.requires_grad:
             if not any(value is t for t in self.found):
                 self.found.append(value)
-            # what the function computes from it is only looked at for its type
+            # only the type of the function's result is used
             value = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
             self.made.append(value)
         return value
@@ -216,7 +216,7 @@ class _Finder(_ScalarIndex):
 
 
 class _Substitution(_ScalarIndex):
-    """Replaces the captured tensors by this rank's local ones, whose gradients are summed over the ranks."""
+    """Replace the captured tensors by this rank's local ones, whose gradients are summed over the ranks."""
 
     def __init__(self, originals: Sequence[Tensor], local: Sequence[Tensor]):
         super().__init__()
@@ -234,13 +234,13 @@ class _Substitution(_ScalarIndex):
 
 
 def attend(query, key, value, captured, mods, scale):
-    """Stand for torch's function in the registry: the rule below is registered for it."""
+    """Represent torch's function in the registry: the rule below is registered for it."""
     raise NotImplementedError
 
 
 @rule(attend, exact=True)
 def flex_attention(query: Operand, key: Operand, value: Operand, captured, mods: Mods, scale):
-    """Compute each rank's rows: they receive the keys that the block mask shows them."""
+    """Compute each rank's rows with the keys that the block mask lets them read."""
     group = query.shape[1] // max(key.shape[1], 1)
     rows = _query_layout(query, key, value, group)
     keys = _key_layout(rows, key, group)
