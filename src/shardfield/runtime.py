@@ -37,9 +37,9 @@ MIN_SCATTERED = 1 << 13
 class Cache(dict):
     """A bounded dict with two generations: `cache[key]` returns the entry or None.
 
-    New and used entries are in the dict itself. When it is full it becomes the old generation, and the one before that
-    is dropped. A lookup in the old generation moves the entry up. So entries in use stay, a hit costs one dict lookup,
-    and memory is bounded when every key is new. Entries must be pure: a miss may not communicate.
+    New and used entries are in the dict itself. When it is full it becomes the old generation, and the previous old
+    generation is dropped. A lookup in the old generation moves the entry up. So entries in use stay, a hit costs one
+    dict lookup, and memory is bounded when every key is new. Entries must be pure: a miss may not communicate.
     """
 
     __slots__ = ("size", "old")

@@ -464,7 +464,7 @@ def structures_and_errors():
     refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Shard(5)]), "names a dim")
     refused(lambda: ShardedLoader(dataset, 1, mesh, placements=[Partial()]), "Shard or Replicate")
     refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"spatial": [1, 2]}), "do not sum to its size 7")
-    refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"x": [1, 2]}), "'x' is no axis")
+    refused(lambda: ShardedLoader(dataset, 1, mesh, sizes={"x": [1, 2]}), "'x' is not an axis")
     mine = dict(seed=1) if dist.get_rank() else dict(drop_last=True)
     refused(
         lambda: ShardedLoader(Whole(3 + dist.get_rank()), 1, mesh, **mine),
@@ -636,7 +636,7 @@ def field_errors(folder):
         ("f.h5", "names", "arrays of |S3 cannot be tensors"),
         ("group.zarr", "w", "has no array called 'w'; it has a/u, v"),
         ("v3.zarr", "w", "is one array, and has none called 'w'"),
-        ("plain", None, "it is no zarr store"),
+        ("plain", None, "it is not a zarr store"),
         ("text.h5", None, "neither an HDF5 file nor a zarr folder"),
         ("half.h5", "group/u", "half.h5"),
     ]

@@ -153,9 +153,9 @@ def test_forcing_a_launcher(name):
         ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1 set, but not RANK"),
         ({"RANK": "0"}, "RANK=0 set, but not WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "but not MASTER_ADDR"),
-        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE=four is not a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE=four is not an integer"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 in a world of 4"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "70000 is no port"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "70000 is not a port"),
         (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
         (without(SRUN, "SLURM_NTASKS"), "SLURM_NTASKS is not set"),
         (without(MPIRUN, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
@@ -186,5 +186,5 @@ def test_node_lists(nodes, hosts):
 def test_timeout():
     assert read_timeout({}) is None and read_timeout({"SHARDFIELD_TIMEOUT": "2.5"}) == 2.5
     for text in ("soon", "0", "-3", "nan"):
-        with pytest.raises(WorldError, match=f"SHARDFIELD_TIMEOUT={text} is no number of seconds"):
+        with pytest.raises(WorldError, match=f"SHARDFIELD_TIMEOUT={text} is not a number of seconds"):
             read_timeout({"SHARDFIELD_TIMEOUT": text})

@@ -473,7 +473,7 @@ def fused():
     result, work = utils.fused_all_reduce([torch.tensor(float(rank))], async_op=True)
     assert float(result[0]) == rank
     assert work.wait() and work.wait() and float(result[0]) == 3.0
-    with pytest.raises(TypeError, match="float is no tensor"):
+    with pytest.raises(TypeError, match="float is not a tensor"):
         utils.fused_all_reduce([1.0])
     with pytest.raises(ValueError, match="op"):
         utils.fused_all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR)

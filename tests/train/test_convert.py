@@ -123,7 +123,7 @@ def test_refused_conversions(saved, tmp_path, capsys, monkeypatch):
         (path, "dcp", "dcp: exists already"),
         (tmp_path / "bad.safetensors", "x", "bad.safetensors: cannot be read"),
         (tmp_path / "dcp", "x", "dcp: cannot be read"),
-        (tmp_path / "mixed", "x", "mixed: has values that are no tensors (note)"),
+        (tmp_path / "mixed", "x", "mixed: has values that are not tensors (note)"),
     ):
         assert cli.main(["convert", str(source), str(tmp_path / target)]) == 2
         assert why in capsys.readouterr().err

@@ -58,7 +58,7 @@ def _is_stored(path: Path, array: Any, coords: Sequence[int], chunks: Sequence[i
 def _open_zarr(path: Path, name: str | None) -> Any:
     zarr = _import_package("zarr")
     if not any((path / file).exists() for file in ("zarr.json", ".zarray", ".zgroup")):
-        raise ShardingError(f"{path} is a folder without zarr.json, .zarray or .zgroup: it is no zarr store")
+        raise ShardingError(f"{path} is a folder without zarr.json, .zarray or .zgroup: it is not a zarr store")
     found = zarr.open(store=str(path), mode="r")
     if isinstance(found, zarr.Array):
         if name is not None:

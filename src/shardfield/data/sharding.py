@@ -20,7 +20,7 @@ class ZippedDatasets:
     def __init__(self, datasets: Mapping[Any, Any]):
         self.datasets = datasets
         if other := [key for key, d in datasets.items() if not (hasattr(d, "read") and hasattr(d, "shapes"))]:
-            raise ValueError(f"zipped datasets need read(i, slices) and shapes; {other} have not")
+            raise ValueError(f"zipped datasets need read(i, slices) and shapes; {other} lack them")
         if len({len(d) for d in datasets.values()}) > 1:
             raise ValueError(f"zipped datasets have different lengths: { {k: len(d) for k, d in datasets.items()} }")
 
@@ -100,7 +100,7 @@ def build_layout(
         names = mesh.mesh_dim_names or ()
         axis = names.index(name) if name in names else name
         if not isinstance(axis, int) or not 0 <= axis < mesh.ndim:
-            raise ShardingError(f"sizes: {name!r} is no axis of the mesh, which has {names or mesh.ndim}")
+            raise ShardingError(f"sizes: {name!r} is not an axis of the mesh, which has {names or mesh.ndim}")
         for dim in range(len(shape)):
             if axis in layout.axes_of(dim):
                 if len(layout.axes_of(dim)) > 1:

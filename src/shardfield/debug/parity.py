@@ -60,7 +60,7 @@ class Parity:
     table: str = ""
     work: list[int] = field(default_factory=list)  # of each rank; see debug/work.py
     work_alone: int = 0  # on one device
-    input_balance: float = 1.0  # the largest shard of the input, times the number of ranks, over all of it
+    input_balance: float = 1.0  # of the input's elements, as `balance` of the work
 
     @property
     def worst(self) -> float:
@@ -74,7 +74,7 @@ class Parity:
 
     @property
     def redundancy(self) -> float:
-        """The work of all ranks together over that of one device; 1 where nothing is computed twice."""
+        """The work of all ranks together, divided by that of one device; 1 if nothing is computed twice."""
         return sum(self.work) / max(self.work_alone, 1)
 
     def __bool__(self) -> bool:
@@ -245,7 +245,7 @@ def _full(value: Any) -> Any:
 
 
 def _balance_of(layout: Layout) -> float:
-    """Return the largest shard times the number of ranks, over the full size."""
+    """Return the size of the largest shard times the number of ranks, divided by the full size."""
     coords = itertools.product(*(range(layout.mesh.size(a)) for a in range(layout.mesh.ndim)))
     return max(layout.local_shape_at(c).numel() for c in coords) * layout.mesh.size() / max(layout.numel, 1)
 

@@ -1,4 +1,4 @@
-"""Copies of what is a view on one device: after a write into the source they are computed from it again.
+"""Copies where one device has a view: after a write into the source, a copy is computed from it again.
 
 Where a view would need communication (an integer index into a sharded dim, a reshape across shards) the result is a
 copy. On one device a later write into the source is visible in the view. Here the write turns the copy into a deferred
@@ -64,7 +64,7 @@ class CopiedView(Deferred):
         local = tensor.__dict__.get("_local_tensor")
         if local is None:
             return
-        for observer in list(runtime.active.write_observers):  # lazy values of the copy need it as it is
+        for observer in list(runtime.active.write_observers):  # lazy values of the copy need its present value
             if not isinstance(observer, CopiedView):
                 observer.before_write(local)
         if self.merges:

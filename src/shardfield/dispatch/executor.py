@@ -350,8 +350,8 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
 def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Return the call with numbers in place of 0-dim tensors, except the first argument; None if there are none.
 
-    torch accepts a 0-dim tensor in the place of a number: `x.reshape(n, -1)` with a computed `n`. A rule cannot plan
-    with an operand there.
+    torch accepts a 0-dim tensor instead of a number: `x.reshape(n, -1)` with a computed `n`. A rule cannot plan with an
+    operand there.
     """
     found = []
 

@@ -93,7 +93,7 @@ class Plan:
     view: how the result aliases the first tensor; a new tensor by default.
     saves_views: backward of `local` may save a view of an operand where strides allow one, a copy elsewhere. A rank
         with an empty operand, whose strides allow any view, computes with a copy of it.
-    own: `local` differs from torch's function even on a mesh of one rank: random numbers by global index, say.
+    own: `local` differs from torch's function even on a mesh of one rank, as for random numbers by global index.
     """
 
     local: Callable[..., Any]

@@ -95,7 +95,7 @@ def _clone_tensors(tensors: Any) -> Any:
         return {key: _clone_tensors(value) for key, value in tensors.items()}
     if isinstance(tensors, Sequence) and not isinstance(tensors, (str, bytes)):
         return [_clone_tensors(value) for value in tensors]
-    raise TypeError(f"fused_all_reduce: {type(tensors).__name__} is no tensor, nor a mapping or sequence of tensors")
+    raise TypeError(f"fused_all_reduce: {type(tensors).__name__} is not a tensor, nor a mapping or sequence of tensors")
 
 
 def _tensor_leaves(tensors: Any) -> Iterator[Tensor]:

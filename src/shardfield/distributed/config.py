@@ -67,7 +67,7 @@ class ProcessGroupConfig:
         for name, size in group_sizes.items():
             node = self.get_node(name)
             if self._children[name]:
-                raise WorldError(f"{name!r} is no leaf: its size follows from {', '.join(self._children[name])}")
+                raise WorldError(f"{name!r} is not a leaf: its size follows from {', '.join(self._children[name])}")
             if size < 1:
                 raise WorldError(f"process group {name!r}: a size of {size}")
             node.size = size

@@ -62,8 +62,9 @@ class DistributedIRFFT2:
             raise ValueError(f"DistributedIRFFT2: a spectrum of one column has no size of its own: pass s, not {s}")
         x = _crop_shard(args, height)
         x = x.narrow(columns.dim, 0, min(width // 2 + 1, x.shape[columns.dim]))
-        # irfft2 adds to each column of the half spectrum its mirror image and so doubles it, but for the first and the
-        # last of an even width. Real parts commute with the transform along the rows and are taken at the end.
+        # irfft2 adds to each column of the half spectrum its mirror image and so doubles it, except for the first
+        # column and, for an even width, the last. Real parts commute with the transform along the rows and are taken at
+        # the end.
         x = _transform_dim(torch.fft.ifft, x * _mirror_weights(x, columns.dim, width), width, columns.dim, norm)
         x = _transpose_shards(x, args, height, columns.dim, width)
         return _transform_dim(torch.fft.ifft, x, height, rows.dim, norm).real.contiguous()

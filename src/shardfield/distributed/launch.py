@@ -39,7 +39,7 @@ class Launch:
 
     def __post_init__(self):
         if not 0 < self.port < 65536:
-            raise WorldError(f"{self.method}: {self.port} is no port")
+            raise WorldError(f"{self.method}: {self.port} is not a port")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise WorldError(f"{self.method}: rank {self.rank} in a world of {self.world_size} processes")
 
@@ -49,7 +49,7 @@ def detect(env: Env) -> Launch:
     name, forced = next(((n, env[n]) for n in METHOD_VARIABLES if env.get(n)), (None, None))
     if forced:
         if forced.upper() not in LAUNCHERS:
-            raise WorldError(f"{name}={forced} is no launch method; there are {', '.join(LAUNCHERS)}")
+            raise WorldError(f"{name}={forced} is not a launch method; choose one of {', '.join(LAUNCHERS)}")
         return LAUNCHERS[forced.upper()](env)
     if "RANK" in env and "WORLD_SIZE" in env:
         return from_env(env)
@@ -162,7 +162,7 @@ def read_timeout(env: Env) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e8:
-        raise WorldError(f"{TIMEOUT_VARIABLE}={text} is no number of seconds above 0")
+        raise WorldError(f"{TIMEOUT_VARIABLE}={text} is not a number of seconds above 0")
     return seconds
 
 
@@ -224,4 +224,4 @@ def _read_int(env: Env, name: str, default=...):
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"{name}={text} is not a whole number") from None
+        raise WorldError(f"{name}={text} is not an integer") from None

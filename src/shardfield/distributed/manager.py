@@ -355,7 +355,7 @@ def _parse_port(port: int | str | None) -> int | None:
     try:
         return None if port is None else int(port)
     except ValueError:
-        raise WorldError(f"{port!r} is no port") from None
+        raise WorldError(f"{port!r} is not a port") from None
 
 
 def _at_exit() -> None:

@@ -15,7 +15,7 @@ from .launch import Launch
 from .tcp import Connection
 
 GREETING = {"shardfield": 1}
-# Connections that have not registered. Above this number the oldest is closed: a rank registers at once.
+# Limit on connections that have not registered. Beyond it the oldest is closed: a rank registers at once.
 MAX_UNREGISTERED = 256
 
 

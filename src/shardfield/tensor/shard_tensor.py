@@ -120,7 +120,7 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
 
     Shape, dtype, device, layout, `requires_grad` and `repr` never communicate. Reading values does: `item`, `tolist`,
     `numpy`, `bool`, `int`, `float`, `full_tensor`. A lazy spectrum (`torch.fft` of a sharded dim) or a lazily padded
-    field (`F.pad` of a sharded field) communicates when its local tensor is first read, by `to_local` say.
+    field (`F.pad` of a sharded field) communicates when its local tensor is first read, for example by `to_local`.
     """
 
     # torch would have returned a view here and this is a copy: a write would be lost
@@ -243,8 +243,8 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's shard as a plain tensor in the same graph. Communicates if the tensor is deferred.
 
-        Its gradient must be placed as the layout says: a shard for Shard, the full gradient for Replicate and Partial.
-        State `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
+        Its gradient must have the placement of the layout: a shard for Shard, the full gradient for Replicate and
+        Partial. State `Partial()` in `grad_placements` for mesh axes on which ranks make different contributions to it.
         """
         local = expose_local(self._local_tensor)
         if grad_placements is None:

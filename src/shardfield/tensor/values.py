@@ -15,7 +15,7 @@ from .metadata import Metadata
 
 
 def observed_call(method: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run a method that communicates and is no torch call, as a call that `explain` and `lockstep` see."""
+    """Run a method that communicates and is not a torch call, as a call that `explain` and `lockstep` observe."""
 
     def found(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return run(*args, **kwargs)

@@ -137,7 +137,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as "float32"."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r:.60} is no dtype")
+        raise ValueError(f"{name!r:.60} is not a dtype")
     return found
 
 

@@ -135,7 +135,7 @@ def _read_dcp(folder: Path) -> Content:
         }
         others = sorted(name for name, value in state.items() if value is None and name != SCALARS)
         if others:
-            raise CheckpointError(f"{folder}: has values that are no tensors ({', '.join(others[:3])})")
+            raise CheckpointError(f"{folder}: has values that are not tensors ({', '.join(others[:3])})")
         dcp.load(state, storage_reader=reader, no_dist=True)
     except CheckpointError:
         raise

@@ -50,11 +50,11 @@ def rollout(
     and returned are in the units of the data. Forcings and constants reach the model as they are. `first_step` is the
     time of `state`, for a rollout that continues another one: the first forcings are `forcings(first_step)`.
 
-    Gradients go through all steps. `grad_steps=k` runs all but the last k without gradients, whose states then require
-    none. `checkpoint=True` recomputes the activations of each step in backward: a rollout stores one state per step.
-    `push_forward=True` detaches the state between steps: each step learns to correct the states that the model itself
-    produces, and the memory of backward is that of one step if `backward` is called for each state (Brandstetter et al.
-    2022 use it with `grad_steps=1`).
+    Gradients go through all steps. `grad_steps=k` runs all but the last k steps without gradients; their states do not
+    require grad. `checkpoint=True` recomputes the activations of each step in backward: a rollout stores one state per
+    step. `push_forward=True` detaches the state between steps: each step learns to correct the states that the model
+    itself produces, and the memory of backward is that of one step if `backward` is called for each state (Brandstetter
+    et al. 2022 use it with `grad_steps=1`).
     """
     if steps < 0 or first_step < 0:
         raise ValueError(f"rollout: steps is {steps} and first_step {first_step}; both are 0 or more")

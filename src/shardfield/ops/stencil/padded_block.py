@@ -1,9 +1,9 @@
 """Assemble the contiguous block of input cells that one rank's outputs read, with a fill value outside the field.
 
-An op that is not linear in its input (max pooling, say) cannot add the contribution of a halo later. Its rank first
-assembles one block with exactly the cells of all its windows: its own cells, halo cells received from other ranks, and
-the fill value in the padding. The local call then has no padding along a sharded dim. The adjoint sends the gradient of
-every cell back to the rank that owns the cell, which adds it.
+An op that is not linear in its input (max pooling, for example) cannot add the contribution of a halo later. Its rank
+first assembles one block with exactly the cells of all its windows: its own cells, halo cells received from other
+ranks, and the fill value in the padding. The local call then has no padding along a sharded dim. The adjoint sends the
+gradient of every cell back to the rank that owns the cell, which adds it.
 """
 
 from __future__ import annotations
