@@ -40,7 +40,7 @@ LAYERS = [
     {"compiler"},
     {"models", "data", "metrics"},
     {"train"},
-    {"virtual"},
+    {"virtual", "predict"},
     {"debug.parity", "debug.work", "debug.rounding", "debug.model_inputs", "debug.differences"},
     {"planning"},
     {"bench"},

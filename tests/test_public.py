@@ -66,6 +66,7 @@ PUBLIC: dict[str, list[str]] = {
         "watch",
         "without_data",
     ],
+    "shardfield.predict": ["Forecast", "ForecastStore", "Grid", "ensemble_state", "export_netcdf", "predict"],
     "shardfield.shard_utils": [
         "HaloConfig",
         "RingPassingConfig",

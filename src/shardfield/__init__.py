@@ -60,6 +60,7 @@ _LAZY_MODULES = {
     "models",
     "neighbors",
     "planning",
+    "predict",
     "shard_utils",
     "testing",
     "train",

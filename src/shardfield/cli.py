@@ -1,4 +1,4 @@
-"""The command `shardfield`: train, compare, check, plan, bench, convert, info. Runs alone or under a launcher."""
+"""The command `shardfield`: train, predict, compare, check, plan, bench, convert, info. Alone or under a launcher."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .errors import ShardfieldError
 USAGE = """usage: shardfield COMMAND [...]
 
   train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
+  predict RUN --steps 40 --out forecast.zarr         run a trained model forward in time; write and score the states
   compare RUN RUN [--modules] [--tolerance T]        show where two training runs begin to differ
   check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
+        "predict": partial(_run_module, module="predict.cli", expected=(*ERRORS, ValueError), alone=False),
         "compare": partial(_run_module, module="train.compare", expected=(*ERRORS, ValueError), alone=True),
         "check": partial(_run_module, module="debug.parity", expected=(ShardfieldError,), alone=False),
         "plan": partial(_run_module, module="planning.cli", expected=(ShardfieldError,), alone=True),

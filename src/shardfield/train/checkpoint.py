@@ -45,12 +45,11 @@ class Checkpoints:
 
     def steps(self, run_id: str | None = None) -> dict[int, Path]:
         """Return the complete checkpoints, of one run or of all, oldest first."""
-        found = {int(p.name[5:]): p for p in self.folder.glob("step-*") if p.name[5:].isdigit() and p.is_dir()}
-        return {step: path for step, path in sorted(found.items()) if run_id in (None, run_of(path))}
+        return {step: path for step, path in _steps_in(self.folder).items() if run_id in (None, run_of(path))}
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        return next(reversed(self.steps().values()), None)
+        return latest_checkpoint(self.folder)
 
     def claim(self, path: str | Path | None) -> None:
         """Begin a run in this folder, or continue that of the checkpoint `path`; raise if another run is in it."""
@@ -173,6 +172,17 @@ class _PruningWriter(CheckpointWriter):
             remove_checkpoint(path)
         for path in self.owner.folder.glob("step-*.part"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a run's folder; one rank may ask alone."""
+    return next(reversed(_steps_in(folder).values()), None)
+
+
+def _steps_in(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    found = {int(p.name[5:]): p for p in folder.glob("step-*") if p.name[5:].isdigit() and p.is_dir()}
+    return dict(sorted(found.items()))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -26,12 +26,17 @@ class ParameterEMA:
             mean, share = _local(mean), 1 - self.decay
             mean.lerp_(_local(parameter), share if active is None else active.to(mean.dtype) * share)
 
+    def load_into_model(self) -> None:
+        """Replace the model's parameters by their average."""
+        pairs = [(_local(m), _local(p)) for m, p in zip(self.means.values(), self.parameters, strict=True)]
+        _copy_values([m for m, _ in pairs], pairs)
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Replace the model's parameters by their average inside this context."""
         pairs = [(_local(m), _local(p)) for m, p in zip(self.means.values(), self.parameters, strict=True)]
         held = [p.clone() for _, p in pairs]
-        _copy_values([m for m, _ in pairs], pairs)
+        self.load_into_model()
         try:
             yield
         finally:

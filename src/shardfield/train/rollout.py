@@ -46,9 +46,10 @@ def rollout(
     sharded state has the same layout at every step, so that plans and compiled programs are made once. Only the current
     state is held: without gradients the memory of a rollout does not grow with its length.
 
-    `normalizer` (`transform`, `inverse_transform`): the model works on normalized states, and the states that are given
-    and returned are in the units of the data. Forcings and constants reach the model as they are. `first_step` is the
-    time of `state`, for a rollout that continues another one: the first forcings are `forcings(first_step)`.
+    `normalizer` (`transform`, `inverse_transform`): the model maps normalized states to normalized states, and the
+    states that are given and returned are in the units of the data. Forcings and constants are not normalized.
+    `first_step` is the time of `state`, for a rollout that continues another one: the first forcings are
+    `forcings(first_step)`.
 
     Gradients go through all steps. `grad_steps=k` runs all but the last k steps without gradients; their states do not
     require grad. `checkpoint=True` recomputes the activations of each step in backward: a rollout stores one state per
@@ -86,10 +87,10 @@ def _states(
     layout = x._layout if isinstance(x, ShardTensor) else None
 
     def advance(x: Tensor, *others: Tensor) -> Tensor:
-        return _restored(model(torch.cat([x, *others], 1) if others else x), x, layout)
+        given = x if normalizer is None else normalizer.transform(x)
+        output = _restored(model(torch.cat([given, *others], 1) if others else given), x, layout)
+        return output if normalizer is None else normalizer.inverse_transform(output)
 
-    if normalizer is not None:
-        x = normalizer.transform(x)
     for time in times:
         others = inputs.at(time)
         # Gradients are off inside a step only: between steps the caller's code runs in its own grad mode.
@@ -100,9 +101,7 @@ def _states(
                 x = checkpointed(advance, x, *others, use_reentrant=False)
             else:
                 x = advance(x, *others)
-            found = x if normalizer is None else normalizer.inverse_transform(x)
-        yield found
-        del found  # else it would be held during the next step
+        yield x
 
 
 class _Inputs:

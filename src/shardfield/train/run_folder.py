@@ -128,7 +128,8 @@ def own_folder(config: TrainConfig, checkpoints: Checkpoints, log: Log) -> Itera
         locks.append(lock)
         path = _choose_checkpoint(lock, config, checkpoints, log)
         run_id = checkpoints.claim_alone(path)
-        (config.out / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
+        settings = {"recipe": type(config).__name__, **config.as_json()}
+        (config.out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         lock.take(run_id)
         return [run_id, None if path is None else str(path)]
 

@@ -56,3 +56,23 @@ class Task:
     draw: Callable[..., None] | None = None
     lead: Callable[[Any, int], Any] | None = None
     forcings: Callable[[Any, int], Tensor] | None = None
+
+
+@dataclass
+class ForecastSpec:
+    """What `shardfield predict` needs of a recipe: the model without its weights, and the states to start from.
+
+    `read(case, i, slices)` returns a block (variable, ...) of the known state of a case at lead time i, 0 for the
+    initial one. `variables` maps names to attributes (units), `coords` the dims of a field to their coordinates.
+    `weights` are those of the area in scores. `scale(model)` is the standard deviation of each variable, of a model
+    with its weights: noise is given in its units.
+    """
+
+    model: nn.Module
+    variables: dict[str, dict[str, str]]
+    coords: dict[str, Any]
+    hours: float
+    read: Callable[[int, int, Any], Tensor]
+    weights: Tensor | None = None
+    scale: Callable[[Any], Tensor | float] = lambda model: 1.0
+    title: str = ""

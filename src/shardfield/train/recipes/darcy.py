@@ -49,7 +49,7 @@ class NormalizedModel(nn.Module):
 class CastDataset:
     """A dataset cast to another dtype."""
 
-    def __init__(self, dataset: Darcy, dtype: torch.dtype):
+    def __init__(self, dataset: Any, dtype: torch.dtype):
         self.dataset, self.dtype, self.shapes = dataset, dtype, dataset.shapes
 
     def __len__(self) -> int:
