@@ -128,7 +128,7 @@ WRONG = {
     "chunk removed": (lambda i: i["tensors"]["model.0.weight"]["chunks"].pop(), "do not tile its shape"),
     "other dtype": (lambda i: i["tensors"]["model.0.weight"].update(dtype="int32"), "is not as it was saved"),
     "other item size": (lambda i: i["tensors"]["model.0.weight"].update(dtype="float64"), "bytes for"),
-    "no dtype": (lambda i: i["tensors"]["model.0.weight"].update(dtype="Tensor"), "is no dtype"),
+    "no dtype": (lambda i: i["tensors"]["model.0.weight"].update(dtype="Tensor"), "is not a dtype"),
     "permuted sizes": (lambda i: last(i)["sizes"].reverse(), "do not tile its shape"),
     "negative offset": (lambda i: last(i)["offsets"].__setitem__(0, -1), "has -1"),
     "huge offset": (lambda i: last(i)["offsets"].__setitem__(0, 2**40), "do not tile its shape"),
