@@ -1,4 +1,4 @@
-"""Train a graph network on a sharded graph: each rank has some nodes, and the edges whose target they are.
+"""Train a graph network on a sharded graph: each rank has some nodes, and the edges that end at them.
 
 torchrun --nproc-per-node 2 examples/graph.py
 """

@@ -48,7 +48,7 @@ expected = reference(image).square().mean()
 expected.backward()
 pairs = zip(model.parameters(), reference.parameters(), strict=True)
 error = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
-value = loss.item()  # reduces the partial sums of all ranks: every rank must call it
+value = loss.item()  # the global value, on every rank
 if dm.rank == 0:
     print(report)
     print(f"loss {value:.6f}, on one process {expected.item():.6f}; gradients within 1e-5: {error < 1e-5}")

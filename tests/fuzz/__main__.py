@@ -1,6 +1,6 @@
 """Run random programs: `python -m tests.fuzz --programs 2000 --seed 0`. Every failure is shrunk and printed.
 
-Programs come in blocks of 25, and a block is drawn by hypothesis from its seed: `--seed 17 --programs 25` runs block 17
+Programs come in blocks of 25, and a block is drawn by hypothesis from its seed: `--seed 17 --programs 1` runs block 17
 again. A block ends with its first failure.
 """
 
