@@ -1,6 +1,7 @@
 """Rules of all torch functions, one package per family. Importing this package registers them."""
 
 from .attention import flex as flex
+from .attention import packed as packed
 from .attention import sdpa as sdpa
 from .elementwise import cross_entropy as cross_entropy
 from .elementwise import like_factories as like_factories

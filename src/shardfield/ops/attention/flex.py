@@ -10,31 +10,22 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ... import runtime
 from ..._compat import base_and_version, dynamo_disable
 from ..._compat.patches import replace_flex_attention
-from ...comm import autograd_collectives
-from ...comm.route import Route, RowRequest, fetch_route
-from ...debug import explain
 from ...dispatch.arguments import map_tensors, mesh_of
-from ...dispatch.plan import Operand, Plan
-from ...dispatch.registry import rule
 from ...errors import ShardingError
-from ...layout import DimSharding, Layout, Span, balanced, shard_sizes_of, starts
+from ...layout import Span
 from ...tensor import ShardTensor, torch_function
-from .._common.together import empty_result_of, together
-from .sdpa import exchange_kv
+from .ranged import SEQUENCE, attend, precision, weigh
 
-SEQUENCE = 2  # operands are (batch, heads, sequence, features)
 MAX_SCORE_BYTES = 256 << 20  # scores held at a time; backward computes those of longer sequences again
 
 
@@ -163,6 +154,30 @@ class Mods:
             allowed = _vectorized(self.mask_mod, 0)(*index)
         return modified.masked_fill(~allowed, -math.inf)
 
+    def columns(self, first: int, stop: int, size: int) -> Span:
+        """Return the range of keys that the block mask lets the rows `first` to `stop` read."""
+        return Span(0, size) if self.blocks is None else self.blocks.columns(first, stop, size)
+
+    def compute(self, query, key, value, offsets, captured, scale) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute blocks of rows whose scores fit `MAX_SCORE_BYTES`; several blocks are computed again in backward."""
+        row_bytes = query.shape[0] * query.shape[1] * key.shape[SEQUENCE] * precision(query).itemsize
+        step = max(1, MAX_SCORE_BYTES // max(row_bytes, 1))
+        if step >= query.shape[SEQUENCE]:
+            return self._compute_block(query, key, value, offsets, captured, scale)
+        parts = []
+        for i, rows in enumerate(query.split(step, SEQUENCE)):
+            first = [*offsets[:SEQUENCE], offsets[SEQUENCE] + i * step, offsets[3]]
+            parts.append(checkpoint(self._compute_block, rows, key, value, first, captured, scale, use_reentrant=False))
+        out, lse, largest = (torch.cat(x, SEQUENCE) for x in zip(*parts, strict=True))
+        return out, lse, largest
+
+    def _compute_block(self, query, key, value, offsets, captured, scale) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute rows in the precision of torch's eager form."""
+        group, dtype = query.shape[1] // key.shape[1], precision(query)
+        key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
+        scores = (query.to(dtype) @ key.to(dtype).mT) * scale
+        return weigh(self.scores(scores, offsets, captured), query, value)
+
 
 def _vectorized(function: Callable, scores: int) -> Callable:
     """Return the function of a score's indices as one of vectors of them; `scores` counts leading score arguments."""
@@ -228,134 +243,6 @@ class _Substitution(_ScalarIndex):
                 if value is original:
                     return local
         return value
-
-
-# ---------------------------------------------------------------------- the rule
-
-
-def attend(query, key, value, captured, mods, scale):
-    """Represent torch's function in the registry: the rule below is registered for it."""
-    raise NotImplementedError
-
-
-@rule(attend, exact=True)
-def flex_attention(query: Operand, key: Operand, value: Operand, captured, mods: Mods, scale):
-    """Compute each rank's rows with the keys that the block mask lets them read."""
-    group = query.shape[1] // max(key.shape[1], 1)
-    rows = _query_layout(query, key, value, group)
-    keys = _key_layout(rows, key, group)
-    values = keys.with_dim(3, DimSharding(value.shape[3]))
-    fetch = _plan_fetch(rows, keys, mods.blocks)
-    offsets = [*(rows.span(d).start for d in range(3)), fetch.start]
-    lead = rows.dims[:3]
-    outputs = [Layout.make(rows.mesh, dims) for dims in ([*lead, (DimSharding(value.shape[3]),)], lead, lead)]
-
-    def local(query, key, value, captured):
-        explain.record_outcome(f"rule: {fetch.summary}")
-        if fetch.route is not None:
-            key, value = exchange_kv(
-                partial(autograd_collectives.exchange, route=fetch.route, group=fetch.group), key, value
-            )
-        query, key, value, *captured = together([query, key, value, *captured])
-        if not query.numel():
-            sources = [query, key, value, *captured]
-            shapes = [x.local_shape for x in outputs]
-            kinds = (query.dtype, _precision(query), _precision(query))
-            out, lse, largest = (
-                empty_result_of(sources, shape, kind, query) for shape, kind in zip(shapes, kinds, strict=True)
-            )
-            return out, lse, largest.detach()
-        return _compute_rows(query, key, value, mods, offsets, captured, scale, group)
-
-    operands: Any = {"query": rows, "key": keys, "value": values}
-    operands["captured"] = [Layout.replicate(rows.mesh, c.shape) for c in captured]
-    return Plan(local=local, layout=outputs, operands=operands)
-
-
-def _precision(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype is torch.float64 else torch.float32
-
-
-def _compute_rows(query, key, value, mods, offsets, captured, scale, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute blocks of rows whose scores fit `MAX_SCORE_BYTES`; with several blocks, backward computes them again."""
-    row_bytes = query.shape[0] * query.shape[1] * key.shape[SEQUENCE] * _precision(query).itemsize
-    step = max(1, MAX_SCORE_BYTES // max(row_bytes, 1))
-    if step >= query.shape[SEQUENCE]:
-        return _compute(query, key, value, mods, offsets, captured, scale, group)
-    parts = []
-    for i, rows in enumerate(query.split(step, SEQUENCE)):
-        first = [*offsets[:SEQUENCE], offsets[SEQUENCE] + i * step, offsets[3]]
-        parts.append(checkpoint(_compute, rows, key, value, mods, first, captured, scale, group, use_reentrant=False))
-    out, lse, largest = (torch.cat(x, SEQUENCE) for x in zip(*parts, strict=True))
-    return out, lse, largest
-
-
-def _compute(query, key, value, mods, offsets, captured, scale, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the log-sum-exp and the largest score of each row, in the precision of torch's eager form."""
-    dtype = _precision(query)
-    key, value = (t.repeat_interleave(group, 1) if group > 1 else t for t in (key, value))
-    scores = (query.to(dtype) @ key.to(dtype).mT) * scale
-    scores = mods.scores(scores, offsets, captured)
-    largest = scores.detach().amax(-1)
-    hidden = largest == -math.inf
-    # a row without keys has weights of zero, and no gradient that is not a number
-    lse = scores.masked_fill(hidden[..., None], 0).logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().masked_fill(hidden[..., None], 0)
-    return weights.to(query.dtype) @ value.to(query.dtype), lse.masked_fill(hidden, -math.inf), largest
-
-
-def _query_layout(query: Operand, key: Operand, value: Operand, group: int) -> Layout:
-    """Return the layout of the rows: axes that shard features, or keys only, shard the sequence."""
-    layout = query.layout
-    batch, heads, (sequence,) = layout.dims[0], layout.dims[1], layout.dims[SEQUENCE]
-    if group > 1 and any(n % group for f in heads for n in f.shard_sizes):
-        heads = (DimSharding(query.shape[1]),)  # a shard would end inside a group
-    kept = {a for f in (*batch, *heads, sequence) for a in f.axes}
-    others = {a for x in (layout, key.layout, value.layout) for a in x.shard_axes} - kept
-    if others:
-        axes = tuple(sorted({*sequence.axes, *others}))
-        parts = math.prod(layout.mesh.size(a) for a in axes)
-        sequence = DimSharding(sequence.size, axes, balanced(sequence.size, parts))
-    return Layout.make(layout.mesh, [batch, heads, (sequence,), (DimSharding(query.shape[3]),)])
-
-
-def _key_layout(rows: Layout, key: Operand, group: int) -> Layout:
-    """Return the layout in which keys enter: samples and heads as the rows, the sequence sharded or replicated."""
-    batch = rows.dims[0] if key.shape[0] == rows.shape[0] else (DimSharding(key.shape[0]),)
-    heads = tuple(DimSharding(f.size // group, f.axes, tuple(n // group for n in f.shard_sizes)) for f in rows.dims[1])
-    (sequence,) = key.layout.dims[SEQUENCE]
-    if (
-        key.layout.nontrivial_axes(sequence.axes) != rows.nontrivial_axes(rows.axes_of(SEQUENCE))
-        or len(sequence.axes) != 1
-    ):
-        sequence = DimSharding(key.shape[SEQUENCE])
-    return Layout.make(rows.mesh, [batch, heads, (sequence,), (DimSharding(key.shape[3]),)])
-
-
-class _Fetch(NamedTuple):
-    """How this rank receives its keys. `start`: global index of the first one that it then has."""
-
-    route: Route | None
-    group: ProcessGroup | None
-    start: int
-    summary: str
-
-
-def _plan_fetch(rows: Layout, keys: Layout, blocks: BlockTable | None) -> _Fetch:
-    (sharding,) = keys.dims[SEQUENCE]
-    if not keys.is_sharded(SEQUENCE):
-        return _Fetch(None, None, 0, "keys gathered" if rows.is_sharded(SEQUENCE) else "local")
-    (axis,), size = sharding.axes, sharding.size
-    (of_rows,) = rows.dims[SEQUENCE]
-    row_sizes = shard_sizes_of(of_rows)
-    spans = [Span(0, size)] * len(row_sizes)
-    if blocks is not None:
-        spans = [blocks.columns(s, s + n, size) for s, n in zip(starts(row_sizes), row_sizes, strict=True)]
-    requests = [[RowRequest(s.start, s.stop - s.start)] for s in spans]
-    coord = rows.coords[axis]
-    route = fetch_route(SEQUENCE, sharding.shard_sizes, coord, requests, [s.stop - s.start for s in spans])
-    summary = "keys gathered" if all(s == Span(0, size) for s in spans) else "halo of keys"
-    return _Fetch(route, keys.mesh.get_group(axis), spans[coord].start, summary)
 
 
 replace_flex_attention(dynamo_disable(call_flex), ShardTensor)
