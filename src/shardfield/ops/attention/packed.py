@@ -117,13 +117,21 @@ class Documents:
             torch.tensor([0, *accumulate(n)], dtype=torch.int32).to(q.device, non_blocking=True)
             for n in (row_sizes, key_sizes)
         ]
-        operator = torch.ops.torch_attn._varlen_attn.default
-        names = {a.name for a in operator._schema.arguments}
-        options = {"window_size": [self.left, self.right], "enable_gqa": q.shape[1] != k.shape[1]}
-        out, lse, *_ = operator(
-            q, k, v, *positions, max(row_sizes), max(key_sizes), self.right == 0 and self.left < 0, scale=scale,
-            **{name: value for name, value in options.items() if name in names},
-        )  # fmt: skip
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: PLC0415 - it defines operators
+
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # torch 2.11 has no such option
+        out, lse = varlen_attn(
+            q,
+            k,
+            v,
+            *positions,
+            max(row_sizes),
+            max(key_sizes),
+            scale=scale,
+            window_size=(self.left, self.right),
+            return_aux=AuxRequest(lse=True),
+            **grouped,
+        )
         return out.transpose(0, 1)[None], lse[None]
 
 
@@ -175,7 +183,7 @@ def positions_of(positions: Tensor, name: str, tokens: int) -> tuple[int, ...]:
     return values
 
 
-def varlen_attn(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+def attend_documents(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     """Run torch's operator on sharded tokens (token, head, feature)."""
     given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     refused = [name for name in UNSUPPORTED if given.get(name) is not None]
@@ -202,4 +210,4 @@ def varlen_attn(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0), unused
 
 
-runtime.active.registry.register_named(OPERATOR, varlen_attn)
+runtime.active.registry.register_named(OPERATOR, attend_documents)
