@@ -336,10 +336,10 @@ class DistributedManager(NamedGroups):
             return
         self = DistributedManager()
         of_meshes = [group for mesh in self._meshes for group in mesh.get_all_groups()]
-        made_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
+        created_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
         runtime.active.stop_monitor()
         try:
-            worlds.shut_down(self._world, barrier, made_here)
+            worlds.shut_down(self._world, barrier, created_here)
         finally:
             DistributedManager._shared_state.clear()
             runtime.end_world()

@@ -122,7 +122,7 @@ def _resolve(block, group, pole_group, dim, halo, edge, boundary, lengths, pole,
     return axes, config, sizes
 
 
-def _remember(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.how = inputs[1:]
 
 
@@ -134,5 +134,5 @@ def _double_backward(ctx, grad):
     return _pad(grad, *ctx.how), *([None] * 10)
 
 
-_pad.register_autograd(_backward, setup_context=_remember)
-_pad_adjoint.register_autograd(_double_backward, setup_context=_remember)
+_pad.register_autograd(_backward, setup_context=_setup_context)
+_pad_adjoint.register_autograd(_double_backward, setup_context=_setup_context)

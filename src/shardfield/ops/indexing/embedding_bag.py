@@ -55,8 +55,8 @@ def embedding_bag(
     why = f"embedding_bag: an index is not in the {weight.shape[0]} rows of the table"
     raise_if_any_rank(outside, process_groups(layout, layout.shard_axes), RuntimeError, why)
     if input.ndim == 2 and max_norm is None:
-        whole_bags = not layout.is_sharded(1)
-        if whole_bags and not as_operand(weight, mesh)[1].is_sharded(0):
+        bags_are_local = not layout.is_sharded(1)
+        if bags_are_local and not as_operand(weight, mesh)[1].is_sharded(0):
             return _run_bags(F.embedding_bag, (), (input, weight, mode, per_sample_weights, padding_idx), {})
     rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
     if per_sample_weights is not None:
