@@ -1,4 +1,4 @@
-"""`shardfield bench`: run benchmarks by name, write their results, and generate docs/performance.md from them."""
+"""Run benchmarks by name (`shardfield bench`), write their results, and generate docs/performance.md from them."""
 
 from __future__ import annotations
 

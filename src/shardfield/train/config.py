@@ -33,7 +33,7 @@ class TrainConfig:
     out: Path = Path("runs/default")
     """Folder for checkpoints, metrics and plots."""
     domain: tuple[int, ...] = (1,)
-    """Ranks along each sharded dim of the field (one to three dims); the remaining factor is data parallel."""
+    """Ranks along each sharded dim of the field (one to three dims); the remaining factor is the data axis."""
     strategy: Literal["fsdp", "hsdp", "ddp"] = "fsdp"
     """How parameters are distributed over the ranks."""
     epochs: int = 10
@@ -43,7 +43,7 @@ class TrainConfig:
     batch_size: int = 8
     """Samples per step, over all ranks."""
     accumulate: int = 1
-    """Number of parts of a step's batch whose gradients are accumulated."""
+    """Number of micro-batches per step, whose gradients are accumulated."""
     learning_rate: float = 3e-3
     """Maximum learning rate; it decays as a cosine to `final_learning_rate` times this."""
     final_learning_rate: float = 1e-3
@@ -55,16 +55,15 @@ class TrainConfig:
     clip: float | None = 1.0
     """Maximum norm of all gradients; larger gradients are clipped."""
     ema: float | None = None
-    """Decay of an exponential moving average of the parameters, which is then evaluated."""
+    """Decay of an exponential moving average of the parameters; the average is then evaluated."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: autocast to bfloat16, with parameters and sums in fp32."""
     recompute: bool = False
     """Recompute activations in backward instead of storing them (activation checkpointing)."""
     rollout: tuple[int, ...] = (1,)
-    """Model steps per sample whose states are compared with the data. Several lengths are a schedule: each of them is
-    used in an equal part of the run, in this order."""
+    """Model steps per sample, each compared with the data; several lengths are a schedule of equal parts."""
     rollout_grad_steps: int | None = None
-    """Gradients go through this number of last steps of a rollout; by default through all."""
+    """Number of last steps of a rollout through which gradients flow; by default all of them."""
     rollout_checkpoint: bool = False
     """Recompute the activations of each step of a rollout in backward."""
     push_forward: bool = False

@@ -1,4 +1,4 @@
-"""`shardfield convert`: checkpoints to and from safetensors files and plain torch.distributed.checkpoint (DCP) folders.
+"""Convert checkpoints to and from safetensors files and plain torch.distributed.checkpoint (DCP) folders.
 
     shardfield convert runs/darcy/step-000400 model.safetensors --weights
     shardfield convert runs/darcy/step-000400 darcy-dcp
@@ -6,7 +6,7 @@
 
 Runs in one process, which holds all tensors. Everything is kept: names ("model.", "optimizer.", "extra."), dtypes and
 the scalars. `--weights` keeps the model alone, under the names and dtypes of the plain model, complex parameters
-included. A file or folder with other names is taken for the weights of a plain model.
+included. Tensors under other names are taken as the weights of a plain model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def command(words: list[str]) -> int:
         "shardfield convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, help="a checkpoint, a DCP folder, or a .safetensors file")
-    parser.add_argument("target", type=Path, help="a .safetensors file; else a DCP folder, or a checkpoint from others")
+    parser.add_argument(
+        "target", type=Path, help="a .safetensors file, or a folder: DCP for a checkpoint, else a checkpoint"
+    )
     parser.add_argument("--weights", action="store_true", help="only the model, under the names of the plain model")
     options = parser.parse_args(words)
     print(convert(options.source, options.target, options.weights))
