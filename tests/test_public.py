@@ -38,7 +38,7 @@ PUBLIC: dict[str, list[str]] = {
         "transpose",
         "uninstall",
     ],
-    "shardfield.data": ["Darcy", "Field", "ShallowWater", "ShardedLoader", "UnitGaussian", "open_field"],
+    "shardfield.data": ["Darcy", "Field", "ShallowWater", "ShardedLoader", "TimeWindows", "UnitGaussian", "open_field"],
     "shardfield.metrics": [
         "acc",
         "bias",

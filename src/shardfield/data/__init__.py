@@ -6,3 +6,4 @@ from .field import open_field as open_field
 from .loader import ShardedLoader as ShardedLoader
 from .normalize import UnitGaussian as UnitGaussian
 from .swe import ShallowWater as ShallowWater
+from .windows import TimeWindows as TimeWindows

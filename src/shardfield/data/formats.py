@@ -1,4 +1,4 @@
-"""Open arrays in zarr folders and HDF5 files."""
+"""Open arrays in zarr groups, HDF5 and NetCDF files, local or at a URL, and of xarray."""
 
 from __future__ import annotations
 
@@ -15,21 +15,90 @@ import torch
 from ..errors import ShardingError
 
 
-def open_array(path: Path, name: str | None) -> tuple[Any, torch.dtype]:
-    """Open an array that is read when it is indexed (numpy's basic indexing); return it and its torch dtype."""
-    if not path.exists():
-        raise ShardingError(f"there is no {path}")
+def is_url(source: Any) -> bool:
+    """Return whether a source is a URL, which fsspec opens, and not a local path."""
+    return isinstance(source, str) and "://" in source
+
+
+def open_array(source: Any, name: str | None, decode: bool = True) -> tuple[Any, torch.dtype]:
+    """Open an array that is read when it is indexed (numpy's basic indexing); return it and its torch dtype.
+
+    `source` is a path, a URL, or an xarray object. decode: apply the conventions of NetCDF for packed values and for
+    values that are missing.
+    """
     try:
-        array = _open_zarr(path, name) if path.is_dir() else _open_hdf5(path, name)
+        if hasattr(source, "isel"):  # an xarray object, which decodes by itself
+            array: Any = XarrayArray(_select_variable(source, name))
+        elif is_url(source):
+            array = _open_url(source, name)
+        elif not source.exists():
+            raise ShardingError(f"there is no {source}")
+        else:
+            array = _open_zarr(source, name) if source.is_dir() else _open_hdf5(source, name)
     except ShardingError:
         raise
     except Exception as error:  # the packages raise many types for broken files
-        raise ShardingError(f"cannot open {path}: {type(error).__name__}: {error}") from error
+        raise ShardingError(f"cannot open {source}: {type(error).__name__}: {error}") from error
+    if decode and not hasattr(source, "isel"):
+        array = DecodedArray.of(array)
     try:
         dtype = torch.from_numpy(np.empty(0, np.dtype(array.dtype).newbyteorder("="))).dtype
     except TypeError:
-        raise ShardingError(f"{path}: arrays of {array.dtype} cannot be tensors") from None
+        raise ShardingError(f"{source}: arrays of {array.dtype} cannot be tensors") from None
     return array, dtype
+
+
+class XarrayArray:
+    """A variable of xarray, indexed as an array of numpy."""
+
+    chunks = None
+
+    def __init__(self, variable: Any):
+        self.variable, self.shape, self.dtype, self.name = variable, variable.shape, variable.dtype, variable.name
+
+    def __getitem__(self, block: tuple[int | slice, ...]) -> np.ndarray:
+        return self.variable[block].values
+
+
+class DecodedArray:
+    """An array of packed values (scale_factor, add_offset), or with missing ones (_FillValue, missing_value) as NaN."""
+
+    def __init__(self, raw: Any, attrs: dict[str, Any]):
+        self.raw, self.shape, self.name, self.chunks = raw, raw.shape, raw.name, raw.chunks
+        self.scale, self.offset = attrs.get("scale_factor"), attrs.get("add_offset")
+        self.absent = [v for key in ("_FillValue", "missing_value") if (v := attrs.get(key)) is not None]
+        small = raw.dtype.itemsize <= 2 or (raw.dtype.kind == "f" and raw.dtype.itemsize == 4)
+        self.dtype = np.dtype(np.float32 if small else np.float64)
+
+    @classmethod
+    def of(cls, array: Any) -> Any:
+        """Return the array, decoded if its attributes ask for it."""
+        attrs = {}
+        for key in ("scale_factor", "add_offset", "_FillValue", "missing_value"):
+            if key in array.attrs:
+                value = np.asarray(array.attrs[key]).reshape(-1)
+                # zarr stores the fill value of xarray as base64 text; the array then has it as its own.
+                attrs[key] = np.asarray(array.fill_value) if value.dtype.kind in "US" else value[0]
+        # A fill value of NaN is what its values are already.
+        unchanged = all(key in ("_FillValue", "missing_value") and v != v for key, v in attrs.items())
+        return array if unchanged or array.dtype.kind not in "iuf" else cls(array, attrs)
+
+    def __getitem__(self, block: tuple[int | slice, ...]) -> np.ndarray:
+        packed = np.asarray(self.raw[block])
+        values = packed.astype(self.dtype)
+        if self.scale is not None:
+            values *= self.dtype.type(self.scale)
+        if self.offset is not None:
+            values += self.dtype.type(self.offset)
+        for value in self.absent:
+            values[packed == value] = np.nan
+        return values
+
+
+def file_chunks(array: Any) -> tuple[int, ...] | None:
+    """Return the sizes of what is read at once: zarr's chunks (not its shards), HDF5's chunks; None for one piece."""
+    array = getattr(array, "raw", array)
+    return array.chunks
 
 
 def missing_chunks(path: Path, array: Any, block: Sequence[int | slice]) -> list[tuple[int, ...]]:
@@ -37,6 +106,7 @@ def missing_chunks(path: Path, array: Any, block: Sequence[int | slice]) -> list
 
     A block has an int or a slice per dim. A zarr array that stores its chunks in shards is looked up by shards.
     """
+    array = getattr(array, "raw", array)
     is_hdf5 = hasattr(array, "id")
     chunks = array.chunks if is_hdf5 else getattr(array, "shards", None) or array.chunks
     if chunks is None:  # a contiguous HDF5 dataset
@@ -59,12 +129,40 @@ def _open_zarr(path: Path, name: str | None) -> Any:
     zarr = _import_package("zarr")
     if not any((path / file).exists() for file in ("zarr.json", ".zarray", ".zgroup")):
         raise ShardingError(f"{path} is a folder without zarr.json, .zarray or .zgroup: it is not a zarr store")
-    found = zarr.open(store=str(path), mode="r")
+    return _select_zarr(path, name, zarr.open(store=str(path), mode="r"))
+
+
+def _select_zarr(source: Any, name: str | None, found: Any) -> Any:
+    zarr = _import_package("zarr")
     if isinstance(found, zarr.Array):
         if name is not None:
-            raise ShardingError(f"{path} is one array, and has none called {name!r} inside")
+            raise ShardingError(f"{source} is one array, and has none called {name!r} inside")
         return found
-    return _select_array(path, name, found, zarr.Array, lambda: found.members(max_depth=None))
+    return _select_array(source, name, found, zarr.Array, lambda: found.members(max_depth=None))
+
+
+def _open_url(url: str, name: str | None) -> Any:
+    """Open a zarr group, or an HDF5 or NetCDF file by its suffix, with fsspec: only what is indexed is transferred."""
+    fsspec = _import_package("fsspec")
+    if url.rsplit("/", 1)[-1].endswith((".nc", ".nc4", ".h5", ".hdf5")):
+        file = _import_package("h5py").File(fsspec.open(url, "rb").open(), "r")
+        return _select_hdf5(url, name, file)
+    zarr = _import_package("zarr")
+    return _select_zarr(url, name, zarr.open(store=url, mode="r"))
+
+
+def _select_variable(source: Any, name: str | None) -> Any:
+    """Return a variable of an xarray dataset, or an xarray array itself."""
+    if not hasattr(source, "data_vars"):
+        if name not in (None, source.name):
+            raise ShardingError(f"the xarray array is {source.name!r}, not {name!r}")
+        return source
+    if name is None and len(source.data_vars) == 1:
+        return next(iter(source.data_vars.values()))
+    if name not in source.variables:
+        lacks = "has several variables, or none: name one" if name is None else f"has no variable {name!r}"
+        raise ShardingError(f"the xarray dataset {lacks}; it has {', '.join(sorted(map(str, source.variables)))}")
+    return source[name]
 
 
 def _open_hdf5(path: Path, name: str | None) -> Any:
@@ -74,13 +172,18 @@ def _open_hdf5(path: Path, name: str | None) -> Any:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_sieve_buf_size(4096)  # by default 64 KB are read around each row of a block
     file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+    return _select_hdf5(path, name, file)
+
+
+def _select_hdf5(source: Any, name: str | None, file: Any) -> Any:
+    h5py = _import_package("h5py")
     items: list[tuple[str, Any]] = []
     return _select_array(
-        path, name, file, h5py.Dataset, lambda: file.visititems(lambda *item: items.append(item)) or items
+        source, name, file, h5py.Dataset, lambda: file.visititems(lambda *item: items.append(item)) or items
     )
 
 
-def _select_array(path: Path, name: str | None, group: Any, kind: type, items: Callable[[], Iterable]) -> Any:
+def _select_array(source: Any, name: str | None, group: Any, kind: type, items: Callable[[], Iterable]) -> Any:
     """Return the array called `name`, or the only one. Lists `items` only if there is no name or no such array."""
     if name is not None:
         found = group.get(name.strip("/"))
@@ -90,7 +193,7 @@ def _select_array(path: Path, name: str | None, group: Any, kind: type, items: C
     if name is None and len(arrays) == 1:
         return next(iter(arrays.values()))
     lacks = "holds several arrays, or none: name one" if name is None else f"has no array called {name!r}"
-    raise ShardingError(f"{path} {lacks}; it has {', '.join(sorted(arrays)) or 'nothing'}")
+    raise ShardingError(f"{source} {lacks}; it has {', '.join(sorted(arrays)) or 'nothing'}")
 
 
 def _import_package(name: str) -> Any:

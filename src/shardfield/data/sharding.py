@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..errors import ShardingError
-from ..layout import Layout
+from ..layout import Layout, balanced
 
 
 class ZippedDatasets:
@@ -109,6 +110,29 @@ def build_layout(
                     )
                 shard_sizes[dim] = axis_sizes
     return Layout.of(mesh, placements, shape, shard_sizes)
+
+
+def aligned_shard_sizes(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], chunks: Sequence[int] | None
+) -> dict[int, tuple[int, ...]]:
+    """Return by mesh axis the shard sizes that end at chunk boundaries, as balanced as the chunks allow."""
+    found = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and chunks is not None:
+            dim = placement.dim % len(shape)
+            found[axis] = align_to_chunks(shape[dim], chunks[dim], mesh.size(axis))
+    return found
+
+
+def align_to_chunks(size: int, chunk: int, parts: int) -> tuple[int, ...]:
+    """Divide a dim of `size` in chunks of `chunk` into parts of whole chunks.
+
+    >>> align_to_chunks(721, 100, 4)
+    (200, 200, 200, 121)
+    """
+    counts = balanced(-(-size // chunk), parts)
+    ends = [min(size, chunk * n) for n in accumulate(counts)]
+    return tuple(b - a for a, b in pairwise([0, *ends]))
 
 
 def local_slices(layout: Layout) -> tuple[slice, ...]:

@@ -8,12 +8,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data import open_field
+from ..data.sharding import align_to_chunks
 from ..debug.parity import load
 from ..dispatch.arguments import map_tensors
 from ..train.config import TrainConfig, UsageError, suggest_name
@@ -57,6 +60,8 @@ def command(words: list[str]) -> int:
     rankings = [planner.rank_meshes(n, options.all, show) for n in gpus]
     show("")
     print(_json(subject, rankings) if options.json else _table(subject, planner, rankings, memory))
+    if options.data and not options.json:
+        print("\n".join(_aligned_shards(options.data, options.variable, subject, rankings)))
     return 0 if all(r.best.fits for r in rankings) else 1
 
 
@@ -84,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", help="input shape of package.module:function, batch dim first, e.g. 8,3,1024,1024")
     add("--dims", help="dims of the input that may be sharded, in order of preference, e.g. 2,3")
     add("--batch", type=int, help="global batch size, over all GPUs")
+    add("--data", help="zarr folder or NetCDF file of the field: show shard sizes at its chunk boundaries")
+    add("--variable", help="the array in --data; its last dims are those of the field")
     add("--all", action="store_true", help="evaluate every mesh, not only the likely ones")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -227,6 +234,29 @@ def _table(subject: Subject, planner: Planner, rankings: list[MeshRanking], memo
         if best.gathers:
             lines.append(f"  fallback to gather, since there is no rule: {', '.join(best.gathers)}")
     return "\n".join(lines)
+
+
+def _aligned_shards(path: str, name: str | None, subject: Subject, rankings: list[MeshRanking]) -> Iterator[str]:
+    """Yield the shard sizes of the best meshes for which each chunk of the stored field is read by one rank."""
+    field = open_field(path, name=name)
+    ndim = max(map(len, subject.outline().sample_shapes.values()))
+    if field.chunks is None:
+        yield f"{path}: stored in one piece: ranks read their blocks whatever the shard sizes"
+        return
+    yield f'{path}: chunks of {" x ".join(map(str, field.chunks))}; with sizes="chunks" each is read by one rank:'
+    for ranking in rankings:
+        parts = []
+        for dim, ranks in zip(subject.dims, ranking.best.mesh[1:], strict=False):
+            at = dim - ndim
+            sizes = align_to_chunks(field.shape[at], field.chunks[at], ranks)
+            parts.append(f"dim {at} ({field.shape[at]}) as {_format_sizes(sizes)}")
+        yield f"  {ranking.gpus} GPUs, {ranking.best.label}: {'; '.join(parts)}"
+
+
+def _format_sizes(sizes: Sequence[int]) -> str:
+    """Write runs of equal sizes once: (91, 91, 90) as 2 x 91 + 90."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
 
 
 def _row(option: Option) -> tuple[str, ...]:

@@ -103,14 +103,17 @@ def task_spec(config: SWEConfig) -> TaskSpec:
 
 
 class NormalizedError:
-    """Area-weighted errors in units of the standard deviation of each variable."""
+    """Area-weighted errors in units of the change of each variable in a step: 1 is the error of persistence.
+
+    In units of the variables themselves, the fast waves of the divergence would be most of the loss.
+    """
 
     def __init__(self, model: ForecastStep, config: SWEConfig):
         self.model, self.weights = model, area_weights(config.nlat)[:, None]
 
     def squares(self, output: Tensor, batch: Any) -> Tensor:
         """Return the mean square of each sample and variable."""
-        std = self.model.state.std.to(output.dtype)
+        std = self.model.increment.std.to(output.dtype)
         return mse(output / std, batch["y"] / std, self.weights.to(output.device, output.dtype))
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:

@@ -1,0 +1,148 @@
+"""Windows in time over stored fields: from the states of some times to those of later times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShardingError
+from .field import Field
+
+Slices = Sequence[slice]
+
+
+class TimeWindows:
+    """A dataset of forecasts: the variables at a time and before it as `x`, those at lead times as `y`.
+
+        z = open_field("era5.zarr", name="z")      # (time, level, lat, lon)
+        t = open_field("era5.zarr", name="t2m")    # (time, lat, lon)
+        windows = TimeWindows({"z": z, "t2m": t}, leads=[1, 2, 4], levels={"z": [0, 5]}, static={"orography": height})
+        loader = ShardedLoader(windows, 8, mesh)
+
+    A sample is a dict: x (history * channels, lat, lon), y (lead, channels, lat, lon), and, if they are wanted, static
+    (fields, lat, lon) and mask. The channels are the variables in their order; one with levels (the dim after the time)
+    has a channel for each level, or for those that `levels` names. `history` times end at the time of the sample, the
+    oldest first. `leads` are in steps of the stored times: 4 stands for 1, 2, 3, 4. `times` selects a part, such as the
+    years to train on: no sample reads outside of it. `stride` leaves out samples. With `mask=True`, `mask` is True
+    where y is known, and what is missing in x and y (NaN) is 0.
+
+    Every rank reads its block of each time. Fields are opened without a mesh.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Field],
+        *,
+        history: int = 1,
+        leads: int | Sequence[int] = 1,
+        levels: Mapping[str, Sequence[int]] | None = None,
+        static: Mapping[str, Field] | None = None,
+        times: slice = slice(None),
+        stride: int = 1,
+        mask: bool = False,
+    ):
+        self.leads = list(range(1, leads + 1)) if isinstance(leads, int) else list(leads)
+        if not variables or history < 1 or stride < 1 or not self.leads or min(self.leads) < 0:
+            raise ValueError(
+                f"TimeWindows: {len(variables)} variables, history {history}, leads {self.leads}, stride {stride}: at "
+                "least one variable, history and stride of 1 or more, and leads of 0 or more"
+            )
+        self.fields, self.static, self.history, self.mask = dict(variables), dict(static or {}), history, mask
+        lengths = {name: len(field) for name, field in self.fields.items()}
+        if len(set(lengths.values())) > 1:
+            raise ShardingError(f"TimeWindows: the variables have different numbers of times: {lengths}")
+        start, stop, step = times.indices(next(iter(lengths.values())))
+        if step != 1:
+            raise ValueError(f"TimeWindows: times {times}: every time is needed; use stride to leave out samples")
+        first, last = start + history - 1, stop - 1 - max(self.leads)
+        self.times = range(first, last + 1, stride)
+        if not len(self.times):
+            raise ShardingError(
+                f"TimeWindows: {stop - start} times are too few for a history of {history} and leads up to "
+                f"{max(self.leads)}"
+            )
+        self.levels = {name: self._levels_of(name, (levels or {}).get(name)) for name in self.fields}
+        if unknown := [name for name in levels or {} if name not in self.fields]:
+            raise ShardingError(f"TimeWindows: levels of unknown variables {unknown}; there are {list(self.fields)}")
+        self.points = tuple(next(iter(self.fields.values())).shape[-2:])
+        for name, field in {**self.fields, **self.static}.items():
+            if tuple(field.shape[-2:]) != self.points:
+                raise ShardingError(
+                    f"TimeWindows: {name} has {tuple(field.shape[-2:])} points, and other variables have {self.points}"
+                )
+
+    def _levels_of(self, name: str, wanted: Sequence[int] | None) -> list[int] | None:
+        """Return the levels of a variable that are read; None if it has no levels."""
+        shape = self.fields[name].shape
+        if len(shape) not in (3, 4):
+            raise ShardingError(
+                f"TimeWindows: {name} is (time, lat, lon) or (time, level, lat, lon), not {tuple(shape)}"
+            )
+        if len(shape) == 3:
+            if wanted is not None:
+                raise ShardingError(f"TimeWindows: {name} has no levels")
+            return None
+        found = list(range(shape[1])) if wanted is None else list(wanted)
+        if any(not 0 <= level < shape[1] for level in found):
+            raise ShardingError(f"TimeWindows: levels {found} of {name}, which has {shape[1]}")
+        return found
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def channels(self) -> list[str]:
+        """The names of the channels."""
+        return [
+            name if level is None else f"{name}{level}"
+            for name, levels in self.levels.items()
+            for level in (levels if levels is not None else [None])
+        ]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a sample."""
+        channels, y = len(self.channels), (len(self.leads), len(self.channels), *self.points)
+        found = {"x": (self.history * channels, *self.points), "y": y}
+        if self.static:
+            found["static"] = (len(self.static), *self.points)
+        return {**found, "mask": y} if self.mask else found
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return self.read(i, {key: tuple(slice(0, n) for n in shape) for key, shape in self.shapes.items()})
+
+    def read(self, i: int, slices: Mapping[str, Slices]) -> dict[str, Tensor]:
+        """Return the block of sample i within `slices`, read by this rank alone."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"TimeWindows: sample {i} of {len(self)}")
+        now = self.times[i]
+        _, *points = slices["x"]
+        x = torch.cat([self._state(now - back, points) for back in range(self.history - 1, -1, -1)])
+        _, _, *points = slices["y"]
+        y = torch.stack([self._state(now + lead, points) for lead in self.leads])
+        found: dict[str, Any] = {"x": x, "y": y}
+        if self.static:
+            _, *points = slices["static"]
+            found["static"] = torch.stack([_read_static(field, points) for field in self.static.values()])
+        if self.mask:
+            found |= {"x": x.nan_to_num(0.0), "y": y.nan_to_num(0.0), "mask": ~y.isnan()}
+        return {key: found[key][tuple(slices[key])[: found[key].ndim - 2]] for key in self.shapes}
+
+    def _state(self, time: int, points: Slices) -> Tensor:
+        """Return a block of all channels at one time."""
+        parts = []
+        for name, levels in self.levels.items():
+            field = self.fields[name]
+            if levels is None:
+                parts.append(field.read(time, points)[None])
+            else:
+                parts += [field.read(time, (slice(level, level + 1), *points)) for level in levels]
+        return torch.cat(parts)
+
+
+def _read_static(field: Field, points: Slices) -> Tensor:
+    """Return a block of a field without a time, or of the first time of one with it."""
+    return field.read_block(tuple(points)) if len(field.shape) == 2 else field.read(0, points)
