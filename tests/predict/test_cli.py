@@ -106,7 +106,7 @@ def test_refused(runs):
     (other / "config.json").write_text(json.dumps({"recipe": "CNNConfig"}))
     (other / "step-000001").mkdir(exist_ok=True)
     for said, options in {
-        "is no folder of a training run": [str(runs / "nothing")],
+        "is not the folder of a training run": [str(runs / "nothing")],
         "the recipe cnn has no time steps; swe_sfno have": [str(other)],
         "--steps 9: the truth is known for 4 steps": [str(runs / "one"), "--steps", "9"],
         "--cases 5: the test set has 4": [str(runs / "one"), "--steps", "2", "--cases", "5"],

@@ -130,13 +130,13 @@ def _find(run: Path) -> list[Any]:
     try:
         settings = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder}: is no folder of a training run: {error}") from None
+        raise UsageError(f"{folder}: is not the folder of a training run: {error}") from None
     kind = settings.pop("recipe", None)
     names = [name for name, (config, _) in RECIPES.items() if config.__name__ == kind]
     if not names or checkpoint is None:
         missing = "its config.json names no recipe" if not names else "there is no checkpoint"
         raise UsageError(f"{folder}: cannot predict: {missing}")
-    # Values that stand for "not set" are the defaults already.
+    # A value of None means "not set", which is the default.
     return [names[0], {k: v for k, v in settings.items() if v is not None}, str(checkpoint)]
 
 

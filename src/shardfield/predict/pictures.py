@@ -57,7 +57,7 @@ def plot_forecast(found: Forecast, spec: ForecastSpec, path: Path) -> None:
 
 
 def _plot_scores(figure: Any, place: Any, found: Forecast, spec: ForecastSpec) -> None:
-    """Plot errors against lead time, with that of persistence beside them."""
+    """Plot errors against lead time, with that of persistence next to them."""
     inner = place.subgridspec(1, len(spec.variables))
     for i, (name, attrs) in enumerate(spec.variables.items()):
         panel = figure.add_subplot(inner[i])

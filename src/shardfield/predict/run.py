@@ -64,15 +64,16 @@ def predict(
         xarray.open_zarr("forecast.zarr").t2m.sel(lead_time=24)
 
     The model runs under `strict()`: the state (sample, channel, ...) stays sharded. Each rank writes the files of its
-    own shard, in a thread, while the next steps are computed, at most `depth` states behind. If `out` has the first
-    part of this forecast, it is continued after the last time that is complete, on any mesh: `source` names model and
-    initial state, and must be that of the first part. `members` > 1: the samples are an ensemble, with all cases of
-    the first member first (`ensemble_state` makes them).
+    own shard, in a thread, while up to `depth` further steps are computed. If `out` has the first part of this
+    forecast, it is continued after the last time that is complete, on any mesh: `source` names model and initial state,
+    and must equal the `source` of the first part. With `members` > 1 the samples are an ensemble, with all cases of the
+    first member first (see `ensemble_state`).
 
     `truth(i)` is the state at lead time i (1 for the first step), without members. Scores are computed at every step,
     are kept in the attribute `scores`, and are returned: "rmse", "bias" and, of the first state, "persistence"; for
     ensembles "rmse" of the mean, fair "crps" and "spread_skill"; means over the cases, with the area `weights`.
-    `options` are those of `rollout`: forcings, constants, normalizer. `progress` gets a line now and then.
+    `options` are those of `rollout`: forcings, constants, normalizer. `progress` is called with a line of text from
+    time to time.
     """
     if isinstance(state, ShardTensor):
         state = state._unmerged_value()
@@ -81,7 +82,7 @@ def predict(
     _check(state, layout, steps, members, grid)
     out = Path(out)
     over = None if mesh is None or mesh.size() == 1 else mesh
-    group = None if over is None else dist.group.WORLD if over.size() == dist.get_world_size() else _whole_group(over)
+    group = None if over is None else dist.group.WORLD if over.size() == dist.get_world_size() else _mesh_group(over)
     complete = consensus.ask_first_rank(
         lambda: _begin(out, grid, layout or state.shape, steps, members, state.dtype, source), group
     )
@@ -180,7 +181,7 @@ def _check(state: Tensor, layout: Layout | None, steps: int, members: int, grid:
     if layout is not None and layout.axes_of(0):
         cases, sizes = state.shape[0] // members, layout.shard_sizes(0)
         if any(n % cases for n in sizes):
-            raise ShardingError(f"predict: shards of {sizes} samples have no whole members of {cases} cases each")
+            raise ShardingError(f"predict: shards of {sizes} samples must have complete members of {cases} cases each")
 
 
 def _begin(out: Path, grid: Grid, layout: Any, steps: int, members: int, dtype: torch.dtype, source: str) -> int:
@@ -239,7 +240,7 @@ def _score(x: Tensor, first: Tensor, truth: Tensor, weights: Any, members: int) 
 
 
 def _is_first_replica(layout: Layout | None) -> bool:
-    """Return whether this rank is the one that writes its shard, of those that have the same."""
+    """Return whether this rank writes its shard: the first of the ranks that hold the same one."""
     if layout is None:
         return True
     return all(layout.coords[a] == 0 for a in range(layout.mesh.ndim) if a not in layout.shard_axes)
@@ -250,7 +251,7 @@ def _read_together(store: ForecastStore, time: int, region: Sequence[slice], ove
     return run_with_error_sync(f"predict: {store.path}", over, lambda: store.read(time, tuple(region)))
 
 
-def _whole_group(mesh: Any) -> Any:
+def _mesh_group(mesh: Any) -> Any:
     from .._compat.world import flatten_mesh
 
     return mesh.get_group() if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ())).get_group()

@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 20  # of a chunk inside a file: what a reader decompresses
 
 @dataclass(frozen=True)
 class Grid:
-    """Names of the channels and dims of a state, and what a reader of the forecast wants to know of them.
+    """Names of the channels and dims of a state, and their metadata for readers of the forecast.
 
     `variables` maps the name of each channel, in their order, to its attributes (units). `coords` maps the dims after
     the channels to their coordinates. `hours` is the length of a time step; `attrs` are attributes of the dataset.
@@ -160,7 +160,7 @@ class ForecastStore:
     # ------------------------------------------------------------------ blocks
 
     def aligned(self, layout: Layout) -> Layout:
-        """Return the layout of a state whose shards are whole files."""
+        """Return the layout of a state whose shard boundaries are file boundaries."""
         if layout.is_sharded(1):
             raise ShardingError(f"predict: the variables (dim 1) of a state cannot be sharded: {layout}")
         sizes = [(self.file_members * self.cases), len(self.variables), *self.file_points]
@@ -182,7 +182,7 @@ class ForecastStore:
         return (slice(rows.start // self.cases, rows.stop // self.cases), *points)
 
     def write(self, time: int, block: np.ndarray, region: tuple[slice, ...]) -> None:
-        """Write a block (sample, variable, ...) of one lead time; it has whole files."""
+        """Write a block (sample, variable, ...) of one lead time; it consists of complete files."""
         members, *points = region
         if not block.size:
             return

@@ -13,13 +13,13 @@ from torch.distributed import ReduceOp
 
 from .._compat.virtual import Work, name_of_group
 from ..errors import WorldError
-from .messages import Exchange, Meeting, Message, reduce
+from .messages import Exchange, Message, PendingCollective, reduce
 
 
 class Handle(Work):
     """A message in flight, as torch.distributed shows it: other ranks run while this one waits."""
 
-    def __init__(self, exchange: Exchange, messages: Sequence[Message | Meeting], result: Any = None):
+    def __init__(self, exchange: Exchange, messages: Sequence[Message | PendingCollective], result: Any = None):
         super().__init__()
         self._exchange, self._messages, self._result = exchange, messages, result
 
@@ -80,10 +80,10 @@ class VirtualGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"VirtualGroup(rank {self._coord} of {self._size})"
 
-    def _meet(self, what: str, passed: Any, finish: Callable[[list[Any]], None], result: Any = None) -> Handle:
+    def _collective(self, what: str, passed: Any, finish: Callable[[list[Any]], None], result: Any = None) -> Handle:
         number, self._number = self._number, self._number + 1
-        meeting = self._exchange.meet(self._key, number, self._size, self._coord, what, passed, finish)
-        return Handle(self._exchange, [meeting], result)
+        pending = self._exchange.take_part(self._key, number, self._size, self._coord, what, passed, finish)
+        return Handle(self._exchange, [pending], result)
 
     # Reductions.
 
@@ -96,7 +96,7 @@ class VirtualGroup(dist.ProcessGroup):
                 for part in parts:
                     part.copy_(total.view(part.shape))
 
-        return self._meet(f"all_reduce of {_shapes(tensors)}", tensors, finish, tensors)
+        return self._collective(f"all_reduce of {_shapes(tensors)}", tensors, finish, tensors)
 
     allreduce_coalesced = allreduce
 
@@ -106,7 +106,7 @@ class VirtualGroup(dist.ProcessGroup):
                 target = parts[opts.rootRank]
                 target.copy_(reduce([p.reshape(-1) for p in parts], opts.reduceOp).view(target.shape))
 
-        return self._meet(f"reduce of {_shapes(tensors)} to {opts.rootRank}", tensors, finish, tensors)
+        return self._collective(f"reduce of {_shapes(tensors)} to {opts.rootRank}", tensors, finish, tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         op = ReduceOp.SUM if opts is None else opts.reduceOp
@@ -116,7 +116,7 @@ class VirtualGroup(dist.ProcessGroup):
                 total = reduce([parts[coord].reshape(-1) for _, parts in of_ranks], op)
                 output.copy_(total.view(output.shape))
 
-        return self._meet(f"reduce_scatter of {_shapes(inputs[0])}", (outputs[0], inputs[0]), finish, outputs)
+        return self._collective(f"reduce_scatter of {_shapes(inputs[0])}", (outputs[0], inputs[0]), finish, outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Handle:
         return self.reduce_scatter([output], [list(input.view(-1).chunk(self._size))], opts)
@@ -140,7 +140,7 @@ class VirtualGroup(dist.ProcessGroup):
                     for target, source in zip(theirs, of_ranks[root], strict=True):
                         target.copy_(source.reshape(target.shape))
 
-        return self._meet(f"broadcast of {_shapes(tensors)} from {root}", tensors, finish, tensors)
+        return self._collective(f"broadcast of {_shapes(tensors)} from {root}", tensors, finish, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         def finish(of_ranks: list[tuple[list[Tensor], Tensor]]) -> None:
@@ -148,7 +148,7 @@ class VirtualGroup(dist.ProcessGroup):
                 for target, (_, source) in zip(into, of_ranks, strict=True):
                     target.copy_(source.reshape(target.shape))
 
-        return self._meet(f"all_gather of {_shapes(inputs)}", (outputs[0], inputs[0]), finish, outputs)
+        return self._collective(f"all_gather of {_shapes(inputs)}", (outputs[0], inputs[0]), finish, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Handle:
         return self.allgather([list(output.view(-1).chunk(self._size))], [input], opts)
@@ -170,14 +170,18 @@ class VirtualGroup(dist.ProcessGroup):
             for target, (_, source) in zip(of_ranks[opts.rootRank][0][0], of_ranks, strict=True):
                 target.copy_(source)
 
-        return self._meet(f"gather of {_shapes(inputs)} to {opts.rootRank}", (outputs, inputs[0]), finish, outputs)
+        return self._collective(
+            f"gather of {_shapes(inputs)} to {opts.rootRank}", (outputs, inputs[0]), finish, outputs
+        )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Handle:
         def finish(of_ranks: list[tuple[Tensor, list[list[Tensor]]]]) -> None:
             for (target, _), source in zip(of_ranks, of_ranks[opts.rootRank][1][0], strict=True):
                 target.copy_(source)
 
-        return self._meet(f"scatter of {_shapes(outputs)} from {opts.rootRank}", (outputs[0], inputs), finish, outputs)
+        return self._collective(
+            f"scatter of {_shapes(outputs)} from {opts.rootRank}", (outputs[0], inputs), finish, outputs
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         def finish(of_ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -185,7 +189,7 @@ class VirtualGroup(dist.ProcessGroup):
                 for target, (_, sources) in zip(into, of_ranks, strict=True):
                     target.copy_(sources[coord].reshape(target.shape))
 
-        return self._meet("all_to_all", (outputs, inputs), finish, outputs)
+        return self._collective("all_to_all", (outputs, inputs), finish, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -209,7 +213,7 @@ class VirtualGroup(dist.ProcessGroup):
         raise WorldError("virtual ranks receive from a rank that is named: recv() without a source is not supported")
 
     def barrier(self, opts: Any = None) -> Handle:
-        return self._meet("barrier", None, lambda of_ranks: None)
+        return self._collective("barrier", None, lambda of_ranks: None)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one process: a send hands a tensor over, a collective ends when all have started it."""
+"""Messages between ranks of one process; a collective completes when all its ranks have started it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Message:
         self.done, self.error, self.tensor = False, "", tensor
 
 
-class Meeting:
-    """A collective that some ranks of a group have started: what each of them passed, by coord."""
+class PendingCollective:
+    """A collective that some ranks of a group have started, with the arguments of each of them, by coord."""
 
     def __init__(self, what: str, size: int):
         self.what, self.size = what, size
@@ -35,26 +35,26 @@ class Meeting:
 
 
 class Exchange:
-    """All messages of the ranks of one process. Groups are told apart by name, collectives of a group by number."""
+    """All messages of the ranks of one process. A name identifies a group, and a number a collective of the group."""
 
     def __init__(self) -> None:
         self.scheduler: Scheduler | None = None
         self._sent: dict[tuple, deque[Message]] = {}
         self._awaited: dict[tuple, deque[Message]] = {}
-        self._meetings: dict[tuple[str, int], Meeting] = {}
+        self._collectives: dict[tuple[str, int], PendingCollective] = {}
 
     def clear(self) -> None:
-        """Forget the messages of a program that failed."""
-        for table in (self._sent, self._awaited, self._meetings):
+        """Drop the messages of a program that failed."""
+        for table in (self._sent, self._awaited, self._collectives):
             table.clear()
 
     def unfinished(self) -> list[str]:
-        """Describe the messages that one end has started only."""
+        """Describe the messages that only one end has started."""
         found = [f"a send from {k[1]} to {k[2]} in group {k[0]}" for k, q in self._sent.items() if q]
         found += [f"a receive on {k[2]} from {k[1]} in group {k[0]}" for k, q in self._awaited.items() if q]
-        return found + [f"{m.what} in group {name}" for (name, _), m in self._meetings.items()]
+        return found + [f"{m.what} in group {name}" for (name, _), m in self._collectives.items()]
 
-    def wait(self, message: Message | Meeting) -> None:
+    def wait(self, message: Message | PendingCollective) -> None:
         """Return once a message is complete; other ranks run until then."""
         if not message.done:
             assert self.scheduler is not None
@@ -63,11 +63,11 @@ class Exchange:
             raise WorldError(message.error)
 
     def send(self, group: str, source: int, target: int, tag: int, tensor: Tensor) -> Message:
-        """Hand a tensor over to a receive, now or when it is started."""
+        """Pass a tensor to its receive, now or when the receive is started."""
         return self._post(self._sent, self._awaited, (group, source, target, tag), tensor, lambda me, it: (me, it))
 
     def receive(self, group: str, source: int, target: int, tag: int, into: Tensor) -> Message:
-        """Copy the tensor of a send, now or when it is started."""
+        """Copy the tensor of a send, now or when the send is started."""
         return self._post(self._awaited, self._sent, (group, source, target, tag), into, lambda me, it: (it, me))
 
     def _post(self, mine: dict, theirs: dict, key: tuple, tensor: Tensor, order: Callable) -> Message:
@@ -91,7 +91,7 @@ class Exchange:
             end.done, end.error, end.tensor = True, error, None
         return message
 
-    def meet(
+    def take_part(
         self,
         group: str,
         number: int,
@@ -100,25 +100,26 @@ class Exchange:
         what: str,
         passed: Any,
         finish: Callable[[list[Any]], None],
-    ) -> Meeting:
-        """Take part in a collective. The last rank to come calls `finish` with what all passed, by coord."""
-        meeting = self._meetings.get((group, number))
-        if meeting is None:
-            meeting = self._meetings[group, number] = Meeting(what, size)
-        if meeting.what != what and not meeting.error:
-            meeting.error = (
-                f"the ranks of group {group} make different calls: {meeting.what} on coord "
-                f"{next(iter(meeting.passed))}, {what} on coord {coord}"
+    ) -> PendingCollective:
+        """Take part in a collective. The last rank to start it calls `finish` with the arguments of all ranks, by
+        coord."""
+        pending = self._collectives.get((group, number))
+        if pending is None:
+            pending = self._collectives[group, number] = PendingCollective(what, size)
+        if pending.what != what and not pending.error:
+            pending.error = (
+                f"the ranks of group {group} make different calls: {pending.what} on coord "
+                f"{next(iter(pending.passed))}, {what} on coord {coord}"
             )
-        meeting.passed[coord] = passed
-        if len(meeting.passed) == size:
-            del self._meetings[group, number]
-            if not meeting.error:
+        pending.passed[coord] = passed
+        if len(pending.passed) == size:
+            del self._collectives[group, number]
+            if not pending.error:
                 with torch.no_grad():
-                    finish([meeting.passed[c] for c in range(size)])
-            meeting.passed = {}
-            meeting.done = True
-        return meeting
+                    finish([pending.passed[c] for c in range(size)])
+            pending.passed = {}
+            pending.done = True
+        return pending
 
 
 def _describe(tensor: Tensor) -> str:
@@ -162,7 +163,7 @@ def reduce(tensors: Sequence[Tensor], op: Any) -> Tensor:
 
 
 def ring_chunks(numel: int, element_size: int, size: int) -> list[tuple[int, int]]:
-    """Return the element ranges of the chunks into which gloo's ring cuts a tensor."""
+    """Return the element ranges of the chunks into which gloo's ring splits a tensor."""
     nbytes = numel * element_size
     segments = max(-(-nbytes // RING_SEGMENT), 2 * size)
     segments = -(-segments // size) * size

@@ -1,8 +1,8 @@
 """Run the programs of several ranks in one process: one thread per rank, of which exactly one runs at a time.
 
-A rank runs until it waits for a message that has not been sent, and hands over to another one then. A thread per rank
-keeps what torch keeps per thread (grad mode, autocast, the state of a backward pass). Which rank runs next depends on
-messages alone, so that every run of a program takes the same course.
+A rank runs until it waits for a message that has not been sent; then another rank runs. A thread per rank keeps what
+torch keeps per thread (grad mode, autocast, the state of a backward pass). Which rank runs next depends on messages
+alone, so that every run of a program has the same schedule.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Rank(threading.Thread):
             finally:
                 self.job = None
                 self.context.leave()
-                self.scheduler._hand_over(None)
+                self.scheduler._switch(None)
 
 
 class Scheduler:
@@ -87,7 +87,7 @@ class Scheduler:
             rank.job, rank.result, rank.error, rank.ready = job, None, None, _always
         self._parked = list(reversed(self.ranks))  # rank 0 begins
         self._abort = None
-        self._hand_over(None)
+        self._switch(None)
         while True:
             try:
                 self._finished.acquire()
@@ -112,7 +112,7 @@ class Scheduler:
             me.ready = ready
             self._parked.append(me)
             me.context.leave()
-            self._hand_over(me)
+            self._switch(me)
             me.turn.acquire()
             me.context.enter()
             self._check_abort(ready)
@@ -128,8 +128,8 @@ class Scheduler:
                 rank.turn.release()
                 rank.join()
 
-    def _hand_over(self, me: _Rank | None) -> None:
-        """Let the rank run that parked last among those that can go on: what it holds was used most recently."""
+    def _switch(self, me: _Rank | None) -> None:
+        """Run the rank that was parked last among those that can continue: its memory was used most recently."""
         chosen = self._next()
         if chosen is None and self._parked:
             self._abort = self._describe_deadlock()

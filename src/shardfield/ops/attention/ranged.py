@@ -1,6 +1,6 @@
 """Attention whose rows read known ranges of keys: each rank keeps its rows and receives the keys between.
 
-`attend` is the rule of all such calls. A `Form` says which keys some rows read, and computes local rows.
+`attend` is the rule of all such calls. A `Form` returns which keys some rows read, and computes local rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Form(Protocol):
 
 
 def attend(query, key, value, captured, form, scale):
-    """Represent torch's functions in the registry: the rule below is registered for it."""
+    """Represent torch's functions in the registry: the rule below is registered for this function."""
     raise NotImplementedError
 
 
