@@ -70,8 +70,9 @@ class TracedCalls:
     # ------------------------------------------------------------------ running
 
     def instrument(self, compiled: Callable, *, backward: bool = False, has_backward: bool = False) -> Callable:
-        """Wrap a compiled graph so that an active report sees its collectives. `has_backward`: it is a forward graph
-        whose backward graph will run later.
+        """Wrap a compiled graph so that an active report sees its collectives.
+
+        `has_backward`: it is a forward graph whose backward graph will run later.
         """
 
         def run(args: Any) -> Any:

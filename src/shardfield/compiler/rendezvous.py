@@ -1,5 +1,4 @@
-"""Rendezvous of the ranks before a trace: each rank writes the signature of its trace to the store, and waits for its
-peers to do so.
+"""Rendezvous before a trace: each rank writes the signature of its trace to the store and waits for its peers.
 
 If the arguments of one rank differ from those of its peers (a tensor that requires gradients on this rank only), it
 traces while the peers run a cached program. Without the rendezvous, the first collective of the trace would be matched

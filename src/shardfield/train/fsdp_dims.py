@@ -49,8 +49,7 @@ def make_placement_fn(ranks: int) -> Callable[[Tensor], Shard | None]:
 
 
 def warn_about_padding(model: nn.Module, ranks: int) -> None:
-    """Warn about the parameter with the most padding, if the total is large: none of its dims is divisible by
-    `ranks`."""
+    """Warn about the parameter with the most padding, if the total padding is large."""
     found = {name: (padding_bytes(p, ranks), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     wasted = {name: extra for name, (extra, own) in found.items() if extra >= MIN_SAVED_BYTES and extra > own}
     total = sum(wasted.values())

@@ -101,8 +101,7 @@ class Exchange:
         passed: Any,
         finish: Callable[[list[Any]], None],
     ) -> PendingCollective:
-        """Take part in a collective. The last rank to start it calls `finish` with the arguments of all ranks, by
-        coord."""
+        """Take part in a collective; the last rank to start it calls `finish` with the arguments of all, by coord."""
         pending = self._collectives.get((group, number))
         if pending is None:
             pending = self._collectives[group, number] = PendingCollective(what, size)
