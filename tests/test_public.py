@@ -27,6 +27,7 @@ PUBLIC: dict[str, list[str]] = {
         "ops",
         "parallelize",
         "partition_points",
+        "neighborhood_attention",
         "radius_search",
         "rollout",
         "rule",

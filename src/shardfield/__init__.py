@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from .neighbors import knn as knn
     from .neighbors import partition_points as partition_points
     from .neighbors import radius_search as radius_search
+    from .ops.attention.neighborhood import neighborhood_attention as neighborhood_attention
     from .ops.matmul.opt_einsum import einsum as einsum
     from .ops.matmul.opt_einsum import tensordot as tensordot
     from .ops.matmul.opt_einsum import transpose as transpose
@@ -45,6 +46,7 @@ _LAZY = {
     "partition_points": "neighbors",
     "radius_search": "neighbors",
     "einsum": "ops.matmul.opt_einsum",
+    "neighborhood_attention": "ops.attention.neighborhood",
     "tensordot": "ops.matmul.opt_einsum",
     "transpose": "ops.matmul.opt_einsum",
     "parallelize": "train",
