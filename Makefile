@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train weather test sweep fuzz curves bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
+.PHONY: train weather aero test sweep fuzz curves bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -27,6 +27,10 @@ weather: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train swe_sfno --domain 2 2 $(ARGS)
 	$(TORCHRUN) $(NPROC) -m shardfield predict runs/swe_sfno --domain 2 2 --steps 40 --cases 4 \
 		--out runs/swe_sfno/forecast.zarr --picture runs/swe_sfno/forecast.png
+
+# A Transolver learns the pressure on bodies in a stream; the points of each body are sharded over the ranks.
+aero: setup
+	$(TORCHRUN) $(NPROC) -m shardfield train aero_transolver --domain $(NPROC) $(ARGS)
 
 test: lint types pytest
 
@@ -105,18 +109,18 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "installing shardfield and its development tools into $(VENV)"
 	@$(PIP) torch
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models]'
 	@$(PIP) --no-deps neuraloperator torch-harmonics
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	@echo "installing the documentation tools into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models,docs]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,docs]'
 	@touch $@
 
 $(VENV)/.zoo: $(VENV)/.dev
 	@echo "installing the models into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,models,zoo]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,zoo]'
 	@$(PIP) --no-deps timm
 	@touch $@
 

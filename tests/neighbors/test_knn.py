@@ -193,7 +193,7 @@ def text(monkeypatch):
 @pytest.mark.parametrize(("n", "m", "features", "k"), [(300, 21, 3, 17), (40, 3, 2, 40), (9, 5, 1, 1), (1700, 2, 3, 5)])
 def test_interpreted_kernel(n, m, features, k, ordered, kind, text):
     """Check which points the kernel returns, and in which order."""
-    text(TILE=16, BOXES=4, QUERIES=4)
+    text(TILE=16, BOXES=4, CHUNKS=2, QUERIES=4)
     points, queries = cloud(kind, n, features, torch.float32), cloud(kind, m, features, torch.float32)
     squares, index = kernel.PointTiles(points, ordered).nearest(queries, k)
     assert (
@@ -205,16 +205,18 @@ def test_interpreted_kernel(n, m, features, k, ordered, kind, text):
 
 def test_kernel_visits_few_tiles(text):
     """With points in spatial order hardly any tile is visited, whatever the input order."""
-    text(TILE=16, BOXES=64, PROGRAMS=1)
+    text(TILE=16, BOXES=8, CHUNKS=64, PROGRAMS=1)
     points, queries = cloud("normal", 4000, 3, torch.float32), cloud("normal", 8, 3, torch.float32)
     want, distance = all_pairs_knn(points, queries, 5)
-    visited = {}
+    visited, chunks = {}, {}
     for ordered in (False, True):
         texts.load_counts.clear()
         squares, index = kernel.PointTiles(points, ordered).nearest(queries, 5)
         assert torch.equal(index, want) and torch.equal(squares.sqrt(), distance)
         visited[ordered] = texts.load_counts[16] / 4 / (len(queries) / kernel.QUERIES)  # three coordinates and a number
+        chunks[ordered] = texts.load_counts[8] / 6 / (len(queries) / kernel.QUERIES)  # two corners of three coordinates
     assert visited[True] < 40 and visited[False] > 200, visited  # of 250
+    assert chunks[True] < 12 and chunks[False] > 30, chunks  # of 32
 
 
 def test_spatial_order_is_cached(monkeypatch):

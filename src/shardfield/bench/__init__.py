@@ -18,6 +18,7 @@ BENCHMARKS = {
     "kernels": "local work of a rank: block attention, moments, halo packing, modes; a step as a CUDA graph",
     "knn": "nearest neighbors against brute force and a k-d tree",
     "graph": "message passing on a sharded graph, against gathering all nodes",
+    "points": "clouds of millions of points: a Transolver's step, nearest neighbors, planning",
     "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
     "faults": "killed ranks: time lost, equal losses; how long a checkpoint blocks",

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..train.recipes.aero_transolver import SliceAttention
 from ..train.recipes.vit import ViT
 
 CONV = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -79,26 +80,6 @@ def vit(points: int, patch: int = 8, width: int = 64, layers: int = 4) -> nn.Mod
     """Return a ViT with one channel in and out."""
     torch.manual_seed(0)
     return ViT(points, patch, width, 4, layers)
-
-
-class SliceAttention(nn.Module):
-    """A Transolver block: pool the points into a few states, which attend to each other; then an MLP."""
-
-    def __init__(self, width: int, slices: int = 32, heads: int = 4):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.values, self.assign = nn.Linear(width, width), nn.Linear(width // heads, slices)
-        self.qkv, self.out = nn.Linear(width // heads, 3 * (width // heads)), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        points = self.values(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        weights = torch.softmax(self.assign(points), -1)
-        states = weights.transpose(-1, -2) @ points / (weights.sum(-2).unsqueeze(-1) + 1e-5)
-        q, k, v = self.qkv(states).chunk(3, -1)
-        x = x + self.out((weights @ F.scaled_dot_product_attention(q, k, v)).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
 
 
 def transolver(width: int, layers: int) -> nn.Module:

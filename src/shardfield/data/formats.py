@@ -101,6 +101,20 @@ def file_chunks(array: Any) -> tuple[int, ...] | None:
     return array.chunks
 
 
+def list_arrays(path: Path) -> dict[str, Any]:
+    """Return all arrays of a zarr folder or an HDF5 file by name; they are read when they are indexed."""
+    try:
+        if path.is_dir():
+            items, kind = _zarr_group(path).members(max_depth=None), import_package("zarr").Array
+        else:
+            items, kind = _hdf5_items(_hdf5_file(path)), import_package("h5py").Dataset
+    except ShardingError:
+        raise
+    except Exception as error:  # the packages raise many types for broken files
+        raise ShardingError(f"cannot open {path}: {type(error).__name__}: {error}") from error
+    return dict(sorted((name, item) for name, item in items if isinstance(item, kind)))
+
+
 def missing_chunks(path: Path, array: Any, block: Sequence[int | slice]) -> list[tuple[int, ...]]:
     """Return the chunks of an array that overlap a block and are not stored: they are read as the fill value.
 
@@ -126,14 +140,17 @@ def _is_stored(path: Path, array: Any, coords: Sequence[int], chunks: Sequence[i
 
 
 def _open_zarr(path: Path, name: str | None) -> Any:
-    zarr = _import_package("zarr")
+    return _select_zarr(path, name, _zarr_group(path))
+
+
+def _zarr_group(path: Path) -> Any:
     if not any((path / file).exists() for file in ("zarr.json", ".zarray", ".zgroup")):
         raise ShardingError(f"{path} is a folder without zarr.json, .zarray or .zgroup: it is not a zarr store")
-    return _select_zarr(path, name, zarr.open(store=str(path), mode="r"))
+    return import_package("zarr").open(store=str(path), mode="r")
 
 
 def _select_zarr(source: Any, name: str | None, found: Any) -> Any:
-    zarr = _import_package("zarr")
+    zarr = import_package("zarr")
     if isinstance(found, zarr.Array):
         if name is not None:
             raise ShardingError(f"{source} is one array, and has none called {name!r} inside")
@@ -143,11 +160,11 @@ def _select_zarr(source: Any, name: str | None, found: Any) -> Any:
 
 def _open_url(url: str, name: str | None) -> Any:
     """Open a zarr group, or an HDF5 or NetCDF file by its suffix, with fsspec: only what is indexed is transferred."""
-    fsspec = _import_package("fsspec")
+    fsspec = import_package("fsspec")
     if url.rsplit("/", 1)[-1].endswith((".nc", ".nc4", ".h5", ".hdf5")):
-        file = _import_package("h5py").File(fsspec.open(url, "rb").open(), "r")
+        file = import_package("h5py").File(fsspec.open(url, "rb").open(), "r")
         return _select_hdf5(url, name, file)
-    zarr = _import_package("zarr")
+    zarr = import_package("zarr")
     return _select_zarr(url, name, zarr.open(store=url, mode="r"))
 
 
@@ -166,21 +183,26 @@ def _select_variable(source: Any, name: str | None) -> Any:
 
 
 def _open_hdf5(path: Path, name: str | None) -> Any:
-    h5py = _import_package("h5py")
+    return _select_hdf5(path, name, _hdf5_file(path))
+
+
+def _hdf5_file(path: Path) -> Any:
+    h5py = import_package("h5py")
     if not h5py.is_hdf5(path):
         raise ShardingError(f"{path} is neither an HDF5 file nor a zarr folder, or it is truncated")
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_sieve_buf_size(4096)  # by default 64 KB are read around each row of a block
-    file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
-    return _select_hdf5(path, name, file)
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+
+
+def _hdf5_items(file: Any) -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    file.visititems(lambda *item: items.append(item))
+    return items
 
 
 def _select_hdf5(source: Any, name: str | None, file: Any) -> Any:
-    h5py = _import_package("h5py")
-    items: list[tuple[str, Any]] = []
-    return _select_array(
-        source, name, file, h5py.Dataset, lambda: file.visititems(lambda *item: items.append(item)) or items
-    )
+    return _select_array(source, name, file, import_package("h5py").Dataset, lambda: _hdf5_items(file))
 
 
 def _select_array(source: Any, name: str | None, group: Any, kind: type, items: Callable[[], Iterable]) -> Any:
@@ -196,8 +218,10 @@ def _select_array(source: Any, name: str | None, group: Any, kind: type, items: 
     raise ShardingError(f"{source} {lacks}; it has {', '.join(sorted(arrays)) or 'nothing'}")
 
 
-def _import_package(name: str) -> Any:
+def import_package(name: str, extra: str = "recipes") -> Any:
+    """Import a package that only some files need, or raise an error that names it."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ShardingError(f"reading this needs {name}: pip install 'shardfield[recipes]'") from None
+        how = name if name == "pyvista" else f"'shardfield[{extra}]'"
+        raise ShardingError(f"reading this needs {name}: pip install {how}") from None

@@ -39,8 +39,9 @@ class ShardedLoader:
     `placements` are those of ONE sample, one per domain axis: a list for all its tensors, a mapping from key (or
     position) to list, or a function of (key, shape). By default one domain axis shards the second last dim, two shard
     the last two. `sizes` maps a domain axis to its shard sizes; the default is that of torch.chunk. A dataset with
-    `read(i, slices)` and `shapes` is read in blocks; any other is indexed and sliced. A dict of fields is one dataset:
-    `{"x": open_field(...), "y": open_field(...)}`.
+    `read(i, slices)` and `shapes` is read in blocks; any other is indexed and sliced. With `shapes_of(i)` in place of
+    `shapes`, samples differ in size, and the samples of one batch must not (`batch_size` is 1). A dict of fields is one
+    dataset: `{"x": open_field(...), "y": open_field(...)}`.
 
     The order is a permutation that depends on `seed` and the epoch, the same on all ranks. Samples are never padded or
     repeated: without `drop_last`, the last samples are divided as evenly as possible, and a rank may get an empty
@@ -207,10 +208,8 @@ class ShardedLoader:
 
     def _read_batch(self, indices: list[int]) -> list[tuple[Tensor, Layout | None]]:
         """Read this rank's blocks in the thread, to pinned memory for CUDA, so that copies overlap computation."""
-        locals_ = self._sharding.read(indices)
-        if self.mesh.device_type == "cuda":
-            locals_ = [t.pin_memory() for t in locals_]
-        return list(zip(locals_, self._sharding.layouts, strict=True))
+        blocks = self._sharding.read(indices)
+        return [(t.pin_memory(), layout) for t, layout in blocks] if self.mesh.device_type == "cuda" else blocks
 
     def _to_device(self, local: Tensor, layout: Layout | None, samples: int) -> Tensor:
         local = local.to(collectives.device_of(self.mesh), non_blocking=True)

@@ -37,37 +37,43 @@ class ZippedDatasets:
 
 
 class SampleSharding:
-    """The layout of every tensor of a sample over the domain mesh (None: unsharded), and this rank's blocks."""
+    """The layout of every tensor of a sample over the domain mesh (None: unsharded), and this rank's blocks.
+
+    Samples of a dataset with `shapes_of(i)` differ in size, and so do their layouts.
+    """
 
     def __init__(self, dataset: Any, mesh: DeviceMesh | None, placements: Any, sizes: Mapping | None):
-        self.dataset, self.blockwise = dataset, hasattr(dataset, "read")
-        if self.blockwise and not hasattr(dataset, "shapes"):
+        self.dataset, self.blockwise, self.varies = dataset, hasattr(dataset, "read"), hasattr(dataset, "shapes_of")
+        if self.blockwise and not (hasattr(dataset, "shapes") or self.varies):
             raise ValueError("a dataset with read(i, slices) needs `shapes` too: those of the tensors of a sample")
-        like = dataset.shapes if self.blockwise else dataset[0]
+        if self.varies and sizes:
+            raise ValueError("samples differ in size: `sizes` cannot hold for all of them")
+        like = dataset.shapes_of(0) if self.varies else dataset.shapes if self.blockwise else dataset[0]
         self.keys, parts = _flatten_sample(like, _is_shape if self.blockwise else _is_tensor)
         self._container = None if self.keys == [None] else dict if isinstance(like, Mapping) else tuple
-        self.shapes = [tuple(p) if self.blockwise else tuple(torch.as_tensor(p).shape) for p in parts]
-        self.layouts: list[Layout | None] = [None] * len(parts)
-        self._local_slices = [tuple(slice(0, n) for n in shape) for shape in self.shapes]
         if isinstance(placements, Mapping) and (unknown := [key for key in placements if key not in self.keys]):
             raise ValueError(f"placements has {unknown}, a sample has {self.keys}")
-        if mesh is not None:
-            layouts = [
-                build_layout(mesh, _placements_for(placements, key, shape, mesh), shape, sizes)
-                for key, shape in zip(self.keys, self.shapes, strict=True)
-            ]
-            self.layouts = list(layouts)
-            self._local_slices = [local_slices(layout) for layout in layouts]
+        self._mesh, self._placements, self._sizes = mesh, placements, sizes
+        shapes = [tuple(p) if self.blockwise else tuple(torch.as_tensor(p).shape) for p in parts]
+        self._first = shapes, self._build_layouts(shapes)
         self._empty: list[Tensor] | None = None
 
-    def read(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return this rank's blocks of each tensor, stacked over the samples; without samples the batch size is 0."""
-        rows = [self._read_blocks(i) for i in indices]
-        if rows:
-            return [torch.stack(column) for column in zip(*rows, strict=True)]
-        if self._empty is None:  # only a sample shows the dtypes
-            self._empty = [t.new_empty((0, *t.shape)) for t in self._read_blocks(0)]
-        return self._empty
+    def read(self, indices: Sequence[int]) -> list[tuple[Tensor, Layout | None]]:
+        """Return this rank's blocks of each tensor, stacked over the samples, and the layout of one sample.
+
+        Without samples the batch size is 0.
+        """
+        shapes, layouts = self._layouts_of(indices[0]) if indices else self._first
+        other = next((i for i in indices if self._layouts_of(i)[0] != shapes), None)
+        if other is not None:
+            raise ShardingError(
+                f"samples {indices[0]} and {other} of one batch differ in size: use batches of one sample"
+            )
+        rows = [self._read_blocks(i, shapes, layouts) for i in indices]
+        if not rows and self._empty is None:  # only a sample shows the dtypes
+            self._empty = [t.new_empty((0, *t.shape)) for t in self._read_blocks(0, shapes, layouts)]
+        stacked = [torch.stack(column) for column in zip(*rows, strict=True)] if rows else self._empty or []
+        return list(zip(stacked, layouts, strict=True))
 
     def restore_structure(self, values: Sequence[Any]) -> Any:
         """Return one value per tensor in the structure of a sample."""
@@ -75,18 +81,35 @@ class SampleSharding:
             return values[0]
         return tuple(values) if self._container is tuple else dict(zip(self.keys, values, strict=True))
 
-    def _read_blocks(self, i: int) -> list[Tensor]:
-        found = self.dataset.read(i, self.restore_structure(self._local_slices)) if self.blockwise else self.dataset[i]
+    def _layouts_of(self, i: int) -> tuple[list[tuple[int, ...]], list[Layout | None]]:
+        """Return the shapes and layouts of sample i."""
+        if not self.varies or not i:
+            return self._first
+        keys, shapes = _flatten_sample(self.dataset.shapes_of(i), _is_shape)
+        if keys != self.keys:
+            raise ShardingError(f"sample {i} has {keys}, sample 0 has {self.keys}")
+        return list(map(tuple, shapes)), self._build_layouts(list(map(tuple, shapes)))
+
+    def _build_layouts(self, shapes: list[tuple[int, ...]]) -> list[Layout | None]:
+        if self._mesh is None:
+            return [None] * len(shapes)
+        return [
+            build_layout(self._mesh, _placements_for(self._placements, key, shape, self._mesh), shape, self._sizes)
+            for key, shape in zip(self.keys, shapes, strict=True)
+        ]
+
+    def _read_blocks(self, i: int, shapes: list[tuple[int, ...]], layouts: Sequence[Layout | None]) -> list[Tensor]:
+        parts = [
+            tuple(slice(0, n) for n in shape) if layout is None else local_slices(layout)
+            for shape, layout in zip(shapes, layouts, strict=True)
+        ]
+        found = self.dataset.read(i, self.restore_structure(parts)) if self.blockwise else self.dataset[i]
         tensors = [torch.as_tensor(p) for p in _flatten_sample(found, _is_tensor)[1]]
-        expected = (
-            [tuple(at.stop - at.start for at in block) for block in self._local_slices]
-            if self.blockwise
-            else self.shapes
-        )
+        expected = [tuple(at.stop - at.start for at in block) for block in parts] if self.blockwise else shapes
         if [tuple(t.shape) for t in tensors] != expected:
-            shapes = [tuple(t.shape) for t in tensors]
-            raise ShardingError(f"sample {i} has tensors of shapes {shapes}, expected are {expected}")
-        return tensors if self.blockwise else [t[at] for t, at in zip(tensors, self._local_slices, strict=True)]
+            actual = [tuple(t.shape) for t in tensors]
+            raise ShardingError(f"sample {i} has tensors of shapes {actual}, expected are {expected}")
+        return tensors if self.blockwise else [t[at] for t, at in zip(tensors, parts, strict=True)]
 
 
 def build_layout(

@@ -125,14 +125,14 @@ def _make_subject(options: argparse.Namespace, rest: list[str]) -> Subject:
         mixed_precision=torch.bfloat16 if config.precision == "bf16" else None,
         recompute=config.recompute,
     )
-    ndim = len(_parse_ints("--shape", options.shape)) if own_model else 4
+    spec = None if own_model else subject.outline()  # raises errors of the configuration before a step is simulated
+    field = next(iter(spec.sample_shapes.values())) if spec else _parse_ints("--shape", options.shape)[1:]
+    ndim = 1 + len(field)
     if dims is None:
-        dims = [d for d in (2, 3) if d < ndim] or [1]
+        dims = [d + 1 for d in spec.dims] if spec else [d for d in (2, 3) if d < ndim] or [1]
     if not dims or any(not 0 < d < ndim for d in dims) or len({*dims}) < len(dims) or len(dims) > 3:
         raise UsageError(f"--dims {options.dims}: one to three different dims of the input, from 1 to {ndim - 1}")
     subject.dims = tuple(d - 1 for d in dims)
-    if not own_model:
-        subject.outline()  # raises errors of the configuration before any step is simulated
     return subject
 
 

@@ -22,14 +22,15 @@ def first_input(batch: Any) -> tuple[Any, ...]:
 class TaskSpec:
     """A task without data: model, shapes and loss, enough for `shardfield plan` to count a step.
 
-    `sample_shapes` are the shapes of one sample's tensors; those with more than one dim are fields, sharded from the
-    second dim on. `integer_keys` are the tensors of class numbers.
+    `sample_shapes` are the shapes of one sample's tensors; those with more than one dim are fields, sharded along
+    `dims` in order of preference. `integer_keys` are the tensors of class numbers.
     """
 
     model: nn.Module
     sample_shapes: dict[str, tuple[int, ...]]
     loss: Score
     integer_keys: tuple[str, ...] = ()
+    dims: tuple[int, ...] = (1, 2)
 
 
 @dataclass

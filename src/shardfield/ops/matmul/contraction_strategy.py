@@ -165,7 +165,9 @@ class _StrategySearch:
             for label, dim in self._labels_of(term):
                 if axis in term.layout.axes_of(dim):
                     current.append(label)
-                elif axis in term.layout.shard_axes + term.layout.partial_axes and self.sizes[label] > 1:
+                elif axis in term.layout.shard_axes and self.sizes[label] > 1:
+                    others.append(label)
+                elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term):
                     others.append(label)
         allowed = [x for x in dict.fromkeys(current) if self._may_shard(x)]
         allowed.sort(key=lambda x: x not in self.out_labels)
@@ -208,9 +210,13 @@ class _StrategySearch:
         )
 
     def expands_partial(self, choice: Sequence[Label | KeepPartial | None], size: float) -> bool:
-        """Return whether a constant expands an operand that stays Partial to a result at least as large."""
+        """Return whether an operand that stays Partial becomes a larger result, or by a constant one as large.
+
+        The sum over ranks is then sent while it is small.
+        """
         return any(
-            isinstance(c, KeepPartial) and self.constant_labels[axis] and size >= self._local_bytes(c.term)
+            isinstance(c, KeepPartial)
+            and (size > self._local_bytes(c.term) or (self.constant_labels[axis] and size == self._local_bytes(c.term)))
             for axis, c in zip(self.axes, choice, strict=True)
         )
 
@@ -219,6 +225,14 @@ class _StrategySearch:
         layout = self.terms[i].layout
         sizes = [n * _max_local_fraction(sharding) for n, sharding in zip(layout.shape, layout.dims, strict=True)]
         return self.terms[i].itemsize * math.prod(sizes)
+
+    def _may_scatter(self, term: Term) -> bool:
+        """Return whether a Partial operand may be reduce-scattered, so that its axis shards the result.
+
+        A small one, with a result of about its size, is all-reduced: later calls would gather it again.
+        """
+        grown = math.prod(self.sizes[x] for x in self.out_labels) > MAX_PARTIAL_GROWTH * term.layout.numel
+        return grown or not self.linear or term.layout.numel >= runtime.active.min_scattered
 
     def _may_shard(self, label: Label) -> bool:
         return label not in self.unsharded and (self.allow_partial or label in self.out_labels)

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import TrainConfig
 from ..log import Log
 from ..task import ForecastSpec, Task, TaskSpec
+from .aero_transolver import AeroTransolverConfig, aero_transolver
+from .aero_transolver import task_spec as aero_transolver_outline
 from .cnn import CNNConfig, cnn
 from .cnn import task_spec as cnn_outline
 from .darcy_tfno import DarcyTFNOConfig, darcy_tfno
@@ -27,6 +29,7 @@ RECIPES: dict[str, tuple[type[TrainConfig], Recipe]] = {
     "cnn": (CNNConfig, cnn),
     "vit": (ViTConfig, vit),
     "swe_sfno": (SWEConfig, swe_sfno),
+    "aero_transolver": (AeroTransolverConfig, aero_transolver),
 }
 # The tasks without data, for `shardfield plan`.
 TASK_SPECS: dict[str, Callable[[Any], TaskSpec]] = {
@@ -34,6 +37,7 @@ TASK_SPECS: dict[str, Callable[[Any], TaskSpec]] = {
     "cnn": cnn_outline,
     "vit": vit_outline,
     "swe_sfno": swe_sfno_outline,
+    "aero_transolver": aero_transolver_outline,
 }
 # Initial states and truth, for `shardfield predict`, from configuration, mesh, and numbers of cases and steps.
 FORECASTS: dict[str, Callable[[Any, DeviceMesh, int, int], ForecastSpec]] = {"swe_sfno": swe_sfno_forecast}

@@ -1,0 +1,233 @@
+"""Meshes on disk: every rank reads its points, cells and edges, and together they are the mesh of one process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from shardfield import ShardingError, explain
+from shardfield.data import MeshDataset, ShardedLoader, mesh_files, open_mesh
+from shardfield.data.connectivity import cell_edges, is_closed, point_areas
+from shardfield.testing import run_on_ranks
+
+meshio = importlib.import_module("meshio")
+OCTAHEDRON = np.array([[1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0], [0, 0, 1], [0, 0, -1]], float)
+FACES = np.array([[0, 2, 4], [2, 1, 4], [1, 3, 4], [3, 0, 4], [2, 0, 5], [1, 2, 5], [3, 1, 5], [0, 3, 5]])
+
+
+def grid(rows: int, columns: int):
+    """Return points and quadrilaterals of a sheet in shuffled order."""
+    at = np.random.default_rng(0).permutation(rows * columns).reshape(rows, columns)
+    points = np.empty((rows * columns, 3))
+    points[at.ravel()] = np.stack([*np.indices((rows, columns)).reshape(2, -1), np.zeros(rows * columns)], 1)
+    quads = np.stack([at[:-1, :-1], at[1:, :-1], at[1:, 1:], at[:-1, 1:]], -1).reshape(-1, 4)
+    return points, quads
+
+
+@pytest.fixture
+def sheet(tmp_path):
+    """A sheet with data of points and cells, as a VTU file."""
+    points, quads = grid(6, 7)
+    path = tmp_path / "sheet.vtu"
+    cell_data = {"number": [np.arange(len(quads), dtype=float)]}
+    meshio.Mesh(points, [("quad", quads)], {"height": 10 * points[:, 0] + points[:, 1]}, cell_data).write(path)
+    return path
+
+
+def test_octahedron_as_stl(tmp_path):
+    path = tmp_path / "body.stl"
+    meshio.Mesh(OCTAHEDRON, [("triangle", FACES)]).write(path)
+    body = open_mesh(path)
+    assert body.closed and body.fields["points"] == (6, 3) and body.fields["edges"] == (2, 24)
+    points, normals, areas = body["points"], body["normals"], body["areas"]
+    torch.testing.assert_close(normals, points)  # of a regular body
+    torch.testing.assert_close(areas.sum(), torch.tensor(4 * 3**0.5, dtype=areas.dtype))
+    source, target = body["edges"]
+    assert bool((target.diff() >= 0).all()) and torch.equal(target.bincount(), torch.full((6,), 4))
+    torch.testing.assert_close((points[source] - points[target]).norm(dim=1), torch.full((24,), 2**0.5).to(points))
+    assert (tmp_path / "body.stl.morton" / "mesh.json").exists()
+
+
+def test_prepared_once_and_again_after_a_change(sheet, monkeypatch):
+    calls = []
+    real = mesh_files.read_mesh
+    monkeypatch.setattr(mesh_files, "read_mesh", lambda path: calls.append(path) or real(path))
+    for _ in range(2):
+        height = open_mesh(sheet)["height"]
+    assert len(calls) == 1
+    points, quads = grid(3, 3)
+    meshio.Mesh(points, [("quad", quads)]).write(sheet)
+    os.utime(sheet, ns=(1, 1))
+    assert len(open_mesh(sheet)["points"]) == 9 < len(height) and len(calls) == 2
+
+
+def test_order_and_data_follow_the_points(sheet):
+    mesh, file = open_mesh(sheet), open_mesh(sheet, order="file")
+    order = mesh["order"]
+    assert not torch.equal(order, torch.arange(42)) and torch.equal(file["order"], torch.arange(42))
+    torch.testing.assert_close(mesh["points"], file["points"][order])
+    torch.testing.assert_close(mesh["height"], 10 * mesh["points"][:, 0] + mesh["points"][:, 1])
+    assert not mesh.closed  # a sheet has a boundary
+    corners = mesh["points"][mesh["cells/quad"]]
+    torch.testing.assert_close(corners.amax(1) - corners.amin(1), torch.tensor([1.0, 1, 0]).to(corners).expand(30, 3))
+    # the data of a cell follow it: compare with the file's own cells
+    centers = file["points"][file["cells/quad"]].mean(1)[file["cells/quad/number"].argsort()]
+    torch.testing.assert_close(corners.mean(1), centers[mesh["cells/quad/number"].long()])
+
+
+def reading(path, sizes, order):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("points",))
+    opened, alone = open_mesh(path, mesh, order=order, sizes=sizes and {"points": sizes}), open_mesh(path, order=order)
+    for name in opened.fields:
+        torch.testing.assert_close(opened[name].full_tensor(), alone[name], rtol=0, atol=0)
+    points, edges, quads = opened["points"], opened["edges"], opened["cells/quad"]
+    begin = points._layout.span(0)[0]
+    inside = range(begin, begin + len(points.to_local()))
+    assert set(edges.to_local()[1].tolist()) <= set(inside), "an edge is on the rank of its target"
+    assert all(first in inside for first in quads.to_local().amin(1).tolist())
+    nodes = points.requires_grad_()
+    source, target = edges
+    with explain() as report:
+        summed = torch.zeros_like(nodes).index_add(0, target, nodes[source] - nodes[target])
+    assert not report.gathers
+    whole = alone["edges"]
+    expected = torch.zeros_like(alone["points"]).index_add(
+        0, whole[1], (alone["points"][whole[0]] - alone["points"][whole[1]])
+    )
+    torch.testing.assert_close(summed.full_tensor(), expected)
+    return len(points.to_local()), edges.to_local().shape[1]
+
+
+@pytest.mark.parametrize(("sizes", "order"), [(None, "morton"), ((30, 0, 12), "morton")])
+def test_each_rank_reads_its_rows(sheet, sizes, order):
+    found = run_on_ranks(reading, 3, sheet, sizes, order)
+    assert [n for n, _ in found] == list(sizes or (14, 14, 14)) and sum(e for _, e in found) == 142
+
+
+def in_place(path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    opened = open_mesh(path, mesh, [Shard(0), Replicate()], order="file")
+    sums = opened["points"].sum(0).full_tensor().tolist(), opened["pressure"].to_local().shape
+    with pytest.raises(ShardingError, match="placed Shard"):
+        open_mesh(path, mesh, [Shard(1), Replicate()], order="file")
+    return sums
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+def test_point_sets_are_read_in_place(kind, tmp_path):
+    points = np.random.default_rng(1).random((11, 3))
+    path = tmp_path / f"cloud.{kind}"
+    if kind == "h5":
+        with importlib.import_module("h5py").File(path, "w") as file:
+            file["points"], file["pressure"] = points, points[:, :1]
+    else:
+        group = importlib.import_module("zarr").open_group(str(path), mode="w")
+        group["points"], group["pressure"] = points, points[:, :1]
+    for rank, (total, shape) in enumerate(run_on_ranks(in_place, 4, path)):
+        np.testing.assert_allclose(total, points.sum(0))
+        assert shape == ((6, 1) if rank < 2 else (5, 1))
+    assert os.listdir(tmp_path) == [path.name], "nothing is written"
+    ordered = open_mesh(path)
+    torch.testing.assert_close(ordered["pressure"], ordered["points"][:, :1])
+    assert ordered.fields["edges"] == (2, 0)
+
+
+def test_closed_surfaces_and_degenerate_ones():
+    assert is_closed(FACES) and not is_closed(FACES[:-1]) and not is_closed(np.empty((0, 3), int))
+    turned = FACES.copy()
+    turned[0] = turned[0][::-1]
+    assert not is_closed(turned), "one triangle of the other orientation"
+    normals, areas = point_areas(OCTAHEDRON, np.array([[0, 0, 1], [2, 3, 2]]))
+    assert not normals.any() and not areas.any(), "no NaN where triangles have no area"
+    assert cell_edges({"triangle": np.array([[0, 1, 1]])}).tolist() == [[1, 0], [0, 1]], "no edge to itself"
+    hexahedron = cell_edges({"hexahedron": np.arange(8)[None]})
+    assert hexahedron.shape == (2, 24)
+
+
+BROKEN = {
+    "not finite": (
+        np.array([[0, 0, 0], [0, np.nan, 0], [1, 0, np.inf]]),
+        [("vertex", np.arange(3)[:, None])],
+        "2 of 3 points are not finite",
+    ),
+    "nowhere": (OCTAHEDRON, [("triangle", np.array([[0, 1, 2], [0, 1, 6]]))], "1 of 2 triangle cells name points"),
+    "unknown cells": (OCTAHEDRON, [("triangle6", np.array([[0, 1, 2, 3, 4, 5]]))], "cells of type 'triangle6'"),
+}
+
+
+def refused_on_every_rank(paths):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
+    messages = []
+    for path in paths:
+        with pytest.raises(ShardingError) as caught:
+            open_mesh(path, mesh)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
+    paths = []
+    for at, (points, cells, _) in enumerate(BROKEN.values()):
+        paths.append(tmp_path / f"{at}.vtk")
+        meshio.Mesh(points, cells).write(paths[-1])
+    paths.append(tmp_path / "empty.h5")
+    with importlib.import_module("h5py").File(paths[-1], "w") as file:
+        file["points"] = np.empty((0, 3))
+    paths += [tmp_path / "missing.stl", tmp_path / "cut.vtu", tmp_path / "other.xyz"]
+    paths[-2].write_text("<VTKFile")
+    paths[-1].write_text("0 0 0")
+    said = [text for *_, text in BROKEN.values()] + [
+        "has no points",
+        "there is no",
+        "cannot read",
+        "meshio reads no .xyz",
+    ]
+    for messages in run_on_ranks(refused_on_every_rank, 2, paths):
+        for message, text in zip(messages, said, strict=True):
+            assert text in message, message
+    assert not [name for name in os.listdir(tmp_path) if ".morton" in name], "nothing half written is left"
+    with pytest.raises(KeyError, match="has no field 'pressure'; it has points"):
+        meshio.Mesh(OCTAHEDRON, [("triangle", FACES)]).write(tmp_path / "good.vtk")
+        open_mesh(tmp_path / "good.vtk")["pressure"]
+    with pytest.raises(ValueError, match="order='hilbert'"):
+        open_mesh(tmp_path / "good.vtk", order="hilbert")
+
+
+def test_duplicate_points_stay(tmp_path):
+    points = np.repeat(OCTAHEDRON, 2, axis=0)
+    meshio.Mesh(points, [("vertex", np.arange(12)[:, None])]).write(tmp_path / "twice.vtk")
+    found = open_mesh(tmp_path / "twice.vtk")["points"]
+    assert len(found) == 12 and len(found.unique(dim=0)) == 6
+
+
+def loading(paths):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "points"))
+    meshes = MeshDataset(paths, ("points", "height")).prepare(mesh)
+    loader = ShardedLoader(meshes, 1, mesh, placements={"points": [Shard(0)], "height": [Shard(0)]}, shuffle=False)
+    seen = {}
+    for batch in loader.sweep():
+        for i in loader.indices:
+            points, height = batch["points"].full_tensor(), batch["height"].full_tensor()
+            torch.testing.assert_close(height, 10 * points[..., 0] + points[..., 1])
+            seen[i] = (points.shape[1], batch["points"].to_local().shape[1])
+    with pytest.raises(ShardingError, match="differ in size: use batches of one sample"):
+        next(iter(ShardedLoader(meshes, 2, mesh, placements=[Shard(0)], shuffle=False)))
+    return seen
+
+
+def test_samples_of_different_sizes(tmp_path):
+    paths = []
+    for columns in (2, 3, 4):
+        points, quads = grid(3, columns)
+        paths.append(tmp_path / f"{columns}.vtu")
+        meshio.Mesh(points, [("quad", quads)], {"height": 10 * points[:, 0] + points[:, 1]}).write(paths[-1])
+    first, second, third, fourth = run_on_ranks(loading, 4, paths)
+    assert first == {0: (6, 3), 2: (12, 6)} and second == {0: (6, 3), 2: (12, 6)}
+    assert third == {1: (9, 5)} and fourth == {1: (9, 4)}
