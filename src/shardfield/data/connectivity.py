@@ -1,4 +1,4 @@
-"""Edges, areas and normals of unstructured meshes, from their cells. On numpy arrays, of one process."""
+"""Edges, areas and normals of unstructured meshes, from their cells: numpy arrays in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# The edges of a cell by its type, as in VTK. Points of higher order (midsides) are no corners and have no edges here.
+# The edges of a cell by its type, as in VTK. Points of higher order (midsides) are not corners and have no edges here.
 CELL_EDGES: dict[str, list[tuple[int, int]]] = {
     "vertex": [],
     "line": [(0, 1)],

@@ -43,7 +43,7 @@ def open_mesh(
         source, target = car["edges"]          # an edge is on the rank that has its target
 
     Points are numbered along a Morton curve, so that shards are compact; `car["order"]` has their numbers in the file.
-    Cells and edges name points by their new numbers. The arrays are written once, into a folder beside the file (or in
+    Cells and edges name points by their new numbers. The arrays are written once, into a folder next to the file (or in
     `cache`), from which every rank reads its own rows. `order="file"` keeps the numbers of the file; zarr and HDF5 are
     then read in place, and nothing is written.
 

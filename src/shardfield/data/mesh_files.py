@@ -34,7 +34,7 @@ class RawMesh:
 
 
 def read_mesh(path: Path) -> RawMesh:
-    """Read a mesh of any supported format as a whole, and check it."""
+    """Read all of a mesh of any supported format, and check it."""
     if not path.exists():
         raise ShardingError(f"there is no {path}")
     reader = _read_arrays if is_array_file(path) else _read_vtp if path.suffix == ".vtp" else _read_meshio
@@ -100,7 +100,7 @@ def _read_vtp(path: Path) -> RawMesh:
 
 
 def _check(path: Path, raw: RawMesh) -> None:
-    """Raise for what no mesh should have: no points, coordinates that are not finite, cells that point nowhere."""
+    """Raise for an invalid mesh: no points, coordinates that are not finite, cells of points that do not exist."""
     points = raw.points
     if points.ndim != 2 or not points.shape[1] or points.dtype.kind not in "fiu":
         raise ShardingError(f"{path}: points are {points.dtype} of shape {points.shape}, not (number, coordinates)")
@@ -129,7 +129,7 @@ def _check(path: Path, raw: RawMesh) -> None:
 
 
 def prepared_folder(path: Path, order: str, cache: Path | None) -> Path:
-    """Return the folder of a mesh's arrays: beside the file, or in `cache`."""
+    """Return the folder of a mesh's arrays: next to the file, or in `cache`."""
     folder = path.parent if cache is None else cache
     return folder / f"{path.name}.{order}"
 

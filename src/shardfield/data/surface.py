@@ -16,8 +16,8 @@ def force_coefficients(pressure: Tensor, normal: Tensor, area: Tensor) -> Tensor
     """Return the force on each body, (..., points, columns) to (..., 3), over dynamic pressure times frontal area.
 
     `pressure` (one column) is the pressure coefficient, `normal` (three) points outwards and `area` (one) is that of
-    the points' shares of the surface. The stream blows along x: the first component is the drag coefficient. The
-    frontal area is that of the shadow along x, of a convex body.
+    the points' shares of the surface. The stream flows along x: the first component is the drag coefficient. The
+    frontal area is the projected area along x; the body must be convex.
 
     >>> import torch
     >>> normal = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])  # a plate across the stream

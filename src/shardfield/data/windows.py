@@ -22,12 +22,12 @@ class TimeWindows:
         windows = TimeWindows({"z": z, "t2m": t}, leads=[1, 2, 4], levels={"z": [0, 5]}, static={"orography": height})
         loader = ShardedLoader(windows, 8, mesh)
 
-    A sample is a dict: x (history * channels, lat, lon), y (lead, channels, lat, lon), and, if they are wanted, static
+    A sample is a dict: x (history * channels, lat, lon), y (lead, channels, lat, lon), and, if requested, static
     (fields, lat, lon) and mask. The channels are the variables in their order; one with levels (the dim after the time)
     has a channel for each level, or for those that `levels` names. `history` times end at the time of the sample, the
-    oldest first. `leads` are in steps of the stored times: 4 stands for 1, 2, 3, 4. `times` selects a part, such as the
-    years to train on: no sample reads outside of it. `stride` leaves out samples. With `mask=True`, `mask` is True
-    where y is known, and what is missing in x and y (NaN) is 0.
+    oldest first. `leads` are in steps of the stored times; the number 4 means 1, 2, 3, 4. `times` selects a range, such
+    as the years to train on: no sample reads outside of it. `stride` leaves out samples. With `mask=True`, `mask` is
+    True where y has a value, and missing values (NaN) in x and y are 0.
 
     Every rank reads its block of each time. Fields are opened without a mesh.
     """

@@ -64,7 +64,7 @@ def _reach(query: Any, key: Any, value: Any, sizes: Sequence[int], steps: Sequen
 
 @stencil(radius=_reach, fields=("query", "key", "value"))
 def _attend(query, key, value, sizes, steps, scale):
-    """Attend in a block of a field. Cells near an end of the block that is no edge of the field are discarded."""
+    """Attend in a block of a field. The caller discards outputs near block ends that are inside the field."""
     tables = [
         _window_table(n, size, step, query.device)
         for n, size, step in zip(query.shape[1:-2], sizes, steps, strict=True)
