@@ -1,10 +1,10 @@
 """Point clouds with millions of points: a Transolver's step, and nearest neighbors on a sphere.
 
 A step is forward and backward of two Transolver blocks on (1, points, channels), with the points sharded over ranks,
-against one rank with all points. "sent" is what a rank sends for one block, forward and backward, over what its slices
-need: the pooled values and weights of every head, once forward and once backward, as a ring's all-reduce sends them.
-"planned" counts the step of one of 8 ranks without data. On a device, the step runs in bf16 on plain tensors' memory,
-and nearest neighbors of points on a sphere, as many queries as points, are measured too.
+against one rank with all points. "sent" is what a rank sends in the forward of a block, over what its slices need: the
+pooled values and the sums of weights of every head, all-reduced in a ring. "planned" counts the step of one of 8 ranks
+without data. On a device the step runs under autocast to bf16. Nearest neighbors are those of points on a sphere, with
+as many queries as points.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def make_points(device: str, settings: Settings, points: int) -> Tensor:
 
 
 def slice_bytes(settings: Settings, ranks: int, itemsize: int = 4) -> float:
-    """Return the bytes that a rank sends for a block's slices: sums of values and of weights, forward and backward."""
+    """Return the bytes that a rank sends to all-reduce the slices of a block: sums of values and of weights."""
     sums = settings.slices * (settings.width + HEADS)  # S x C values over all heads, and S weights of each head
-    return 2 * 2 * (ranks - 1) / ranks * sums * itemsize
+    return 2 * (ranks - 1) / ranks * sums * itemsize
 
 
 def measure_step(device: str, settings: Settings, points: int) -> dict[str, Any]:
-    """Return the seconds of a step by round, the peak of its memory, and the bytes that a block sends."""
+    """Return the seconds of a step by round, the peak of its memory, and the bytes of a block's forward."""
     model, x = make_model(settings).to(device), make_points(device, settings, points)
     with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
         step = partial(train_step, model, x)
@@ -81,12 +81,10 @@ def measure_step(device: str, settings: Settings, points: int) -> dict[str, Any]
         times = [rank_seconds(step, device) for _ in range(settings.rounds)]
         model.zero_grad(set_to_none=True)
         with count_traffic() as sent:
-            forward = model(x)
-            before_loss = sent.bytes
-        del forward
+            model(x)
         model.zero_grad(set_to_none=True)
         peak = peak_memory(step, device) if device != "cpu" or points <= 1_000_000 else None
-    return {"times": {"step": times}, "peak": peak, "forward": before_loss / BLOCKS}
+    return {"times": {"step": times}, "peak": peak, "forward": sent.bytes / BLOCKS}
 
 
 def measure_neighbors(device: str, settings: Settings) -> list[float]:
@@ -124,7 +122,7 @@ def run(settings: Settings, device: str, table: Table) -> None:
             if by_rank[0]["peak"] is not None:
                 peaks[name] = max(found["peak"] for found in by_rank)
             if ranks > 1:
-                sent[name] = max(found["forward"] for found in by_rank) / (slice_bytes(settings, ranks) / 2)
+                sent[name] = max(found["forward"] for found in by_rank) / slice_bytes(settings, ranks)
         first = rank_label(settings.ranks[0])
         table.add_times(case, times, first)
         table.add_counts(f"{case}: memory", peaks, "MB", first if first in peaks else None)
