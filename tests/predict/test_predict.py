@@ -276,6 +276,30 @@ def test_full_disk(tmp_path):
     torch.testing.assert_close(states(tmp_path / "f.zarr")[:3, 0], expected()[:3], rtol=1e-12, atol=1e-13)
 
 
+def marker_fails(out: Path) -> str:
+    """Fail to replace the marker of step 3 on the rank that writes it."""
+    mesh = make_mesh((1, 2, 1))
+    mark = ForecastStore.mark
+
+    def failing(self, complete, scores):
+        if complete == 4:
+            raise OSError(28, "No space left on device")
+        mark(self, complete, scores)
+
+    ForecastStore.mark = failing  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ShardingError) as caught:
+            predict(seeded_step(), sharded(initial(), mesh, (4, 3)), STEPS, out, GRID)
+    finally:
+        ForecastStore.mark = mark  # type: ignore[method-assign]
+    return str(caught.value)
+
+
+def test_marker_that_cannot_be_written(tmp_path):
+    for text in run_on_ranks(marker_fails, 2, tmp_path / "f.zarr"):
+        assert "rank 0: OSError: [Errno 28]" in text
+
+
 def damaged(out: Path) -> str:
     mesh = make_mesh((1, 2, 1))
     with pytest.raises(ShardingError) as caught:

@@ -113,7 +113,7 @@ def predict(
         if writes:
             store.write(index, block, region)
 
-    writer = BackgroundWriter(f"predict: {out}", write, done, over, depth)
+    writer = BackgroundWriter(f"predict: {out}", write, done, group, depth)
     begun, failed = time.monotonic(), True
     try:
         with torch.no_grad(), strict() if layout is not None else nullcontext():
