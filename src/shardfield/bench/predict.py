@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..predict import ForecastStore, Grid, predict
@@ -89,7 +88,7 @@ def compare_on_rank(device: str, settings: Settings, folder: str) -> tuple[Times
 def _gathered(model: nn.Module, state: ShardTensor, steps: int, out: Path, grid: Grid) -> None:
     """Gather each state, and write it on rank 0 before the next step."""
     store = None
-    if dist.get_rank() == 0:
+    if state.device_mesh.get_rank() == 0:
         ForecastStore.create(out, grid, state.shape, steps, 1, state.dtype)
         store = ForecastStore(out)
     with torch.no_grad():
@@ -97,7 +96,6 @@ def _gathered(model: nn.Module, state: ShardTensor, steps: int, out: Path, grid:
             full = x.full_tensor()  # type: ignore[attr-defined]
             if store is not None:
                 store.write(i, full.cpu().numpy(), store.region(None))
-            dist.barrier()
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
