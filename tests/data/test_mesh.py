@@ -200,6 +200,33 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         open_mesh(tmp_path / "good.vtk", order="hilbert")
 
 
+def unsorted_in_place(path):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
+    opened = open_mesh(path, mesh, order="file")
+    messages = []
+    for name in ("cells/triangle", "cells/line"):
+        with pytest.raises(ShardingError) as caught:
+            opened[name]
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_cells_read_in_place_are_checked(tmp_path):
+    path = tmp_path / "cells.h5"
+    with importlib.import_module("h5py").File(path, "w") as file:
+        file["points"], file["cells/triangle"] = OCTAHEDRON, np.array([[3, 4, 5], [0, 1, 2]])
+        file["cells/line"] = np.array([[0, 1], [4, 9]])
+    for unsorted, nowhere in run_on_ranks(unsorted_in_place, 2, path):
+        assert "cells/triangle are not sorted by their points" in unsorted
+        assert "cells/line name points that do not exist" in nowhere
+    with pytest.raises(ShardingError, match="1 of 2 line cells name points that do not exist"):
+        open_mesh(path)
+    with importlib.import_module("h5py").File(tmp_path / "names.h5", "w") as file:
+        file["points"], file["order"] = OCTAHEDRON, np.arange(6)
+    with pytest.raises(ShardingError, match="cannot be called 'order'"):
+        open_mesh(tmp_path / "names.h5")
+
+
 def test_duplicate_points_stay(tmp_path):
     points = np.repeat(OCTAHEDRON, 2, axis=0)
     meshio.Mesh(points, [("vertex", np.arange(12)[:, None])]).write(tmp_path / "twice.vtk")

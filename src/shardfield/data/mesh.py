@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,44 +128,66 @@ class Mesh:
         array = self._array(name)
         if self.layout is None:
             return run_with_error_sync("mesh", None, lambda: _read_rows(array, 0, slice(0, array.shape[0])))
-        dim = 1 if name == "edges" else 0
-        mesh = self.layout.mesh
+        dim, mesh, axes = _row_dim(name), self.layout.mesh, self.layout.axes_of(0)
         shard_sizes = run_with_error_sync("mesh", mesh, lambda: self._shard_sizes(name))
-        axes = self.layout.axes_of(0)
         dims = [(DimSharding(n),) for n in array.shape]
         if axes:
             dims[dim] = (DimSharding(array.shape[dim], axes, tuple(shard_sizes)),)
         layout = Layout.make(mesh, dims)
-        rows = slice(*layout.span(dim))
-        local = run_with_error_sync("mesh", mesh, lambda: _read_rows(array, dim, rows))
+        local = run_with_error_sync("mesh", mesh, lambda: self._read_checked(name, slice(*layout.span(dim))))
         return wrap(local.to(collectives.device_of(mesh)), layout)
 
     def read(self, name: str, rows: slice) -> Tensor:
         """Return some rows of a field (of edges: columns), read by this rank alone."""
-        return _read_rows(self._array(name), 1 if name == "edges" else 0, rows)
+        return _read_rows(self._array(name), _row_dim(name), rows)
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
             raise KeyError(f"{self.path} has no field {name!r}; it has {', '.join(self._arrays)}")
         return self._arrays[name]
 
+    def _owners(self, name: str, rows: slice) -> np.ndarray:
+        """Return the point that owns each of some rows: the target of an edge, the first point of a cell."""
+        if name == "edges":
+            return np.asarray(self._arrays[name][1, rows])
+        return np.asarray(self._arrays["/".join(name.split("/")[:2])][rows]).min(1)  # a cell, also for its data
+
     def _shard_sizes(self, name: str) -> list[int]:
-        """Return the shard sizes of a field: those of the points, or of the cells or edges that belong to them."""
+        """Return the shard sizes of a field: those of the points, or of the cells or edges that they own.
+
+        Rows are sorted by their owners, so a few of them are read to find where a shard ends.
+        """
         assert self.layout is not None
         sizes = list(self.layout.shard_sizes(0))
-        if name == "edges":
-            owners = self._arrays[name][1]
-        elif name.startswith(CELLS):
-            kind = name.split("/")[1]
-            owners = np.asarray(self._arrays[f"{CELLS}{kind}"][...]).min(1)
-        else:
+        if name != "edges" and not name.startswith(CELLS):
             return sizes
-        ends = np.searchsorted(owners, [a + n for a, n in zip(starts(sizes), sizes, strict=True)])
-        if len(owners) and bool((np.diff(owners) < 0).any()):
-            raise ShardingError(
-                f"{self.path}: {name} are not sorted by their points; open the mesh with order='morton'"
-            )
-        return np.diff(ends, prepend=0).tolist()
+        rows = range(self._arrays[name].shape[_row_dim(name)])
+        ends = [
+            bisect_left(rows, begin + n, key=lambda row: int(self._owners(name, slice(row, row + 1))[0]))
+            for begin, n in zip(starts(sizes), sizes, strict=True)
+        ]
+        return np.diff(ends[:-1] + [len(rows)], prepend=0).tolist()
+
+    def _read_checked(self, name: str, rows: slice) -> Tensor:
+        """Read rows; raise if edges or cells name points that do not exist, or belong to another rank's points."""
+        local = self.read(name, rows)
+        if (name == "edges" or name.startswith(CELLS)) and rows.stop > rows.start:
+            assert self.layout is not None
+            begin, end = self.layout.span(0)
+            owners = self._owners(name, rows)
+            if owners.min() < begin or owners.max() >= end:
+                raise ShardingError(
+                    f"{self.path}: {name} are not sorted by their points, or name points that do not exist; open the "
+                    "mesh with order='morton'"
+                )
+            if name.count("/") < 2 and int(local.max()) >= len(self._arrays["points"]):
+                raise ShardingError(f"{self.path}: {name} name points that do not exist")
+        return local
+
+
+def _row_dim(name: str) -> int:
+    """Return the dim of a field that is sharded: edges are (2, number)."""
+    return 1 if name == "edges" else 0
 
 
 def _read_rows(array: Any, dim: int, rows: slice) -> Tensor:
@@ -229,7 +252,7 @@ class MeshDataset:
         """Return the block of sample i within `slices`."""
         mesh, blocks = self.open(i), {}
         for name in self.names:
-            dim = 1 if name == "edges" else 0
+            dim = _row_dim(name)
             at = tuple(slices[name])
             kept = tuple(slice(None) if d == dim else part for d, part in enumerate(at))
             blocks[name] = mesh.read(name, at[dim])[kept]

@@ -21,6 +21,7 @@ from .formats import import_package, list_arrays
 
 VERSION = 1  # increase if the arrays of a prepared mesh change
 CELLS = "cells/"
+RESERVED = ("points", "order", "edges")  # names of fields that every mesh has
 
 
 @dataclass
@@ -119,7 +120,11 @@ def _check(path: Path, raw: RawMesh) -> None:
                 f"{path}: {len(bad)} of {len(corners)} {kind} cells name points that do not exist; the first is cell "
                 f"{bad[0]} with points {corners[bad[0]].tolist()} of {len(points)}"
             )
+    if taken := [n for n in raw.point_data if n in RESERVED or ".." in n or n.startswith(("/", CELLS))]:
+        raise ShardingError(f"{path}: data of points cannot be called {', '.join(map(repr, taken))}")
     for name, values in raw.cell_data.items():
+        if ".." in name:
+            raise ShardingError(f"{path}: data of cells cannot be called {name!r}")
         kind = name.partition("/")[0]
         if kind not in raw.cells or len(values) != len(raw.cells[kind]):
             raise ShardingError(f"{path}: cell data {name!r} has {len(values)} rows, not one per {kind} cell")
@@ -160,7 +165,8 @@ def prepare_mesh(folder: Path, path: Path, order: str) -> dict[str, Any]:
             target.parent.mkdir(parents=True, exist_ok=True)
             np.save(target, np.ascontiguousarray(array), allow_pickle=False)
         (part / "mesh.json").write_text(json.dumps(description))
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier version of the file
+        if load_prepared(folder, path) is None:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier version of the file
         try:
             part.rename(folder)
         except OSError:  # another process was faster

@@ -80,11 +80,16 @@ def plan_contraction(
     out_labels = [label for group in out for label in (group if type(group) is tuple else (group,))]
     search = _StrategySearch(mesh, terms, out_labels, unsharded, linear, allow_partial, broadcast, constants)
     best, lowest = None, None
-    candidates = [
-        (choice, shardings, *search.cost(shardings, choice))
-        for choice in itertools.product(*(search.choices(axis) for axis in search.axes))
-        if (shardings := search.label_shardings(dict(zip(search.axes, choice, strict=True)))) is not None
-    ]
+    candidates = []
+    for choice in itertools.product(*(search.choices(axis) for axis in search.axes)):
+        shardings = search.label_shardings(dict(zip(search.axes, choice, strict=True)))
+        if shardings is None:
+            continue
+        candidates.append((choice, shardings, *search.cost(shardings, choice)))
+        # Points and edges that change in every step are planned in every step: do not search beyond a free choice.
+        if prefer_local and candidates[-1][2] == candidates[-1][3] == 0 and not (use_all_axes and None in choice):
+            candidates = candidates[-1:]
+            break
     # what it takes to redistribute the operands so that every rank computes its share of the result
     sharded_bytes = min((c[2] for c in candidates if search.shares_result(*c[:2])), default=math.inf)
     for choice, shardings, moved_bytes, reduce_bytes, size in candidates:

@@ -44,7 +44,9 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
     number = len(normalized_shape)
     # dtypes first: the meta kernel that checks shapes raises another error for a dtype without a kernel
     dtypes = [t.dtype for t in probe_results(fn, input, [1] * number, weight, bias, eps)]
-    probe(fn, input, normalized_shape, weight, bias, eps, meta=True)
+    shapes = [p.shape for p in (weight, bias) if p is not None] + [input.shape[max(input.ndim - number, 0) :]]
+    if not number or any(tuple(shape) != tuple(normalized_shape) for shape in shapes):
+        probe(fn, input, normalized_shape, weight, bias, eps, meta=True)  # raises torch's error; slow
     layout = input.layout
     dims = range(layout.ndim - number, layout.ndim)
     statistics = reduced_layout(layout, dims, True, None)
