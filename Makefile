@@ -22,7 +22,7 @@ train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
 
 # Trains a spherical model to forecast shallow water, forecasts ten days with it, and plots globes and skill:
-# runs/swe_sfno/forecast.png. About seven minutes on two cores.
+# runs/swe_sfno/forecast.png. Some minutes on two cores.
 weather: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train swe_sfno --domain 2 2 $(ARGS)
 	$(TORCHRUN) $(NPROC) -m shardfield predict runs/swe_sfno --domain 2 2 --steps 40 --cases 4 \
