@@ -121,7 +121,8 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.zoo: $(VENV)/.dev
 	@echo "installing the models into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,zoo]'
-	@$(PIP) --no-deps timm
+	@$(PIP) --no-deps timm vit-pytorch microsoft-aurora miles-credit the-well nvidia-physicsnemo \
+		anemoi-models anemoi-graphs anemoi-utils
 	@touch $@
 
 clean:

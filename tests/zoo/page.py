@@ -21,6 +21,8 @@ fields of this table are tiny, so that halos, indices and layers on a few rows s
 
 neuraloperator uses `torch.cfloat` in its layers, so that its results are rounded to single precision on one device
 too. With `torch.complex128` in its place it agrees to ten digits (`tests/ops/spectral/test_neuralop.py`).
+Models that call `float()` in their layers (torch-harmonics, the_well's AFNO, DoMINO, StormCast, Wan's
+norms) are compared in single precision.
 [Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
 test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardfield import check
-from tests.zoo.zoo import MODELS
+from tests.zoo.small import MODELS
 
 CASES = [
     (name, mesh, dims)
@@ -27,11 +28,13 @@ CASES = [
 )
 def test_model(name, mesh, dims):
     entry = MODELS[name]
+    if importlib.util.find_spec(entry.package) is None:
+        pytest.skip(f"{entry.package} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of third-party packages
-        found = check(f"tests.zoo.zoo:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
+        found = check(f"tests.zoo.small:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
     assert found, str(found)
-    assert not found.gathers, found.gathers
+    assert set(found.gathers) <= set(entry.gathers), found.gathers
     assert {lost.split()[0] for lost in found.lost} <= set(entry.lost), found.lost
     assert found.balance <= entry.balance * found.input_balance and found.redundancy <= entry.redundancy, str(found)
     results = os.environ.get("SHARDFIELD_MODELS")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo import torchvision_stub
+from tests.zoo.entry import ROUNDED, Entry, imported
 
 FIELD = (1, 3, 32, 48)
 SQUARE = (1, 3, 32, 32)
@@ -17,57 +16,35 @@ SWIN = {"patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 2), "nu
 SWIN |= {"drop_path_rate": 0.0}  # random numbers on ranks differ from one device
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A model by its factory's name: its input, the dims to shard over one axis, and the two to shard over two axes.
-
-    A factory without a shape here returns the tensors too, of which the first is sharded. `lost`: the functions that
-    lose a sharding. `balance` and `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few
-    rows and the indices of a graph show in them.
-    """
-
-    title: str
-    shape: tuple[int, ...] | None
-    dims: tuple[int, ...] = (2, 3)
-    tiles: tuple[int, ...] | None = (2, 3)
-    tolerance: float = 1e-9
-    lost: tuple[str, ...] = ()
-    balance: float = 1.2
-    redundancy: float = 1.15
-
-
-def timm(name: str):
-    with warnings.catch_warnings(), torchvision_stub.in_place():
-        warnings.simplefilter("ignore")
-        import timm.models
-    return getattr(timm.models, name)
+def timm():
+    return imported("timm.models")
 
 
 def timm_resnet():
-    return timm("ResNet")(timm("resnet").BasicBlock, [1, 1, 1, 1], num_classes=5, channels=(8, 8, 16, 16))
+    return timm().ResNet(timm().resnet.BasicBlock, [1, 1, 1, 1], num_classes=5, channels=(8, 8, 16, 16))
 
 
 def timm_convnext():
-    return timm("ConvNeXt")(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2)
+    return timm().ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5, patch_size=2)
 
 
 def timm_vit():
-    return timm("VisionTransformer")(
+    return timm().VisionTransformer(
         img_size=32, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True
     )
 
 
 def timm_swin():
-    return timm("SwinTransformer")(img_size=32, **SWIN)
+    return timm().SwinTransformer(img_size=32, **SWIN)
 
 
 def timm_swinv2():
-    return timm("SwinTransformerV2")(img_size=32, **SWIN)
+    return timm().SwinTransformerV2(img_size=32, **SWIN)
 
 
 def timm_sequencer():
     sizes = {"layers": (1, 1), "patch_sizes": (4, 2), "embed_dims": (16, 16), "hidden_sizes": (4, 4)}
-    return timm("sequencer").Sequencer2d(num_classes=5, mlp_ratios=(2, 2), **sizes)
+    return timm().sequencer.Sequencer2d(num_classes=5, mlp_ratios=(2, 2), **sizes)
 
 
 def transformers_vit():
@@ -292,8 +269,6 @@ def neuralop_tfno():
     return fno(2, factorization="tucker", rank=0.42, norm="group_norm")
 
 
-# neuraloperator hard-codes torch.cfloat: values written into its zeros are rounded to fp32
-ROUNDED = 2e-6
 MODELS: dict[str, Entry] = {
     "timm_resnet": Entry("timm ResNet", FIELD),
     "timm_convnext": Entry("timm ConvNeXt", FIELD),
