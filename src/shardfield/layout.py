@@ -256,7 +256,8 @@ class Layout:
         for dim, factors in enumerate(self.dims) if self.has_origins else ():
             for origin in factors[0].origins if len(factors) == 1 and not factors[0].axes else ():
                 if origin.kind == MOVED_SHARDING and origin.size == factors[0].size:
-                    found.setdefault(frozenset(origin.axes), (dim, DimSharding(*origin[1:])))
+                    sharding = DimSharding(*origin[1:]).with_origins(factors[0].origins)
+                    found.setdefault(frozenset(origin.axes), (dim, sharding))
         return found
 
     # ------------------------------------------------------------------ transforms

@@ -188,8 +188,9 @@ class Runtime:
         transport_override: the transport of all messages. before_collective: called with the group before each message.
         promotion: a TensorPromotionMode that warns or refuses, None if plain tensors are promoted silently.
         world_thread: the thread that initialized the world; None is the main thread. It alone communicates.
-        min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`).
-        virtual: the messages between virtual ranks, in a rank of a `VirtualWorld`.
+        min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`) and
+        results that lost their sharding count. virtual: the messages between virtual ranks, in a rank of a
+        `VirtualWorld`.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.

@@ -81,7 +81,7 @@ def vit_pytorch_maxvit():
 
 
 MODELS: dict[str, Entry] = {
-    "DiffusersDiT": Entry("diffusers DiT", (1, 4, 16, 16), package="diffusers"),
+    "DiffusersDiT": Entry("diffusers DiT", (1, 4, 16, 16), package="diffusers", redundancy=1.2),
     "DiffusersWan": Entry("diffusers Wan", (1, 4, 3, 16, 24), (3, 4), (3, 4), SINGLE, package="diffusers"),
     "monai_unetr": Entry("MONAI UNETR", (1, 1, 32, 48), package="monai"),
     "monai_vnet": Entry("MONAI VNet", (1, 1, 64, 64), package="monai"),

@@ -66,16 +66,18 @@ def shares_of(operands: Iterable[Any]) -> dict[int, int]:
 def lost_axes(shares: Mapping[int, int], result: Any) -> tuple[list[int], dict[int, int]]:
     """Return the mesh axes over which a result loses the sharding of its operands, and the shares that are pending.
 
-    A result with fewer elements than the axis has ranks cannot be shared among them, so it loses nothing.
+    A result with fewer elements than the axis has ranks cannot be shared among them, so it loses nothing. Nor does one
+    of fewer than `Runtime.min_scattered` elements on a rank: it is too small to be worth a message.
     """
     layout: Layout = result._layout
     lost, pending = [], {}
+    is_small = layout.numel < runtime.active.min_scattered * math.prod(map(layout.mesh.size, layout.shard_axes))
     for axis, share in shares.items():
         if layout.numel < max(share, layout.mesh.size(axis)) or axis in layout.shard_axes:
             continue
         if axis in layout.partial_axes or result._deferred is not None:
             pending[axis] = share
-        else:
+        elif not is_small:
             lost.append(axis)
     return lost, pending
 

@@ -61,7 +61,8 @@ class Seen:
     """The record of a rank inside `watch()`.
 
     `kinds` and `modules` map to [messages, bytes]. Kinds of FSDP and DDP begin with "parameters:", all others are
-    collectives of this library. `tape` holds the events in order. `gathers` lists ops that fell back to a gather.
+    collectives of this library. `tape` holds the events in order. `gathers` lists ops that fell back to a gather,
+    `lost` those whose result lost a sharding.
     """
 
     rank: int = 0
@@ -70,6 +71,7 @@ class Seen:
     tape: list[Work | Send | Wait] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
     gathers: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     @property
     def messages(self) -> int:
@@ -256,6 +258,7 @@ def watch() -> Iterator[Seen]:
         finally:
             seen.memory.stop()
     seen.gathers = [row.op for row in report.gathers]
+    seen.lost = [row.op for row in report.lost]
 
 
 def _module_path(row: Any) -> str:

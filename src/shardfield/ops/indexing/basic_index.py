@@ -74,6 +74,8 @@ def slice_sharding(factor: DimSharding, start: int, stop: int, step: int) -> Dim
     DimSharding(size=3, axes=(0,), shard_sizes=(1, 2))
     """
     size = len(range(start, stop, step))
+    if (size, step) == (factor.size, 1):
+        return factor
     if not factor.axes:
         return DimSharding(size).with_origins(o for o in factor.origins if o.kind == MOVED_SHARDING)
     bounds = zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)

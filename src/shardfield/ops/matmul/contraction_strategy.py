@@ -16,7 +16,9 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import runtime
+from ...dim_sharding import Origin
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, outer_shard_sizes, shard_sizes_of, starts
+from .replaced_dims import replaced_origins
 
 Label = Hashable
 LabelSharding = tuple[DimSharding, ...]
@@ -60,6 +62,7 @@ def plan_contraction(
     use_all_axes: bool = False,
     broadcast: bool = False,
     constants: Collection[int] = (),
+    replaces: bool = False,
 ) -> ContractionPlan:
     """Return the plan that sends the fewest bytes, to redistribute the operands and to reduce the result.
 
@@ -75,6 +78,7 @@ def plan_contraction(
         over a sharded dim of a field leaves a Partial result. A later constant may expand the Partial operand to a
         result at least as large. The dim that this constant adds is then sharded: the operand is reduced while it is
         small, and the result is sharded again.
+    replaces: a label of the result may take the place of a summed one, as in a transform of a dim (`replaced_dims`).
     """
     mesh = terms[0].layout.mesh
     out_labels = [label for group in out for label in (group if type(group) is tuple else (group,))]
@@ -111,7 +115,8 @@ def plan_contraction(
     targets = tuple(
         search.target(i, shardings, [a for a, term in kept_partial if term == i]) for i in range(len(terms))
     )
-    hinted = {label: search.with_origins(label, sharding) for label, sharding in shardings.items()}
+    replaced = replaced_origins(terms, out_labels, shardings) if replaces else {}
+    hinted = {x: search.with_origins(x, sharding, replaced.get(x, ())) for x, sharding in shardings.items()}
     dims = [[f for label in (g if type(g) is tuple else (g,)) for f in hinted[label]] for g in out]
     partial = {a for label, sharding in shardings.items() if label not in out_labels for f in sharding for a in f.axes}
     partial |= {a for a, _ in kept_partial}
@@ -178,7 +183,8 @@ class _StrategySearch:
         allowed.sort(key=lambda x: x not in self.out_labels)
         new = [x for x in dict.fromkeys(others) if self._may_shard(x) and x not in allowed]
         former = {self.terms[i].labels[t[0]] for i, t in self._former(axis)}  # labels that the axis has sharded before
-        new.sort(key=lambda x: (x not in former, -self.sizes[x]))
+        # A label that all operands have comes before one of a single operand: it divides the other operands too.
+        new.sort(key=lambda x: (x not in former, not all(x in t.labels for t in self.terms), -self.sizes[x]))
         return [*allowed, *partials, *self.constant_labels[axis], *new[:MAX_NEW_LABELS], None]
 
     def _constant_labels(self, axis: int, constants: Collection[int]) -> list[Label]:
@@ -277,12 +283,12 @@ class _StrategySearch:
         shardings = [(i, self.terms[i].layout.former_shardings.get(frozenset([axis]))) for i in self.by_size]
         return [(i, found) for i, found in shardings if found is not None]
 
-    def with_origins(self, label: Label, sharding: LabelSharding) -> LabelSharding:
-        """Return the sharding of a label with the origins that any operand has along it."""
+    def with_origins(self, label: Label, sharding: LabelSharding, more: Sequence[Origin]) -> LabelSharding:
+        """Return the sharding of a label with `more` origins and those that any operand has along it."""
         if len(sharding) > 1:
             return sharding
         held = [t.layout.origins(dim) for t in self.terms for held, dim in self._labels_of(t) if held == label]
-        return (sharding[0].with_origins(*held),)
+        return (sharding[0].with_origins(*held, more),)
 
     def dims(self, i: int, shardings: dict[Label, LabelSharding]) -> list[LabelSharding]:
         """Return the dims of an operand; of several dims with one label, only one is sharded."""

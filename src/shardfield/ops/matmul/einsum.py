@@ -68,7 +68,7 @@ def _plan_einsum(equation: str, *operands: Operand, constants: Sequence[int] = (
     dtype = probe(fn, equation, *operands).dtype
     rows, out = parse_equation(equation, [x.ndim for x in operands])
     terms = [make_term(x, row) for x, row in zip(operands, rows, strict=True)]
-    plan = plan_contraction(terms, out, broadcast=True, constants=constants)
+    plan = plan_contraction(terms, out, broadcast=True, constants=constants, replaces=True)
     slices = [_diagonal_slices(row, target) for row, target in zip(rows, plan.targets, strict=True)]
 
     def local(operands: Sequence[Tensor]) -> Tensor:

@@ -87,7 +87,12 @@ ADD_PRODUCTS: dict[str, tuple[str, str, str, str, str, Callable[[Tensor, Tensor]
 def _add_product_rule(first: str, left: str, second: str, right: str, out: str, multiply: Callable) -> Callable:
     def planner(input: Operand, a: Operand, b: Operand, *, beta: Any, alpha: Any, fn: Callable) -> Plan:
         probe(fn, input, a, b, beta=beta, alpha=alpha)
-        plan = plan_contraction([make_term(a, left), make_term(b, right)], out)
+        terms = [make_term(a, left), make_term(b, right)]
+        used = {x for t in terms for x in (*t.layout.shard_axes, *t.layout.partial_axes)}
+        if not input.layout.partial and not used & set(input.layout.shard_axes):
+            # the input's shards divide the product, whose operands are replicated over their axes
+            terms.append(make_term(input, out[len(out) - input.ndim :]))
+        plan = plan_contraction(terms, out, broadcast=True)
         result = _reduce_into_shards(plan.result, input.layout) if beta != 0 else plan.result
 
         def fused(input: Tensor, a: Tensor, b: Tensor) -> Tensor:

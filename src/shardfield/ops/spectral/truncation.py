@@ -22,7 +22,7 @@ from ...comm.grad_deferral import defers_all
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import mesh_of, rule
 from ...errors import ShardingError
-from ...layout import DimSharding, Layout, nested_chunk, starts
+from ...layout import DimSharding, Layout, nested_chunk, rescale, starts
 from ...redistribute import without_partial
 from ...tensor import ShardTensor
 from .._common.autocast import autocast_to_fp32
@@ -69,9 +69,9 @@ def truncated_ifft(
 ) -> Tensor:
     """Return the field of `sizes` along `dims` with these modes; with `real`, from half a spectrum as torch.fft.irfftn.
 
-    On a ShardTensor, `like` is a layout: the result is sharded along `dims` as `like` is, and each rank evaluates its
-    rows. Modes sharded over the same axes are all-gathered first. Adjoint: one sum of the modes' gradient over these
-    axes.
+    On a ShardTensor, `like` is a layout: the result is sharded along `dims` as `like` is, by default in the proportions
+    of the modes, and each rank evaluates its rows. Modes sharded over the same axes are all-gathered first. Adjoint:
+    one sum of the modes' gradient over these axes.
     """
     call = f"truncated_ifft({dims}, {modes}, {sizes}, {norm}, {real}, {like}) of {_describe(input)}"
     Consensus.start(mesh_of((input,), None), call).wait()
@@ -141,12 +141,22 @@ def plan_truncated_fft(input: Operand, dims, modes, norm=None, *, fn):
     )
 
 
+def _rows_of(modes: Layout, dim: int, size: int) -> tuple[DimSharding]:
+    """Return the sharding of `size` rows in the proportions of the modes they are evaluated from."""
+    factors = modes.dims[dim]
+    if len(factors) == 1 and factors[0].axes:
+        shard_sizes = rescale(factors[0].shard_sizes, size)
+        if all(shard_sizes):
+            return (DimSharding(size, factors[0].axes, shard_sizes),)
+    return (DimSharding(size),)
+
+
 @rule(truncated_ifft, exact=True)
 def plan_truncated_ifft(input: Operand, dims, modes, sizes, norm=None, real=False, like: Layout | None = None, *, fn):
     """Evaluate each rank's rows from all modes; other dims stay sharded over axes that do not shard the rows."""
     if not input.dtype.is_complex:
         raise RuntimeError("truncated_ifft expects complex modes")
-    row_dims = {d % input.ndim: (DimSharding(size),) for d, size in zip(dims, sizes, strict=True)}
+    row_dims = {d % input.ndim: _rows_of(input.layout, d, size) for d, size in zip(dims, sizes, strict=True)}
     if like is not None:
         row_dims = {d: like.dims[d] for d in row_dims}
     row_axes = {axis for shardings in row_dims.values() for s in shardings for axis in s.axes}
