@@ -62,7 +62,8 @@ def make_points(device: str, settings: Settings, points: int) -> Tensor:
     """Return this rank's random points as a ShardTensor, without ever making all points on one rank."""
     mesh = domain_mesh(device)
     rows = chunk(points, mesh.size())[mesh.get_local_rank()]
-    local = torch.randn(1, rows, settings.width, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    local = torch.randn(1, rows, settings.width, generator=generator, device=device)
     return ShardTensor.from_local(local, mesh, [Shard(1)], "chunk", (1, points, settings.width))
 
 
