@@ -24,11 +24,10 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfield.comm import collectives
-from shardfield.planning import DEVICES, Link, Network, Subject, count, predict
+from shardfield.bench.links import measure_links, network_of, shortest
+from shardfield.planning import DEVICES, Subject, count, predict
 from shardfield.planning.cli import PLANNABLE
 from shardfield.planning.fake_world import clear_caches
 from shardfield.planning.simulate import Step, representative_ranks, time_step
@@ -41,90 +40,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "darcy_tfno": {"resolution": 128, "width": 32, "modes": 16, "layers": 4, "batch_size": 4},
 }
 MESHES = {2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (1, 2, 2)]}
-FEW, MANY = 64, 1 << 20  # elements of a message
 
 
 def subject(name: str) -> Subject:
     kind, outline = PLANNABLE[name]
     config = kind(**SIZES[name])
     return Subject(name, lambda: outline(config), config.batch_size)
-
-
-def shortest(call: Callable[[], Any], rounds: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of the fastest round; a round takes as long as its slowest rank."""
-    times = []
-    for i in range(rounds + 2):
-        dist.barrier()
-        start = clock()
-        call()
-        seconds = torch.tensor(clock() - start, dtype=torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        if i > 1:
-            times.append(seconds.item())
-    return min(times)
-
-
-LinkTimes = dict[str, dict[int, tuple[float, float]]]  # kind -> number of ranks -> (latency, bandwidth)
-
-
-def measure_links(rounds: int, clock: Callable[[], float]) -> LinkTimes:
-    """Measure latency and bandwidth of each kind of collective, among all ranks and among pairs. Runs on every rank.
-
-    An exchange is keyed by its number of peers. Each call stands between two convolutions, whose own time is
-    subtracted: after waiting for a message, a rank computes with cold caches, and that time belongs to the message.
-    """
-    warnings.simplefilter("ignore")
-    ranks = dist.get_world_size()
-    pairs = [dist.new_group([a, a + 1]) for a in range(0, ranks, 2)]
-    links = measure_group(pairs[dist.get_rank() // 2], rounds, clock)
-    if ranks > 2:
-        assert dist.group.WORLD is not None
-        for kind, of_world in measure_group(dist.group.WORLD, rounds, clock).items():
-            links[kind] |= of_world
-    return links
-
-
-def measure_group(group: dist.ProcessGroup, rounds: int, clock: Callable[[], float]) -> LinkTimes:
-    size, rank = group.size(), group.rank()
-    neighbors = {(rank + 1) % size, (rank - 1) % size}
-
-    def exchange(n: int) -> tuple[Callable[[], Any], float]:
-        sends = [torch.zeros(n if c in neighbors else 0) for c in range(size)]
-        return lambda: collectives.exchange(sends, [t.shape for t in sends], group), 4 * n * len(neighbors)
-
-    def all_reduce(n: int) -> tuple[Callable[[], Any], float]:
-        x = torch.zeros(n)
-        return lambda: collectives.all_reduce(x, group), 8 * n * (size - 1) / size
-
-    def all_gather(n: int) -> tuple[Callable[[], Any], float]:
-        x = torch.zeros(n // size)
-        return lambda: collectives.all_gather(x, [x.shape] * size, group), 4 * (n // size) * (size - 1)
-
-    def reduce_scatter(n: int) -> tuple[Callable[[], Any], float]:
-        x, out = torch.zeros(n // size * size), torch.zeros(n // size)
-        return lambda: dist.reduce_scatter_tensor(out, x, group=group), 4 * (n // size) * (size - 1)
-
-    field, weight = torch.randn(1, 16, 64, 128), torch.randn(16, 16, 3, 3)
-
-    def between(call: Callable[[], Any] | None) -> Callable[[], Any]:
-        def run() -> None:
-            torch.conv2d(field, weight, padding=1)
-            if call is not None:
-                call()
-            torch.conv2d(field, weight, padding=1)
-
-        return run
-
-    links: LinkTimes = {}
-    kinds = {"exchange": exchange, "all_reduce": all_reduce, "all_gather": all_gather}
-    kinds["reduce_scatter"] = reduce_scatter
-    base = shortest(between(None), 4 * rounds, clock)
-    for kind, make in kinds.items():
-        (small, small_bytes), (large, large_bytes) = make(FEW), make(MANY)
-        fast, slow = shortest(between(small), 4 * rounds, clock), shortest(between(large), rounds, clock)
-        link = max(fast - base, 1e-6), (large_bytes - small_bytes) / max(slow - fast, 1e-9)
-        links[kind] = {len(neighbors) if kind == "exchange" else size: link}
-    return links
 
 
 def time_real_step(name: str, shape: tuple[int, ...], rounds: int, clock: Callable[[], float]) -> float:
@@ -162,8 +83,7 @@ def main() -> None:
     print(f"{'model':<11} {'mesh':<10} {'computes':>10} {'messages':>9} {'predicted':>10} {'measured':>10}  ratio")
     for ranks, shapes in MESHES.items():
         links = run_on_ranks(measure_links, ranks, options.rounds, clock, timeout=600)[0]
-        calls = {kind: {n: Link(*link) for n, link in by_count.items()} for kind, by_count in links.items()}
-        network = Network(calls["exchange"][1], calls=calls, beside=False)
+        network = network_of(links)
         for name in options.models:
             for shape in shapes:
                 rank = representative_ranks(shape)[0]

@@ -178,10 +178,12 @@ COLLECTIVES = {
 } - {"reduce_op"}
 # Modules that send messages past comm/, each with the reason.
 PAST_COMM = {
-    "shardfield._compat.world": "names torch's flat all_gather, which has two spellings, for comm.transport",
+    "shardfield._compat.world": "names torch's flat all_gather and reduce_scatter, which have two spellings",
     "shardfield.distributed.world": "starts and ends the process group, below comm/: no ShardTensor exists then",
     "shardfield.testing._worker": "a barrier of the test ranks, below comm/",
     "shardfield.train.ddp_simulation": "stands in for DistributedDataParallel, whose messages bypass comm/ too",
+    "shardfield.bench.links": "measures collectives, and takes the slowest rank of a round",
+    "shardfield.bench.scaling": "takes the slowest rank of a round",
     "shardfield.bench.measure": "barriers around a measurement, which must not count as its traffic",
 }
 

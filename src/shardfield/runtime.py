@@ -170,6 +170,7 @@ class MeshState:
 _OBSERVERS = (
     "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
     "transport_override", "before_collective", "promotion", "world_thread", "min_scattered", "virtual",
+    "attention_strategy",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "written_storages", "reduce_hooks")
@@ -190,18 +191,17 @@ class Runtime:
         world_thread: the thread that initialized the world; None is the main thread. It alone communicates.
         min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`) and
         results that lost their sharding count. virtual: the messages between virtual ranks, in a rank of a
-        `VirtualWorld`.
+        `VirtualWorld`. attention_strategy: the one that attention must use (`ops.attention.attention_strategy`).
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
         exposed_storages: storages of inference tensors that code outside the package can write.
         reduce_hooks: parameter -> {name of a group: hook that sums its gradient}.
-
         written_storages: storages that a write has changed after a call read them.
 
     Of this world (`epoch` numbers the runtimes of a registry):
         plans: the plan cache. Keys are tuples that begin with a function, an ArgumentReader or a name. plans_made:
-        the number of entries that were added to it.
+        the number of entries that were added to it. forced_plans: attention strategy -> the cache that serves it.
         readers: (function, argument types) -> ArgumentReader. resolved: handlers of functions without an entry.
         dft_matrices: DFT matrices on their device.
         exchange_lists: index tensor -> (version, {request: lists}). Never evicted, since a miss communicates.
@@ -218,7 +218,7 @@ class Runtime:
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
-        "plans", "plans_made", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
+        "plans", "plans_made", "forced_plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
         "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
         "thread", "engine_thread", "messages", "stalls", "written_meshes", "__weakref__",
     )  # fmt: skip
@@ -241,6 +241,7 @@ class Runtime:
         self.world_thread: int | None = None
         self.min_scattered = MIN_SCATTERED
         self.virtual: Any = None
+        self.attention_strategy: str | None = None
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.written_storages: WeakSet[Any] = WeakSet()
@@ -251,6 +252,7 @@ class Runtime:
         self.ended_meshes: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.plans_made = 0
         self.plans = PlanCache(PLANS, self)
+        self.forced_plans: dict[str, PlanCache] = {}
         self.readers = Cache(1024)
         self.resolved = Cache(1024)
         self.dft_matrices = Cache(256)
@@ -274,11 +276,12 @@ class Runtime:
 
     def forget(self, func: Any) -> None:
         """Drop the plans of `func`, and the resolved handlers of unregistered functions."""
-        if not (self.resolved or self.readers or self.plans):
+        if not (self.resolved or self.readers or self.plans or self.forced_plans):
             return  # nothing is cached, as at import, when the package registers its own rules
         self.resolved = Cache(self.resolved.size)
         self.readers.drop(lambda key: key[0] is func)
-        self.plans.drop(lambda key: any(part is func for part in key) or getattr(key[0], "func", self) is func)
+        for plans in (self.plans, *self.forced_plans.values()):
+            plans.drop(lambda key: any(part is func for part in key) or getattr(key[0], "func", self) is func)
 
     def successor(self, registry: Registry | None = None) -> Runtime:
         """Return an empty Runtime with the same observers and tables by tensor, and `registry` or the same one."""

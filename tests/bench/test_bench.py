@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardfield import ShardfieldError, ShardTensor, cli, runtime, scatter_tensor, sync_module_over_mesh
-from shardfield.bench import BENCHMARKS, measure, overhead, page, table
+from shardfield.bench import BENCHMARKS, measure, overhead, page, plots, scaling, table
 from shardfield.bench import command as bench
 from shardfield.bench.ranks import domain_mesh, make_sharded_field
 from shardfield.bench.traffic import CommCounter, checked_traffic, comm_counts
@@ -133,13 +133,27 @@ def test_results_name_hardware_and_nothing_private():
         assert not found, f"{path.name} has {found}"
 
 
+def test_scaling_is_compared_with_a_share_of_one_rank():
+    """Ratios are of ideal time, the shortest round counts, and a prediction too low is as wrong as one too high."""
+    found = table.Table("scaling", {}, "cpu")
+    one = {"measured": [8.0, 9.0], "computing alone": [8.0, 8.0], scaling.PLAIN: [8.0, 8.0], "predicted": [8.0, 8.0]}
+    many = {"measured": [1.6, 1.25], "computing alone": [1.1, 1.2], scaling.PLAIN: [1.0, 1.0], "predicted": [1.0, 1.1]}
+    scaling.add_rows(found, "UNet, small", scaling.ModelCase(lambda: None, (), 0, 0.88), {1: one, 8: many})
+    rows = {(r.case, r.candidate): r for r in found.rows}
+    measured = rows["UNet, small: of ideal, 8 ranks", "measured"]
+    assert (measured.ratio, measured.against, measured.met) == (1.25, "0.125 of 1 rank", False)
+    assert rows["UNet, small: of ideal, 8 ranks", "computing alone"].ratio == 1.1
+    assert rows["UNet, small: prediction, 8 ranks", "predicted"].ratio == 1.25
+    assert plots.scaling_points(found)["UNet, small"]["measured"] == {1: 8500.0, 8: 1425.0}
+
+
 def test_command(capsys, tmp_path):
     assert cli.main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(re.search(rf"^{name} ", listed, re.M) for name in BENCHMARKS)
     for words, why in (
         (["hallo"], "did you mean 'halo'?"),
-        (["zzzz"], "the benchmarks are rank, overhead"),
+        (["zzzz"], "the benchmarks are rank, scaling, overhead"),
         (["halo", "--rounds", "0"], "--rounds 0 should be 1 or more"),
         (["--page", str(tmp_path / "page.md")], "--out DIR"),
         (["halo", "fft", "--delay-ms", "3"], "unrecognized arguments: --delay-ms 3"),

@@ -14,6 +14,9 @@ import torch.distributed
 from . import without_modes
 
 # torch 2.11-2.12 have all_gather_into_tensor; 2.13 renames it all_gather_single and warns. Can go with 2.12.
+reduce_scatter_flat = (
+    getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+)
 all_gather_flat = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
 # The option of DDP that syncs buffers before a forward. torch 2.13 renames it and warns. Can go with 2.12.

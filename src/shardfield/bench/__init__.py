@@ -8,6 +8,7 @@ a quick run and on a device), and a function `run(settings, device, table)` that
 # In the order of docs/performance.md. A module is imported when its benchmark runs.
 BENCHMARKS = {
     "rank": "a rank of P, simulated: ops, models and first steps, against plain torch on a field of the rank's size",
+    "scaling": "one field on 1 to 8 gloo ranks: time over ideal, computing alone, and the prediction of `plan`",
     "overhead": "host time of calls and of training steps of small models: plain torch, DTensor, shardfield",
     "redistribute": "change of placements: bytes and time, against DTensor's redistribute",
     "memory": "peak memory of a training step of a UNet, a ViT and a TFNO on a rank, against one process",

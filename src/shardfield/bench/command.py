@@ -76,11 +76,11 @@ def command(words: list[str]) -> int:
         print(list_benchmarks())
         return 0
     if options.page:
-        from .page import page
+        from .page import write_page
 
         if options.out is None or named or rest:
             raise ShardfieldError("bench --page FILE needs --out DIR, and takes no benchmark names: it runs nothing")
-        options.page.write_text(page(options.out))
+        write_page(options.out, options.page)
         return 0
     names = named or list(BENCHMARKS)
     overrides = {name: parse_settings(name, rest) for name in names}  # wrong settings fail before any benchmark runs

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import BENCHMARKS
 from .command import load_benchmark
+from .plots import SCALING_SVG, plot_scaling
 from .table import Table, format_number, format_settings, format_skip, read_table
 
 HISTORY = "history.toml"
@@ -42,10 +43,19 @@ def page(folder: Path) -> str:
         of_benchmark = sorted((t for t in tables if t.name == name), key=lambda t: labels.index(t.label))
         if of_benchmark:
             parts += [f"## {name}\n", benchmark_intro(name), results(of_benchmark)]
+            if name == "scaling":
+                parts.append(f"![speed by number of ranks, measured and predicted]({SCALING_SVG})\n")
     history = folder / HISTORY
     if history.exists():
         parts += ["## Before and after\n", before_and_after(history)]
     return "\n".join(parts)
+
+
+def write_page(folder: Path, path: Path) -> None:
+    """Write the page of all results in a folder, and its plot beside it."""
+    path.write_text(page(folder))
+    for scaling in sorted(folder.glob("scaling.*.json")):
+        plot_scaling(read_table(scaling), path.with_name(SCALING_SVG))
 
 
 def machines(tables: list[Table]) -> str:

@@ -14,7 +14,18 @@ from typing import Any
 from . import machine as machine_info
 from .measure import Spread, ratios, spread
 
-SCALE = {"us": 1e6, "ms": 1e3, "s": 1.0, "B": 1.0, "kB": 1e-3, "MB": 1e-6, "messages": 1.0, "kernels": 1.0, "": 1.0}
+SCALE = {
+    "us": 1e6,
+    "ms": 1e3,
+    "s": 1.0,
+    "B": 1.0,
+    "kB": 1e-3,
+    "MB": 1e-6,
+    "messages": 1.0,
+    "kernels": 1.0,
+    "": 1.0,
+    "TFLOP/s": 1e-12,
+}
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from shardfield import ShardTensor, explain, runtime, strict
+from shardfield import ShardingError, ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
+from shardfield.ops.attention import attention_strategy, strategy
 from shardfield.ops.attention import ring as ring_attention
-from shardfield.ops.attention import strategy
-from shardfield.ops.attention.block_kernels import FlashCpu
+from shardfield.ops.attention.block_kernels import FlashCpu, _own_bias
 from shardfield.testing import run_on_ranks
 from tests.harness import T, check_case, draw_layout, local_shard, to_full_tensor, world_mesh
 from tests.harness import case as row
@@ -437,3 +437,52 @@ def biases():
 
 def test_causal_biases():
     assert run_on_ranks(biases, 3) == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------- a forced strategy
+
+
+def forced_strategies():
+    """Return what `explain` shows for each forced strategy, with equal results and gradients, and the refusals."""
+    mesh = world_mesh((2,))
+    full = drawn((1, 2, 10, 4), (1, 2, 10, 4), (1, 2, 10, 4))
+    q, k, v = (held(t, mesh, [Shard(2)]) for t in full)
+    expected = attend(*full)
+    shown = {}
+    for name in (None, "ring", "heads", "gather", "merge", None, "ring"):
+        with attention_strategy(name) if name else nullcontext(), explain() as report:
+            out = attend(q, k, v)
+        out.sum().backward()
+        torch.testing.assert_close(out.full_tensor(), expected)
+        shown.setdefault(name, []).append(report.rows[0].ending)
+    grads = [torch.autograd.grad(attend(*(t.requires_grad_() for t in full)).sum(), full)]
+    for t, expected_grad in zip((q, k, v), grads[0], strict=True):
+        torch.testing.assert_close(t.grad.full_tensor() / 7, expected_grad)
+    three = [held(t, mesh, [Shard(2)]) for t in drawn((1, 3, 10, 4), (1, 3, 10, 4), (1, 3, 10, 4))]
+    with pytest.raises(ShardingError, match="'heads' does not apply to mesh axis"), attention_strategy("heads"):
+        attend(*three)
+    attend(*three)
+    with pytest.raises(ValueError, match="'rings' is not one of 'ring', 'heads', 'gather', 'merge'"):
+        with attention_strategy("rings"):
+            pass
+    assert runtime.active.attention_strategy is None
+    return shown
+
+
+def test_the_strategy_can_be_forced():
+    for shown in run_on_ranks(forced_strategies, 2):
+        assert shown["ring"] == ["rule: ring"] * 2 and shown["heads"] == ["rule: heads"]
+        assert shown["gather"] == ["rule: keys gathered"] and shown["merge"] == ["rule: merge"]
+        assert len(set(shown[None])) == 1, "a forced strategy leaves no trace"
+
+
+def test_a_bias_for_cudnn_is_expanded_and_aligned():
+    """A tile of a mask begins anywhere in its memory; cuDNN takes whole, aligned rows in the dtype of the queries."""
+    q, k = torch.zeros(2, 3, 64, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 128, 8, dtype=torch.bfloat16)
+    mask = torch.randn(1, 1, 64, 257)[..., 1:129]
+    for tile in (mask, mask[..., :1], mask[..., :1, :], torch.randn(2, 3, 64, 128)):
+        bias = _own_bias(tile, q, k)
+        assert bias.dtype is q.dtype and bias.shape == (2, 3, 64, 128) and bias.stride(-1) == 1
+        assert bias.data_ptr() % 16 == 0 and all(n * bias.element_size() % 16 == 0 for n in bias.stride()[:-1])
+        torch.testing.assert_close(bias, tile.expand(2, 3, 64, 128).bfloat16())
+    assert _own_bias(None, q, k) is None

@@ -25,6 +25,7 @@ import torch
 from ...dispatch.plan import Operand
 from ...layout import DimSharding, Layout, nested_chunk, outer_shard_sizes, starts
 from ...redistribute import steps
+from .forced_strategy import allowed_roles
 
 # The least work of a visit, so that it takes longer than its launches and messages, about a millisecond of host time;
 # and the largest number of bytes of keys and values that are visited together.
@@ -91,6 +92,7 @@ def choose_strategy(
     shapes = Shapes.of(query, key, value, gqa)
     mesh = query.layout.mesh
     choices = [list(_axis_roles(a, shapes, query.layout, key.layout, value.layout, mask)) for a in range(mesh.ndim)]
+    choices = [allowed_roles(roles, len(shapes.lead) - 1, mesh, a) for a, roles in enumerate(choices)]
     best, lowest = None, math.inf
     for roles in product(*choices):
         candidate = _build_strategy(roles, shapes, query.layout, key.layout, value.layout, mask)
