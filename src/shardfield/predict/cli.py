@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, mesh: DeviceMesh, say: Any) -> None:
         raise UsageError(f"{options.run}: the recipe {recipe} has no time steps; {', '.join(FORECASTS)} have")
     config = apply_overrides(RECIPES[recipe][0](), settings, f"{options.run}/config.json")
     spec = FORECASTS[recipe](config, mesh, options.cases, options.steps)
-    model = _with_weights(spec.model, config, checkpoint, options.weights, collectives.device_of(mesh))
+    model = _with_weights(spec.model, config, checkpoint, options.weights, mesh)
     grid = Grid(spec.variables, spec.coords, spec.hours, {"title": spec.title} if spec.title else {})
     state = _read(spec, config, mesh, options.cases, 0)
     if options.members > 1:
@@ -141,17 +141,17 @@ def _find(run: Path) -> list[Any]:
 
 
 def _with_weights(
-    model: nn.Module, config: TrainConfig, checkpoint: str, weights: Path | None, device: torch.device
+    model: nn.Module, config: TrainConfig, checkpoint: str, weights: Path | None, mesh: DeviceMesh
 ) -> nn.Module:
     """Load a checkpoint of any mesh and strategy, or the state dict of the plain model, on every rank."""
     if weights is not None:
-        state = run_with_error_sync("--weights", None, lambda: _read_weights(weights))
+        state = run_with_error_sync("--weights", mesh, lambda: _read_weights(weights))
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
             raise UsageError(f"--weights {weights}: {' '.join(str(error).split())}") from None
     # Real pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters.
-    model = real_pairs(model).to(device, config.dtype).eval()
+    model = real_pairs(model).to(collectives.device_of(mesh), config.dtype).eval()
     if weights is not None:
         return model
     average = None if config.ema is None else ParameterEMA(model, config.ema)

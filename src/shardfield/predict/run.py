@@ -86,7 +86,7 @@ def predict(
     complete = consensus.ask_first_rank(
         lambda: _begin(out, grid, layout or state.shape, steps, members, state.dtype, source), group
     )
-    store = ForecastStore(out)
+    store = run_with_error_sync("predict", over, lambda: ForecastStore(out))
     target = None if layout is None else store.aligned(layout)
     region = store.region(target)
     writes = mesh is None or _is_first_replica(target)
@@ -165,8 +165,10 @@ def ensemble_state(
     made = local if target is None else wrap(local, target)
     if isinstance(noise, float) and noise == 0.0:
         return made
-    torch.manual_seed(seed)
-    drawn = torch.randn_like(made).reshape(members, -1, *state.shape[1:])
+    devices = [] if local.device.type == "cpu" else [local.device]
+    with torch.random.fork_rng(devices, device_type=local.device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        drawn = torch.randn_like(made).reshape(members, -1, *state.shape[1:])
     later = (torch.arange(members, device=local.device) > 0).reshape(-1, *[1] * state.ndim)
     return made + (drawn * later.to(drawn.dtype)).reshape(made.shape) * noise
 
