@@ -18,7 +18,7 @@ from shardfield import ShardingError, ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.attention import attention_strategy, strategy
 from shardfield.ops.attention import ring as ring_attention
-from shardfield.ops.attention.block_kernels import FlashCpu, _own_bias
+from shardfield.ops.attention.block_kernels import FlashCpu
 from shardfield.testing import run_on_ranks
 from tests.harness import T, check_case, draw_layout, local_shard, to_full_tensor, world_mesh
 from tests.harness import case as row
@@ -474,15 +474,3 @@ def test_the_strategy_can_be_forced():
         assert shown["ring"] == ["rule: ring"] * 2 and shown["heads"] == ["rule: heads"]
         assert shown["gather"] == ["rule: keys gathered"] and shown["merge"] == ["rule: merge"]
         assert len(set(shown[None])) == 1, "a forced strategy leaves no trace"
-
-
-def test_a_bias_for_cudnn_is_expanded_and_aligned():
-    """A tile of a mask begins anywhere in its memory; cuDNN takes whole, aligned rows in the dtype of the queries."""
-    q, k = torch.zeros(2, 3, 64, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 128, 8, dtype=torch.bfloat16)
-    mask = torch.randn(1, 1, 64, 257)[..., 1:129]
-    for tile in (mask, mask[..., :1], mask[..., :1, :], torch.randn(2, 3, 64, 128)):
-        bias = _own_bias(tile, q, k)
-        assert bias.dtype is q.dtype and bias.shape == (2, 3, 64, 128) and bias.stride(-1) == 1
-        assert bias.data_ptr() % 16 == 0 and all(n * bias.element_size() % 16 == 0 for n in bias.stride()[:-1])
-        torch.testing.assert_close(bias, tile.expand(2, 3, 64, 128).bfloat16())
-    assert _own_bias(None, q, k) is None

@@ -74,11 +74,8 @@ def select_kernel(
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
         half = q.dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
-        if half and ampere and q.shape[-1] == v.shape[-1] <= 256:
-            if _prefers_cudnn(q, v):
-                return CudnnCuda()
-            if bias is None:
-                return FlashCuda()
+        if half and ampere and bias is None and q.shape[-1] == v.shape[-1] <= 256:
+            return CudnnCuda() if _prefers_cudnn(q, v) else FlashCuda()
         if half or q.dtype is torch.float32:
             return EfficientCuda()
     return MathKernel()
@@ -132,54 +129,26 @@ def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
 
 
 class CudnnCuda:
-    """cuDNN's attention for GPUs: half precision, with a bias or not; rows and columns in multiples of 64."""
+    """cuDNN's attention for GPUs: half precision, no bias; rows and columns in multiples of 64."""
 
     def forward(self, q, k, v, bias, causal, scale):
-        out, lse, *_ = cudnn_cuda(q, k, v, _own_bias(bias, q, k), True, 0.0, causal, False, scale=scale)
-        return _clear_masked_rows(out, lse.view(q.shape[:-1]), bias)
+        out, lse, *_ = cudnn_cuda(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:-1])
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
         rows, columns = q.shape[-2], k.shape[-2]
         lse = lse.contiguous().unsqueeze(-1)
         grads = cudnn_cuda_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            state,
-            state,
-            _own_bias(bias, q, k),
-            None,
-            None,
-            rows,
-            columns,
-            0.0,
-            causal,
-            scale=scale,
+            grad, q, k, v, out, lse, state, state, None, None, None, rows, columns, 0.0, causal, scale=scale
         )
-        return BlockGrads(*grads[:3])
-
-
-def _own_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return the bias as cuDNN requires it: expanded, its columns contiguous in memory of their own, which is aligned.
-
-    A tile of a mask is a view that may begin anywhere.
-    """
-    if bias is None:
-        return None
-    columns = k.shape[-2]
-    owned = bias.expand(*bias.shape[:-1], columns).to(q.dtype).clone(memory_format=torch.contiguous_format)
-    return owned.expand(*q.shape[:-1], columns)
+        return BlockGrads(*grads)
 
 
 class EfficientCuda:
     """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias.
 
-    Half precision with a bias that cuDNN does not take is computed in fp32: torch 2.11's backward of this kernel
-    returned NaN for it (bf16, on an H200).
+    Half precision with a bias is computed in fp32: torch 2.11's backward returned NaN for it (bf16, on an H200).
     """
 
     def forward(self, q, k, v, bias, causal, scale):
