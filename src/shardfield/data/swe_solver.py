@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 RADIUS = 6.37122e6  # m
 OMEGA = 7.292e-5  # 1/s
 GRAVITY = 9.80616  # m/s^2
-VARIABLES = {"height": "m", "vorticity": "s-1", "divergence": "s-1"}
+VARIABLES = MappingProxyType({"height": "m", "vorticity": "s-1", "divergence": "s-1"})  # their units
 
 
 class ShallowWaterSolver(nn.Module):
