@@ -72,9 +72,14 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 4 * count if first is not None and first.is_complex() else count
 
 
+def is_fake(kind: type) -> bool:
+    """Return whether a class is that of tensors without data. torch 2.11-2.15: it has no public name."""
+    return kind.__module__ == "torch._subclasses.fake_tensor"
+
+
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was made in `fake_tensor_mode`. torch 2.11-2.15: its class has no public name."""
-    return tensor.__class__.__module__ == "torch._subclasses.fake_tensor"
+    """Return whether a tensor was made in `fake_tensor_mode`."""
+    return is_fake(tensor.__class__)
 
 
 @contextmanager

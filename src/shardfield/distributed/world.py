@@ -41,12 +41,17 @@ def single_process(launch: Launch) -> World:
 
 
 def adopt_existing() -> World:
-    """Adopt the world that torch.distributed has. gloo alone means that its tensors are on the CPU."""
+    """Adopt the world that torch.distributed has. gloo alone means that its tensors are on the CPU.
+
+    Virtual ranks ("threaded") share the current CUDA device, if there is one.
+    """
     rank = dist.get_rank()
     local_rank = read_local_rank(os.environ)
     local_rank = rank if local_rank is None else local_rank
     device = torch.device("cpu")
-    if "nccl" in str(dist.get_backend()):
+    if "threaded" in str(dist.get_backend()) and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif "nccl" in str(dist.get_backend()):
         # Keep a device that the user has set; 0 is the default.
         chosen = torch.cuda.current_device()
         device = torch.device("cuda", chosen) if chosen else _select_device(local_rank)

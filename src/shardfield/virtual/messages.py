@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..errors import WorldError
+from .paging import PagedOperators, Pager
 from .scheduler import Scheduler
 
 RING_SEGMENT = 1 << 20  # bytes of a segment of gloo's ring
@@ -37,7 +39,8 @@ class PendingCollective:
 class Exchange:
     """All messages of the ranks of one process. A name identifies a group, and a number a collective of the group."""
 
-    def __init__(self) -> None:
+    def __init__(self, pager: Pager | None = None) -> None:
+        self._pager = pager
         self.scheduler: Scheduler | None = None
         self._sent: dict[tuple, deque[Message]] = {}
         self._awaited: dict[tuple, deque[Message]] = {}
@@ -85,11 +88,17 @@ class Exchange:
                 f"and rank {key[2]} receives {_describe(received.tensor)}"
             )
         else:
-            with torch.no_grad():
+            with self._copying():
                 received.tensor.view(-1).copy_(sent.tensor.reshape(-1))
         for end in (message, other):
             end.done, end.error, end.tensor = True, error, None
         return message
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copy tensors of several ranks, which may be paged out. Operators inside another one pass no mode."""
+        with torch.no_grad(), nullcontext() if self._pager is None else PagedOperators(self._pager, -1):
+            yield
 
     def take_part(
         self,
@@ -114,7 +123,7 @@ class Exchange:
         if len(pending.passed) == size:
             del self._collectives[group, number]
             if not pending.error:
-                with torch.no_grad():
+                with self._copying():
                     finish([pending.passed[c] for c in range(size)])
             pending.passed = {}
             pending.done = True

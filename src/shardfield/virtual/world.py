@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +22,25 @@ from ..distributed.manager import DistributedManager
 from ..errors import WorldError
 from .group import VirtualGroup, VirtualStore
 from .messages import Exchange
+from .paging import ExposedAddresses, PagedOperators, Pager
 from .scheduler import Scheduler
+
+Memory = Literal["keep", "offload", "auto"]
+BUDGET = 0.7  # of the memory that is free, if no budget is named: operators need workspace too
+
+
+def default_budget() -> int:
+    """Return the bytes that pages may take by default: a part of the free memory of the device."""
+    if torch.cuda.is_available():
+        return int(BUDGET * torch.cuda.mem_get_info()[0])
+    return int(BUDGET * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 class ProcessState:
     """What belongs to a rank and is global in a process: torch.distributed, the Runtime, random numbers."""
 
-    def __init__(self, seeds: Any):
+    def __init__(self, rank: int, seeds: Any, pager: Pager | None):
+        self.rank, self._pager = rank, pager
         self.torch_world: Any = RankState()
         self.runtime = runtime.active.successor()
         self.manager: dict[str, Any] = {}
@@ -42,6 +57,8 @@ class ProcessState:
 
     def leave(self) -> None:
         """Store this rank's state and restore that of the process."""
+        if self._pager is not None:
+            self._pager.rank_parks(self.rank)
         self.generators, self.runtime = get_generators(), runtime.active
         outside_world, runtime.active, DistributedManager._shared_state, generators = self._outside
         self.torch_world = swap_rank_state(outside_world, False)
@@ -71,20 +88,31 @@ class VirtualWorld:
     Inside the function `torch.distributed` is initialized, with this rank and `size` ranks. Random generators are those
     of the caller on every rank.
 
+    memory: "keep" leaves all tensors on the device, as P processes on it would. "offload" moves the tensors of a rank
+    out while it waits: CUDA tensors to pinned host memory, CPU tensors to a file in `folder`. "auto" moves tensors out
+    when those of all ranks exceed `budget` bytes (70 % of the free memory by default), the ones used longest ago first.
+
     >>> import torch.distributed as dist
     >>> with VirtualWorld(3) as world:
     ...     world.run(dist.get_rank)
     [0, 1, 2]
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, memory: Memory = "keep", budget: int | None = None, folder: str | None = None):
+        if memory not in ("keep", "offload", "auto"):
+            raise ValueError(f"VirtualWorld: memory={memory!r} is none of 'keep', 'offload', 'auto'")
         if size < 1:
             raise ValueError(f"VirtualWorld: {size} ranks: expected at least 1")
         if runtime.active.virtual is not None:
             raise WorldError("a virtual rank cannot have virtual ranks of its own")
-        self.size, self.exchange = size, Exchange()
+        self.size = size
         generators = get_generators()
-        self._states = [ProcessState(generators) for _ in range(size)]
+        self.pager: Pager | None = None
+        if memory != "keep":
+            limit = budget if budget is not None or memory == "offload" else default_budget()
+            self.pager = Pager(limit, eager=memory == "offload", folder=folder)
+        self.exchange = Exchange(self.pager)
+        self._states = [ProcessState(rank, generators, self.pager) for rank in range(size)]
         self._values: dict[str, bytes] = {}
         self.scheduler = self.exchange.scheduler = Scheduler(self._states)
         self._started = False
@@ -105,10 +133,17 @@ class VirtualWorld:
             state.generators = generators
         modes = _thread_modes()
         try:
-            results = self.scheduler.run([functools.partial(_call_in, modes, job) for job in jobs])
-        except BaseException:
+            results = self.scheduler.run(
+                [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
+            )
+        except BaseException as error:
             self.exchange.clear()
+            for each in (error, *getattr(error, "errors", {}).values()):
+                traceback.clear_frames(each.__traceback__)  # their variables hold tensors that may be paged out
             raise
+        finally:
+            if self.pager is not None:
+                self.pager.restore_all()
         left = self.exchange.unfinished()
         if left:
             self.exchange.clear()
@@ -123,6 +158,8 @@ class VirtualWorld:
             self._started = False
             clear_dtensor_caches()
         self.scheduler.close()
+        if self.pager is not None:
+            self.pager.close()
 
     def __enter__(self) -> VirtualWorld:
         return self
@@ -130,13 +167,21 @@ class VirtualWorld:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    def _call(self, rank: int, modes: tuple[Any, ...], job: Callable[[], Any]) -> Any:
+        if self.pager is None:
+            return _call_in(modes, job)
+        with PagedOperators(self.pager, rank), ExposedAddresses(self.pager):
+            return _call_in(modes, job)
+
     def _start_rank(self, rank: int) -> None:
         rt = runtime.active
         rt.virtual, rt.transport_override = self.exchange, DIRECT
         rt.world_thread = self.scheduler.ranks[rank].ident
         torch.autograd.set_multithreading_enabled(False)  # a device's thread would be shared by all ranks
         store = VirtualStore(self.exchange, self._values)
+        hook = sys.excepthook  # init_process_group replaces it by one that names the rank
         dist.init_process_group("threaded", store=store, rank=rank, world_size=self.size)
+        sys.excepthook = hook
 
 
 def _create_group(store: Any, coord: int, size: int, timeout: Any) -> VirtualGroup:
