@@ -200,6 +200,8 @@ def target_layout(layout: Layout, placements: Sequence[Placement] | None, shapes
     """Return the target layout of `redistribute(placements=..., sharding_shapes=...)`."""
     shapes = _by_axis(shapes)
     placed = list(placements) if placements is not None else list(layout.placements)
+    if len(placed) == 1 and placed[0].is_replicate():  # unambiguous on a mesh of any number of axes
+        placed *= layout.mesh.ndim
     plain = Layout.of(layout.mesh, placed, layout.shape)
     lengths: dict[int, Sequence[int]] = {}
     for dim in range(layout.ndim):

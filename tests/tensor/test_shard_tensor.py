@@ -211,6 +211,23 @@ def test_redistribute():
     run_on_ranks(redistributed, 2)
 
 
+def replicated_over_all_axes():
+    full = field(5, 4)
+    tiles = scatter_tensor(full, 0, world_mesh((2, 1)), [Shard(0), Shard(1)])
+    for placements in ([Replicate()], [Replicate(), Replicate()]):
+        y = tiles.redistribute(placements=placements)
+        assert y.placements == (Replicate(), Replicate()) and torch.equal(y.to_local(), full)
+    with pytest.raises(ShardingError, match="one each is needed"):
+        tiles.redistribute(placements=[Shard(0)])
+    for call in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage):
+        with pytest.raises(ShardingError, match=r"x\.full_tensor\(\) is a plain tensor"):
+            call(tiles)
+
+
+def test_one_replicate_means_all_axes():
+    run_on_ranks(replicated_over_all_axes, 2)
+
+
 def synced(mesh, source):
     mesh = world_mesh(mesh)
     torch.manual_seed(dist.get_rank())

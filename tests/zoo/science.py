@@ -281,29 +281,23 @@ MODELS: dict[str, Entry] = {
         (3,),
         None,
         package="anemoi.models",
-        lost=("layer_norm",),
-        redundancy=1.7,
+        redundancy=1.2,
     ),  # fmt: skip
     "credit_wxformer": Entry("CREDIT WXFormer", (1, 7, 2, 64, 64), (3, 4), (3, 4), package="credit"),
     "credit_crossformer": Entry("CREDIT CrossFormer", (1, 7, 2, 64, 64), (3, 4), (3, 4), package="credit"),
     "the_well_unet_classic": Entry("the_well UNetClassic", (1, 3, 64, 96), package="the_well"),
     "the_well_unet_convnext": Entry("the_well UNetConvNext", (1, 3, 64, 96), package="the_well"),
     "the_well_avit": Entry("the_well AViT", (1, 64, 96, 3), (1, 2), (1, 2), package="the_well"),
-    "the_well_afno": Entry(
-        "the_well AFNO", (1, 64, 96, 3), (1, 2), (1, 2), SINGLE, package="the_well", lost=("gelu",), redundancy=1.3
-    ),
+    "the_well_afno": Entry("the_well AFNO", (1, 64, 96, 3), (1, 2), (1, 2), SINGLE, package="the_well"),
     "the_well_refno": Entry("the_well ReFNO", (1, 32, 48, 3), (1, 2), (1, 2), package="the_well"),
     "the_well_dilated_resnet": Entry("the_well DilatedResNet", (1, 3, 32, 48), package="the_well"),
-    "torch_harmonics_lsno": Entry(
-        "torch-harmonics LSNO", (1, 3, 32, 64), tolerance=SINGLE, lost=("to",), redundancy=2.6
-    ),
+    "torch_harmonics_lsno": Entry("torch-harmonics LSNO", (1, 3, 32, 64), tolerance=SINGLE, redundancy=1.7),
     "torch_harmonics_s2transformer": Entry(
         "torch-harmonics S2 transformer",
         (1, 3, 32, 64),
         tolerance=SINGLE,
         gathers=("permute_to_nhwc.default",),
-        lost=("to",),
-        redundancy=3.0,
+        redundancy=2.4,
     ),  # fmt: skip
     "physicsnemo_pangu": Entry("PhysicsNeMo Pangu", (1, 72, 32, 64), package="physicsnemo", balance=1.4),
     "GeoTransolver": Entry("PhysicsNeMo GeoTransolver", (1, 37, 8), (1,), None, package="physicsnemo"),

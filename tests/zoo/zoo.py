@@ -276,7 +276,7 @@ MODELS: dict[str, Entry] = {
     "timm_swin": Entry("timm Swin", SQUARE, balance=1.5),
     "timm_swinv2": Entry("timm SwinV2", SQUARE, redundancy=2.0),
     "timm_sequencer": Entry("timm Sequencer", FIELD),
-    "transformers_vit": Entry("transformers ViT", SQUARE, lost=("tanh",)),
+    "transformers_vit": Entry("transformers ViT", SQUARE),
     "transformers_segformer": Entry("transformers SegFormer", FIELD),
     "transformers_swin": Entry("transformers Swin", SQUARE, balance=1.5),
     "transformers_zoedepth": Entry("transformers ZoeDepth", SQUARE),
@@ -289,7 +289,7 @@ MODELS: dict[str, Entry] = {
     "pyg_gcn": Entry("torch_geometric GCN", None, (0,), None, redundancy=2.1),
     "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None, redundancy=1.8),
     "pyg_gat": Entry("torch_geometric GAT", None, (0,), None, redundancy=1.7),
-    "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None, lost=("__add__",), redundancy=1.3),
+    "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None, redundancy=1.2),
     "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
     "neuralop_fno_1d": Entry(
         "neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED, lost=("__setitem__",), redundancy=1.4

@@ -218,7 +218,7 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
         sharding_shapes: str | Mapping[int, Sequence[Any]] | Sequence[Sequence[Any]] | None = None,
         async_op: bool = False,
     ) -> ShardTensor:
-        """Return the same value in another layout. Differentiable.
+        """Return the same value in another layout. Differentiable. `[Replicate()]` alone means every mesh axis.
 
         `sharding_shapes` sets the shard sizes: None keeps those of a dim that is sharded already and chunks the others,
         "chunk" and "balanced" apply to every sharded dim, `{mesh axis: shard sizes or local shapes}` (or a list, axis

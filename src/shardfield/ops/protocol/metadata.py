@@ -75,7 +75,10 @@ register(tensor_getter("data", "__set__"), set_data)
 
 @handler("data_ptr", "storage", "untyped_storage", "storage_offset", "set_", "__dlpack__", "__dlpack_device__")
 def refuse_memory_access(func, types, args, kwargs):
-    raise ShardingError(f"{func.__name__}: a ShardTensor has no storage of its own; use x.to_local()")
+    raise ShardingError(
+        f"{func.__name__}: a ShardTensor has no storage of its own; x.full_tensor() is a plain tensor with all of its "
+        "values, x.to_local() has this rank's shard alone"
+    )
 
 
 @handler("to")
