@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Shard
 from shardfield import explain, strict
 from shardfield.testing import run_on_ranks
 from tests.harness import no_gathers, world_mesh
+from tests.harness.run import scatter_small_partials
 from tests.ops.stencil.test_conv import field
 
 LATITUDES, LONGITUDES, TILES = [Shard(-2)], [Shard(-1)], [Shard(-2), Shard(-1)]
@@ -96,6 +97,34 @@ def test_sums_over_latitudes_send_modes():
         for forward, backward, where in run_on_ranks(sent, 4, size):
             assert 0 < forward <= 2 * modes and 0 < backward <= 2 * modes
             assert where == [(Partial(),), (Shard(2),), (1, 2, size[0] // 4, size[1])]
+
+
+def many_coefficients() -> list[str]:
+    """Return the layouts of many coefficients, of more channels than orders, and of their inverses on two grids."""
+    th = harmonics()
+    there, back = th.RealSHT(12, 24, lmax=8, mmax=8).double(), th.InverseRealSHT(12, 24, lmax=8, mmax=8).double()
+    coarse = th.InverseRealSHT(9, 18, lmax=8, mmax=8, grid="legendre-gauss").double()
+    again = th.RealSHT(9, 18, lmax=8, mmax=8, grid="legendre-gauss").double()
+    full, x = on_sphere((4,), LATITUDES, [4, 3, 3, 2], (1, 32, 12, 24))
+    with scatter_small_partials(), strict():
+        modes = there(x.requires_grad_())
+        inner = coarse(modes)
+        made = back(again(inner))
+        made.square().sum().backward()
+    expected = back(again(coarse(there(full.requires_grad_()))))
+    expected.square().sum().backward()
+    assert off([(made.full_tensor(), expected), (x.grad.full_tensor(), full.grad)]) < 1e-12
+    return [str(t._layout) for t in (modes, inner, made)]
+
+
+def test_many_coefficients_are_sharded_by_order():
+    """The sharding moves to the orders and back to the latitudes, with the shard sizes it had."""
+    for layouts in run_on_ranks(many_coefficients, 4):
+        assert layouts == [
+            "(1, 32, 8, 8) Shard(3) as 2+2+2+2 over 'h'",
+            "(1, 32, 9, 18) Shard(2) as 3+2+3+1 over 'h'",
+            "(1, 32, 12, 24) Shard(2) as 4+3+3+2 over 'h'",
+        ]
 
 
 # ---------------------------------------------------------------------- torch-harmonics' own distributed modules
