@@ -80,7 +80,7 @@ def train(words: list[str]) -> int:
         prog = f"shardfield train {name}"
         config = tyro.cli(kind, args=expand_flags(words), default=default, prog=prog, console_outputs=_rank() == 0)
         config.check()
-        return _run(recipe, config)
+        return _run(recipe, config) if config.virtual == 1 else _run_virtual(recipe, config)
     except SystemExit as end:  # tyro has printed an error or the help
         return int(end.code or 0)
     except Preempted as end:
@@ -129,6 +129,18 @@ def _run(recipe, config) -> int:
         return 0
     finally:
         DistributedManager.cleanup()
+
+
+def _run_virtual(recipe, config) -> int:
+    """Run the ranks of `--virtual` in this process."""
+    from .distributed.launch import detect
+    from .train.config import UsageError
+    from .virtual import VirtualWorld
+
+    if detect(dict(os.environ)).world_size > 1:
+        raise UsageError("--virtual runs all ranks in one process: start it without a launcher")
+    with VirtualWorld(config.virtual, memory=config.virtual_memory) as world:
+        return max(world.run(_run, recipe, config))
 
 
 def _run_module(words: list[str], module: str, expected: tuple[type[Exception], ...], alone: bool) -> int:

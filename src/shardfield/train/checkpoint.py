@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from .. import runtime
 from ..comm.consensus import ask_first_rank
 from .buffers import check_buffers
 from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
 from .storage import CheckpointReader, CheckpointWriter, Snapshot, remove_checkpoint
+
+
+def _call_now(function: Callable[[], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    try:
+        done.set_result(function())
+    except (Exception, CheckpointException) as error:  # raised by `wait`, as that of a background save
+        done.set_exception(error)
+    return done
 
 
 class Checkpoints:
@@ -40,8 +51,10 @@ class Checkpoints:
         self.folder, self.keep, self.run_id = Path(folder), keep, run_id
         self._loaded: Path | None = None
         self._pending_save: Future[Any] | None = None
-        # Messages of the background thread must not mix with those of training.
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        # Messages of the background thread must not mix with those of training. A virtual rank has no such thread.
+        self._virtual = runtime.active.virtual is not None
+        backend = None if self._virtual else "gloo"
+        self.group = dist.new_group(backend=backend) if dist.is_initialized() else None
 
     def steps(self, run_id: str | None = None) -> dict[int, Path]:
         """Return the complete checkpoints, of one run or of all, oldest first."""
@@ -102,10 +115,14 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder}: scalars must be finite JSON values: {error}") from None
         writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
         snapshots = {name: Snapshot.of(tensor) for name, tensor in tensors.items()}
-        executor = ThreadPoolExecutor(1)  # its thread ends with the save, and a process does not end before it
-        self._pending_save = executor.submit(
+        write = functools.partial(
             dcp.save, snapshots, storage_writer=writer, process_group=self.group, no_dist=self.group is None
         )
+        if self._virtual:  # it sends from its own thread
+            self._pending_save = _call_now(write)
+            return
+        executor = ThreadPoolExecutor(1)  # its thread ends with the save, and a process does not end before it
+        self._pending_save = executor.submit(write)
         executor.shutdown(wait=False)
 
     def wait(self) -> None:

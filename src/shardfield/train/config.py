@@ -34,6 +34,10 @@ class TrainConfig:
     """Folder for checkpoints, metrics and plots."""
     domain: tuple[int, ...] = (1,)
     """Ranks along each sharded dim of the field (one to three dims); the remaining factor is the data axis."""
+    virtual: int = 1
+    """Ranks that one process runs, one after the other, without a launcher (`shardfield.virtual`)."""
+    virtual_memory: Literal["keep", "offload", "auto"] = "auto"
+    """What virtual ranks do with tensors while others run: keep them on the device, move them out, or as needed."""
     strategy: Literal["fsdp", "hsdp", "ddp"] = "fsdp"
     """How parameters are distributed over the ranks."""
     epochs: int = 10
@@ -92,7 +96,7 @@ class TrainConfig:
         for name, value in self.as_json().items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; a finite number is needed")
-        for name in ("epochs", "batch_size", "accumulate", "keep", "log_every"):
+        for name in ("epochs", "batch_size", "accumulate", "keep", "log_every", "virtual"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; at least 1 is needed")
         for name in ("save_every", "evaluate_every", "warmup", "record"):
