@@ -30,6 +30,7 @@ LAYERS = [
     {"redistribute", "dispatch.write_tracking", "dispatch.saved_tensors"},
     {"tensor"},
     {"dispatch.arguments", "dispatch.copied_views"},
+    {"dispatch.empty_shards"},
     {"dispatch.fallback", "dispatch.call_cache", "debug.lockstep"},
     {"dispatch.executor"},
     {"dispatch.registry"},

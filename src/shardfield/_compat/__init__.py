@@ -229,6 +229,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_backward(call: Callable[[], Any]) -> None:
+    """Call a function when the running backward ends. torch 2.11-2.15; FSDP uses it; no public name."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
 def scripted_source(function: Any) -> Any:
     """Return the Python function of a scripted one, or None. torch 2.11-2.15 keep it for torch.compile."""
     return getattr(function, "_torchdynamo_inline", None)

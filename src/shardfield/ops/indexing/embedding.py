@@ -29,7 +29,9 @@ def _embedding(weight: Operand, indices: Operand, padding_idx=-1, scale_grad_by_
         raise RuntimeError(f"embedding: indices must be int or long tensors, not {indices.dtype}")
 
     def lookup(weight: Tensor, indices: list[Tensor]) -> Tensor:
-        if not weight.shape[1]:  # on GPUs, torch writes the gradient of a table without columns out of bounds
+        # On GPUs, torch writes the gradient of a table without columns out of bounds. Its second derivative raises if
+        # there are no indices, which a rank may lack alone.
+        if not weight.shape[1] or not indices[0].numel():
             return weight[indices[0].long()]
         return fn(weight, indices[0], padding_idx, False, sparse)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm import autograd_collectives
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
@@ -62,6 +63,15 @@ def norm_plan(local: Callable, input: Operand, source: Layout, layout: Any, **op
         operands=operands if input.layout is source else operands | {"input": source},
         complete_grads=list(inspect.signature(local).parameters),
     )
+
+
+def on_kernel(layout: Layout, kernel: Callable, result: torch.dtype) -> Callable:
+    """Return `kernel(input, weight, bias)` for shards of `layout`, some of which may be empty."""
+
+    def run(input: Tensor, *params: Tensor | None) -> Tensor:
+        return kernel(input, *params) if input.numel() else empty_result(input, params, result)
+
+    return connected(run, [layout])
 
 
 def empty_result(input: Tensor, parameters: Sequence[Tensor | None], result: torch.dtype) -> Tensor:

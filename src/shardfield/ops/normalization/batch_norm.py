@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import collectives
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import handler, rule
 from ...errors import ShardingError
@@ -20,7 +21,15 @@ from ...layout import Layout
 from ...redistribute import redistribute, without_partial
 from .._common.probe import probe
 from ..reduction.common import sharding_axes
-from .affine_params import AffineParams, empty_result, fix_grad_format, kernel_params, norm_plan, probe_results
+from .affine_params import (
+    AffineParams,
+    empty_result,
+    fix_grad_format,
+    kernel_params,
+    norm_plan,
+    on_kernel,
+    probe_results,
+)  # fmt: skip
 from .sharded_norm import ShardedNorm, shaped
 from .stat_groups import BatchStats, InstanceStats
 
@@ -122,8 +131,7 @@ def _plan_batch_norm(
         out = layout
     if not training:
 
-        def evaluate(input, weight, bias, running_mean, running_var):
-            weight, bias = affine.replicate_in(weight, bias)
+        def run_kernel(input, weight, bias, running_mean, running_var):
             if not input.numel():
                 value = empty_result(input, [weight, bias], result)
                 if not native:
@@ -133,19 +141,28 @@ def _plan_batch_norm(
                 return value, *(s.detach().to(t.dtype, copy=True) for s, t in zip(used, probed[1:], strict=True))
             return call(input, weight, bias, running_mean, running_var)
 
+        on_data = connected(run_kernel, [layout])
+
+        def evaluate(input, weight, bias, running_mean, running_var):
+            return on_data(input, *affine.replicate_in(weight, bias), running_mean, running_var)
+
         return norm_plan(evaluate, input, layout, out, running_mean=channels, running_var=channels)
     running = RunningStats(channels, running_mean, running_var)
     scheme = BatchStats(layout)
     if not scheme.axes or not input.numel():
 
+        def on_channels(input, weight, bias, *buffers):
+            if input.shape[1]:
+                return call(input, weight, bias, *buffers)
+            value = empty_result(input, [weight, bias], result)
+            return (value, *(t.new_empty(0) for t in probed[1:])) if native else value
+
+        run = connected(on_channels, [layout])
+
         def on_one_rank(input, weight, bias, running_mean, running_var):
             weight, bias = affine.replicate_in(weight, bias)
             mine = running.redistribute(running_mean, running_var)
-            if input.shape[1]:
-                value = call(input, weight, bias, *mine)
-            else:
-                value = empty_result(input, [weight, bias], result)
-                value = (value, *(t.new_empty(0) for t in probed[1:])) if native else value
+            value = run(input, weight, bias, *mine)
             running.store([running_mean, running_var], mine)
             return value
 
@@ -207,12 +224,11 @@ def _plan_instance_norm(
     scheme = InstanceStats(layout)
     tracked = running_mean is not None or running_var is not None
     if not scheme.axes and not tracked:
+        run = on_kernel(layout, lambda input, *params: call(input, *params, None, None), result)
 
         def on_one_rank(input, weight, bias):
             weight, bias = affine.replicate_in(weight, bias)
-            if not input.numel():
-                return empty_result(input, [weight, bias], result)
-            return call(input, weight, bias, None, None)
+            return run(input, weight, bias)
 
         return norm_plan(on_one_rank, input, layout, layout)
     running = RunningStats(affine.layout, running_mean, running_var)

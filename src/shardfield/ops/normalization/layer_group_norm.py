@@ -21,7 +21,7 @@ from ...redistribute import unmerge_dims
 from .._common.probe import probe, stand_in
 from ..reduction.common import reduced_layout, sharding_axes
 from ..shape.flip_roll import shard_by_one_axis
-from .affine_params import AffineParams, empty_result, norm_plan, probe_results
+from .affine_params import AffineParams, empty_result, norm_plan, on_kernel, probe_results
 from .sharded_norm import ShardedNorm
 from .stat_groups import GroupStats, RowStats, group_stats
 
@@ -134,14 +134,13 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
     statistics = scheme.statistics()
     out: Any = [layout, statistics, statistics] if len(dtypes) > 1 else layout
     if isinstance(scheme, GroupStats) and not scheme.axes and len(dtypes) == 1:
+        run = on_kernel(layout, lambda x, *params: torch.group_norm(x, scheme.local_groups, *params, eps), dtypes[0])
 
         def on_one_rank(input, weight, bias):
             weight, bias = affine.replicate_in(weight, bias)
             if weight is None and bias is not None:  # torch's kernel has no gradient for a bias alone
                 weight = torch.ones_like(bias)
-            if not input.numel():
-                return empty_result(input, [weight, bias], dtypes[0])
-            return torch.group_norm(input, scheme.local_groups, weight, bias, eps)
+            return run(input, weight, bias)
 
         return norm_plan(on_one_rank, input, layout, out)
     shared = ShardedNorm(scheme, eps, dtypes[0], affine.layout)

@@ -74,6 +74,10 @@ def logcumsumexp(input: Operand, dim, *, fn):
         before = _logsumexp(totals.narrow(dim, 0, blocks.index), dim)
         if x.is_complex():
             before = before + _complex_log_phase(x, before, dim, blocks, fn)
+            if not any(blocks.shard_sizes[: blocks.index]):
+                # The second derivative of torch's complex scan is NaN behind an entry of -inf. The sum of no elements
+                # keeps the all_gather in the graph, for derivatives of any order.
+                return fn(x, dim) + totals.square().narrow(dim, 0, 0).sum()
         return fn(torch.cat([before, x], dim), dim).narrow(dim, 1, input.shape[dim]).to(input.dtype)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)

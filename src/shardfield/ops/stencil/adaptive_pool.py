@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm.autograd_collectives import Groups
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout, Span, starts
@@ -166,8 +167,7 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
     shape = plan.result.local_shape
 
-    def local(input):
-        block = plan.block_plan.gather_block(input)
+    def pool_block(block):
         if not plan.has_outputs:
             return empty_result(block, shape, dtype)
         if not plan.has_inputs:
@@ -181,6 +181,11 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
             if any(n != rows.length for n in rows.window_sizes):
                 out = out * broadcast_along(out, dim, [rows.length / n for n in rows.window_sizes])
         return out
+
+    run = connected(pool_block, [plan.source, plan.result])
+
+    def local(input):
+        return run(plan.block_plan.gather_block(input))
 
     partial = [*plan.result.partial, *((a, "sum") for a in plan.axes)]
     result = Layout.make(plan.result.mesh, plan.result.dims, partial)
@@ -217,8 +222,10 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
                 maxima, index = maxima.masked_fill(absent, -math.inf), index.masked_fill(absent, NO_INDEX)
         return maxima, index
 
+    run = connected(local_max, [layout, result])
+
     def local(input):
-        maxima, index = local_max(plan.block_plan.gather_block(input))
+        maxima, index = run(plan.block_plan.gather_block(input))
         if groups and plan.has_outputs:
             maxima, index = reduce_max_with_index(maxima, index, groups)
         return (maxima, index) if with_indices else maxima

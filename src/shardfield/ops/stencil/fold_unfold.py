@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...dispatch.empty_shards import connected
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
@@ -55,11 +56,15 @@ def unfold(input: Operand, kernel_size, dilation=1, padding=0, stride=1, *, pre_
     shape = result.local_shape
     local_padding = [0 if layout.is_sharded(d) else w.padding for d, w in zip(dims, windows, strict=True)]
 
-    def local(input):
-        block = block_plan.gather_block(input)
+    def unfold_block(block):
         if not shape.numel():
             return empty_result(block, shape, dtype)
         return F.unfold(block, kernel_size, dilation, local_padding, stride)
+
+    run = connected(unfold_block, [layout, result])
+
+    def local(input):
+        return run(block_plan.gather_block(input))
 
     return Plan(local=local, operands={"input": layout}, layout=result)
 

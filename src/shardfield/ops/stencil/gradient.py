@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
@@ -53,13 +54,17 @@ def _partial_derivative(
     start, owned = block_plan.block_starts[dim], block_plan.owned[dim]
     shape: Sequence[int] = layout.local_shape
 
-    def local(input: Tensor, points: Tensor | None) -> Tensor:
-        block = block_plan.gather_block(input)
-        block, *rest = together([block] if points is None else [block, points])
+    def differentiate(block: Tensor, *rest: Tensor) -> Tensor:
         if 0 in shape:
             return empty_result_of([block, *rest], shape, dtype, block)
         given = {"spacing": [rest[0].narrow(0, start, block.shape[dim])]} if rest else spacing
         out = fn(block, dim=dim, edge_order=edge_order, **given)[0]
         return out.narrow(dim, owned.start - start, owned.stop - owned.start)
+
+    run = connected(differentiate, [layout])
+
+    def local(input: Tensor, points: Tensor | None) -> Tensor:
+        block = block_plan.gather_block(input)
+        return run(*together([block] if points is None else [block, points]))
 
     return local

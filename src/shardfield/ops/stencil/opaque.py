@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan
 from ...errors import ShardingError
 from ...layout import DimSharding, Layout, shard_sizes_of
@@ -97,6 +98,10 @@ def plan_opaque(function: Callable, call: FieldCall, signature: inspect.Signatur
         for name, block_plan in blocks.items():
             given[name] = block_plan.gather_block(given[name])
         given, tensors = _join(given)
+        out = compute(tensors, given)
+        return out[0] if made.single else made.rebuild(out)
+
+    def on_tensors(tensors: list[Tensor], given: dict[str, Any]) -> list[Tensor]:
         if owns_nothing:
             out = [
                 empty_result_of([tensors[i] for i in m.reads], r.local_shape, m.dtype, tensors[0])
@@ -105,8 +110,9 @@ def plan_opaque(function: Callable, call: FieldCall, signature: inspect.Signatur
         else:
             out = _as_list(_apply(function, signature, given))
             out = [_crop(t, c) for t, c in zip(out, crops, strict=True)]
-        return out[0] if made.single else made.rebuild(out)
+        return out
 
+    compute = connected(on_tensors, [*layouts.values(), *result])
     layout_of_result: Any = result[0] if made.single else tuple(result)
     return Plan(local=run, takes=names, operands=operands, layout=layout_of_result)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import Layout
@@ -86,8 +87,7 @@ def max_pool(
     ]
     sizes = input.shape[-nd:]
 
-    def local(input):
-        block = block_plan.gather_block(input, fill)
+    def pool_block(block):
         if not shape.numel():
             out = empty_result(block, shape, dtype)
             return (out, torch.empty_like(out, dtype=torch.int64)) if with_indices else out
@@ -95,6 +95,11 @@ def max_pool(
             return call(block, *args)
         out, index = call(block, *args, return_indices=True)
         return out, to_global_flat_index(index, block.shape[-nd:], sizes, to_global) if block_plan.steps else index
+
+    run = connected(pool_block, [layout, result])
+
+    def local(input):
+        return run(block_plan.gather_block(input, fill))
 
     return Plan(local=local, operands={"input": layout}, layout=(result, result) if with_indices else result)
 
@@ -163,8 +168,7 @@ def avg_pool(
     if divisor:
         clipped = {}
 
-    def local(input):
-        block = block_plan.gather_block(input)
+    def pool_block(block):
         if not shape.numel():
             return empty_result(block, shape, dtype)
         if clipped and not block.is_floating_point():
@@ -173,6 +177,11 @@ def avg_pool(
         for dim, c in clipped.items():  # the local call divided by the size of an unclipped window
             out = out * broadcast_along(out, dim, [pool.windows[dim].kernel / n for n in c])
         return out
+
+    run = connected(pool_block, [layout, result])
+
+    def local(input):
+        return run(block_plan.gather_block(input))
 
     return Plan(local=local, operands={"input": layout}, layout=result)
 
