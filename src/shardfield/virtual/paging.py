@@ -31,6 +31,7 @@ from ..errors import ShardfieldError
 
 MIN_BYTES = 1 << 16  # smaller results stay on the device
 PREFETCHED = 2  # pages that are brought in ahead of a backward
+MOVES_CUDA = False  # refused until the copies between streams have been tested on a GPU
 # Calls that give the address of a tensor's memory to code that the pager does not see.
 _EXPOSING = frozenset(
     [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage]
@@ -162,6 +163,11 @@ class Pager:
             nbytes = storage.nbytes()
             if nbytes < self.minimum or not storage.resizable() or storage.device.type not in ("cpu", "cuda"):
                 continue
+            if storage.device.type == "cuda" and not MOVES_CUDA:
+                raise ShardfieldError(
+                    "virtual ranks: tensors of a GPU are not moved out of its memory yet, since that was never tested on "
+                    'one; use memory="keep", or the CPU'
+                )
             if storage in self._exposed:
                 continue
             key = storage._cdata
@@ -253,7 +259,7 @@ class Pager:
             except RuntimeError as error:
                 raise ShardfieldError(
                     f"virtual ranks: no host memory is left for {page.nbytes} bytes, after {self.moved_out} bytes that "
-                    'were moved out: use a smaller field, or memory="recompute"'
+                    "were moved out: use a smaller field, or recompute activations with torch.utils.checkpoint"
                 ) from error
             out.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(out):
