@@ -39,8 +39,9 @@ redundancy above 1.05 and a peak above 0.16. Work is FLOPs alone here.
 
 Replicated tables weigh in the peak of the SFNO: the Legendre polynomials of 721 latitudes are 0.44 GB on every rank.
 Costs that do not shrink with a rank's share (these tables, FSDP's gathered parameters) weigh more in smaller models: a
-ViT of 4 layers has a peak of 0.163, an SFNO of 4 layers 0.162, and narrower SFNOs more. A five-level UNet on 1,000 rows and 48 ranks, which has one or two rows a rank at its coarsest level, has a balance of
-1.10 and a redundancy of 1.00.
+ViT of 4 layers has a peak of 0.163, an SFNO of 4 layers 0.162, and narrower SFNOs more. A five-level UNet on 1,000
+rows and 48 ranks, which has one or two rows a rank at its coarsest level, has a balance of 1.10 and a redundancy of
+1.00.
 
 ## Public models
 

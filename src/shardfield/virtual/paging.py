@@ -165,7 +165,7 @@ class Pager:
                 continue
             if storage.device.type == "cuda" and not MOVES_CUDA:
                 raise ShardfieldError(
-                    "virtual ranks: tensors of a GPU are not moved out of its memory yet, since that was never tested on "
+                    "virtual ranks: tensors of a GPU are not moved out of its memory yet, since this was not tested on "
                     'one; use memory="keep", or the CPU'
                 )
             if storage in self._exposed:
