@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launch import ROOT, run
 
@@ -187,6 +188,16 @@ def test_import_lines_of_the_physicsnemo_page(forks, tmp_path):
 def exists(path: Path) -> bool:
     """Return whether the path is a file or a folder with Python files in it."""
     return path.is_file() or any(path.rglob("*.py"))
+
+
+def test_the_site_and_the_index_list_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert all(isinstance(entry, dict) and len(entry) == 1 for entry in nav)
+    listed = re.findall(r"'([\w-]+\.md)'", str(nav))
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(listed) == pages
+    index = (ROOT / "docs/index.md").read_text()
+    assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
 
 
 def test_page_parser():
