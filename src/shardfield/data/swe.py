@@ -29,7 +29,8 @@ class ShallowWater:
     `start` and its index, not on the rank that solves it. `stride` leaves out starts of windows.
 
     >>> flows = ShallowWater(1, nlat=12, nlon=24, records=4, leads=2, cache="cache")
-    >>> len(flows), flows[2]["x"].shape, flows[2]["y"].shape
+    >>> sample = flows[2]
+    >>> len(flows), sample["x"].shape, sample["y"].shape
     (3, torch.Size([3, 12, 24]), torch.Size([2, 3, 12, 24]))
 
     Trajectories are solved at first use and cached in array files, as those of `Darcy`. `prepare(mesh)` solves all of
