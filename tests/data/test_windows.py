@@ -87,6 +87,7 @@ def url(stored):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+    server.server_close()
 
 
 def read_shards(source, name) -> tuple[torch.Tensor, torch.Tensor]:

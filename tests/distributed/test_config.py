@@ -44,7 +44,7 @@ def test_sizes_propagate_up_the_tree(capsys):
         (lambda it: it.add_node(ProcessGroupNode("data"), "world"), "'data' already"),
         (lambda it: it.add_node(ProcessGroupNode("x"), "nowhere"), "no process group 'nowhere'.*world, model, data"),
         (lambda it: it.get_node("nowhere"), "no process group 'nowhere'"),
-        (lambda it: it.set_leaf_group_sizes({"model": 2}), "no leaf: its size follows from spatial, channel"),
+        (lambda it: it.set_leaf_group_sizes({"model": 2}), "not a leaf: its size follows from spatial, channel"),
         (lambda it: it.set_leaf_group_sizes({"nowhere": 2}), "no process group 'nowhere'"),
         (lambda it: it.set_leaf_group_sizes({"data": 0}), "'data': a size of 0"),
         (lambda it: it.set_leaf_group_sizes({"data": 2}), "not set: spatial, channel"),

@@ -17,6 +17,17 @@ FEW, SOME = {"layouts": 3}, {"layouts": 6}
 INVALID = FEW | {"grad": False}  # torch's function refuses gradients on the CPU first
 
 
+def without_autocast(function):
+    """Return a function that computes in the dtype of its operands, as torch's functions do under autocast."""
+
+    def run(q, *args):
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args)
+
+    return run
+
+
+@without_autocast
 def explicit(q, k, v, score_mod=None, mask_mod=None, scale=None):
     """Return attention, log-sum-exp and largest score by the formula, with the functions called on index tensors."""
     groups = q.shape[1] // k.shape[1]

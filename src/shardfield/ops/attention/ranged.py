@@ -20,6 +20,7 @@ from ...debug import explain
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout, Span, balanced, shard_sizes_of, starts
+from .._common.autocast import autocast_disabled
 from .._common.together import empty_result_of, together
 from .sdpa import exchange_kv
 
@@ -81,7 +82,8 @@ def attend_ranges(query: Operand, key: Operand, value: Operand, captured, form: 
                 empty_result_of(sources, shape, kind, query) for shape, kind in zip(shapes, kinds, strict=True)
             )
             return out, lse, largest.detach()
-        return form.compute(query, key, value, offsets, captured, scale)
+        with autocast_disabled(query):  # as torch's functions
+            return form.compute(query, key, value, offsets, captured, scale)
 
     operands: Any = {"query": rows, "key": keys, "value": values}
     operands["captured"] = [Layout.replicate(rows.mesh, c.shape) for c in captured]
@@ -123,10 +125,8 @@ def _key_layout(rows: Layout, key: Operand, group: int) -> Layout:
     batch = rows.dims[0] if key.shape[0] == rows.shape[0] else (DimSharding(key.shape[0]),)
     heads = tuple(DimSharding(f.size // group, f.axes, tuple(n // group for n in f.shard_sizes)) for f in rows.dims[1])
     (sequence,) = key.layout.dims[SEQUENCE]
-    if (
-        key.layout.nontrivial_axes(sequence.axes) != rows.nontrivial_axes(rows.axes_of(SEQUENCE))
-        or len(sequence.axes) != 1
-    ):
+    same = key.layout.nontrivial_axes(sequence.axes) == rows.nontrivial_axes(rows.axes_of(SEQUENCE))
+    if not same or not key.layout.is_sharded(SEQUENCE) or len(sequence.axes) != 1:
         sequence = DimSharding(key.shape[SEQUENCE])
     return Layout.make(rows.mesh, [batch, heads, (sequence,), (DimSharding(key.shape[3]),)])
 
