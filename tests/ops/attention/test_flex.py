@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from shardfield import ShardingError, explain, scatter_tensor, strict
+from shardfield import explain, scatter_tensor, strict
 from shardfield._compat.patches import patches
 from shardfield.ops.attention import flex
 from shardfield.testing import run_on_ranks
@@ -51,11 +51,13 @@ def traffic():
                 aux.lse.full_tensor(), expected[1]
             )
             found.append((report.rows[-1].ending, report.bytes, right and aux.max_scores is None))
-    empty = BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 16, dtype=torch.int32), torch.zeros(1, 1, 16, 16, dtype=torch.int32), BLOCK_SIZE=BLOCK
-    )
-    with pytest.raises(ShardingError, match="has no mask_mod"):
-        flex_attention(q, k, v, block_mask=empty)
+    # Blocks without a mask_mod, and blocks that hide more than the mask_mod: each row reads the first block of keys.
+    first = torch.ones(1, 1, 16, dtype=torch.int32), torch.zeros(1, 1, 16, 16, dtype=torch.int32)
+    for mod in (None, causal()):
+        mask = BlockMask.from_kv_blocks(*first, BLOCK_SIZE=BLOCK, mask_mod=mod)
+        expected = explicit(*full, None, lambda b, h, i, j, mod=mod: (j < BLOCK) & (mod is None or mod(b, h, i, j)))
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask).full_tensor(), expected[0])
+        first[1].fill_(0)  # a write: the table of the mask is read again
     return found
 
 

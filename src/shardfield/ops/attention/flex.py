@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ... import runtime
 from ..._compat import base_and_version, dynamo_disable
 from ..._compat.patches import replace_flex_attention
 from ...dispatch.arguments import map_tensors, mesh_of
-from ...errors import ShardingError
 from ...layout import Span
 from ...tensor import ShardTensor, torch_function
+from .._common.derived import kept_with
 from .ranged import SEQUENCE, attend, precision, weigh
 
 MAX_SCORE_BYTES = 256 << 20  # scores held at a time; backward computes those of longer sequences again
@@ -40,7 +39,7 @@ def call_flex(plain: Callable, module: types.ModuleType, *args: Any, **kwargs: A
     mask, aux, wants_lse = a["block_mask"], a.get("return_aux"), a["return_lse"]
     if wants_lse and aux is not None:
         raise ValueError("Cannot specify both return_lse and return_aux")
-    _check(query, key, value, mask, a["enable_gqa"], module)
+    _check(query, key, value, mask, a["enable_gqa"])
     mods = Mods(a["score_mod"], None if mask is None else mask.mask_mod, None if mask is None else BlockTable.of(mask))
     scale = 1 / math.sqrt(query.shape[-1]) if a["scale"] is None else a["scale"]
     out, lse, largest = torch_function(ShardTensor, attend, (), (query, key, value, mods.captured(), mods, scale), {})
@@ -49,7 +48,7 @@ def call_flex(plain: Callable, module: types.ModuleType, *args: Any, **kwargs: A
     return (out, lse) if wants_lse else out
 
 
-def _check(query: Any, key: Any, value: Any, mask: Any, gqa: bool, module: types.ModuleType) -> None:
+def _check(query: Any, key: Any, value: Any, mask: Any, gqa: bool) -> None:
     """Raise torch's errors for invalid calls; only global shapes are read, so that all ranks raise the same."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
@@ -76,41 +75,40 @@ def _check(query: Any, key: Any, value: Any, mask: Any, gqa: bool, module: types
             f"block_mask was created for block_mask.shape={mask.shape} but got q_len={query.shape[-2]} and "
             f"kv_len={key.shape[-2]}"
         )
-    if mask.mask_mod is module.noop_mask and not bool(mask.to_dense().all()):
-        raise ShardingError(
-            "flex_attention: this block mask leaves blocks out and has no mask_mod. Only a mask_mod can be evaluated "
-            "for the shards of a sequence; make the mask by create_block_mask"
-        )
 
 
 # ---------------------------------------------------------------------- functions of the user
 
 
 class BlockTable(NamedTuple):
-    """Which blocks of keys some query of a block of rows reads, over all samples and heads."""
+    """The blocks of keys that blocks of rows read: a key outside of them is hidden, whatever the mask_mod says."""
 
-    visible: Tensor  # (blocks of rows, blocks of keys), bool, on the CPU
+    blocks: Tensor  # (samples or 1, heads or 1, blocks of rows, blocks of keys), bool
+    visible: Tensor  # the same for any sample and head, on the CPU
     rows: int
     keys: int
 
     @staticmethod
     def of(mask: Any) -> BlockTable:
-        """Return the table of a block mask; it is cached as long as the mask is alive and not written."""
+        """Return the table of a block mask; it is kept as long as the mask is alive and not written."""
+        tensors = [t for t in vars(mask).values() if isinstance(t, Tensor)]
+        versions = [base_and_version(t) for t in tensors]
+        if any(v is None for v in versions):
+            return BlockTable.read(mask)
+        key = tuple((id(t), v[1]) for t, v in zip(tensors, versions, strict=True) if v is not None)
+        return kept_with(mask, key, (), lambda: BlockTable.read(mask))
 
-        def make() -> BlockTable:
-            return BlockTable(mask.to_dense().bool().any(0).any(0).cpu(), *mask.BLOCK_SIZE)
+    @staticmethod
+    def read(mask: Any) -> BlockTable:
+        """Return the table of a block mask."""
+        blocks = mask.to_dense().bool()
+        return BlockTable(blocks, blocks.any(0).any(0).cpu(), *mask.BLOCK_SIZE)
 
-        found = base_and_version(mask.kv_indices)
-        if found is None:
-            return make()
-        base, version = found
-        table = runtime.active.exchange_lists
-        entry = table.get(base)
-        if entry is None or entry[0] != version:
-            entry = table[base] = (version, {})
-        if "flex" not in entry[1]:
-            entry[1]["flex"] = make()
-        return entry[1]["flex"]
+    def allows(self, samples: Tensor, heads: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+        """Return (sample, head, row, key): whether the key is in a block that the row reads."""
+        samples, heads = (i if n > 1 else i * 0 for i, n in zip((samples, heads), self.blocks.shape, strict=False))
+        rows, keys = rows // self.rows, keys // self.keys
+        return self.blocks[samples[:, None, None, None], heads[:, None, None], rows[:, None], keys]
 
     def columns(self, first: int, stop: int, size: int) -> Span:
         """Return the range of keys that the rows `first` to `stop` read: at least one, of `size`."""
@@ -149,10 +147,10 @@ class Mods:
         index = [torch.arange(o, o + n, device=scores.device) for o, n in zip(offsets, scores.shape, strict=True)]
         with _Substitution(self.originals, captured):
             modified = scores if self.score_mod is None else _vectorized(self.score_mod, 1)(scores, *index)
-            if self.mask_mod is None:
+            if self.blocks is None or self.mask_mod is None:
                 return modified
             allowed = _vectorized(self.mask_mod, 0)(*index)
-        return modified.masked_fill(~allowed, -math.inf)
+        return modified.masked_fill(~(allowed & self.blocks.allows(*index)), -math.inf)
 
     def columns(self, first: int, stop: int, size: int) -> Span:
         """Return the range of keys that the block mask lets the rows `first` to `stop` read."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import base_and_version
 from ...dispatch.arguments import to_full_tensor
 from ...errors import ShardingError
 from ...layout import Span
 from ...tensor import ShardTensor, torch_function
+from .._common.derived import kept_with_tensor
 from .ranged import attend, precision, weigh
 
 OPERATOR = "torch_attn._varlen_attn.default"
@@ -163,19 +163,7 @@ def positions_of(positions: Tensor, name: str, tokens: int) -> tuple[int, ...]:
         full = to_full_tensor(positions) if isinstance(positions, ShardTensor) else positions
         return tuple(int(n) for n in full.tolist())
 
-    found = None if isinstance(positions, ShardTensor) else base_and_version(positions)
-    if found is None:
-        values = read()
-    else:
-        base, version = found
-        table = runtime.active.exchange_lists
-        entry = table.get(base)
-        if entry is None or entry[0] != version:
-            entry = table[base] = (version, {})
-        key = ("packed", positions.storage_offset(), positions.shape)
-        if key not in entry[1]:
-            entry[1][key] = read()
-        values = entry[1][key]
+    values = read() if isinstance(positions, ShardTensor) else kept_with_tensor(positions, ("packed",), read)
     if not values or values[0] or any(a > b for a, b in zip(values, values[1:], strict=False)) or values[-1] > tokens:
         raise ValueError(
             f"varlen_attn: {name} must increase from 0 to at most {tokens}, the tokens; it is {values[:8]}"

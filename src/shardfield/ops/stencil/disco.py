@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ... import runtime, trace_state
-from ..._compat import base_and_version
 from ...dispatch.arguments import as_operand, mesh_of, to_full_tensor
 from ...dispatch.fallback import gather_fallback
 from ...layout import DimSharding, Layout, Span, starts
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
+from .._common.derived import kept_with_tensor
 from .._common.together import empty_result_of
 from .opaque import Reach, place_axes
 from .padded_block import PaddedBlockPlan
@@ -30,7 +30,6 @@ from .padded_block import PaddedBlockPlan
 LIBRARY = "disco_kernels._disco_s2"
 CONTRACTION = "_disco_s2_contraction_optimized"
 FUNCTIONS = "torch_harmonics.disco.optimized.disco_optimized"
-MAX_PLANS = 8  # per table: a layer sees few layouts
 
 
 class Psi(NamedTuple):
@@ -98,19 +97,8 @@ def contract(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
 
 def _plan(layout: Layout, psi: Psi, sizes: tuple[int, int, int], transposed: bool) -> DiscoPlan:
     """Return the plan, which is kept as long as the table is alive and not written."""
-    found, key = base_and_version(psi.column), ("disco", layout.bare, sizes, transposed)
-    if found is None:
-        return _make_plan(layout, psi, *sizes, transposed)
-    base, version = found
-    table = runtime.active.exchange_lists
-    entry = table.get(base)
-    if entry is None or entry[0] != version:
-        entry = table[base] = (version, {})
-    if key not in entry[1]:
-        if len(entry[1]) >= MAX_PLANS:
-            del entry[1][next(iter(entry[1]))]
-        entry[1][key] = _make_plan(layout, psi, *sizes, transposed)
-    return entry[1][key]
+    key = ("disco", layout.bare, sizes, transposed)
+    return kept_with_tensor(psi.column, key, lambda: _make_plan(layout, psi, *sizes, transposed))
 
 
 def _make_plan(layout: Layout, psi: Psi, kernel_size: int, nlat_out: int, nlon_out: int, transposed: bool) -> DiscoPlan:
