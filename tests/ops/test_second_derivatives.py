@@ -31,7 +31,7 @@ BLOCKS_IF_EMPTY = [
     ("embedding", "embedding_bag"),
     ("embedding", "max"),
     ("grid_sample", "bicubic"),
-    ("interpolate", "channels last"),
+    ("interpolate", "channels last"),  # does not block: torch's kernels round positions differently for each format
     ("lazy_pad", "without_grad"),
     ("lazy_spectrum", ""),
     ("scatter", "scatter_reduce of rows"),
