@@ -41,7 +41,7 @@ LAYERS = [
     {"compiler"},
     {"models", "data", "metrics"},
     {"train"},
-    {"virtual", "predict"},
+    {"virtual", "predict", "doctor"},
     {"debug.parity", "debug.work", "debug.rounding", "debug.model_inputs", "debug.differences"},
     {"planning"},
     {"bench"},

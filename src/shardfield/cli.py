@@ -1,4 +1,4 @@
-"""The command `shardfield`: train, predict, compare, check, plan, bench, convert, info. Alone or under a launcher."""
+"""The command `shardfield`: it lists the commands and runs one, alone or under a launcher."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ USAGE = """usage: shardfield COMMAND [...]
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
   convert CHECKPOINT TARGET [--weights]              to and from safetensors and torch.distributed.checkpoint
+  doctor                                             check launcher, devices, versions and links; say what to mend
   info                                               print versions and devices
 
 Under a launcher every rank runs the same command: torchrun --nproc-per-node 4 -m shardfield train --domain 2
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         "plan": partial(_run_module, module="planning.cli", expected=(ShardfieldError,), alone=True),
         "bench": partial(_run_module, module="bench.command", expected=ERRORS, alone=False),
         "convert": partial(_run_module, module="train.convert", expected=ERRORS, alone=True),
+        "doctor": partial(_run_module, module="doctor.command", expected=ERRORS, alone=False),
         "info": info,
     }
     if not words or words[0] in ("-h", "--help"):
