@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.forks import ForkServer
@@ -25,3 +26,12 @@ def forks():
     forks = ForkServer()
     yield forks
     forks.close()
+
+
+@pytest.fixture(autouse=True)
+def no_world_left():
+    """Fail the test that leaves a process world behind: a later test in this process would run inside of it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test initialized torch.distributed in the test process and did not end it")

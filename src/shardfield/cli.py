@@ -107,7 +107,8 @@ def _run(recipe, config) -> int:
     begun = time.monotonic()
     DistributedManager.initialize()
     manager = DistributedManager()
-    if not torch.distributed.is_initialized():  # a single process without a launcher
+    alone = not torch.distributed.is_initialized()  # a single process without a launcher
+    if alone:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         config.check_ranks()
@@ -131,6 +132,8 @@ def _run(recipe, config) -> int:
         return 0
     finally:
         DistributedManager.cleanup()
+        if alone:
+            torch.distributed.destroy_process_group()
 
 
 def _run_virtual(recipe, config) -> int:

@@ -8,22 +8,10 @@ import json
 from shardfield.cli import main
 from shardfield.virtual.paging import Pager
 
-OPTIONS = ["--precision", "fp64", "--epochs", "1", "--max-steps", "3", "--batch-size", "4", "--n-train", "12"]
-OPTIONS += [
-    "--height",
-    "9",
-    "--width",
-    "8",
-    "--channels",
-    "4",
-    "--n-test",
-    "4",
-    "--no-picture",
-    "--log-every",
-    "1",
-    "--warmup",
-    "1",
-]
+OPTIONS = [
+    "--precision", "fp64", "--epochs", "1", "--max-steps", "3", "--batch-size", "4", "--n-train", "12", "--height", "9",
+    "--width", "8", "--channels", "4", "--n-test", "4", "--no-picture", "--log-every", "1", "--warmup", "1",
+]  # fmt: skip
 
 
 def losses(path) -> list[float]:

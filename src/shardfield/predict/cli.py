@@ -46,7 +46,8 @@ def command(words: list[str]) -> int:
     options = _parser().parse_args(words)
     DistributedManager.initialize()
     manager = DistributedManager()
-    if not dist.is_initialized():  # a single process without a launcher
+    alone = not dist.is_initialized()  # a single process without a launcher
+    if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = _mesh(options, manager.device.type)
@@ -55,6 +56,8 @@ def command(words: list[str]) -> int:
         return 0
     finally:
         DistributedManager.cleanup()
+        if alone:
+            dist.destroy_process_group()
 
 
 def _parser() -> argparse.ArgumentParser:
