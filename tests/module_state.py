@@ -145,7 +145,7 @@ intersection
 
 
 def passed_names(tree: ast.AST) -> set[str]:
-    """Names passed to a function that may write into them (`meet(key, TABLE, ...)`)."""
+    """Names passed to a function that may write into them (`update(key, TABLE, ...)`)."""
     return {
         dotted(arg)
         for node in ast.walk(tree)
@@ -156,7 +156,7 @@ def passed_names(tree: ast.AST) -> set[str]:
 
 
 def imports(tree: ast.AST) -> dict[str, str]:
-    """What an imported name stands for: {"F": "torch.nn.functional"}."""
+    """Return the full name that each imported name means: {"F": "torch.nn.functional"}."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -239,10 +239,10 @@ class Scan(ast.NodeVisitor):
         head = name.split(".")[0]
         if not name or head in ("self", "cls"):
             return
-        stands = self.imported.get(head, "")
-        if stands.split(".")[0] in FOREIGN:
+        meaning = self.imported.get(head, "")
+        if meaning.split(".")[0] in FOREIGN:
             self.add(node, name, "patch")
-        elif stands.startswith(".") and (self.depth == 0 or name.count(".") == 1 or target.attr[0].isupper()):
+        elif meaning.startswith(".") and (self.depth == 0 or name.count(".") == 1 or target.attr[0].isupper()):
             self.add(node, name, "rebound")
         elif head in self.local_classes:
             self.add(node, name, "rebound")
@@ -264,10 +264,10 @@ class Scan(ast.NodeVisitor):
         name = called(node)
         if name in ("setattr", "delattr") and node.args:
             base = dotted(node.args[0])
-            stands = self.imported.get(base.split(".")[0], "")
+            meaning = self.imported.get(base.split(".")[0], "")
             key = node.args[1]
             key = key.value if isinstance(key, ast.Constant) else f"<{ast.unparse(key)}>"
-            kind = "patch" if stands.split(".")[0] in FOREIGN else "rebound"
+            kind = "patch" if meaning.split(".")[0] in FOREIGN else "rebound"
             if base and base.split(".")[0] not in ("self",):
                 self.add(node, f"{base}.{key}", f"{kind}({name})")
         elif not self.depth and dotted(node.func) in HOOKS:

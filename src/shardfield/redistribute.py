@@ -117,7 +117,7 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if not clash:
         return tuple(_merged_steps(source, target))
     for dim in clash:
-        step = _retile(source, target, dim)
+        step = _reshard_merged(source, target, dim)
         if step is not None:
             return (step, *steps(step.after, target))
     middle = unmerge_dims(source, clash)
@@ -132,8 +132,8 @@ def _common_sizes(a: tuple[DimSharding, ...], b: tuple[DimSharding, ...]) -> lis
         return [a[0].size]
     for one, other in ((a, b), (b, a)):
         sizes = [f.size for f in one]
-        seen = regroup(other, sizes)
-        if seen is not None and all(len(factors) == 1 for factors in seen):
+        regrouped = regroup(other, sizes)
+        if regrouped is not None and all(len(factors) == 1 for factors in regrouped):
             return sizes
     return None
 
@@ -144,11 +144,11 @@ def _tiles(layout: Layout, dim: int, axis: int) -> list[list[Span]] | None:
     rows = outer[0].size if outer else 1
     if len(outer) > 1 or (outer and outer[0].axes) or layout.nontrivial_axes(last.axes) != (axis,) or rows > 64:
         return None
-    cuts = zip(starts(last.shard_sizes), last.shard_sizes, strict=True)
-    return [[Span(r * last.size + s, r * last.size + s + n) for r in range(rows)] for s, n in cuts]
+    shards = zip(starts(last.shard_sizes), last.shard_sizes, strict=True)
+    return [[Span(r * last.size + s, r * last.size + s + n) for r in range(rows)] for s, n in shards]
 
 
-def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
+def _reshard_merged(source: Layout, target: Layout, dim: int) -> Step | None:
     """Plan one exchange that reshards a merged dim over the same mesh axis; None if one is not enough."""
     axes = source.axes_of(dim)
     wide = source.nontrivial_axes(axes)
@@ -160,7 +160,9 @@ def _retile(source: Layout, target: Layout, dim: int) -> Step | None:
     route = tile_route(dim, have, want, source.coords[wide[0]])
     group = source.mesh.get_group(wide[0])
     return Step(
-        "retile", lambda t: autograd_collectives.exchange(t, route, group), source.with_dim(dim, *target.dims[dim])
+        "reshard merged",
+        lambda t: autograd_collectives.exchange(t, route, group),
+        source.with_dim(dim, *target.dims[dim]),
     )
 
 

@@ -113,12 +113,12 @@ def test_page_compares_machines(tmp_path):
 
 def test_every_benchmark_can_be_started_as_a_file(monkeypatch):
     for name in BENCHMARKS:
-        asked = []
-        monkeypatch.setattr(cli, "main", asked.append)
+        calls = []
+        monkeypatch.setattr(cli, "main", calls.append)
         monkeypatch.setattr("sys.argv", [f"{name}.py", "--quick"])
         with pytest.raises(SystemExit):
             runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
-        assert asked == [["bench", name, "--quick"]]
+        assert calls == [["bench", name, "--quick"]]
 
 
 def test_page_is_up_to_date():

@@ -76,12 +76,12 @@ def in_flight(mesh_shape):
         flying += 1
         pending = start(*args)
 
-        def land():
+        def receive():
             nonlocal flying
             flying -= 1
             return pending.wait()
 
-        return collectives.Pending((), (), land)
+        return collectives.Pending((), (), receive)
 
     collectives.start_sends = spy
     try:

@@ -756,8 +756,8 @@ def work_behind_sums(chosen):
 
     def look(graph, inputs):
         nodes = list(graph.graph.nodes)
-        lands = [n for n in nodes if n.target is passes.WAIT and n.args[0].target is passes.ALL_REDUCE]
-        between = [nodes[nodes.index(n.args[0]) : nodes.index(n)] for n in lands]
+        waits = [n for n in nodes if n.target is passes.WAIT and n.args[0].target is passes.ALL_REDUCE]
+        between = [nodes[nodes.index(n.args[0]) : nodes.index(n)] for n in waits]
         counts.append([sum(n.target in passes.COMPUTE_OPS for n in part) for part in between])
         return graph
 

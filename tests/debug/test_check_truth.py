@@ -1,4 +1,4 @@
-"""`check` fails models that are wrong in one place, on one rank, or beside infinities, and passes exact ones."""
+"""`check` fails models that are wrong in one place, on one rank, or next to infinities, and passes exact ones."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def swapped():
         torch.__future__.set_swap_module_params_on_conversion(False)
     same(layer(x.float()), layer(full.float()))
     mesh, places = x.device_mesh, [Replicate()]
-    for i in range(200):  # most lie where the last one did
+    for i in range(200):  # most reuse the memory of the last one
         weight = torch.randn(1 + i % 2, 3, 3, 1 + i % 3, dtype=torch.float64)
         kinds = [nn.Parameter(weight), weight, ShardTensor.from_local(weight, mesh, places)]
         kind = kinds[i % 5 % 3]

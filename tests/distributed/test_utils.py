@@ -64,7 +64,7 @@ def shards():
             for sizes in (SIZES[world], [2] * world):
                 x = field(dtype, dim % 3, sum(sizes))
                 mine = shard(x, dim, sizes)
-                for given in (sizes, None, [piece_shape(x, dim, n) for n in sizes]):
+                for given in (sizes, None, [local_shape(x, dim, n) for n in sizes]):
                     assert torch.equal(utils.all_gather_v_wrapper(mine, given, dim), x)
                     gathered = utils.gather_v_wrapper(mine, given, dim, root)
                     assert torch.equal(gathered, x if rank == root else torch.zeros_like(x))
@@ -78,7 +78,7 @@ def shards():
                     assert torch.equal(total, mine * sum(range(1, world + 1)))
 
 
-def piece_shape(x, dim, length):
+def local_shape(x, dim, length):
     shape = list(x.shape)
     shape[dim] = length
     return torch.Size(shape)

@@ -38,7 +38,7 @@ def step(number, mesh, model, optimizer):
     optimizer.step()
 
 
-def whole_state(model, optimizer):
+def full_state(model, optimizer):
     """Return full parameters and Adam's full state on every rank, by the plain model's names."""
     options = StateDictOptions(full_state_dict=True)
     with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def saves(folder, shape, strategy):
     for number in range(2):
         step(number, mesh, model, optimizer)
     kept.save(2, model, optimizer, {"seen": 8, "names": ["a"]}, {"mean": torch.arange(3.0)})
-    held = whole_state(model, optimizer)
+    held = full_state(model, optimizer)
     for number in (2, 3):
         step(number, mesh, model, optimizer)
     kept.wait()
@@ -72,7 +72,7 @@ def goes_on(folder, shape, strategy):
     assert kept.load(latest, model, optimizer, {"mean": mean}) == {"seen": 8, "names": ["a"]}
     assert mean.tolist() == [0, 1, 2] and {g["lr"] for g in optimizer.param_groups} == {0.01}
     held = torch.load(folder / "held.pt")
-    torch.testing.assert_close(whole_state(model, optimizer), held, rtol=0, atol=0)
+    torch.testing.assert_close(full_state(model, optimizer), held, rtol=0, atol=0)
     assert len(held[1]) == len(list(model.parameters())) and all(s["exp_avg_sq"].any() for s in held[1].values())
     for number in (2, 3):
         step(number, mesh, model, optimizer)

@@ -40,7 +40,7 @@ def data(step: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(batch: int) -> dict[str, torch.Tensor]:
-    """Three steps in one process, over the whole batch."""
+    """Three steps in one process, on the full batch."""
     model = seeded_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
@@ -92,7 +92,7 @@ def wrapped(strategy: str, model: Net, mesh):
     return model
 
 
-def whole_parameters(strategy: str, model) -> dict[str, torch.Tensor]:
+def full_parameters(strategy: str, model) -> dict[str, torch.Tensor]:
     if "fsdp1" in strategy or strategy == "hsdp1":
         with FSDP.summon_full_params(model):
             return {n.replace("_fsdp_wrapped_module.", ""): full(p).clone() for n, p in model.named_parameters()}
@@ -119,7 +119,7 @@ def train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]):
         nn.functional.mse_loss(out, sharded(y, mesh["spatial"])).backward()
         optimizer.step()
     expected = reference(batch)
-    got = whole_parameters(strategy, model)
+    got = full_parameters(strategy, model)
     assert got.keys() == expected.keys()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")

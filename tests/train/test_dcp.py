@@ -21,8 +21,8 @@ R, S = Replicate, Shard
 def made(full, shape, placements, sizes=None):
     """Shard a tensor that every rank has; `sizes`: shard sizes by mesh axis, else those of torch.chunk."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    whole = ShardTensor.from_local(full.clone(), mesh, [R()] * len(shape), "chunk", tuple(full.shape))
-    return whole.redistribute(placements=placements, sharding_shapes=sizes)
+    full = ShardTensor.from_local(full.clone(), mesh, [R()] * len(shape), "chunk", tuple(full.shape))
+    return full.redistribute(placements=placements, sharding_shapes=sizes)
 
 
 def fields(shape, change=lambda t: t):
@@ -81,7 +81,7 @@ def test_save_and_load_on_another_mesh(tmp_path):
 
 
 def observed(folder):
-    """Check the neighbors of a load: a view of the source, a spectrum that waits, a DTensor's checkpoint, refusals."""
+    """Check the neighbors of a load: a view of the source, a lazy spectrum, a DTensor's checkpoint, refusals."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     held = {"x": distribute_tensor(FULL, mesh, [S(0)]), "sum": FULL.sum(1)}
     quietly(dcp.save, held, checkpoint_id=folder / "dtensor")

@@ -151,14 +151,14 @@ def command(*words, ranks: int | None = None, restarts: int = 0) -> list[str]:
 SMALL = "--height 9 --width 8 --channels 4 --n-train 64 --n-test 4 --batch-size 4 --precision fp64 --no-picture".split()
 
 
-def steps_told(path: Path) -> int:
+def last_logged_step(path: Path) -> int:
     lines = path.read_text().splitlines() if path.exists() else []
     return max((json.loads(x)["step"] for x in lines if x.endswith("}")), default=0)
 
 
 def wait_for(path: Path, step: int, process) -> None:
     end = time.monotonic() + 90
-    while steps_told(path) < step:
+    while last_logged_step(path) < step:
         assert process.poll() is None and time.monotonic() < end, f"no step {step} in {path}"
         time.sleep(0.02)
 
@@ -369,7 +369,7 @@ def test_learning_rate():
     assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[9] == pytest.approx(0.55)
 
 
-def drawn_cuts():
+def boundaries():
     from shardfield import ShardTensor
 
     mesh = replace(CNN, domain=(2, 2)).mesh("cpu")["h", "w"]
@@ -379,4 +379,4 @@ def drawn_cuts():
 
 
 def test_field_sharding():
-    assert run_on_ranks(drawn_cuts, 4) == [(([3], [1]), ([], []))] * 4
+    assert run_on_ranks(boundaries, 4) == [(([3], [1]), ([], []))] * 4

@@ -166,7 +166,7 @@ def test_restart_continues_its_run(tmp_path):
         assert losses == whole[1:]
 
 
-def test_launches_are_told_apart():
+def test_launches_have_different_ids():
     def of(**env):
         return launch_id({"RANK": "0", "WORLD_SIZE": "1", **env})
 

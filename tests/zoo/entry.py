@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.zoo.import_stubs import stubbed
 
-# What a package imports beside its models, for images, cloud storage, export: stubbed where it is not installed.
+# What a package imports apart from its models, for images, cloud storage, export: stubbed where it is not installed.
 UNUSED = {
     "timm": ("torchvision",),
     "aurora": ("torchvision",),

@@ -47,8 +47,8 @@ def measure_links(rounds: int, clock: Clock = time.perf_counter) -> LinkTimes:
 def measure_group(group: dist.ProcessGroup, rounds: int, clock: Clock) -> LinkTimes:
     """Measure each kind of collective in a group. An exchange is keyed by its number of peers.
 
-    Each call stands between two convolutions, whose own time is subtracted: after waiting for a message, a rank
-    computes with cold caches, and that time belongs to the message.
+    Each call is timed between two convolutions, and the time of these is subtracted. After waiting for a message, a
+    rank computes with cold caches; that time belongs to the message.
     """
     size, rank = group.size(), group.rank()
     neighbors = {(rank + 1) % size, (rank - 1) % size}

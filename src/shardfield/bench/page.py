@@ -52,7 +52,7 @@ def page(folder: Path) -> str:
 
 
 def write_page(folder: Path, path: Path) -> None:
-    """Write the page of all results in a folder, and its plot beside it."""
+    """Write the page of all results in a folder, and its plot next to it."""
     path.write_text(page(folder))
     for scaling in sorted(folder.glob("scaling.*.json")):
         plot_scaling(read_table(scaling), path.with_name(SCALING_SVG))

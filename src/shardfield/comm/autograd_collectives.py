@@ -197,10 +197,10 @@ def start_sum(tensors: Sequence[Tensor], groups: Groups, owned: bool = False) ->
     flat = flatten_tensors(tensors)
     pending = collectives.start_all_reduce(flat, groups[0], owned=owned or len(tensors) > 1)
 
-    def land() -> list[Tensor]:
+    def finish() -> list[Tensor]:
         total = pending.wait()
         for group in groups[1:]:
             total = collectives.all_reduce_(total, group)
         return unpack(total, tensors)
 
-    return collectives.Pending((), (), land)
+    return collectives.Pending((), (), finish)

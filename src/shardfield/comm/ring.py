@@ -129,11 +129,11 @@ def sum_at_owners(
     own = lengths[ring.owner(0)]
     pending = _send_recv(results, [(-stop, own) for stop in visit], ring, 0)
 
-    def land() -> Tensor:
+    def receive() -> Tensor:
         received = pending()
         return (received if isinstance(received, Tensor) else torch.stack(list(received))).sum(0, dtype=dtype)
 
-    return land
+    return receive
 
 
 def send_to_owner(result: Tensor, stop: int, lengths: Sequence[int], ring: Ring) -> Callable[[], Tensor]:
@@ -170,11 +170,11 @@ def _send_recv(
     into = blocks[0].new_empty(len(peers), length)
     pending = collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into.unbind())
 
-    def land() -> Tensor:
+    def receive() -> Tensor:
         pending.wait()
         return into
 
-    return land
+    return receive
 
 
 def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Keep the graphs of all ranks alike where a rank has an empty shard, for derivatives of any order.
+"""Keep the graphs of all ranks equal where a rank has an empty shard, for derivatives of any order.
 
 Backward must issue the same collectives on all ranks, so every rank must reach the same ones. In a first backward that
 is so if the result depends on every operand. In a second one it depends on the formulas that backward recorded: torch's

@@ -168,7 +168,7 @@ def test_replicated_keys_send_nothing():
 # ---------------------------------------------------------------------- load balance
 
 
-def shares(mesh_shape, placements, rows, columns, whole_keys, lengths):
+def shares(mesh_shape, placements, rows, columns, replicated_keys, lengths):
     """Return, on each rank, the number of scores that it computes, in total and per ring step."""
     mesh = world_mesh(mesh_shape)
     works = []
@@ -183,7 +183,7 @@ def shares(mesh_shape, placements, rows, columns, whole_keys, lengths):
     try:
         q, k, v = drawn(*[(1, 1, n, 2) for n in (rows, columns, columns)])
         q = held(q, mesh, placements, lengths)
-        k, v = (x if whole_keys else held(x, mesh, placements) for x in (k, v))
+        k, v = (x if replicated_keys else held(x, mesh, placements) for x in (k, v))
         out = attend(q, k, v, is_causal=True)
         assert out._layout is q._layout
     finally:
@@ -196,7 +196,7 @@ CAUSAL = {
     "even": ((4,), [Shard(2)], 1024, 1024, False, None),
     "uneven": ((4,), [Shard(2)], 1024, 1024, False, {2: (10, 900, 0, 114)}),
     "three ranks": ((3,), [Shard(2)], 1000, 1000, False, None),
-    "whole keys": ((4,), [Shard(2)], 1024, 1024, True, None),
+    "replicated keys": ((4,), [Shard(2)], 1024, 1024, True, None),
     "more queries": ((4,), [Shard(2)], 1500, 1024, False, None),
     "more keys": ((4,), [Shard(2)], 1024, 1500, False, None),
     "two axes": ((2, 2), [Shard(2), Shard(2)], 1024, 1024, False, None),
@@ -259,8 +259,8 @@ def forced(way, mesh_shape, tensors, kwargs, layouts, visit_bytes=strategy.VISIT
         return out
 
     with preferring(way, visit_bytes):
-        asked = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
-        return check_case(asked, mesh_shape), taken[0]
+        case_row = row(call, *tensors, options={"layouts": layouts, "name": f"attention by {way}"}, **kwargs)
+        return check_case(case_row, mesh_shape), taken[0]
 
 
 FORCED = {

@@ -124,12 +124,12 @@ def placed(value: torch.Tensor, along: Layout | None, dim: int) -> torch.Tensor:
 def results(model: nn.Module, nodes, edge_index, edges) -> tuple[list[torch.Tensor], Any]:
     """Return outputs, the gradients of nodes, edge features and parameters, and the layout of the first output."""
     model.zero_grad()
-    given = [nodes.requires_grad_(), edges.requires_grad_()]
+    supplied = [nodes.requires_grad_(), edges.requires_grad_()]
     out = model(nodes, edge_index, edges)
     out = out if isinstance(out, tuple) else (out,)
     weights = [torch.linspace(-1, 2, o.numel(), dtype=o.dtype).view(o.shape) for o in out]
     sum((o * w).sum() for o, w in zip(out, weights, strict=True)).backward()
-    grads = [t.grad for t in (*given, *model.parameters()) if t.grad is not None]
+    grads = [t.grad for t in (*supplied, *model.parameters()) if t.grad is not None]
     return [to_full_tensor(t).detach().clone() for t in (*out, *grads)], getattr(out[0], "_layout", None)
 
 
@@ -159,17 +159,17 @@ def compare(mesh_shape: tuple[int, ...]) -> list[str]:
         model = make().double()
         wanted, _ = results(model, nodes.clone(), edge_index, edges.clone())
         for along, edge_layout in layouts(mesh):
-            given = [placed(nodes, along, 0), placed(edge_index, edge_layout, 1), placed(edges, edge_layout, 0)]
+            supplied = [placed(nodes, along, 0), placed(edge_index, edge_layout, 1), placed(edges, edge_layout, 0)]
             with no_gathers():
-                found, where = results(model, *given)
+                found, where = results(model, *supplied)
             if len(found) != len(wanted):
                 wrong.append(f"{name} with {along}, {edge_layout}: {len(found)} values, should be {len(wanted)}")
             for i, (a, b) in enumerate(zip(found, wanted, strict=False)):
                 if not torch.allclose(a, b, rtol=1e-10, atol=1e-10):
                     wrong.append(f"{name} with {along}, {edge_layout}: value {i} is off by {(a - b).abs().max()}")
-            beside = edge_layout is not None and set(edge_layout.shard_axes) - set(along.shard_axes)
-            if where.dims[0] != along.dims[0] and not beside:
-                wrong.append(f"{name} with {along}, {edge_layout}: nodes now lie {where}")
+            adds_axes = edge_layout is not None and set(edge_layout.shard_axes) - set(along.shard_axes)
+            if where.dims[0] != along.dims[0] and not adds_axes:
+                wrong.append(f"{name} with {along}, {edge_layout}: nodes are now {where}")
     return wrong
 
 
@@ -181,9 +181,9 @@ def test_models(mesh):
 
 # ---------------------------------------------------------------------- messages
 
-KEPT, NEW = "rule: rows by cached lists", "rule: rows by new lists"
+CACHED, NEW = "rule: rows by cached lists", "rule: rows by new lists"
 ROW = WIDTH * 8
-SAID = 5  # bytes of a consensus of three ranks on four flags
+CONSENSUS = 5  # bytes of a consensus of three ranks on four flags
 
 
 def sent(call, *values) -> tuple[str, int, int]:
@@ -210,9 +210,9 @@ def halo() -> None:
 def halo_of(index, named, owned, me, nodes, messages) -> None:
     """Check one end of the edges: `named` and `owned` are each rank's nodes."""
     others = [r for r in range(3) if r != me]
-    asked = sum(len(named[me] & owned[r]) for r in others)
-    given = sum(len(named[r] & owned[me]) for r in others)
-    lists = 2 * 3 * 8 + asked * 8  # three counts to two ranks, and the requested indices
+    requested = sum(len(named[me] & owned[r]) for r in others)
+    supplied = sum(len(named[r] & owned[me]) for r in others)
+    lists = 2 * 3 * 8 + requested * 8  # three counts to two ranks, and the requested indices
     wide = index.view(-1, 1).expand(-1, WIDTH)
     ways = [
         lambda x: x.index_select(0, index),
@@ -222,8 +222,8 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
         lambda x: x.unsqueeze(0).index_select(1, index),
     ]
     results = [sent(way, nodes.detach().requires_grad_()) for way in ways]
-    kept = (KEPT, given * ROW + SAID, asked * ROW)
-    assert results == [(NEW, given * ROW + SAID + lists, asked * ROW), *[kept] * 4]
+    cached = (CACHED, supplied * ROW + CONSENSUS, requested * ROW)
+    assert results == [(NEW, supplied * ROW + CONSENSUS + lists, requested * ROW), *[cached] * 4]
     # sums go back, into nodes or into zeros that are sharded like the nodes of the messages
     messages = (messages + 0 * nodes[index]).detach()
     ways = [
@@ -234,9 +234,9 @@ def halo_of(index, named, owned, me, nodes, messages) -> None:
     ]
     results = [sent(way, messages.detach().requires_grad_()) for way in ways]
     # for a plain tensor the ranks need a consensus on whether it is aliased
-    wanted = [(KEPT, asked * ROW + SAID + plain, given * ROW) for plain in (0, 1, 0)]
+    wanted = [(CACHED, requested * ROW + CONSENSUS + plain, supplied * ROW) for plain in (0, 1, 0)]
     assert results[:3] == wanted, (results, wanted)
-    assert results[3][:2] == (KEPT, asked * ROW + SAID)
+    assert results[3][:2] == (CACHED, requested * ROW + CONSENSUS)
 
 
 def test_remote_rows_are_sent_once():
@@ -263,17 +263,17 @@ def stale() -> None:
     if torch.distributed.get_rank() == 0:  # on one rank alone
         index.to_local()[:, :1] = 7
     same()
-    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
+    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == CACHED
     os.environ["SHARDFIELD_CHECK_SIZES"] = "0"
     try:  # cached lists are used without a consensus, only rows are sent
         ending, forward, backward = sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())
-        assert ending == KEPT and forward % ROW == backward % ROW == 0
+        assert ending == CACHED and forward % ROW == backward % ROW == 0
     finally:
         del os.environ["SHARDFIELD_CHECK_SIZES"]
     index[0] = 5
     with torch.inference_mode():
         same()  # builds lists that a training step can use
-    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == KEPT
+    assert sent(lambda x: x.index_select(0, index[0]), x.detach().requires_grad_())[0] == CACHED
     with torch.inference_mode():  # tensors have no version counter here
         index = placed(edge_index, edge_layout, 1)
         same()

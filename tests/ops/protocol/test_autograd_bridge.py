@@ -24,12 +24,12 @@ LAYOUTS = [
 ]
 
 
-def whole_input() -> torch.Tensor:
+def full_input() -> torch.Tensor:
     return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def on(mesh, placements, lengths, *, grad=True) -> ShardTensor:
-    full = whole_input()
+    full = full_input()
     layout = Layout.of(world_mesh(mesh), placements, full.shape, lengths)
     return ShardTensor(local_shard(full, layout).requires_grad_(grad), layout)
 
@@ -69,7 +69,7 @@ def weight() -> torch.Tensor:
 
 
 def user_function(mesh, placements, lengths):
-    x, w, r, v = on(mesh, placements, lengths), weight(), whole_input().requires_grad_(), weight()
+    x, w, r, v = on(mesh, placements, lengths), weight(), full_input().requires_grad_(), weight()
     (Cube.apply(x, w) * 2).sum().backward()
     (Cube.apply(r, v) * 2).sum().backward()
     close(x.grad, r.grad)
@@ -77,7 +77,7 @@ def user_function(mesh, placements, lengths):
 
 
 def returned_inputs(mesh, placements, lengths):
-    x, w, r, v = on(mesh, placements, lengths), weight(), whole_input().requires_grad_(), weight()
+    x, w, r, v = on(mesh, placements, lengths), weight(), full_input().requires_grad_(), weight()
     for a, b in ((x, w), (r, v)):
         p, q = Same.apply(a, b)
         (p * p * q).sum().backward()
@@ -86,7 +86,7 @@ def returned_inputs(mesh, placements, lengths):
 
 
 def double_backward(mesh, placements, lengths):
-    x, w, r, v = on(mesh, placements, lengths), weight(), whole_input().requires_grad_(), weight()
+    x, w, r, v = on(mesh, placements, lengths), weight(), full_input().requires_grad_(), weight()
     for a, b in ((x, w), (r, v)):
         y = (torch.tanh(a * b) ** 2).sum()
         (g,) = torch.autograd.grad(y, a, create_graph=True)
@@ -97,8 +97,8 @@ def double_backward(mesh, placements, lengths):
 
 
 def mixed_grad(mesh, placements, lengths):
-    x, w, r, v = on(mesh, placements, lengths), weight(), whole_input().requires_grad_(), weight()
-    seed = whole_input().cos()
+    x, w, r, v = on(mesh, placements, lengths), weight(), full_input().requires_grad_(), weight()
+    seed = full_input().cos()
     got = torch.autograd.grad([torch.sin(x) * w], [x, w], [seed])
     ref = torch.autograd.grad([torch.sin(r) * v], [r, v], [seed])
     for g, f in zip(got, ref, strict=True):
@@ -107,7 +107,7 @@ def mixed_grad(mesh, placements, lengths):
 
 def batched(mesh, placements, lengths):
     """Check several gradients in one call: a Jacobian's rows."""
-    x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
+    x, r = on(mesh, placements, lengths), full_input().requires_grad_()
     seeds = torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     found = []
     for a in (x, r):
@@ -120,7 +120,7 @@ def batched(mesh, placements, lengths):
 
 
 def hooks(mesh, placements, lengths):
-    x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
+    x, r = on(mesh, placements, lengths), full_input().requires_grad_()
     seen = []
     for a in (x, r):
         b = a * 2
@@ -135,7 +135,7 @@ def hooks(mesh, placements, lengths):
 
 
 def checkpointing(mesh, placements, lengths, reentrant):
-    x, w, r, v = on(mesh, placements, lengths), weight(), whole_input().requires_grad_(), weight()
+    x, w, r, v = on(mesh, placements, lengths), weight(), full_input().requires_grad_(), weight()
     for a, b in ((x, w), (r, v)):
         y = checkpoint(lambda p, q: torch.tanh(p * q) * p, a, b, use_reentrant=reentrant)
         (y * y).sum().backward()
@@ -144,7 +144,7 @@ def checkpointing(mesh, placements, lengths, reentrant):
 
 
 def accumulation(mesh, placements, lengths):
-    x, r = on(mesh, placements, lengths), whole_input().requires_grad_()
+    x, r = on(mesh, placements, lengths), full_input().requires_grad_()
     for a in (x, r):
         (a * a).sum().backward(retain_graph=True)
         torch.autograd.backward([(a * 3).sum(), a.exp()], [None, torch.ones(5, 6, dtype=torch.float64)])
@@ -193,7 +193,7 @@ class Mix(nn.Module):
     """Module with several inputs, among them a number and a tensor without gradient, and several outputs."""
 
     def forward(self, x, factor, mask, w):
-        return torch.where(mask, x, x * w) * factor, "told", x.sum(0)
+        return torch.where(mask, x, x * w) * factor, "text", x.sum(0)
 
 
 class Hooked(nn.Module):
@@ -283,7 +283,7 @@ def without_inputs(a, log):
 def module_hooks(mesh, placements, lengths):
     for what in (nested_hooks, global_hooks, twice, without_inputs):
         logs = []
-        for a in (on(mesh, placements, lengths), whole_input().requires_grad_()):
+        for a in (on(mesh, placements, lengths), full_input().requires_grad_()):
             log = []
             what(a, log)
             logs.append([*log, ("input", a.grad)])

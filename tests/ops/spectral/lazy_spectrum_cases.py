@@ -201,7 +201,7 @@ def same_part_twice(x):
     return two, fft.fftshift(spectrum, dim=-2)
 
 
-def parts_that_meet(x):
+def overlapping_parts(x):
     spectrum = fft.rfft2(x)
     one, two = spectrum[..., :2, :2], spectrum[..., 1:3, 1:3]
     one *= 2
@@ -286,7 +286,7 @@ CASES += [
         part_written_after,
         spectrum_written_after,
         same_part_twice,
-        parts_that_meet,
+        overlapping_parts,
         first_column_real,
         step_by_step,
     )

@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
         PLANE,
         "lp",
     ),
-    "finer, then as told": (
+    "finer, then output_shape": (
         "FNO",
         FNO | {"n_modes": (4, 4), "n_layers": 2, "fno_skip": "linear", "channel_mlp_skip": "identity"},
         PLANE,
@@ -173,7 +173,7 @@ def shardings(shape: tuple[int, ...], mesh: tuple[int, ...]) -> Iterator[Layout]
 def compare(name: str, mesh: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> list[str]:
     """Return, on each rank, the differences of output, loss and all gradients from one device."""
     model, field, loss = made(name, dtype)
-    more = {"output_shape": (9, 14)} if "told" in name else {}
+    more = {"output_shape": (9, 14)} if "output_shape" in name else {}
     alone = copy.deepcopy(model)
     x = field.clone().requires_grad_()
     found = alone(x, **more)
@@ -358,7 +358,7 @@ def train(shape: tuple[int, int], strategies: list[str]) -> list[str]:
             with strict(), mock.patch.object(mode_placement, "MIN_SHARDED_BYTES", large):
                 step_through(model, [tuple(map(as_shards, sample(step, 2 * shape[0]))) for step in range(STEPS)])
             runtime.active.meter = None
-            wrong += [] if (large == 0) == ("exchange" in kinds) else [f"{strategy}: modes travel by {sorted(kinds)}"]
+            wrong += [] if (large == 0) == ("exchange" in kinds) else [f"{strategy}: modes are sent by {sorted(kinds)}"]
             got = full_parameters(model)
             wrong += [f"{strategy}: {n}" for n in wanted.keys() ^ got.keys()]
             for n in wanted.keys() & got.keys():

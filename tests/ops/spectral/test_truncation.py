@@ -398,7 +398,7 @@ def test_large_blocks_are_sharded_by_modes(mesh, field_placements, modes, shared
         assert sum(backward for _, backward, _ in results) == pytest.approx(ranks * back, abs=ranks), name
 
 
-def kept_whole() -> list[bool]:
+def shards_small_blocks() -> list[bool]:
     """Return, on each rank, whether blocks are sharded that are small, or whose weight's gradient is not deferred."""
     found = []
     for large, learned in ((0, True), (1 << 20, False)):
@@ -415,10 +415,10 @@ def kept_whole() -> list[bool]:
 
 
 def test_small_blocks_stay_replicated():
-    assert run_on_ranks(kept_whole, 2, timeout=60) == [[False] * 4] * 2
+    assert run_on_ranks(shards_small_blocks, 2, timeout=60) == [[False] * 4] * 2
 
 
-def waits() -> tuple[list[int], list[str]]:
+def bytes_of_lazy_spectrum() -> tuple[list[int], list[str]]:
     """Return, on each rank, the bytes sent up to each use of a lazy spectrum, and uses that failed to raise."""
     x = made((1, 2, 8, 9), [Shard(2)], (2,), dtype=torch.float64)
     sent = [0]
@@ -464,12 +464,12 @@ def stale(x):
 
 
 WRITES = {
-    "after it was asked for": lambda x, known: x.to_local().add_(1),
-    "through a slice of it": lambda x, known: x[:, :1].to_local().add_(1),
-    "through a DTensor": lambda x, known: x.to_dtensor().to_local().add_(1),
-    "through what was known before": lambda x, known: known.add_(1),
-    "on one rank": lambda x, known: x.to_local().add_(1) if dist.get_rank() else x.to_local(),
-    "on one rank, through what was known before": lambda x, known: known.add_(1) if dist.get_rank() else None,
+    "after to_local()": lambda x, earlier: x.to_local().add_(1),
+    "through a slice of it": lambda x, earlier: x[:, :1].to_local().add_(1),
+    "through a DTensor": lambda x, earlier: x.to_dtensor().to_local().add_(1),
+    "through an earlier local tensor": lambda x, earlier: earlier.add_(1),
+    "on one rank": lambda x, earlier: x.to_local().add_(1) if dist.get_rank() else x.to_local(),
+    "on one rank, through an earlier local tensor": lambda x, earlier: earlier.add_(1) if dist.get_rank() else None,
 }
 
 
@@ -550,7 +550,7 @@ def test_lazy_spectrum_leaves_no_reference():
 
 
 def test_spectrum_is_lazy():
-    for seen, wrong in run_on_ranks(waits, 2, timeout=60):
+    for seen, wrong in run_on_ranks(bytes_of_lazy_spectrum, 2, timeout=60):
         assert seen[0] == 0 and seen[1] == 2 * 2 * 2 * 16 + compared((2,)) and seen[2] > 2 * seen[1]
         assert not wrong
 

@@ -347,7 +347,7 @@ def redistribute_bytes(source: Layout, target: Layout, item: int) -> float:
             total += (size - 1) * (local_bytes + MESSAGE_COST)
         elif step.name == "swap":
             total += (size - 1) * (local_bytes / size + MESSAGE_COST)
-        elif step.name in ("reshard", "retile"):
+        elif step.name in ("reshard", "reshard merged"):
             total += local_bytes * _moved_fraction(current, step.after) + MESSAGE_COST
         current = step.after
     return total
