@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import runtime
 from ...dim_sharding import Origin
-from ...layout import DimSharding, Layout, canonicalize, nested_chunk, outer_shard_sizes, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, shard_sizes_of
+from .label_sharding import LabelSharding, max_local_fraction, moved_fraction, restrict_axes, shard_further
 from .replaced_dims import replaced_origins
 
 Label = Hashable
-LabelSharding = tuple[DimSharding, ...]
 
 # If a Partial result is this many times larger than the largest operand, operands are redistributed instead.
 MAX_PARTIAL_GROWTH = 4
@@ -234,7 +234,7 @@ class _StrategySearch:
     def _local_bytes(self, i: int) -> float:
         """Return the bytes of this rank's shard of an operand."""
         layout = self.terms[i].layout
-        sizes = [n * _max_local_fraction(sharding) for n, sharding in zip(layout.shape, layout.dims, strict=True)]
+        sizes = [n * max_local_fraction(sharding) for n, sharding in zip(layout.shape, layout.dims, strict=True)]
         return self.terms[i].itemsize * math.prod(sizes)
 
     def _may_scatter(self, term: Term) -> bool:
@@ -271,12 +271,12 @@ class _StrategySearch:
             for term_label, dim in self._labels_of(self.terms[i]):
                 layout = self.terms[i].layout
                 if term_label == label and set(axes) & set(layout.axes_of(dim)):
-                    return _shard_further(restrict_axes(layout.dims[dim], axes, self.mesh), axes, self.mesh)
+                    return shard_further(restrict_axes(layout.dims[dim], axes, self.mesh), axes, self.mesh)
         if len(axes) == 1:
             for i, (dim, sharding) in self._former(axes[0]):
                 if self.terms[i].labels[dim] == label and sharding.size == self.sizes[label]:
                     return (sharding,)
-        return _shard_further((DimSharding(self.sizes[label]),), axes, self.mesh)
+        return shard_further((DimSharding(self.sizes[label]),), axes, self.mesh)
 
     def _former(self, axis: int) -> list[tuple[int, tuple[int, DimSharding]]]:
         """Return the operands, and the dim and sharding that each had on `axis` before an op moved it."""
@@ -329,7 +329,7 @@ class _StrategySearch:
                 a for a, c in zip(self.axes, choice, strict=True) if c == KeepPartial(i) and isinstance(c, KeepPartial)
             ]
             redistribute_bytes += self._redistribute_bytes(i, self.dims(i, shardings), kept_partial)
-        size = self.itemsize * math.prod(self.sizes[x] * _max_local_fraction(shardings[x]) for x in self.out_labels)
+        size = self.itemsize * math.prod(self.sizes[x] * max_local_fraction(shardings[x]) for x in self.out_labels)
         reduce_bytes = 0.0
         for axis, chosen in zip(self.axes, choice, strict=True):
             fraction = 1 - 1 / self.mesh.size(axis)
@@ -362,55 +362,7 @@ class _StrategySearch:
                 total += fraction * nbytes
             elif target_dim[axis] != source_dim[axis]:
                 by_axis = restrict_axes(dims[target_dim[axis]], [axis], self.mesh)
-                total += fraction * nbytes * _max_local_fraction(by_axis)
+                total += fraction * nbytes * max_local_fraction(by_axis)
             else:
-                total += nbytes * _moved_fraction(layout.dims[source_dim[axis]], dims[source_dim[axis]], fraction)
+                total += nbytes * moved_fraction(layout.dims[source_dim[axis]], dims[source_dim[axis]], fraction)
         return total
-
-
-def restrict_axes(sharding: LabelSharding, axes: Collection[int], mesh: DeviceMesh) -> LabelSharding:
-    """Return the sharding restricted to `axes`. If it loses an outer axis, the inner axes shard in chunks."""
-    factors = []
-    for factor in sharding:
-        kept = [a for a in factor.axes if a in axes]
-        sizes = factor.shard_sizes
-        if kept == list(factor.axes[: len(kept)]):
-            for axis in reversed(factor.axes[len(kept) :]):
-                sizes = outer_shard_sizes(sizes, mesh.size(axis))
-        elif all(a in kept or mesh.size(a) == 1 for a in factor.axes):
-            pass  # an axis of one rank does not divide the dim
-        else:
-            sizes = nested_chunk(factor.size, [mesh.size(a) for a in kept])
-        factors.append(DimSharding(factor.size, tuple(kept), sizes if kept else ()))
-    return canonicalize(factors)
-
-
-def _shard_further(sharding: LabelSharding, axes: Sequence[int], mesh: DeviceMesh) -> LabelSharding | None:
-    """Return the sharding with each shard divided further in chunks by those of `axes` it does not have."""
-    new_axes = [a for a in axes if not any(a in f.axes for f in sharding)]
-    if not new_axes:
-        return sharding
-    if len(sharding) > 1:
-        return None
-    (factor,) = sharding
-    parts = [mesh.size(a) for a in new_axes]
-    sizes = [n for size in factor.shard_sizes or (factor.size,) for n in nested_chunk(size, parts)]
-    return (DimSharding(factor.size, (*factor.axes, *new_axes), tuple(sizes)),)
-
-
-def _max_local_fraction(sharding: LabelSharding) -> float:
-    """Return the fraction of a dim that the rank with the largest shard holds."""
-    return math.prod(max(f.shard_sizes) / f.size for f in sharding if f.axes and f.size)
-
-
-def _moved_fraction(old: LabelSharding, new: LabelSharding, fraction: float) -> float:
-    """Return the fraction of a dim that moves when the same axes shard it with other shard sizes."""
-    if len(old) > 1 or len(new) > 1 or old[0].axes != new[0].axes or not old[0].size:
-        return fraction
-    kept = 0
-    shards = zip(
-        starts(old[0].shard_sizes), old[0].shard_sizes, starts(new[0].shard_sizes), new[0].shard_sizes, strict=True
-    )
-    for a, n, b, m in shards:
-        kept += max(0, min(a + n, b + m) - max(a, b))
-    return (old[0].size - kept) / old[0].size / len(old[0].shard_sizes)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ...dim_sharding import MOVED_SHARDING, DimSharding, Origin, rescale
 
 if TYPE_CHECKING:
-    from .contraction_strategy import Label, LabelSharding, Term
+    from .contraction_strategy import Label, Term
+    from .label_sharding import LabelSharding
 
 
 def replaced_origins(
