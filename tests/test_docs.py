@@ -168,6 +168,13 @@ def test_architecture_page_lists_existing_paths():
     assert not wrong, f"docs/architecture.md, 'Where things live': correct the mark 'to come' of {wrong}"
 
 
+def test_architecture_page_lists_every_package():
+    page = (ROOT / "docs/architecture.md").read_text()
+    paths = [p for p in (ROOT / "src/shardfield").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    names = {p.name + "/" * p.is_dir() for p in paths} - {"__main__.py"}
+    assert sorted(n for n in names if f"| `src/shardfield/{n}` |" not in page) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_paths_of_tests_exist(page):
     paths = set(re.findall(r"\btests/[\w/]+\.py\b", page.read_text()))
