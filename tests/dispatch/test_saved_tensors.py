@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardTensor, explain
 from shardfield.testing import run_on_ranks
@@ -51,6 +51,42 @@ def test_all_ranks_raise_where_one_saved_what_was_written():
     for texts in (first, second):
         assert all(text.startswith("ShardingError: backward:") and "inplace" in text for text in texts[:3]), texts
         assert texts[3] == ""
+
+
+def saved_slice_on_one_rank() -> str:
+    """Write into a replicated operand of einsum, of which each rank reads the slice that the other operand has."""
+    mesh, rank = world_mesh((2,)), torch.distributed.get_rank()
+    t = torch.sin(
+        ShardTensor.from_local(torch.ones(2, 2, 3, dtype=torch.float64), mesh, [Replicate()]).requires_grad_()
+    )
+    weight = ShardTensor.from_local(torch.ones(2 - rank, 3, dtype=torch.float64), mesh, [Shard(0)]).requires_grad_()
+    y = torch.einsum("abc,cz->abz", t, weight)
+    t.mul_(2)
+    return raised((y.sum() + t.sum()).backward)
+
+
+def test_all_ranks_raise_where_one_saved_a_slice_of_what_was_written():
+    first, second = run_on_ranks(saved_slice_on_one_rank, 2, timeout=30)
+    assert first.split("\n")[0].startswith("ShardingError: backward:"), first
+    assert "is a view and its base or another view of its base has been modified inplace" in first + second
+
+
+def written_keys() -> str:
+    """Write into the keys of attention after the call, which are the values too and replicated."""
+    mesh = world_mesh((2,))
+    keys = torch.sin(
+        ShardTensor.from_local(torch.ones(1, 2, 4, dtype=torch.float64), mesh, [Replicate()]).requires_grad_()
+    )
+    keys = keys.transpose(1, 2)
+    q = make(2, 1, 2).movedim(0, 1)[:1, :, :2]
+    y = F.scaled_dot_product_attention(q, keys, keys)
+    keys.mul_(0.5)
+    return raised((y.sum() + keys.sum()).backward)
+
+
+def test_all_ranks_raise_where_attention_saved_what_was_written():
+    for text in run_on_ranks(written_keys, 2, timeout=30):
+        assert text.startswith("ShardingError: backward:"), text
 
 
 def empty_operand() -> torch.Tensor:

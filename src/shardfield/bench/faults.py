@@ -3,9 +3,9 @@
 A run of small steps is killed at random: SIGKILL to a random rank, at random steps, also while a checkpoint is written
 or while the ranks start. All ranks are then ended and started again, from a process that has torch loaded, as a warm
 standby; under torchrun, the import of torch comes on top. The time lost is all but the steps that were not repeated:
-start-up, restarts, and steps since the last checkpoint. The losses of every step are compared, to the last bit, with
-those of a run that was not killed. A checkpoint blocks a rank while it copies the state; the files are written in the
-background. `seconds_between_kills` counts the time of steps alone.
+start-up, restarts, and steps since the last checkpoint. A run that is not killed runs at the same time, and the losses
+of every step are compared with its losses, to the last bit. A checkpoint blocks a rank while it copies the state; the
+files are written in the background. `seconds_between_kills` counts the time of steps alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -100,6 +101,12 @@ def run_job(job: Job) -> float:
     return float(process.stdout.split()[-1])
 
 
+def run_together(*jobs: Job) -> list[float]:
+    """Run jobs at the same time, so that both see the same load, and return the seconds of each."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(run_job, jobs))
+
+
 def plan_kills(settings: Settings, steps: int) -> list[tuple[int, float, int]]:
     """Draw the step, the delay and the rank of each kill; no kill after the last step."""
     draw = random.Random(settings.seed)
@@ -114,16 +121,18 @@ def run(settings: Settings, device: str, table: Table) -> None:
         table.add_skipped("all cases", "the ranks of this benchmark are on the CPU")
         return
     with tempfile.TemporaryDirectory() as folder:
-        short = Job(f"{folder}/short", settings.ranks, OPTIONS | {"max_steps": 200, "save_every": 0})
-        run_job(short)
+        short, other = (
+            Job(f"{folder}/{name}", settings.ranks, OPTIONS | {"max_steps": 200, "save_every": 0})
+            for name in ("short", "other")
+        )
+        run_together(short, other)
         seconds = Trace.read(Path(short.out) / "trace-0.jsonl").step_seconds()
         steps = max(10 * settings.kills, round(settings.kills * settings.seconds_between_kills / seconds))
         every = max(1, round(settings.seconds_between_checkpoints / seconds))
         options = OPTIONS | {"max_steps": steps, "epochs": 1 + steps // 500, "save_every": every, "log_every": every}
         undisturbed = Job(f"{folder}/undisturbed", settings.ranks, options)
         killed = Job(f"{folder}/killed", settings.ranks, options, plan_kills(settings, steps))
-        run_job(undisturbed)
-        took = run_job(killed)
+        _, took = run_together(undisturbed, killed)
         measure(table, settings, steps, Path(undisturbed.out), Path(killed.out), took)
 
 

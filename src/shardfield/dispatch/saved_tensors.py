@@ -23,6 +23,9 @@ from ..comm.adjoints import Collective
 from ..comm.consensus import any_rank, mesh_groups
 from ..errors import ShardingError
 
+# What torch says of a saved tensor that was written: directly, or as the base of a view that a Function returned.
+WRITTEN = ("modified by an inplace operation", "has been modified inplace")
+
 
 def _agree(outputs: Sequence[Tensor]) -> None:
     """Raise on all ranks if backward from `outputs` needs a tensor that was written, on any rank.
@@ -81,5 +84,5 @@ def _modified(outputs: Iterable[Tensor]) -> Iterator[str]:
             try:
                 saved_values(node, name)
             except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):
-                    yield str(error).split(" Hint:")[0]
+                if any(text in str(error) for text in WRITTEN):
+                    yield str(error).split(" Hint:")[0].split(" This view was created")[0]
