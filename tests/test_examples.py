@@ -65,20 +65,23 @@ def test_hsdp(forks, tmp_path):
     assert len(set(norms)) == 1 and float(norms[0]) > 0
 
 
-def test_vector_add(forks, tmp_path):
-    first, second = forks.run(EXAMPLES / "vector_add.py", tmp_path, 2)
-    assert "2 ranks: c is (1000000,) (Shard(dim=0),), agrees: True" in first and not second
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vector_add(ranks, forks, tmp_path):
+    first, *others = forks.run(EXAMPLES / "vector_add.py", tmp_path, ranks)
+    assert f"{ranks} ranks: c is (1000000,) (Shard(dim=0),), agrees: True" in first and not any(others)
 
 
-def test_vector_dot(forks, tmp_path):
-    first, second = forks.run(EXAMPLES / "vector_dot.py", tmp_path, 2)
-    numbers = re.findall(r"-?\d+\.\d\d", first + second)
-    assert len(numbers) == 5 and len(set(numbers)) == 1, "one device, the rule and the handler agree on both ranks"
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vector_dot(ranks, forks, tmp_path):
+    first, *others = forks.run(EXAMPLES / "vector_dot.py", tmp_path, ranks)
+    numbers = re.findall(r"-?\d+\.\d\d", "".join([first, *others]))
+    assert len(numbers) == 2 * ranks + 1 and len(set(numbers)) == 1, "one device, the rule and the handler agree"
     assert "(Replicate(),)" in first
 
 
-def test_reshape_subtract(forks, tmp_path):
-    first, _ = forks.run(EXAMPLES / "reshape_subtract.py", tmp_path, 2)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_reshape_subtract(ranks, forks, tmp_path):
+    first, *_ = forks.run(EXAMPLES / "reshape_subtract.py", tmp_path, ranks)
     assert first.splitlines() == [
         "a_sharded shape and placement: torch.Size([234567, 3]), (Shard(dim=0),)",
         "b_sharded shape and placement: torch.Size([12345, 3]), (Shard(dim=0),)",
@@ -88,8 +91,9 @@ def test_reshape_subtract(forks, tmp_path):
     ]
 
 
-def test_knn_by_broadcasting(forks, tmp_path):
-    assert "broadcasting (303, 17)" in forks.run(EXAMPLES / "knn.py", tmp_path, 2)[0]
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_knn_by_broadcasting(ranks, forks, tmp_path):
+    assert re.match(r"broadcasting \(303, 17\) .* agrees: True", forks.run(EXAMPLES / "knn.py", tmp_path, ranks)[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

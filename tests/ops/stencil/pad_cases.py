@@ -57,3 +57,22 @@ CASES += [  # the functions that F.pad calls for each mode
     ),
     case(double_backward(lambda x: F.pad(x, (1, -2, 0, 3))), T(4, 5), options=FEW | {"name": "pad, double backward"}),
 ]
+
+
+def write_into_result(pad, mode):
+    """Return the function that pads, writes into the result, and returns the input too, which must not change."""
+
+    def call(x):
+        x = torch.sin(x)
+        y = F.pad(x, pad, mode)
+        y.mul_(3.0)
+        return x * 2, y
+
+    return call
+
+
+CASES += [  # torch returns new memory, also where nothing is padded
+    case(write_into_result(pad, mode), T(2, 6), options={"layouts": 4, "name": f"write into pad {pad}, {mode}"})
+    for mode in ("constant", "reflect", "replicate", "circular")
+    for pad in ((0, 0), (-1, -1), (0, 1))
+]

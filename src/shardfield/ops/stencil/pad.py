@@ -99,6 +99,8 @@ def plan_pad(input: Operand, pad, mode="constant", value=None, *, fn):
                 return None  # the cropped dim is shorter than its padding: torch reads uninitialized memory
             step, layout = pad_dim(layout, dim, before, after, mode)
             steps.append(step)
+    if all(both == (0, 0) for both in sides.values()):
+        steps.append(torch.clone)  # nothing was padded: torch returns new memory, and a write must not reach the input
     return Plan(local=compose(*steps), takes=["input"], operands={"input": source}, layout=layout)
 
 
