@@ -6,21 +6,26 @@ from pathlib import Path
 
 HEAD = """# Models that run unmodified
 
-Public models in small configurations, run unmodified on unevenly sharded fields and compared with the same model on one
-device: outputs, the gradients of input and parameters, and the parameters and buffers after three steps of gradient
-descent, in float64. All of them agree. The error is the largest difference, relative to the largest number, on any
-rank. Gathers are calls without a sharding rule. "Lost" counts the functions with a result at least as large as a rank's
-share of the operands that is no longer sharded over one of their mesh axes ([lost
-shardings](bring-your-model.md#see-what-it-sends-explain-and-strict)). Bytes are those that rank 0 sends in a forward
-and backward pass.
+The tables below list public models in small configurations. Each runs unmodified on unevenly sharded fields, in
+float64, and is compared with the same model on one device: outputs, the gradients of input and parameters, and the
+parameters and buffers after three steps of gradient descent. All of them agree. The columns:
 
-Balance is the largest share of the work that a rank has, times the number of ranks, over the same figure of the
-input's uneven shards: 1 where the work is divided as the input is. Redundancy is the work of all ranks over that of
-one device: 1 where nothing is computed twice. Work is the FLOPs of matrix products, convolutions, attention and
-Fourier transforms, and one for each element of any other op, packing a message and preparing an index included. The
-fields of the second table are tiny, so that halos, indices and layers on a few rows show in both figures. Values of 64
-elements on a rank count as large there, where 8,192 do otherwise. With 8,192, four models keep small values replicated
-that are all there is of a tiny field, and compute more twice: anemoi 1.7, AFNO 1.3, LSNO 2.5, S2 transformer 2.9.
+- **error**: the largest difference on any rank, relative to the largest number;
+- **gathers**: calls without a sharding rule;
+- **lost**: functions with a large result that is no longer sharded over a mesh axis of their operands ([lost
+  shardings](bring-your-model.md#see-what-it-sends-explain-and-strict));
+- **balance**: how evenly the work is divided, relative to the input. It is the largest share of the work that a rank
+  has, divided by the largest share of the input that a rank holds: 1 where the work is divided as the input is;
+- **redundancy**: the work of all ranks together, divided by the work of one device: 1 where nothing is computed twice;
+- **bytes**, **messages**: what rank 0 sends in a forward and a backward pass.
+
+Work is the FLOPs of matrix products, convolutions, attention and Fourier transforms. Any other op counts one for each
+element, also where it packs a message or prepares an index. The fields of the second table are tiny, so that halos,
+indices and layers on a few rows show in balance and redundancy.
+
+By default a result of 8,192 elements or more on a rank counts as large. In the second table, 64 elements do. With the
+default, four models of this size keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3,
+LSNO 2.5, S2 transformer 2.9.
 
 ## At the size of a global weather field
 

@@ -483,12 +483,12 @@ def written_behind() -> list[str]:
             for use in (slice(0, 2), slice(None)):
                 with mode():
                     layout = Layout.of(world_mesh((2,)), [Shard(2)], full.shape)
-                    known = local_shard(full, layout).clone()
-                    x = ShardTensor.from_local(known, layout.mesh, [Shard(2)], "chunk", full.shape)
+                    earlier = local_shard(full, layout).clone()
+                    x = ShardTensor.from_local(earlier, layout.mesh, [Shard(2)], "chunk", full.shape)
                     # inference tensors have no version counter: their spectrum is not lazy
-                    refused = mode is torch.enable_grad and "before" in name
+                    refused = mode is torch.enable_grad and "earlier" in name
                     spectrum = torch.fft.fftshift(torch.fft.rfft2(x), dim=3)
-                    write(x, known)
+                    write(x, earlier)
                     try:
                         got = torch.fft.ifftshift(spectrum, dim=3)[..., use, :].full_tensor()
                         fine = not refused and torch.allclose(got, wanted[..., use, :])
