@@ -3,11 +3,13 @@
 import torch
 
 from shardfield import metrics
+from shardfield.data.swe_solver import ShallowWaterSolver
 from tests.harness import T, case
 
 HOW = {"layouts": 4, "tolerance": 1e-12}
 FIELD = (2, 3, 6, 8)
 ENSEMBLE = (4, 2, 6, 8)
+HARMONICS = ShallowWaterSolver(6, 8).analysis  # torch-harmonics' transform in double precision
 WEIGHTS = metrics.latitude_weights(torch.linspace(80, -80, 6, dtype=torch.float64))
 
 
@@ -32,6 +34,7 @@ CASES = [
     case(metrics.acc, T(*FIELD), T(*FIELD), T(3, 6, 8), WEIGHTS, options=HOW),
     case(metrics.acc, T(*FIELD), KNOWN, T(3, 6, 8), WEIGHTS, skipna=True, options=HOW),
     case(metrics.spectral_mse, T(*FIELD), T(*FIELD), options=HOW),
+    case(metrics.spectral_mse, T(*FIELD), T(*FIELD), HARMONICS, options=HOW),
     case(metrics.crps, T(*ENSEMBLE), T(*ENSEMBLE[1:]), WEIGHTS, options=HOW),
     case(metrics.crps, T(*ENSEMBLE), T(*ENSEMBLE[1:]), fair=True, options=HOW),
     case(metrics.crps, T(*ENSEMBLE), KNOWN_POINT, WEIGHTS, fair=True, skipna=True, options=HOW),

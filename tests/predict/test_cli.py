@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from shardfield import ShardfieldError
 from shardfield.predict import ForecastStore, cli
+from shardfield.predict.pictures import PIXELS, _globe
 from shardfield.testing import run_on_ranks
 from shardfield.train import Trainer, full_state_dict
-from shardfield.train.config import UsageError
 from shardfield.train.log import Log, read_curves
 from shardfield.train.recipes import RECIPES
 from shardfield.train.recipes.swe_sfno import SWEConfig
@@ -48,7 +50,7 @@ def run_command(options: list[str]):
     parsed = cli._parser().parse_args(options)
     try:
         cli._run(parsed, cli._mesh(parsed, "cpu"), None)
-    except UsageError as error:
+    except ShardfieldError as error:
         return str(error)
 
 
@@ -87,8 +89,32 @@ def test_any_mesh_and_plain_weights(runs):
     close(read(runs / "b.zarr"), expected, 1e-5)
     assert (runs / "b.nc").stat().st_size > 10_000
     # the weights as the state dict of a plain model; the averaged ones, as in the checkpoint
-    run_on_ranks(run_command, 1, [*base, str(runs / "c.zarr"), "--weights", str(runs / "weights.pt")])
-    close(read(runs / "c.zarr"), expected, 1e-6)
+    save_file(torch.load(runs / "weights.pt"), runs / "weights.safetensors")
+    for ranks, out, more in ((1, "c.zarr", []), (4, "d.zarr", ["--domain", "2", "2"])):
+        weights = runs / ("weights.pt" if ranks == 1 else "weights.safetensors")
+        run_on_ranks(run_command, ranks, [*base, str(runs / out), "--weights", str(weights), *more], timeout=90)
+        close(read(runs / out), expected, 1e-5)
+
+
+def test_another_training_is_refused(runs):
+    """A forecast is not continued with a checkpoint of the same name from another training."""
+    run = [str(runs / "one"), "--steps", "2", "--out", str(runs / "f.zarr")]
+    assert run_on_ranks(run_command, 1, run) == [None]
+    assert ForecastStore(runs / "f.zarr").source.startswith("one, step-000002, sha256 ")
+    (text,) = run_on_ranks(run_command, 1, [str(runs / "four"), *run[1:]])
+    assert "has another forecast: source one, step-000002" in text
+
+
+def test_globe():
+    """The picture does not depend on the order of latitudes and longitudes, nor on where longitudes begin."""
+    lat, lon = np.linspace(75, -75, 6), np.arange(8) * 45.0
+    field = np.sin(np.deg2rad(lat))[:, None] + np.cos(np.deg2rad(lon))
+    image = _globe(field, {"lat": lat, "lon": lon})
+    middle = PIXELS // 2
+    assert np.isnan(image[0, 0]) and image[middle, middle] == pytest.approx(np.sin(np.deg2rad(35)) + 1, abs=0.1)
+    centered = np.argsort((lon + 180) % 360)
+    other = {"lat": lat[::-1], "lon": (lon[centered] + 180) % 360 - 180}
+    np.testing.assert_allclose(_globe(field[::-1][:, centered], other), image, atol=1e-12)
 
 
 def test_ensemble(runs):
@@ -96,7 +122,7 @@ def test_ensemble(runs):
     run_on_ranks(run_command, 1, [*base, str(runs / "e1.zarr")])
     run_on_ranks(run_command, 2, [*base, str(runs / "e2.zarr"), "--ensemble", "2"])
     close(read(runs / "e2.zarr"), read(runs / "e1.zarr"), 1e-5)
-    assert set(ForecastStore(runs / "e1.zarr").attrs["scores"]) == {"rmse", "crps", "spread_skill"}
+    assert set(ForecastStore(runs / "e1.zarr").scores) == {"rmse", "crps", "spread_skill", "persistence"}
 
 
 def test_refused(runs):
@@ -105,6 +131,7 @@ def test_refused(runs):
     other.mkdir(exist_ok=True)
     (other / "config.json").write_text(json.dumps({"recipe": "CNNConfig"}))
     (other / "step-000001").mkdir(exist_ok=True)
+    torch.save({}, other / "few.pt")
     for said, options in {
         "is not the folder of a training run": [str(runs / "nothing")],
         "the recipe cnn has no time steps; swe_sfno have": [str(other)],
@@ -112,6 +139,9 @@ def test_refused(runs):
         "--cases 5: the test set has 4": [str(runs / "one"), "--steps", "2", "--cases", "5"],
         "is a mesh of 4 ranks, and there are 2": [str(runs / "one"), "--domain", "4"],
         "--members 3 cannot be divided among --ensemble 2": [str(runs / "one"), "--members", "3", "--ensemble", "2"],
+        "there is no folder": [str(runs / "one"), "--steps", "2", "--picture", str(runs / "none" / "a.png")],
+        "No such file": [str(runs / "one"), "--steps", "2", "--weights", str(runs / "none.pt")],
+        "Missing key(s)": [str(runs / "one"), "--steps", "2", "--weights", str(other / "few.pt")],
     }.items():
         mesh = [] if {"--domain", "--ensemble"} & set(options) else ["--domain", "2"]
         for text in run_on_ranks(run_command, 2, [*options, *mesh, "--out", str(runs / "x.zarr")]):

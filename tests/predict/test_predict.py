@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,7 @@ GRID = Grid(
 )
 WEIGHTS = metrics.latitude_weights(torch.linspace(75, -75, LAT, dtype=torch.float64))
 # mesh (ensemble, h, w), shard sizes of h
-MESHES = [((1, 1, 1), (7,)), ((1, 2, 1), (5, 2)), ((2, 2, 1), (4, 3)), ((1, 2, 2), (1, 6))]
+MESHES = [((1, 1, 1), (7,)), ((1, 2, 1), (7, 0)), ((2, 2, 1), (4, 3)), ((1, 2, 2), (1, 6)), ((1, 4, 1), (0, 3, 0, 4))]
 
 
 class Step(nn.Module):
@@ -128,6 +131,8 @@ def test_equals_one_process(shape, rows, tmp_path):
     for i in range(1, STEPS + 1):
         rmse = metrics.rmse(want[i], truth_at(i), WEIGHTS).mean(0)
         assert [scores["rmse"][name][i - 1] for name in GRID.variables] == pytest.approx(rmse.tolist(), rel=1e-12)
+        persistence = metrics.rmse(want[0], truth_at(i), WEIGHTS).mean(0)
+        assert [v[i - 1] for v in scores["persistence"].values()] == pytest.approx(persistence.tolist(), rel=1e-12)
     assert set(scores) == {"rmse", "bias", "persistence"}
 
 
@@ -169,13 +174,14 @@ def test_resumes_on_another_mesh(tmp_path):
     torch.testing.assert_close(states(tmp_path / "f.zarr")[:complete, 0], expected()[:complete], rtol=1e-12, atol=1e-13)
     with pytest.raises(ShardfieldError, match=f"has {complete} of 6 lead times"):
         export_netcdf(tmp_path / "f.zarr", tmp_path / "f.nc")
+    checked = int(complete > 1)  # the last step on disk is computed again, to compare it
     for scores, calls in run_on_ranks(forecast, 2, (1, 2, 1), (5, 2), tmp_path / "f.zarr"):
-        assert calls == STEPS + 1 - complete
+        assert calls == STEPS + 1 - complete + checked
         assert all(len(values) == STEPS for named in scores.values() for values in named.values())
     torch.testing.assert_close(states(tmp_path / "f.zarr")[:, 0], expected(), rtol=1e-12, atol=1e-13)
     # a complete forecast has no steps left, and its scores are those that it has
     for again, calls in run_on_ranks(forecast, 2, (1, 2, 1), (5, 2), tmp_path / "f.zarr"):
-        assert calls == 0 and again == scores
+        assert calls == 1 and again == scores
 
 
 KILLED = """
@@ -231,6 +237,9 @@ def test_ensembles(tmp_path):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(scores, one_scores, rtol=1e-11, atol=1e-12)
     truth = truth_at(STEPS)
+    assert set(one_scores) == {"rmse", "crps", "spread_skill", "persistence"}
+    persistence = metrics.rmse(initial(), truth, WEIGHTS).mean(0)  # of the first member, which has no noise
+    assert [v[-1] for v in one_scores["persistence"].values()] == pytest.approx(persistence.tolist(), rel=1e-11)
     crps = metrics.crps(one[-1], truth, WEIGHTS, fair=True).mean(0)
     assert [v[-1] for v in one_scores["crps"].values()] == pytest.approx(crps.tolist(), rel=1e-11)
 
@@ -251,29 +260,53 @@ def test_mesh_that_does_not_divide_members():
 
 
 def disk_full(out: Path) -> tuple[str, int]:
-    """Fail to write step 3 on the last rank, as on a full disk."""
+    """Let the last rank write files of no more than 100 bytes after step 2, as on a full disk."""
     mesh = make_mesh((1, 2, 2))
-    write = ForecastStore.write
+    model, calls = seeded_step(), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def failing(self, at, block, region):
-        if at == 3 and mesh.get_rank() == 3:
-            raise OSError(28, "No space left on device")
-        write(self, at, block, region)
+    def step(x):
+        calls.append(1)
+        time.sleep(0.2 if len(calls) == 3 else 0)  # until the states before it are written
+        if len(calls) == 3 and mesh.get_rank() == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        return model(x)
 
-    ForecastStore.write = failing  # type: ignore[method-assign]
     try:
         with pytest.raises(ShardingError) as caught:
-            predict(seeded_step(), sharded(initial(), mesh, (4, 3)), STEPS, out, GRID)
+            predict(step, sharded(initial(), mesh, (4, 3)), STEPS, out, GRID)
     finally:
-        ForecastStore.write = write  # type: ignore[method-assign]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return str(caught.value), ForecastStore(out).attrs["complete"]
 
 
 def test_full_disk(tmp_path):
-    """One error on all ranks, and what was written before stays readable."""
+    """One error on all ranks, and what was written before stays readable and is continued."""
     for text, complete in run_on_ranks(disk_full, 4, tmp_path / "f.zarr"):
-        assert "rank 3: OSError: [Errno 28] No space left on device" in text and complete == 3
-    torch.testing.assert_close(states(tmp_path / "f.zarr")[:3, 0], expected()[:3], rtol=1e-12, atol=1e-13)
+        assert "rank 3: OSError: [Errno 27] File too large" in text and 1 <= complete <= 3
+    torch.testing.assert_close(states(tmp_path / "f.zarr")[:complete, 0], expected()[:complete], rtol=1e-12, atol=1e-13)
+    run_on_ranks(forecast, 4, (1, 2, 2), (4, 3), tmp_path / "f.zarr")
+    torch.testing.assert_close(states(tmp_path / "f.zarr")[:, 0], expected(), rtol=1e-12, atol=1e-13)
+
+
+def full_from_the_start(out: Path) -> str:
+    """Refuse to create the files on rank 0."""
+    mesh = make_mesh((1, 2, 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if mesh.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(ShardfieldError) as caught:
+            predict(seeded_step(), sharded(initial(), mesh, (4, 3)), STEPS, out, GRID)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return str(caught.value)
+
+
+def test_a_forecast_that_cannot_be_created_leaves_nothing(tmp_path):
+    for text in run_on_ranks(full_from_the_start, 2, tmp_path / "f.zarr"):
+        assert "File too large" in text
+    assert not list(tmp_path.iterdir())
 
 
 def marker_fails(out: Path) -> str:
@@ -315,6 +348,83 @@ def test_unreadable_chunk(tmp_path):
     (out / "height/c/0/0/2/1/0").write_bytes(b"damaged")
     for text in run_on_ranks(damaged, 2, out):
         assert str(out) in text and "rank 1" in text
+
+
+def refused_together(out: Path) -> list[str]:
+    """Errors that the first rank finds, and those that only a sharded state has."""
+    mesh = make_mesh((1, 2, 1))
+    x = sharded(initial(), mesh, (4, 3))
+    found = []
+    for state, grid, model in (
+        (x, replace(GRID, attrs={"title": object()}), seeded_step()),
+        (x, replace(GRID, variables={"lat": {}, "wind": {}}), seeded_step()),
+        (x.bfloat16(), GRID, seeded_step()),
+        (x, GRID, lambda x: torch.linalg.lu_factor(x).LU),  # has no rule
+    ):
+        with pytest.raises(ShardfieldError) as caught:
+            predict(model, state, 1, out, grid)
+        found.append(str(caught.value))
+    return found
+
+
+def test_refused_on_all_ranks(tmp_path):
+    for attrs, name, dtype, gather in run_on_ranks(refused_together, 2, tmp_path / "f.zarr"):
+        assert "cannot be created: TypeError" in attrs and "a variable cannot have the name of a dim: lat" in name
+        assert "zarr has no torch.bfloat16" in dtype and "strict()" in gather
+
+
+def test_another_model_or_state_is_refused(tmp_path):
+    """The path of an older forecast is never taken for the new one."""
+    out, x = tmp_path / "f.zarr", initial()
+    predict(seeded_step(), x, 3, out, GRID)
+    other = seeded_step()
+    with torch.no_grad():
+        other.layer.bias += 1e-3
+    for said, call in {
+        "another model: the step to lead time 3": lambda: predict(other, x, 3, out, GRID),
+        "from another initial state": lambda: predict(seeded_step(), x + 1e-3, 3, out, GRID),
+        "other values of lead_time": lambda: predict(seeded_step(), x, 3, out, replace(GRID, hours=3)),
+        "other values of lat": lambda: predict(
+            seeded_step(), x, 3, out, replace(GRID, coords={**GRID.coords, "lat": GRID.coords["lat"][::-1]})
+        ),
+    }.items():
+        with pytest.raises(ShardfieldError) as caught:
+            call()
+        assert said in str(caught.value)
+    predict(seeded_step(), x, 3, out, GRID)
+
+
+def test_scores_that_are_not_known(tmp_path):
+    """Lead times without a truth, and truths with missing values, have no score, or one of the other points."""
+    out, x, model = tmp_path / "f.zarr", initial(), seeded_step()
+
+    calls = []
+
+    def stop(state):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("killed")
+        return model(state)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        predict(stop, x, STEPS, out, GRID, depth=1)
+    complete = ForecastStore(out).attrs["complete"]
+    assert complete > 1
+
+    def truth(i):
+        found = truth_at(i)
+        found[:, 0, :2] = torch.nan
+        return found if i < STEPS else torch.full_like(found, torch.nan)
+
+    scores = predict(model, x, STEPS, out, GRID, truth=truth, skipna=True).scores
+    known = [math.isfinite(value) for value in scores["rmse"]["height"]]
+    assert known == [complete <= i < STEPS for i in range(1, STEPS + 1)]
+    wanted = metrics.rmse(expected()[STEPS - 1], truth(STEPS - 1), skipna=True).mean(0).tolist()
+    assert [values[STEPS - 2] for values in scores["rmse"].values()] == pytest.approx(wanted, rel=1e-12)
+    text = (out / "zarr.json").read_text()
+    assert "NaN" not in text.split('"consolidated_metadata"')[0] and "null" in text  # JSON has no NaN
+    again = ForecastStore(out).scores
+    np.testing.assert_equal(again, scores)
 
 
 def test_refused(tmp_path):

@@ -19,6 +19,7 @@ from ..comm.consensus import check_arguments
 from ..errors import ShardingError
 from ..layout import DimSharding, Layout
 from ..tensor import ShardTensor, wrap
+from .coordinates import Coordinate, read_coordinate
 from .error_sync import run_with_error_sync
 from .formats import file_chunks, is_url, missing_chunks, open_array
 from .sharding import aligned_shard_sizes, build_layout, local_slices
@@ -109,6 +110,18 @@ class Field:
     def shapes(self) -> tuple[int, ...]:
         """The shape of one sample."""
         return tuple(self.shape[1:])
+
+    def coordinate(self, dim: int) -> Coordinate | None:
+        """Return the coordinate of a dim that is stored with the array, read by this rank alone; None if there is none.
+
+        In a zarr group it is the array that has the dim's name; in a NetCDF file, the dimension scale of the dim.
+        """
+        try:
+            return read_coordinate(self._array, dim)
+        except Exception as error:  # whatever the reader of this format raises on a broken file
+            raise OSError(
+                f"cannot read the coordinate of dim {dim} of {self.path}: {type(error).__name__}: {error}"
+            ) from error
 
     def read(self, i: int, slices: Sequence[slice]) -> Tensor:
         """Return the block of sample i within `slices`, read by this rank alone."""

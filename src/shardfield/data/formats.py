@@ -51,10 +51,12 @@ def open_array(source: Any, name: str | None, decode: bool = True) -> tuple[Any,
 class XarrayArray:
     """A variable of xarray, indexed as an array of numpy."""
 
-    chunks = None
-
     def __init__(self, variable: Any):
         self.variable, self.shape, self.dtype, self.name = variable, variable.shape, variable.dtype, variable.name
+        chunks = variable.encoding.get("chunks") or variable.encoding.get("chunksizes")
+        # Of the file that it was opened from; a part of it has no chunks of its own.
+        whole = variable.encoding.get("original_shape", variable.shape) == variable.shape
+        self.chunks = tuple(chunks) if chunks and len(chunks) == variable.ndim and whole else None
 
     def __getitem__(self, block: tuple[int | slice, ...]) -> np.ndarray:
         return self.variable[block].values
@@ -63,28 +65,28 @@ class XarrayArray:
 class DecodedArray:
     """An array of packed values (scale_factor, add_offset), or with missing ones (_FillValue, missing_value) as NaN."""
 
-    def __init__(self, raw: Any, attrs: dict[str, Any]):
+    def __init__(self, raw: Any, dtype: np.dtype, absent: Sequence[Any]):
         self.raw, self.shape, self.name, self.chunks = raw, raw.shape, raw.name, raw.chunks
-        self.scale, self.offset = attrs.get("scale_factor"), attrs.get("add_offset")
-        self.absent = [v for key in ("_FillValue", "missing_value") if (v := attrs.get(key)) is not None]
-        small = raw.dtype.itemsize <= 2 or (raw.dtype.kind == "f" and raw.dtype.itemsize == 4)
+        self.scale, self.offset = (_number(raw.attrs, key) for key in ("scale_factor", "add_offset"))
+        self.packed, self.absent = dtype, absent
+        small = dtype.itemsize <= 2 or (dtype.kind == "f" and dtype.itemsize == 4)
         self.dtype = np.dtype(np.float32 if small else np.float64)
 
     @classmethod
     def of(cls, array: Any) -> Any:
         """Return the array, decoded if its attributes ask for it."""
-        attrs = {}
-        for key in ("scale_factor", "add_offset", "_FillValue", "missing_value"):
-            if key in array.attrs:
-                value = np.asarray(array.attrs[key]).reshape(-1)
-                # zarr stores the fill value of xarray as base64 text; the array then has it as its own.
-                attrs[key] = np.asarray(array.fill_value) if value.dtype.kind in "US" else value[0]
+        if array.dtype.kind not in "iuf":
+            return array
+        dtype = _packed_dtype(array)
+        absent = _absent_values(array, dtype)
+        is_packed = any(key in array.attrs for key in ("scale_factor", "add_offset")) or dtype != array.dtype
         # A fill value of NaN is what its values are already.
-        unchanged = all(key in ("_FillValue", "missing_value") and v != v for key, v in attrs.items())
-        return array if unchanged or array.dtype.kind not in "iuf" else cls(array, attrs)
+        return cls(array, dtype, absent) if is_packed or any(value == value for value in absent) else array
 
-    def __getitem__(self, block: tuple[int | slice, ...]) -> np.ndarray:
+    def __getitem__(self, block: Any) -> np.ndarray:
         packed = np.asarray(self.raw[block])
+        if self.packed != self.raw.dtype:
+            packed = packed.view(self.packed)
         values = packed.astype(self.dtype)
         if self.scale is not None:
             values *= self.dtype.type(self.scale)
@@ -93,6 +95,38 @@ class DecodedArray:
         for value in self.absent:
             values[packed == value] = np.nan
         return values
+
+
+def _number(attrs: Any, key: str) -> float | None:
+    return None if attrs.get(key) is None else float(np.asarray(attrs[key]).reshape(-1)[0])
+
+
+def _packed_dtype(array: Any) -> np.dtype:
+    """Return the dtype of packed values: by the attribute _Unsigned, integers of the other signedness."""
+    wanted = {"true": "u", "false": "i"}.get(str(array.attrs.get("_Unsigned")).lower())
+    if array.dtype.kind == "f" or wanted is None:
+        return array.dtype
+    return np.dtype(f"{array.dtype.byteorder}{wanted}{array.dtype.itemsize}")
+
+
+def _absent_values(array: Any, dtype: np.dtype) -> list[Any]:
+    """Return the packed values that stand for missing ones, in the dtype of the packed values.
+
+    A number of JSON or of another precision equals no packed value before it is rounded to their dtype.
+    """
+    found = []
+    for key in ("_FillValue", "missing_value"):
+        if key in array.attrs:
+            values = np.asarray(array.attrs[key]).reshape(-1)
+            # zarr stores the fill value of xarray as base64 text; the array then has it as its own.
+            found += [array.fill_value] if values.dtype.kind in "US" else list(values)
+    if "_ARRAY_DIMENSIONS" in array.attrs and "_FillValue" not in array.attrs:
+        # xarray stores the _FillValue of an array of zarr format 2 as the array's own.
+        found += [value for value in [getattr(array, "fill_value", None)] if value is not None]
+    if dtype.kind != "f":
+        found = [value for value in found if value == value and float(value).is_integer()]
+    with np.errstate(over="ignore"):
+        return [np.asarray(value).astype(array.dtype).view(dtype)[()] for value in found]
 
 
 def file_chunks(array: Any) -> tuple[int, ...] | None:

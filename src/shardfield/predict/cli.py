@@ -10,9 +10,11 @@ The mesh need not be that of the training. The same command continues a forecast
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,16 @@ from ..distributed import DistributedManager
 from ..errors import ShardfieldError
 from ..tensor import ShardTensor, wrap
 from ..train.checkpoint import Checkpoints, latest_checkpoint
+from ..train.checkpoint_index import INDEX
 from ..train.complex_params import real_pairs
 from ..train.config import DOMAIN_AXES, TrainConfig, UsageError, apply_overrides
 from ..train.ema import ParameterEMA
 from ..train.recipes import FORECASTS, RECIPES
 from ..train.task import ForecastSpec
+from .ensemble import ensemble_state
 from .netcdf import export_netcdf
 from .pictures import plot_forecast
-from .run import Forecast, ensemble_state, predict
+from .run import Forecast, predict
 from .store import Grid
 
 
@@ -96,9 +100,7 @@ def _run(options: argparse.Namespace, mesh: DeviceMesh, say: Any) -> None:
     for name in ("steps", "cases", "members"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} is {getattr(options, name)}; at least 1 is needed")
-    recipe, settings, checkpoint = ask_first_rank(lambda: _find(options.run), dist.group.WORLD, UsageError)
-    if recipe not in FORECASTS:
-        raise UsageError(f"{options.run}: the recipe {recipe} has no time steps; {', '.join(FORECASTS)} have")
+    recipe, settings, checkpoint, source = ask_first_rank(lambda: _find(options), dist.group.WORLD, UsageError)
     config = apply_overrides(RECIPES[recipe][0](), settings, f"{options.run}/config.json")
     spec = FORECASTS[recipe](config, mesh, options.cases, options.steps)
     model = _with_weights(spec.model, config, checkpoint, options.weights, mesh)
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, mesh: DeviceMesh, say: Any) -> None:
         scale = spec.scale(model)
         noise = scale.to(state.dtype) * options.noise if isinstance(scale, Tensor) else scale * options.noise
         state = ensemble_state(state, options.members, noise=noise, seed=options.seed)
-    source = f"{options.weights or checkpoint}, noise {options.noise}, seed {options.seed}"
+        source += f", noise {options.noise:g}, seed {options.seed}"
     found = predict(
         model,
         state,
@@ -118,7 +120,7 @@ def _run(options: argparse.Namespace, mesh: DeviceMesh, say: Any) -> None:
         members=options.members,
         truth=lambda i: _read(spec, config, mesh, options.cases, i),
         weights=None if spec.weights is None else spec.weights.to(state.device, state.dtype),
-        source=source if options.members > 1 else str(options.weights or checkpoint),
+        source=source,
         progress=say,
     )
     if say is not None:
@@ -126,21 +128,33 @@ def _run(options: argparse.Namespace, mesh: DeviceMesh, say: Any) -> None:
     ask_first_rank(lambda: _finish(options, spec, found), dist.group.WORLD)
 
 
-def _find(run: Path) -> list[Any]:
-    """Return the recipe, the settings and the newest checkpoint of a run, or a checkpoint that is named itself."""
-    named = run.name.startswith("step-")
-    folder, checkpoint = (run.parent, run) if named else (run, latest_checkpoint(run))
+def _find(options: argparse.Namespace) -> list[Any]:
+    """Return the recipe, the settings and the checkpoint of a run, and a name of the weights. Called on one rank."""
+    named = options.run.name.startswith("step-")
+    folder, checkpoint = (options.run.parent, options.run) if named else (options.run, latest_checkpoint(options.run))
     try:
         settings = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: is not the folder of a training run: {error}") from None
     kind = settings.pop("recipe", None)
     names = [name for name, (config, _) in RECIPES.items() if config.__name__ == kind]
-    if not names or checkpoint is None:
+    if not names or (checkpoint is None and options.weights is None):
         missing = "its config.json names no recipe" if not names else "there is no checkpoint"
         raise UsageError(f"{folder}: cannot predict: {missing}")
+    if names[0] not in FORECASTS:
+        raise UsageError(f"{options.run}: the recipe {names[0]} has no time steps; {', '.join(FORECASTS)} have")
+    for option, package in (("netcdf", "h5py"), ("picture", "matplotlib")):
+        path = getattr(options, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"--{option} {path}: there is no folder {path.parent}")
+        if path is not None and find_spec(package) is None:
+            raise UsageError(f"--{option} needs {package}: pip install 'shardfield[recipes]'")
+    weights = options.weights or Path(str(checkpoint)) / INDEX
+    with open(weights, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    source = f"{folder.name}, {weights.name if options.weights else weights.parent.name}, sha256 {digest}"
     # A value of None means "not set", which is the default.
-    return [names[0], {k: v for k, v in settings.items() if v is not None}, str(checkpoint)]
+    return [names[0], {k: v for k, v in settings.items() if v is not None}, str(checkpoint or ""), source]
 
 
 def _with_weights(
@@ -148,10 +162,10 @@ def _with_weights(
 ) -> nn.Module:
     """Load a checkpoint of any mesh and strategy, or the state dict of the plain model, on every rank."""
     if weights is not None:
-        state = run_with_error_sync("--weights", mesh, lambda: _read_weights(weights))
+        state = run_with_error_sync(f"--weights {weights}", mesh, lambda: _read_weights(weights))
         try:
             model.load_state_dict(state)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, AttributeError) as error:  # other names or shapes, or no state dict at all
             raise UsageError(f"--weights {weights}: {' '.join(str(error).split())}") from None
     # Real pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters.
     model = real_pairs(model).to(collectives.device_of(mesh), config.dtype).eval()
@@ -199,10 +213,13 @@ def _table(found: Forecast, spec: ForecastSpec) -> str:
 
 def _finish(options: argparse.Namespace, spec: ForecastSpec, found: Forecast) -> None:
     """Write the NetCDF file and the plot, on one rank."""
-    if options.netcdf is not None:
-        export_netcdf(found.path, options.netcdf)
-    if options.picture is not None:
+    for option, write in (
+        ("netcdf", lambda path: export_netcdf(found.path, path)),
+        ("picture", lambda path: plot_forecast(found, spec, path)),
+    ):
+        path = getattr(options, option)
         try:
-            plot_forecast(found, spec, options.picture)
-        except ImportError as error:
-            raise ShardfieldError(f"--picture needs matplotlib ({error}): pip install 'shardfield[recipes]'") from None
+            if path is not None:
+                write(path)
+        except Exception as error:  # whatever h5py or matplotlib raises: the other ranks wait for this one
+            raise ShardfieldError(f"--{option} {path}: {error}; the forecast is complete: {found.path}") from error

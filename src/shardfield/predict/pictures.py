@@ -11,7 +11,9 @@ from ..train.task import ForecastSpec
 from .run import Forecast
 from .store import ForecastStore
 
-PIXELS = 220  # across a globe
+PIXELS = 300  # across a globe
+CENTER = (35.0, 0.0)  # latitude and longitude in the middle of a globe
+LABELS = {"rmse": "forecast", "persistence": "persistence (nothing changes)", "crps": "fair CRPS of the members"}
 
 
 def plot_forecast(found: Forecast, spec: ForecastSpec, path: Path) -> None:
@@ -28,63 +30,103 @@ def plot_forecast(found: Forecast, spec: ForecastSpec, path: Path) -> None:
     steps, names = store.times - 1, list(spec.variables)
     variable = min(1, len(names) - 1)
     leads = sorted({max(1, steps // 4), max(1, steps // 2), steps})
-    figure = plt.figure(figsize=(3.4 * 3, 3.1 * len(leads) + 3.4), layout="constrained")
-    grid = figure.add_gridspec(len(leads) + 1, 12, height_ratios=[1] * len(leads) + [1.1])
+    figure = plt.figure(figsize=(10.2, 3.1 * len(leads) + 3.6), layout="constrained")
+    globes, scores = np.ravel(figure.subfigures(2, 1, height_ratios=[3.1 * len(leads), 3.6]))  # type: ignore[arg-type]
+    panels = globes.subplots(len(leads), 3, squeeze=False)
     slices = tuple(slice(0, n) for n in (len(names), *store.points))
-    for row, lead in enumerate(leads):
-        truth = spec.read(0, lead, slices)[variable].double().numpy()
-        forecast = np.asarray(store.arrays[variable][:, 0, lead]).mean(0)  # the mean of the members
-        limit = np.abs(truth).max()
-        for column, (title, field, scale) in enumerate(
-            [("truth", truth, limit), ("forecast", forecast, limit), ("error", forecast - truth, limit)]
-        ):
-            panel = figure.add_subplot(grid[row, 4 * column : 4 * column + 4])
-            image = panel.imshow(
-                _globe(field, spec.coords),
-                cmap="RdBu_r",
-                vmin=-scale,
-                vmax=scale,
-                origin="lower",
-                interpolation="bilinear",
-            )
-            panel.set(xticks=[], yticks=[], title=f"{title}, {lead * spec.hours:g} h")
-            panel.axis("off")
-        units = spec.variables[names[variable]].get("units", "")
-        figure.colorbar(image, ax=figure.axes[-3:], label=f"{names[variable]} ({units})", shrink=0.8)
-    _plot_scores(figure, grid[len(leads), :], found, spec)
+    title = "forecast" if store.members == 1 else f"mean of {store.members} members"
+    truths = [spec.read(0, lead, slices)[variable].double().numpy() for lead in leads]
+    limit = max(np.abs(truth).max() for truth in truths)  # one scale for all globes
+    for row, lead, truth in zip(panels, leads, truths, strict=True):
+        forecast = np.asarray(store.arrays[variable][:, 0, lead]).mean(0)
+        for panel, field in zip(row, (truth, forecast, forecast - truth), strict=True):
+            image = _draw_globe(panel, field, spec.coords, limit)
+        row[0].set_ylabel(_lead_text(lead * spec.hours), fontsize=12)
+    for panel, text in zip(panels[0], ("truth", title, f"error ({title} - truth)"), strict=True):
+        panel.set_title(text, fontsize=12)
+    units = spec.variables[names[variable]].get("units", "")
+    globes.colorbar(image, ax=panels.ravel().tolist(), label=f"{names[variable]} ({units})", shrink=0.6)
+    _plot_scores(scores, found, spec)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _plot_scores(figure: Any, place: Any, found: Forecast, spec: ForecastSpec) -> None:
-    """Plot errors against lead time, with that of persistence next to them."""
-    inner = place.subgridspec(1, len(spec.variables))
-    for i, (name, attrs) in enumerate(spec.variables.items()):
-        panel = figure.add_subplot(inner[i])
-        for score in ("rmse", "persistence", "crps"):
+def _lead_text(hours: float) -> str:
+    """Return a lead time in words.
+
+    >>> _lead_text(60.0), _lead_text(6.0)
+    ('after 2.5 days', 'after 6 hours')
+    """
+    return f"after {hours:g} hours" if hours < 24 else f"after {hours / 24:.3g} days"
+
+
+def _plot_scores(figure: Any, found: Forecast, spec: ForecastSpec) -> None:
+    """Plot the errors by lead time, with that of persistence next to them."""
+    panels = figure.subplots(1, len(spec.variables), squeeze=False)[0]
+    cases = "mean of all cases" if ForecastStore(found.path).cases > 1 else "one case"
+    figure.suptitle(f"error by lead time (RMSE, weighted by area, {cases})", fontsize=12)
+    for panel, (name, attrs) in zip(panels, spec.variables.items(), strict=True):
+        for score, label in LABELS.items():
             values = found.scores.get(score, {}).get(name)
             if values:
-                hours = spec.hours * np.arange(1, len(values) + 1)
-                panel.plot(hours, values, label=score, linestyle="--" if score == "persistence" else "-")
-        panel.set(title=name, xlabel="lead time (hours)", ylabel=attrs.get("units", ""), ylim=(0, None))
+                days = spec.hours / 24 * np.arange(1, len(values) + 1)
+                panel.plot(days, values, label=label, linestyle="--" if score == "persistence" else "-")
+        panel.set(
+            xlabel="lead time (days)", ylabel=f"{name} ({attrs.get('units', '')})", xlim=(0, None), ylim=(0, None)
+        )
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+    panels[0].legend(fontsize=8)
 
 
-def _globe(field: np.ndarray, coords: dict[str, Any], center: tuple[float, float] = (35.0, 0.0)) -> np.ndarray:
-    """Return an image of the hemisphere around `center` (orthographic projection), NaN outside the globe."""
+def _draw_globe(panel: Any, field: np.ndarray, coords: dict[str, Any], limit: float) -> Any:
+    """Draw a field on the visible half of the globe, with its outline and every 30th meridian and parallel."""
+    image = panel.imshow(
+        _globe(field, coords),
+        cmap="RdBu_r",
+        vmin=-limit,
+        vmax=limit,
+        origin="lower",
+        extent=(-1, 1, -1, 1),
+        interpolation="bilinear",
+    )
+    circle = np.linspace(0, 2 * np.pi, 361)
+    panel.plot(np.cos(circle), np.sin(circle), color="0.3", linewidth=1)
+    lines = [(np.full(181, lat), np.linspace(-180, 180, 181)) for lat in range(-60, 90, 30)]
+    lines += [(np.linspace(-90, 90, 181), np.full(181, lon)) for lon in range(-180, 180, 30)]
+    for lat, lon in lines:
+        x, y, visible = _project(np.deg2rad(lat), np.deg2rad(lon))
+        panel.plot(np.where(visible, x, np.nan), np.where(visible, y, np.nan), color="0.3", linewidth=0.3, alpha=0.6)
+    panel.set(xticks=[], yticks=[], xlim=(-1.02, 1.02), ylim=(-1.02, 1.02), aspect="equal")
+    panel.spines[:].set_visible(False)
+    return image
+
+
+def _project(lat: np.ndarray, lon: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the orthographic projection of points (in radians), and whether they are on the visible half."""
+    tilt, lon = np.deg2rad(CENTER[0]), lon - np.deg2rad(CENTER[1])
+    y = np.cos(tilt) * np.sin(lat) - np.sin(tilt) * np.cos(lat) * np.cos(lon)
+    depth = np.sin(tilt) * np.sin(lat) + np.cos(tilt) * np.cos(lat) * np.cos(lon)
+    return np.cos(lat) * np.sin(lon), y, depth >= 0
+
+
+def _globe(field: np.ndarray, coords: dict[str, Any]) -> np.ndarray:
+    """Return an image of the visible half of the globe (the inverse of `_project`), NaN outside of it.
+
+    Latitudes and longitudes are in any order; longitudes are periodic.
+    """
     lat, lon = (np.asarray(coords[name]) for name in ("lat", "lon"))
     y, x = np.meshgrid(np.linspace(-1, 1, PIXELS), np.linspace(-1, 1, PIXELS), indexing="ij")
     z = np.sqrt(np.clip(1 - x**2 - y**2, 0, None))
-    tilt = np.deg2rad(center[0])
+    tilt = np.deg2rad(CENTER[0])
     sine = np.clip(y * np.cos(tilt) + z * np.sin(tilt), -1, 1)
     at_lat = np.rad2deg(np.arcsin(sine))
-    at_lon = (np.rad2deg(np.arctan2(x, z * np.cos(tilt) - y * np.sin(tilt))) + center[1]) % 360
-    order = np.argsort(lat)
-    rows = np.interp(at_lat, lat[order], np.arange(len(lat)))
-    columns = np.interp(at_lon, np.append(lon, lon[0] + 360), np.arange(len(lon) + 1))
-    values = np.concatenate([field[order], field[order][:, :1]], 1)
-    image = _bilinear(values, rows, columns)
+    at_lon = np.rad2deg(np.arctan2(x, z * np.cos(tilt) - y * np.sin(tilt))) + CENTER[1]
+    rows, columns = np.argsort(lat), np.argsort(lon % 360)
+    values, west = field[rows][:, columns], (lon % 360)[columns]
+    values = np.concatenate([values, values[:, :1]], 1)
+    at_row = np.interp(at_lat, lat[rows], np.arange(len(lat)))
+    at_column = np.interp((at_lon - west[0]) % 360, np.append(west - west[0], 360), np.arange(len(lon) + 1))
+    image = _bilinear(values, at_row, at_column)
     image[x**2 + y**2 > 1] = np.nan
     return image
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from ..comm import consensus
 from ..data.error_sync import run_with_error_sync
 from ..debug.explain import strict
 from ..errors import ShardfieldError, ShardingError
-from ..layout import DimSharding, Layout, chunk
+from ..layout import Layout
 from ..tensor import ShardTensor, to_full_tensor, wrap
 from ..train.rollout import rollout
 from .store import ForecastStore, Grid
 from .writer import BackgroundWriter
 
 Scores = dict[str, dict[str, list[float]]]
+# How much a step may differ between meshes, relative to the largest value of a variable.
+ROUNDING = {torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 @dataclass
@@ -52,6 +54,7 @@ def predict(
     members: int = 1,
     truth: Callable[[int], Tensor] | None = None,
     weights: Tensor | None = None,
+    skipna: bool = False,
     source: str = "",
     depth: int = 2,
     progress: Callable[[str], Any] | None = None,
@@ -64,14 +67,17 @@ def predict(
         xarray.open_zarr("forecast.zarr").t2m.sel(lead_time=24)
 
     The model runs under `strict()`: the state (sample, channel, ...) stays sharded. Each rank writes the files of its
-    own shard, in a thread, while up to `depth` further steps are computed. If `out` has the first part of this
-    forecast, it is continued after the last time that is complete, on any mesh: `source` names model and initial state,
-    and must equal the `source` of the first part. With `members` > 1 the samples are an ensemble, with all cases of the
-    first member first (see `ensemble_state`).
+    own shard, in a thread, while up to `depth` further steps are computed. With `members` > 1 the samples are an
+    ensemble, with all cases of the first member first (see `ensemble_state`).
+
+    If `out` has the first part of this forecast, it is continued after the last time that is complete, on any mesh. The
+    initial state and the last step are compared with those on disk, up to rounding: a forecast of another model or
+    from another state is refused. `source` is a name of both, stored as an attribute, and must be equal too.
 
     `truth(i)` is the state at lead time i (1 for the first step), without members. Scores are computed at every step,
-    are kept in the attribute `scores`, and are returned: "rmse", "bias" and, of the first state, "persistence"; for
-    ensembles "rmse" of the mean, fair "crps" and "spread_skill"; means over the cases, with the area `weights`.
+    are kept in the attribute `scores`, and are returned: "rmse", "bias" and "persistence", the error of the first
+    state; for ensembles "rmse" of the mean, fair "crps", "spread_skill", and "persistence" of the first member. They
+    are means over the cases, with the area `weights`; with `skipna`, over the points at which the truth is not NaN.
     `options` are those of `rollout`: forcings, constants, normalizer. `progress` is called with a line of text from
     time to time.
     """
@@ -90,22 +96,25 @@ def predict(
     target = None if layout is None else store.aligned(layout)
     region = store.region(target)
     writes = mesh is None or _is_first_replica(target)
-    scores: Scores = store.attrs["scores"] if complete else {}
+    scores: Scores = store.scores if complete else {}
     fresh: dict[int, dict[str, list[float]]] = {}  # scores of states that are not complete on disk
     first = state
+
+    def stored(index: int) -> Tensor:
+        block = run_with_error_sync(f"predict: {out}", over, lambda: store.read(index, region)).to(first.device)
+        return block if layout is None else wrap(block, target)._redistribute_to(layout)  # type: ignore[arg-type]
+
     if complete:
-        block = _read_together(store, complete - 1, region, over).to(state.device)
-        state = block if layout is None else wrap(block, target)._redistribute_to(layout)  # type: ignore[arg-type]
-        if truth is not None and complete > 1:
-            block = _read_together(store, 0, region, over).to(state.device)
-            first = block if layout is None else wrap(block, target)._redistribute_to(layout)  # type: ignore[arg-type]
+        state = _last_state(model, first, complete, stored, options, out)
+    if members > 1:
+        first = first.reshape(members, -1, *first.shape[1:])[0]
 
     def done(index: int) -> None:
         for name, values in fresh.pop(index, {}).items():
             for variable, value in zip(grid.variables, values, strict=True):
                 listed = scores.setdefault(name, {}).setdefault(variable, [])
-                del listed[index - 1 :]
-                listed.append(value)
+                # Lead times that an earlier call computed without a truth have no score.
+                listed[index - 1 :] = [*[math.nan] * (index - 1 - len(listed)), value]
         if group is None or dist.get_rank(group) == 0:
             store.mark(index + 1, scores)
 
@@ -119,7 +128,7 @@ def predict(
         with torch.no_grad(), strict() if layout is not None else nullcontext():
             for index, x in _states(model, state, complete, steps, options):
                 if index > 0 and truth is not None:
-                    fresh[index] = _score(x, first, truth(index), weights, members)
+                    fresh[index] = _score(x, first, truth(index), weights, members, skipna)
                 writer.submit(index, x if layout is None else x._redistribute_to(target)._local_tensor)  # type: ignore[attr-defined]
                 _report(progress, index, complete, steps, begun)
         failed = False
@@ -132,49 +141,10 @@ def predict(
     return Forecast(out, scores, took, writer.waited)
 
 
-def ensemble_state(
-    state: Tensor, members: int, axis: str = "ensemble", noise: Tensor | float = 0.0, seed: int = 0
-) -> Tensor:
-    """Return the initial state of an ensemble: `members` copies of the cases of `state`, with noise added.
-
-    `state` (case, channel, ...) is Replicate along the mesh axis `axis`; the members are sharded over it. `noise` is
-    the standard deviation of the noise, a number or one per channel (channel, 1, ...). The first member has none. The
-    noise of a ShardTensor depends on `seed` and on the global index alone: it is the same for every mesh.
-    """
-    if members < 1:
-        raise ShardingError(f"ensemble_state: {members} members; at least 1 is needed")
-    layout = state._layout if isinstance(state, ShardTensor) else None
-    local, target = state if layout is None else state._local_tensor, None  # type: ignore[attr-defined]
-    copies = members
-    if layout is not None:
-        names = layout.mesh.mesh_dim_names or ()
-        if axis not in names:
-            raise ShardingError(f"ensemble_state: the mesh has the axes {names}, and none is called {axis!r}")
-        ranks = layout.mesh.size(names.index(axis))
-        if members % ranks:
-            raise ShardingError(
-                f"ensemble_state: {members} members cannot be divided among the {ranks} ranks of the axis {axis!r}: "
-                f"{', '.join(str(n) for n in range(1, members + 1) if members % n == 0)} divide them"
-            )
-        if layout.axes_of(0) or names.index(axis) in layout.shard_axes:
-            raise ShardingError(f"ensemble_state: the cases (dim 0) must be unsharded, and {axis!r} free: {layout}")
-        copies = members // ranks
-        total = members * layout.shape[0]
-        target = layout.with_dim(0, DimSharding(total, (names.index(axis),), chunk(total, ranks)))
-    local = local.repeat(copies, *[1] * (state.ndim - 1))
-    made = local if target is None else wrap(local, target)
-    if isinstance(noise, float) and noise == 0.0:
-        return made
-    devices = [] if local.device.type == "cpu" else [local.device]
-    with torch.random.fork_rng(devices, device_type=local.device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        drawn = torch.randn_like(made).reshape(members, -1, *state.shape[1:])
-    later = (torch.arange(members, device=local.device) > 0).reshape(-1, *[1] * state.ndim)
-    return made + (drawn * later.to(drawn.dtype)).reshape(made.shape) * noise
-
-
 def _check(state: Tensor, layout: Layout | None, steps: int, members: int, grid: Grid) -> None:
     grid.check(state.shape)
+    if state.dtype not in (torch.float16, torch.float32, torch.float64):
+        raise ShardingError(f"predict: zarr has no {state.dtype}; a forecast is of float16, float32 or float64")
     if steps < 1 or members < 1 or state.shape[0] % members:
         raise ShardingError(
             f"predict: {steps} steps of {state.shape[0]} samples with {members} members: both are at least 1, and the "
@@ -187,9 +157,14 @@ def _check(state: Tensor, layout: Layout | None, steps: int, members: int, grid:
 
 
 def _begin(out: Path, grid: Grid, layout: Any, steps: int, members: int, dtype: torch.dtype, source: str) -> int:
-    """Create the store, or open it and return how many lead times are complete."""
+    """Create the store, or open it and return how many lead times are complete. Called on the first rank."""
     if not out.exists():
-        ForecastStore.create(out, grid, layout, steps, members, dtype, source)
+        try:
+            ForecastStore.create(out, grid, layout, steps, members, dtype, source)
+        except (OSError, ShardfieldError):
+            raise
+        except Exception as error:  # of zarr, such as attributes that are no JSON: the other ranks wait for this one
+            raise ShardfieldError(f"{out}: cannot be created: {type(error).__name__}: {error}") from error
         return 0
     store = ForecastStore(out)
     shape = layout.shape if isinstance(layout, Layout) else layout
@@ -211,9 +186,38 @@ def _begin(out: Path, grid: Grid, layout: Any, steps: int, members: int, dtype: 
         "points": tuple(shape[2:]),
         "dtype": dtype,
     }
-    if differ := [f"{k} {has[k]} (here {wanted[k]})" for k in has if has[k] != wanted[k]]:
+    differ = [f"{k} {has[k]} (here {wanted[k]})" for k in has if has[k] != wanted[k]]
+    if differ := differ or [f"other values of {name}" for name in store.differing_coords(grid)]:
         raise ShardfieldError(f"{out}: has another forecast: {', '.join(differ)}; choose another path")
     return int(store.attrs["complete"])
+
+
+def _last_state(
+    model: Any, first: Tensor, complete: int, stored: Callable[[int], Tensor], options: dict[str, Any], out: Path
+) -> Tensor:
+    """Return the last complete state; raise unless it is of this initial state and of this model."""
+    begun = stored(0)
+    if not _is_close(begun, first):
+        raise ShardfieldError(f"{out}: has a forecast from another initial state; choose another path")
+    if complete == 1:
+        return first
+    last, before = stored(complete - 1), stored(complete - 2)
+    with torch.no_grad():
+        (again,) = rollout(model, before, 1, first_step=complete - 2, **options)
+    if not _is_close(last, again):
+        raise ShardfieldError(
+            f"{out}: has a forecast of another model: the step to lead time {complete - 1} has another result here; "
+            "choose another path"
+        )
+    return last
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two states are equal up to rounding, in units of the largest value of each variable."""
+    dims = [d for d in range(one.ndim) if d != 1]
+    a, b = torch.nan_to_num(one), torch.nan_to_num(other)
+    difference, largest = (_full(x.abs().amax(dims)) for x in (a - b, a))
+    return bool((difference <= ROUNDING[one.dtype] * largest).all())
 
 
 def _states(
@@ -226,19 +230,25 @@ def _states(
     yield from enumerate(rollout(model, state, steps - begin, first_step=begin, **options), begin + 1)
 
 
-def _score(x: Tensor, first: Tensor, truth: Tensor, weights: Any, members: int) -> dict[str, list[float]]:
+def _score(x: Tensor, first: Tensor, truth: Tensor, weights: Any, members: int, skipna: bool) -> dict[str, list[float]]:
     """Return each score of one lead time, by variable: the mean over the cases."""
+    how = {"weights": weights, "skipna": skipna}
+    found = {"persistence": metrics.rmse(first, truth, **how)}
     if members == 1:
-        found = {"rmse": metrics.rmse(x, truth, weights), "bias": metrics.bias(x, truth, weights)}
-        found["persistence"] = metrics.rmse(first, truth, weights)
+        found |= {"rmse": metrics.rmse(x, truth, **how), "bias": metrics.bias(x, truth, **how)}
     else:
         ensemble = x.reshape(members, -1, *x.shape[1:])
-        found = {
-            "rmse": metrics.rmse(metrics.ensemble_mean(ensemble), truth, weights),
-            "crps": metrics.crps(ensemble, truth, weights, fair=True),
-            "spread_skill": metrics.spread_skill_ratio(ensemble, truth, weights),
+        found |= {
+            "rmse": metrics.rmse(metrics.ensemble_mean(ensemble), truth, **how),
+            "crps": metrics.crps(ensemble, truth, fair=True, **how),
+            "spread_skill": metrics.spread_skill_ratio(ensemble, truth, **how),
         }
-    return {name: to_full_tensor(value).double().mean(0).tolist() for name, value in found.items()}
+    return {name: _full(value).double().mean(0).tolist() for name, value in found.items()}
+
+
+def _full(value: Tensor) -> Tensor:
+    """Return the global value of a score, on all ranks."""
+    return to_full_tensor(value) if isinstance(value, ShardTensor) else value
 
 
 def _is_first_replica(layout: Layout | None) -> bool:
@@ -246,11 +256,6 @@ def _is_first_replica(layout: Layout | None) -> bool:
     if layout is None:
         return True
     return all(layout.coords[a] == 0 for a in range(layout.mesh.ndim) if a not in layout.shard_axes)
-
-
-def _read_together(store: ForecastStore, time: int, region: Sequence[slice], over: Any) -> Tensor:
-    """Read a block; if a rank cannot, all raise."""
-    return run_with_error_sync(f"predict: {store.path}", over, lambda: store.read(time, tuple(region)))
 
 
 def _mesh_group(mesh: Any) -> Any:

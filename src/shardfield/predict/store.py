@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from ..errors import ShardfieldError, ShardingError
 from ..layout import DimSharding, Layout, chunk
 
 FORMAT = 1
+DIMS = ("member", "case", "lead_time")
 CHUNK_ELEMENTS = 1 << 20  # of a chunk inside a file: what a reader decompresses at least
 
 
@@ -52,6 +54,8 @@ class Grid:
                 f"{' x '.join(map(str, points))} points) of the grid, whose variables are {', '.join(self.variables)} "
                 f"and whose dims are {', '.join(self.coords)}"
             )
+        if taken := [name for name in self.variables if name in (*DIMS, *self.coords)]:
+            raise ShardingError(f"a variable cannot have the name of a dim: {', '.join(taken)}")
 
 
 class ForecastStore:
@@ -67,6 +71,7 @@ class ForecastStore:
                 raise ShardfieldError(f"{self.path}: is no forecast of shardfield")
             self.variables: list[str] = list(attrs["variables"])
             self.arrays = [group[name] for name in self.variables]
+            self.group = group
         except (OSError, KeyError, ValueError) as error:
             raise ShardfieldError(f"{self.path}: cannot be opened: {type(error).__name__}: {error}") from error
         self.members, self.cases, self.times, *self.points = self.arrays[0].shape
@@ -90,7 +95,6 @@ class ForecastStore:
         path = Path(path)
         shape = tuple(layout.shape) if isinstance(layout, Layout) else tuple(layout)
         grid.check(shape)
-        cases = shape[0] // members
         parts = (
             [math.prod(layout.mesh.size(a) for a in layout.axes_of(d)) for d in range(layout.ndim)]
             if isinstance(layout, Layout)
@@ -98,46 +102,11 @@ class ForecastStore:
         )
         files = [-(-n // p) for n, p in zip((members, *shape[2:]), (parts[0], *parts[2:]), strict=True)]
         part = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # consolidated metadata is no part of the specification yet
-            group = zarr.create_group(str(part), zarr_format=3)
-            group.attrs.update(
-                {
-                    **grid.attrs,
-                    "Conventions": "CF-1.10",
-                    "shardfield_forecast": FORMAT,
-                    "variables": list(grid.variables),
-                    "source": source,
-                    "complete": 0,
-                    "scores": {},
-                }
-            )
-            dims = ("member", "case", "lead_time", *grid.coords)
-            coords = {
-                "member": (np.arange(members), {}),
-                "case": (np.arange(cases), {}),
-                "lead_time": (
-                    np.arange(steps + 1) * grid.hours,
-                    {"units": "hours", "standard_name": "forecast_period"},
-                ),
-                **{name: (np.asarray(values), COORD_ATTRS.get(name, {})) for name, values in grid.coords.items()},
-            }
-            for name, (values, attrs) in coords.items():
-                group.create_array(name, data=values, dimension_names=(name,), attributes=dict(attrs))
-            for name, described in grid.variables.items():
-                group.create_array(
-                    name,
-                    shape=(members, cases, steps + 1, *shape[2:]),
-                    shards=(files[0], cases, 1, *files[1:]),
-                    chunks=(1, 1, 1, *_inner_chunks(files[1:])),
-                    dtype=str(dtype).removeprefix("torch."),
-                    fill_value=math.nan,
-                    dimension_names=dims,
-                    attributes=dict(described),
-                    config={"write_empty_chunks": True},
-                )
-            zarr.consolidate_metadata(str(part), zarr_format=3)
-        part.rename(path)
+        try:
+            _create_group(zarr, part, grid, shape, files, steps, members, dtype, source)
+            part.rename(path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # of a full disk; renamed, it is not there
 
     # ------------------------------------------------------------------ the marker
 
@@ -145,17 +114,35 @@ class ForecastStore:
     def attrs(self) -> dict[str, Any]:
         return json.loads((self.path / "zarr.json").read_text())["attributes"]
 
+    @property
+    def scores(self) -> dict[str, dict[str, list[float]]]:
+        """The scores by name, variable and lead time. NaN, which JSON has not, is stored as null."""
+        stored = self.attrs["scores"]
+        return {
+            name: {v: [math.nan if x is None else x for x in values] for v, values in by_variable.items()}
+            for name, by_variable in stored.items()
+        }
+
     def mark(self, complete: int, scores: Mapping[str, Any]) -> None:
         """Declare the first `complete` lead times complete; called by one rank when all files of them are on disk."""
         path = self.path / "zarr.json"
         content = json.loads(path.read_text())
-        content["attributes"] |= {"complete": complete, "scores": scores}
+        written = {
+            name: {v: [x if math.isfinite(x) else None for x in values] for v, values in by_variable.items()}
+            for name, by_variable in scores.items()
+        }
+        content["attributes"] |= {"complete": complete, "scores": written}
         part = path.with_name(f".zarr.json-{uuid.uuid4().hex[:8]}")
         try:
-            part.write_text(json.dumps(content, indent=2))
+            part.write_text(json.dumps(content, indent=2, allow_nan=False))
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+    def differing_coords(self, grid: Grid) -> list[str]:
+        """Return the dims whose coordinates are not those of a grid."""
+        wanted = {"lead_time": np.arange(self.times) * grid.hours, **grid.coords}
+        return [n for n, v in wanted.items() if n not in self.group or not np.array_equal(self.group[n][:], v)]
 
     # ------------------------------------------------------------------ blocks
 
@@ -196,6 +183,60 @@ class ForecastStore:
         blocks = [np.asarray(a[(members, slice(None), time, *points)]) for a in self.arrays]
         shape = (-1, *blocks[0].shape[2:]) if blocks[0].size else (0, *(p.stop - p.start for p in points))
         return torch.from_numpy(np.stack([b.reshape(shape) for b in blocks], 1))
+
+
+def _create_group(
+    zarr: Any,
+    path: Path,
+    grid: Grid,
+    shape: tuple[int, ...],
+    files: Sequence[int],
+    steps: int,
+    members: int,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Create the group with its coordinates, and the arrays without data; `files` are the sizes of a file."""
+    cases = shape[0] // members
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # consolidated metadata is no part of the specification yet
+        group = zarr.create_group(str(path), zarr_format=3)
+        group.attrs.update(
+            {
+                **grid.attrs,
+                "Conventions": "CF-1.10",
+                "shardfield_forecast": FORMAT,
+                "variables": list(grid.variables),
+                "source": source,
+                "complete": 0,
+                "scores": {},
+            }
+        )
+        dims = (*DIMS, *grid.coords)
+        coords = {
+            "member": (np.arange(members), {}),
+            "case": (np.arange(cases), {}),
+            "lead_time": (
+                np.arange(steps + 1) * grid.hours,
+                {"units": "hours", "standard_name": "forecast_period"},
+            ),
+            **{name: (np.asarray(values), COORD_ATTRS.get(name, {})) for name, values in grid.coords.items()},
+        }
+        for name, (values, attrs) in coords.items():
+            group.create_array(name, data=values, dimension_names=(name,), attributes=dict(attrs))
+        for name, described in grid.variables.items():
+            group.create_array(
+                name,
+                shape=(members, cases, steps + 1, *shape[2:]),
+                shards=(files[0], cases, 1, *files[1:]),
+                chunks=(1, 1, 1, *_inner_chunks(files[1:])),
+                dtype=str(dtype).removeprefix("torch."),
+                fill_value=math.nan,
+                dimension_names=dims,
+                attributes=dict(described),
+                config={"write_empty_chunks": True},
+            )
+        zarr.consolidate_metadata(str(path), zarr_format=3)
 
 
 COORD_ATTRS = {
