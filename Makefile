@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train weather aero test sweep fuzz curves bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
+.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -83,9 +83,14 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # 300 steps of three models on 1, 2, 4 and 2 x 2 ranks under each strategy, against plain torch: writes docs/curves.json
-# and docs/curves.svg. Curves that the file has are not run again, `make curves CURVES=--again` runs all of them.
+# and draws them. Curves that the file has are not run again, `make curves CURVES=--again` runs all of them.
 curves: setup
 	$(BIN)/python -m tests.train.curves $(CURVES)
+	$(BIN)/python -m docs._figures
+
+# Draws the pictures of README and docs again: docs/figures, by the scripts in docs/_figures.
+figures: setup
+	$(BIN)/python -m docs._figures
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.
 bench: setup

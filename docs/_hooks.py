@@ -1,8 +1,25 @@
-"""Let mkdocs render the blocks that the tests read: see "Code in the docs" in CONTRIBUTING.md."""
+"""Adapt pages for mkdocs: the blocks that the tests read, and pictures that follow the colors of the page.
+
+"Code in the docs" in CONTRIBUTING.md describes the blocks.
+"""
 
 import re
+from pathlib import Path
+
+FIGURES = Path(__file__).parent / "figures"
+IMAGE = re.compile(r'<p>\s*<img alt="[^"]*" src="(?:\.\./)*figures/([\w-]+)\.svg"\s*/?>\s*</p>')
 
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Keep the language of a fence and drop what only the tests read (`ranks=2`, `run`); mkdocs knows neither."""
     return re.sub(r"^( *```(?:python|bash)) (?:ranks=\d+|run)$", r"\1", markdown, flags=re.M)
+
+
+def on_page_content(html: str, **_) -> str:
+    """Put SVG pictures into the page: as images they could not see whether it is light or dark."""
+
+    def inline(image: re.Match) -> str:
+        picture = (FIGURES / f"{image[1]}.svg").read_text()
+        return f'<figure class="sf-figure">{re.sub("<style>.*</style>", "", picture)}</figure>'
+
+    return IMAGE.sub(inline, html)

@@ -1,8 +1,8 @@
 """Every curve the same: training on 1, 2, 4 and 2 x 2 ranks under each strategy, against plain torch in one process.
 
 `python -m tests.train.curves` (`make curves`) trains a TFNO, a UNet and a ViT for 300 steps in fp64 and fp32, writes
-the losses to docs/curves.json and the plot to docs/curves.svg, and fails if a loss at the last step differs from that
-of plain torch by more than `LIMITS`. Curves that the file has are not run again (`--again` runs them).
+the losses to docs/curves.json, and fails if a loss at the last step differs from that of plain torch by more than
+`LIMITS`. Curves that the file has are not run again (`--again` runs them). `make figures` plots the file.
 """
 
 from __future__ import annotations
@@ -132,42 +132,6 @@ def gap(curve: list[float], reference: list[float]) -> float:
     return abs(curve[-1] / reference[len(curve) - 1] - 1)
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Plot the losses of all runs, one over the other, and below them the gaps to plain torch."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "curves"
-    matplotlib.rcParams["path.simplify_threshold"] = 0.5  # pixels
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(MODELS), figsize=(10, 5), sharex=True, height_ratios=(2, 1.4))
-    for column, model in enumerate(MODELS):
-        top, bottom = axes[0][column], axes[1][column]
-        for precision, color in (("fp64", "tab:blue"), ("fp32", "tab:orange")):
-            reference = curves.get(f"{model} {precision} plain")
-            runs = {
-                k: v for k, v in curves.items() if k.startswith(f"{model} {precision} ") and not k.endswith("plain")
-            }
-            if reference is None:
-                continue
-            shown = range(0, len(reference), 4)  # a smaller file, and lines that can be told apart
-            for losses in runs.values():
-                gaps = [max(abs(a / b - 1), 1e-17) for a, b in zip(losses, reference, strict=False)]
-                top.semilogy(shown, losses[::4], color=color, linewidth=0.8)
-                bottom.semilogy(shown, gaps[::4], color=color, linewidth=0.6)
-            top.semilogy(reference, color="black", linewidth=0.8, linestyle=":")
-            bottom.axhline(LIMITS[precision], color=color, linewidth=0.8, linestyle="--")
-            bottom.plot([], color=color, label=f"{precision}, {len(runs)} runs")
-        top.set_title(model)
-        bottom.set_xlabel("step")
-        bottom.legend(fontsize=7, loc="center right")
-    axes[0][0].set_ylabel("loss")
-    axes[1][0].set_ylabel("relative gap to one device")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.train.curves", description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
@@ -177,7 +141,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--again", action="store_true", help="run curves that the file has")
     parser.add_argument("--data", type=Path, default=DOCS / "curves.json")
-    parser.add_argument("--plot", type=Path, default=DOCS / "curves.svg")
     args = parser.parse_args()
     curves: dict[str, list[float]] = json.loads(args.data.read_text()) if args.data.exists() else {}
     failed = 0
@@ -198,7 +161,6 @@ def main() -> int:
                     verdict = "ok" if found <= LIMITS[precision] else "DIFFERS"
                     failed += verdict != "ok"
                     print(f"{verdict:8} {key:24} {found:.1e}  {time.monotonic() - begun:.0f} s", flush=True)
-    plot(curves, args.plot)
     return 1 if failed else 0
 
 
