@@ -124,6 +124,10 @@ def test_every_benchmark_can_be_started_as_a_file(monkeypatch):
 def test_page_is_up_to_date():
     kept = (ROOT / "docs" / "performance.md").read_text()
     assert page.page(RESULTS) == kept, "run `make performance`"
+    drawn = page.plots(RESULTS)
+    files = {path.stem: path.read_text() for path in (ROOT / "docs/figures").glob("perf-*.svg")}
+    assert drawn.keys() == files.keys() == set(re.findall(r"\(figures/(perf-[\w-]+)\.svg\)", kept))
+    assert [name for name in drawn if drawn[name] != files[name]] == [], "run `make performance`"
     assert all(f"\n## {name}\n" in kept for name in BENCHMARKS), "every benchmark has results"
 
 
@@ -145,6 +149,15 @@ def test_scaling_is_compared_with_a_share_of_one_rank():
     assert rows["UNet, small: of ideal, 8 ranks", "computing alone"].ratio == 1.1
     assert rows["UNet, small: prediction, 8 ranks", "predicted"].ratio == 1.25
     assert plots.scaling_points(found)["UNet, small"]["measured"] == {1: 8500.0, 8: 1425.0}
+
+
+def test_plots_have_every_number():
+    drawn = plots.plots_of("halo", [made()])
+    ratios, times = drawn["perf-halo"], drawn["perf-halo-some-maker-2-cores-ms"]
+    assert "step: shardfield / plain torch" in ratios and ratios.count("<circle") == 2, "a dot and its legend"
+    assert 'stroke-width="2"' in ratios, "the bar"
+    assert times.count("<circle") == 4, "two candidates and their legend"
+    assert "not met" in plots.plot_bars([made()])
 
 
 def test_command(capsys, tmp_path):

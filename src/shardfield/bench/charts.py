@@ -116,6 +116,7 @@ def dots(
     bottom = legend(drawing, names, 10, 18, width - 20)
     values = [v for ds in rows.values() for d in ds for v in (d.value, d.low, d.high, d.limit) if v and v > 0]
     values += [mark] if mark else []
+    values = values or [1.0]  # all zero
     axis = Axis(min(values), max(values), pad, width - pad, log=True)
     for tick in axis.ticks:
         anchor = "start" if tick == axis.ticks[0] else "end" if tick == axis.ticks[-1] else "middle"

@@ -1,13 +1,15 @@
-"""Plots of benchmark results for docs/performance.md."""
+"""Plots of benchmark results for docs/performance.md: {file name: SVG}."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Sequence
 
+from .charts import Dot, Panel, bars, dots, panels
 from .table import Table
 
-SCALING_SVG = "scaling.svg"
+SCALING = "perf-scaling-speed"
+BARS = "perf-bars"
 
 
 def scaling_points(table: Table) -> dict[str, dict[str, dict[int, float]]]:
@@ -20,29 +22,81 @@ def scaling_points(table: Table) -> dict[str, dict[str, dict[int, float]]]:
     return found
 
 
-def plot_scaling(table: Table, path: Path) -> None:
+def plot_scaling(table: Table) -> str:
     """Plot the speed on P ranks over that on one rank, measured and predicted, with the ideal line."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "scaling"
-    import matplotlib.pyplot as plt
-
-    models = scaling_points(table)
-    figure, axes = plt.subplots(1, len(models), figsize=(2.7 * len(models), 2.8), sharey=True, squeeze=False)
-    for axis, (name, curves) in zip(axes[0], models.items(), strict=True):
+    plots = []
+    for model, curves in scaling_points(table).items():
         ranks = sorted(curves["measured"])
-        axis.loglog(ranks, ranks, color="gray", linestyle=":", label="ideal")
-        for kind, style in (("measured", "o-"), ("predicted", "x--")):
-            speeds = [curves["measured"][ranks[0]] / curves[kind][n] for n in ranks]
-            axis.loglog(ranks, speeds, style, label=kind, markersize=4)
-        axis.set_title(name.replace(", ", "\n", 1), fontsize=8)
-        axis.set_xticks(ranks, [str(n) for n in ranks])
-        axis.set_yticks(ranks, [str(n) for n in ranks])
-        axis.minorticks_off()
-        axis.set_xlabel("ranks")
-    axes[0][0].set_ylabel("times the speed of one rank")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+        lines = {"ideal": [(float(n), float(n)) for n in ranks]}
+        for kind in ("measured", "predicted"):
+            lines[kind] = [(float(n), curves["measured"][ranks[0]] / curves[kind][n]) for n in ranks]
+        ticks = [float(n) for n in ranks]
+        plots.append(
+            Panel(
+                model.split(", ")[0],
+                lines,
+                f"ranks ({', '.join(model.split(', ')[1:])})",
+                "times the speed of one rank",
+                log_x=True,
+                log_y=True,
+                x_ticks=ticks,
+                y_ticks=ticks,
+                dashed=["ideal"],
+            )
+        )
+    return panels("Speed by number of ranks, measured and predicted", plots, columns=2)
+
+
+def plot_ratios(name: str, tables: Sequence[Table]) -> str | None:
+    """Plot every ratio of a benchmark, with quartiles and limits; a color per machine."""
+    rows: dict[str, list[Dot]] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.ratio is not None:
+                label = f"{row.case}: {row.candidate} / {row.against}"
+                dot = Dot(table.label, row.ratio, row.ratio_low, row.ratio_high, row.bar)
+                rows.setdefault(label, []).append(dot)
+    return dots(f"Ratios of the benchmark {name}", rows, "ratio, less is better", mark=1.0) if rows else None
+
+
+def plot_values(name: str, tables: Sequence[Table]) -> dict[str, str]:
+    """Plot every median of a benchmark: a plot per machine and unit, a color per candidate."""
+    found: dict[tuple[str, str], dict[str, list[Dot]]] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.median is not None and row.unit:
+                rows = found.setdefault((table.label, row.unit), {})
+                rows.setdefault(row.case, []).append(Dot(row.candidate, row.median, row.low, row.high))
+    return {
+        f"perf-{name}-{slug(label)}-{slug(unit)}": dots(f"{name} on {label}", rows, f"{unit}, {label}")
+        for (label, unit), rows in found.items()
+    }
+
+
+def plot_bars(tables: Sequence[Table]) -> str:
+    """Plot how many limits of each benchmark are met."""
+    groups: dict[str, dict[str, float]] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.met is not None:
+                group = groups.setdefault(table.name, {"met": 0, "not met": 0})
+                group["met" if row.met else "not met"] += 1
+    return bars("Limits that are met and not met", groups, "limits")
+
+
+def slug(text: str) -> str:
+    """Return a text as part of a file name.
+
+    >>> slug("Intel Xeon 2.80GHz, 2 cores")
+    'intel-xeon-2-80ghz-2-cores'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def plots_of(name: str, tables: Sequence[Table]) -> dict[str, str]:
+    """Return all plots of a benchmark, the ratios first."""
+    ratios = plot_ratios(name, tables)
+    found = {} if ratios is None else {f"perf-{name}": ratios}
+    if name == "scaling":
+        found |= {SCALING: plot_scaling(tables[0])}
+    return found | plot_values(name, tables)
