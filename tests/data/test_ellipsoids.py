@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from shardfield import scatter_tensor
 from shardfield.data import Ellipsoid, Ellipsoids, area_norm, force_coefficients
+from shardfield.data.connectivity import is_closed, point_areas
 from shardfield.data.ellipsoids import depolarization_factors
 from shardfield.testing import run_on_ranks
 
@@ -54,6 +55,16 @@ def test_points_are_spread_by_area():
     # half of the points have half of the area, on every side
     for side in torch.eye(3, dtype=torch.float64):
         assert abs((found["position"] @ side > 0).double().mean() - 0.5) < 0.01
+
+
+def test_triangulation():
+    body = Ellipsoid((1.0, 0.6, 0.4))
+    points, faces = body.triangulation(1000)
+    assert faces.shape == (1996, 3) and is_closed(faces)  # Euler's formula
+    normals, areas = point_areas(points, faces)
+    exact = body.points(1000)
+    assert bool(((torch.from_numpy(normals) * exact["normal"]).sum(1) > 0.95).all()), "outward"
+    assert abs(areas.sum() / exact["area"].sum() - 1) < 0.01
 
 
 def test_no_drag():

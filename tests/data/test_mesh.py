@@ -183,11 +183,20 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
     paths += [tmp_path / "missing.stl", tmp_path / "cut.vtu", tmp_path / "other.xyz"]
     paths[-2].write_text("<VTKFile")
     paths[-1].write_text("0 0 0")
+    paths += [tmp_path / "corners.h5", tmp_path / "gap.zarr", tmp_path / "text.h5"]
+    for path, name, values in ((paths[-3], "cells/triangle", FACES[:2, [0, 1, 2, 0]]), (paths[-1], "name", [b"a"] * 6)):
+        with importlib.import_module("h5py").File(path, "w") as file:
+            file["points"], file[name] = OCTAHEDRON, values
+    group = importlib.import_module("zarr").open_group(str(paths[-2]), mode="w")
+    group.create_array("points", shape=(6, 3), chunks=(2, 3), dtype="f8")[:2] = OCTAHEDRON[:2]
     said = [text for *_, text in BROKEN.values()] + [
         "has no points",
         "there is no",
         "cannot read",
         "meshio reads no .xyz",
+        "triangle cells are int64 of shape (2, 4), not integers of shape (number, 3)",
+        "points has chunks that were never written, the first at (1, 0)",
+        "'name' is an array of |S1, which cannot be a tensor",
     ]
     for messages in run_on_ranks(refused_on_every_rank, 2, paths):
         for message, text in zip(messages, said, strict=True):
@@ -204,7 +213,7 @@ def unsorted_in_place(path):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
     opened = open_mesh(path, mesh, order="file")
     messages = []
-    for name in ("cells/triangle", "cells/line"):
+    for name in ("cells/triangle", "cells/line", "points", "edges"):
         with pytest.raises(ShardingError) as caught:
             opened[name]
         messages.append(str(caught.value))
@@ -216,15 +225,90 @@ def test_cells_read_in_place_are_checked(tmp_path):
     with importlib.import_module("h5py").File(path, "w") as file:
         file["points"], file["cells/triangle"] = OCTAHEDRON, np.array([[3, 4, 5], [0, 1, 2]])
         file["cells/line"] = np.array([[0, 1], [4, 9]])
-    for unsorted, nowhere in run_on_ranks(unsorted_in_place, 2, path):
+        file["edges"] = np.array([[1, -1], [0, 4]])
+        file["points"][4, 1] = np.nan
+    for unsorted, nowhere, nan, edges in run_on_ranks(unsorted_in_place, 2, path):
         assert "cells/triangle are not sorted by their points" in unsorted
         assert "cells/line name points that do not exist" in nowhere
+        assert "1 of 3 points are not finite; the first is point 4" in nan
+        assert "edges name points that do not exist" in edges
+    with importlib.import_module("h5py").File(path, "a") as file:
+        file["points"][4, 1] = 0
+        del file["edges"]
     with pytest.raises(ShardingError, match="1 of 2 line cells name points that do not exist"):
         open_mesh(path)
     with importlib.import_module("h5py").File(tmp_path / "names.h5", "w") as file:
         file["points"], file["order"] = OCTAHEDRON, np.arange(6)
     with pytest.raises(ShardingError, match="cannot be called 'order'"):
         open_mesh(tmp_path / "names.h5")
+
+
+def volume_on_ranks(path):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("points",))
+    opened, alone = open_mesh(path, mesh), open_mesh(path)
+    for name in opened.fields:
+        torch.testing.assert_close(opened[name].full_tensor(), alone[name], rtol=0, atol=0)
+    begin, end = opened.layout.span(0)
+    owners = opened["faces/quad"].to_local().amin(1)
+    assert bool(((owners >= begin) & (owners < end)).all()), "a face is on the rank of its first point"
+    return {name: opened[name].to_local().shape[0] for name in ("points", "cells/hexahedron", "faces/quad/cells")}
+
+
+def test_volumes_have_faces_and_a_surface(tmp_path):
+    at = np.arange(27).reshape(3, 3, 3)
+    corners = [at[i : i + 2, j : j + 2, k : k + 2] for i in range(2) for j in range(2) for k in range(2)]
+    cells = np.array([c.reshape(-1)[[0, 4, 6, 2, 1, 5, 7, 3]] for c in corners])
+    path = tmp_path / "box.vtu"
+    meshio.Mesh(np.stack(np.indices((3, 3, 3)), -1).reshape(-1, 3) / 2.0, [("hexahedron", cells)]).write(path)
+    box = open_mesh(path)
+    assert box.closed and box.fields["faces/quad"] == (36, 4) and box["areas"].sum() == 6
+    assert int((box["faces/quad/cells"][:, 1] < 0).sum()) == 24
+    center = (box["points"] == 0.5).all(1)
+    assert not box["normals"][center].any() and bool((box["normals"] * (box["points"] - 0.5) >= 0).all())
+    found = run_on_ranks(volume_on_ranks, 3, path)
+    for name, total in (("points", 27), ("cells/hexahedron", 8), ("faces/quad/cells", 36)):
+        assert sum(rank[name] for rank in found) == total
+    assert len({tuple(rank.values()) for rank in found}) > 1, "each field has a sharding of its own"
+
+
+def test_data_of_cells_in_hdf5(tmp_path):
+    path = tmp_path / "plane.h5"
+    with importlib.import_module("h5py").File(path, "w") as file:
+        file["points"], file["cells/triangle"] = np.array([[0.0, 0], [1, 0], [1, 1], [0, 1]]), [[0, 2, 3], [0, 1, 2]]
+        file["cell_data/triangle/number"] = [10, 11]
+    plane, in_place = open_mesh(path), open_mesh(path, order="file")
+    assert "normals" not in plane.fields and plane["areas"].sum() == 1  # a plane mesh has areas, and no normals
+    assert in_place["cells/triangle/number"].tolist() == [10, 11]
+    first = plane["order"][plane["cells/triangle"]].sort(1).values.tolist()
+    assert [first[i] for i in plane["cells/triangle/number"].argsort()] == [[0, 2, 3], [0, 1, 2]]
+
+
+def damaged(path):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
+    with pytest.raises(ShardingError, match=r"\.morton is damaged \(height: .*delete it"):
+        open_mesh(path, mesh)
+
+
+def test_damaged_arrays(sheet):
+    open_mesh(sheet)
+    file = sheet.with_name("sheet.vtu.morton") / "height.npy"
+    file.write_bytes(file.read_bytes()[:-8])
+    run_on_ranks(damaged, 2, sheet)
+
+
+def test_surfaces_of_pyvista(tmp_path):
+    pyvista = pytest.importorskip("pyvista")
+    body = pyvista.PolyData(OCTAHEDRON, faces=np.insert(FACES, 0, 3, axis=1).ravel())
+    for name in ("body.vtp", "surface.vtk"):
+        body.save(tmp_path / name)
+        assert open_mesh(tmp_path / name).closed
+    whole = (tmp_path / "body.vtp").read_bytes()
+    (tmp_path / "cut.vtp").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ShardingError, match="cannot read"):
+        open_mesh(tmp_path / "cut.vtp")
+    pyvista.PolyData(OCTAHEDRON, lines=[3, 0, 1, 2]).save(tmp_path / "lines.vtp")
+    with pytest.raises(ShardingError, match="has lines"):
+        open_mesh(tmp_path / "lines.vtp")
 
 
 def test_duplicate_points_stay(tmp_path):

@@ -135,25 +135,6 @@ class MeshGraphNet(nn.Module):
         return self.out(x)
 
 
-class GraphCast(nn.Module):
-    """Encode grid points onto mesh nodes, process on the mesh, decode: two point sets with shardings of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode, self.process, self.decode = mlp(6, WIDTH), mlp(2 * WIDTH, WIDTH), mlp(WIDTH + 3, 1)
-
-    def forward(self, points):
-        nodes = points[::3]
-        to_node, _ = knn(nodes, points.detach(), 1)  # the node of each grid point
-        to_node = to_node.reshape(-1)
-        messages = self.encode(torch.cat([points, points - nodes[to_node]], 1))
-        x = torch.zeros(len(nodes), WIDTH, dtype=points.dtype).index_add(0, to_node, messages)
-        source, target = neighbor_edges(nodes, 3)
-        for _ in range(2):
-            x = x + torch.zeros_like(x).index_add(0, target, self.process(torch.cat([x[source], x[target]], 1)))
-        return self.decode(torch.cat([x[to_node], points], 1))
-
-
 class PlainTransolver(nn.Module):
     def __init__(self):
         super().__init__()
@@ -163,7 +144,7 @@ class PlainTransolver(nn.Module):
         return self.model(points[None])[0]
 
 
-MODELS = [PlainTransolver, TransolverPlusPlus, GeoTransolver, Domino, PyG, MeshGraphNet, GraphCast]
+MODELS = [PlainTransolver, TransolverPlusPlus, GeoTransolver, Domino, PyG, MeshGraphNet]
 
 
 def compare(names):

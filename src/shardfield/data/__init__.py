@@ -7,8 +7,8 @@ from .field import Field as Field
 from .field import open_field as open_field
 from .loader import ShardedLoader as ShardedLoader
 from .mesh import Mesh as Mesh
-from .mesh import MeshDataset as MeshDataset
 from .mesh import open_mesh as open_mesh
+from .mesh_dataset import MeshDataset as MeshDataset
 from .normalize import UnitGaussian as UnitGaussian
 from .surface import area_norm as area_norm
 from .surface import force_coefficients as force_coefficients

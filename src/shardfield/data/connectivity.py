@@ -18,6 +18,10 @@ CELL_EDGES: dict[str, list[tuple[int, int]]] = {
     "hexahedron": [(0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6), (3, 7)],
 }
 
+CELL_CORNERS = {
+    "vertex": 1, "line": 2, "triangle": 3, "quad": 4, "tetra": 4, "pyramid": 5, "wedge": 6, "hexahedron": 8,
+}  # fmt: skip
+
 
 def cell_edges(cells: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the edges (2, number) of all cells, each in both directions and once, sorted by their targets."""
@@ -45,7 +49,8 @@ def point_areas(points: np.ndarray, triangles: np.ndarray) -> tuple[np.ndarray, 
     A third of a triangle belongs to each of its corners. A normal is the mean of those of the triangles around a point,
     weighted by area; it is zero where there are none, or where they cancel.
     """
-    corners = points[triangles].astype(np.float64)
+    flat = np.zeros((len(points), 3 - points.shape[1]))  # of a plane mesh
+    corners = np.concatenate([points, flat], 1)[triangles].astype(np.float64)
     vectors = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]) / 6
     normals, areas = np.zeros((len(points), 3)), np.zeros((len(points), 1))
     for corner in range(3):
@@ -56,7 +61,11 @@ def point_areas(points: np.ndarray, triangles: np.ndarray) -> tuple[np.ndarray, 
 
 
 def is_closed(triangles: np.ndarray) -> bool:
-    """Return whether the surface has no boundary and one orientation: every edge is used once in each direction."""
+    """Return whether the surface has no boundary and one orientation: every edge is used once in each direction.
+
+    Triangles with a repeated corner have no area and do not count.
+    """
+    triangles = triangles[(triangles != np.roll(triangles, 1, axis=1)).all(1)]
     directed = np.concatenate([triangles[:, [0, 1]], triangles[:, [1, 2]], triangles[:, [2, 0]]])
     forward, counts = np.unique(directed, axis=0, return_counts=True)
     backward = np.unique(directed[:, ::-1], axis=0)

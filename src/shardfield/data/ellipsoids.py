@@ -72,6 +72,16 @@ class Ellipsoid:
             "area": torch.from_numpy(4 * math.pi * self._stretch(z, phi) / density / n)[:, None],
         }
 
+    def triangulation(self, n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return n points (n, 3) and the triangles (m, 3) of their convex hull, which are seen from outside."""
+        from scipy.spatial import ConvexHull
+
+        points = self.points(n, seed=seed)["position"].numpy()
+        faces = ConvexHull(points).simplices
+        inward = np.linalg.det(points[faces]) < 0
+        faces[inward] = faces[inward][:, ::-1]
+        return points, faces
+
     def _spread(self, height: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Map the unit square to the sphere so that equal areas of the square become equal areas of the body.
 

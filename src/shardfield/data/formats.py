@@ -257,5 +257,4 @@ def import_package(name: str, extra: str = "recipes") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        how = name if name == "pyvista" else f"'shardfield[{extra}]'"
-        raise ShardingError(f"reading this needs {name}: pip install {how}") from None
+        raise ShardingError(f"this needs {name}: pip install 'shardfield[{extra}]'") from None

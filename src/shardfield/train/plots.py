@@ -52,7 +52,8 @@ def plot_prediction(folder: Path, plot_fields: PlotFields, samples: int = 2) -> 
 def plot_surfaces(folder: Path, plot_fields: PlotFields, samples: int = 2) -> None:
     """Plot truth, prediction, error and ranks on the surfaces of the first test samples, seen from upstream.
 
-    "x" has the positions and normals of the points. Points that face away are not drawn.
+    "x" has the positions and normals of the points. Points that face away are not drawn. Values between the points are
+    interpolated over triangles of the picture; the body must be convex.
     """
     plt = _pyplot()
     if plt is None:
@@ -66,25 +67,56 @@ def plot_surfaces(folder: Path, plot_fields: PlotFields, samples: int = 2) -> No
         area = plot_fields["area"][0][row, :, 0].float().cpu()
         relative = (((guess - truth).square() * area).sum() / (truth.square() * area).sum()).sqrt().item()
         scale = {"vmin": truth.min().item(), "vmax": truth.max().item(), "cmap": "coolwarm"}
-        right, up, view = VIEW
-        seen = (x[row, :, 3:] @ torch.tensor(view) > 0).nonzero().flatten()
-        across, height = (x[row, seen, :3] @ torch.tensor(side) for side in (right, up))
         fields = [
-            ("pressure coefficient", truth, scale),
+            (f"truth: pressure coefficient, {len(truth):,} points", truth, scale),
             ("prediction", guess, scale),
             (f"|error|, relative L2 {relative:.4f}", (guess - truth).abs(), {"cmap": "magma"}),
-            (f"{len(boundaries) + 1} ranks", ranks.float(), {"cmap": "tab10", "vmin": 0, "vmax": 9}),
         ]
-        for panel, (title, values, style) in zip(panels, fields, strict=True):
-            image = panel.scatter(across, height, c=values[seen], s=7e4 / len(truth), linewidths=0, **style)
-            panel.set(title=title, aspect="equal", xlim=(-1.05, 1.05), ylim=(-1.05, 1.05))
-            panel.axis("off")
-            if not title.endswith("ranks"):
-                figure.colorbar(image, ax=panel, shrink=0.8)
-        stream = (-1 + 0.4 * right[0], -0.9 + 0.4 * up[0])
-        panels[0].annotate("", stream, (-1, -0.9), arrowprops={"arrowstyle": "->"})
-        panels[0].text(-1.0, -0.7, "stream", fontsize=8)
+        for panel, (title, values, style) in zip(panels, fields, strict=False):
+            figure.colorbar(_draw_surface(panel, x[row], values, style), ax=panel, shrink=0.8)
+            panel.set_title(title, fontsize=10)
+        _draw_ranks(panels[3], x[row], ranks, len(boundaries) + 1)
+        _draw_stream(panels[0])
     _save_figure(plt, figure, folder / "prediction.png")
+
+
+def _project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which points face the viewer, and their two coordinates in the picture."""
+    right, up, view = (torch.tensor(axis) for axis in VIEW)
+    seen = (x[:, 3:] @ view > 0).nonzero().flatten()
+    return seen, x[seen, :3] @ right, x[seen, :3] @ up
+
+
+def _draw_surface(panel: Any, x: Tensor, values: Tensor, style: dict[str, Any]) -> Any:
+    """Draw values on the points that face the viewer: smooth between the points, or dots if they are too few."""
+    seen, across, height = _project(x)
+    panel.set(aspect="equal", xlim=(-1.05, 1.05), ylim=(-1.05, 1.05))
+    panel.axis("off")
+    if len(seen) < 20:
+        return panel.scatter(across, height, c=values[seen], s=40, linewidths=0, **style)
+    return panel.tripcolor(across, height, values[seen], shading="gouraud", rasterized=True, **style)
+
+
+def _draw_ranks(panel: Any, x: Tensor, ranks: Tensor, n: int) -> None:
+    """Draw the points that face the viewer, in the color of the rank that has them."""
+    seen, across, height = _project(x)
+    for rank in range(n):
+        mine = ranks[seen] == rank
+        panel.scatter(across[mine], height[mine], s=2e4 / len(x), color=f"C{rank % 10}", linewidths=0, label=f"{rank}")
+    panel.set(aspect="equal", xlim=(-1.05, 1.05), ylim=(-1.05, 1.05))
+    panel.set_title("points by rank", fontsize=10)
+    panel.axis("off")
+    if n <= 10:
+        panel.legend(
+            loc="center left", bbox_to_anchor=(0.95, 0.5), frameon=False, fontsize=8, markerscale=2, title="rank"
+        )
+
+
+def _draw_stream(panel: Any) -> None:
+    """Draw an arrow along x, the direction of the stream."""
+    (right, _, _), (up, _, _), _ = VIEW
+    panel.annotate("", (-1 + 0.4 * right, -0.9 + 0.4 * up), (-1, -0.9), arrowprops={"arrowstyle": "->"})
+    panel.text(-1.0, -0.7, "stream", fontsize=8)
 
 
 def plot_curves(folder: Path) -> None:

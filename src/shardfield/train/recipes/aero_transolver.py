@@ -49,7 +49,11 @@ class AeroTransolverConfig(TrainConfig):
 
 
 class SliceAttention(nn.Module):
-    """A Transolver block: pool the points into a few states, which attend to each other; then an MLP."""
+    """A Transolver block: pool the points into a few states, which attend to each other; then an MLP.
+
+    With `area` (samples, points, 1) the points are pooled by area: a state is a mean over the surface, which does not
+    depend on where the points are dense, and points without area do not count.
+    """
 
     def __init__(self, width: int, slices: int = 32, heads: int = 4):
         super().__init__()
@@ -59,10 +63,11 @@ class SliceAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width // heads, 3 * (width // heads)), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, area: Tensor | None = None) -> Tensor:
         points = self.values(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         weights = torch.softmax(self.assign(points), -1)
-        states = weights.transpose(-1, -2) @ points / (weights.sum(-2).unsqueeze(-1) + 1e-5)
+        pooling = weights if area is None else weights * area.unsqueeze(1)
+        states = pooling.transpose(-1, -2) @ points / (pooling.sum(-2).unsqueeze(-1) + 1e-5)
         q, k, v = self.qkv(states).chunk(3, -1)
         x = x + self.out((weights @ F.scaled_dot_product_attention(q, k, v)).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
@@ -77,10 +82,10 @@ class Transolver(nn.Module):
         self.blocks = nn.ModuleList(SliceAttention(width, slices, heads) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, area: Tensor | None = None) -> Tensor:
         x = self.lift(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, area)
         return self.head(x)
 
 

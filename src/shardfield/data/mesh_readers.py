@@ -1,0 +1,216 @@
+"""Read meshes of STL, VTK, VTU, VTP and other files, of zarr folders and of HDF5 files, and check them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShardingError
+from .connectivity import CELL_CORNERS
+from .formats import import_package, list_arrays, missing_chunks
+from .stl import read_stl
+
+CELLS, FACES = "cells/", "faces/"
+CELL_DATA = "cell_data/"  # of zarr and HDF5: an array there has no arrays inside, so "cells/triangle/p" cannot exist
+RESERVED = ("points", "order", "edges")  # names of fields that every mesh has
+
+
+@dataclass
+class RawMesh:
+    """A mesh as a file has it: points (n, features), cells by type, and data of points and cells by name."""
+
+    points: np.ndarray
+    cells: dict[str, np.ndarray] = field(default_factory=dict)
+    point_data: dict[str, np.ndarray] = field(default_factory=dict)
+    cell_data: dict[str, np.ndarray] = field(default_factory=dict)  # "triangle/pressure"
+
+
+def read_mesh(path: Path) -> RawMesh:
+    """Read all of a mesh of any supported format, and check it."""
+    if not path.exists():
+        raise ShardingError(f"there is no {path}")
+    try:
+        raw = _reader_of(path)(path)
+    except ShardingError:
+        raise
+    except Exception as error:  # the packages raise many types for broken files
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ShardingError(f"cannot read {path}, which is truncated or not supported: {reason}") from error
+    _check_points(path, raw)
+    _check_cells(path, raw)
+    _check_data(path, raw)
+    return raw
+
+
+def _reader_of(path: Path) -> Callable[[Path], RawMesh]:
+    suffix = path.suffix.lower()
+    if is_array_file(path):
+        return _read_arrays
+    if suffix == ".stl":
+        return _read_stl
+    if suffix == ".vtp" or (suffix == ".vtk" and b"POLYDATA" in path.read_bytes()[:1000].upper()):
+        return _read_polydata
+    return _read_meshio
+
+
+def is_array_file(path: Path) -> bool:
+    """Return whether a file has named arrays, which can be read in parts: a zarr folder or HDF5."""
+    return path.is_dir() or path.suffix.lower() in (".h5", ".hdf5", ".nc")
+
+
+def named_arrays(path: Path) -> dict[str, Any]:
+    """Return the arrays of a zarr folder or HDF5 file by the names of their fields; check names and shapes."""
+    if not path.exists():
+        raise ShardingError(f"there is no {path}")
+    arrays = {
+        CELLS + name.removeprefix(CELL_DATA) if name.startswith(CELL_DATA) else name: array
+        for name, array in list_arrays(path).items()
+    }
+    if "points" not in arrays:
+        raise ShardingError(f"{path} has no array called 'points'; it has {', '.join(sorted(arrays)) or 'nothing'}")
+    _check_point_array(path, arrays["points"])
+    n = arrays["points"].shape[0]
+    if other := [f"{m} {a.shape}" for m, a in arrays.items() if _is_point_data(m) and a.shape[:1] != (n,)]:
+        raise ShardingError(f"{path}: {', '.join(other)}: data of {n} points has as many rows")
+    return arrays
+
+
+def _is_point_data(name: str) -> bool:
+    return not name.startswith(CELLS) and name != "edges"
+
+
+def read_stored(path: Path, name: str, array: Any, block: tuple[slice, ...]) -> np.ndarray:
+    """Read a block of an array of a zarr folder or HDF5 file; raise if points or cells in it were never written.
+
+    In other data, chunks that are not stored have the fill value: zarr does not store chunks of zeros.
+    """
+    geometry = name in ("points", "edges") or (name.startswith(CELLS) and name.count("/") == 1)
+    if geometry and (absent := missing_chunks(path, array, block)):
+        raise ShardingError(f"{path}: {name} has chunks that were never written, the first at {absent[0]}")
+    return np.asarray(array[block])
+
+
+def _read_arrays(path: Path) -> RawMesh:
+    arrays = {
+        name: read_stored(path, name, array, tuple(slice(0, n) for n in array.shape))
+        for name, array in named_arrays(path).items()
+    }
+    cells = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") == 1}
+    cell_data = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") == 2}
+    data = {n: a for n, a in arrays.items() if not n.startswith(CELLS) and n != "points"}
+    return RawMesh(arrays["points"], cells, data, cell_data)
+
+
+def _read_stl(path: Path) -> RawMesh:
+    points, triangles = read_stl(path)
+    return RawMesh(points, {"triangle": triangles})
+
+
+def _read_meshio(path: Path) -> RawMesh:
+    meshio = import_package("meshio", "meshes")
+    formats = meshio.extension_to_filetypes.get(path.suffix.lower(), ())
+    if not formats:
+        raise ShardingError(f"{path}: meshio reads no {path.suffix or 'files without a suffix'}")
+    found = _try_formats(path, formats)
+    cells: dict[str, list[np.ndarray]] = {}
+    cell_data: dict[str, list[np.ndarray]] = {}
+    for at, block in enumerate(found.cells):
+        cells.setdefault(block.type, []).append(np.asarray(block.data))
+        for name, values in found.cell_data.items():
+            cell_data.setdefault(f"{block.type}/{name}", []).append(np.asarray(values[at]))
+    return RawMesh(
+        np.asarray(found.points),
+        {kind: np.concatenate(parts) for kind, parts in cells.items()},
+        {name: np.asarray(values) for name, values in found.point_data.items()},
+        {name: np.concatenate(parts) for name, parts in cell_data.items()},
+    )
+
+
+def _try_formats(path: Path, formats: list[str]) -> Any:
+    """Read a file by meshio, as each format that its suffix may have. (`meshio.read` ends the process on errors.)"""
+    failed = None
+    for name in formats:
+        try:
+            return importlib.import_module(f"meshio.{name.replace('-', '_').rstrip('0123456789')}").read(path)
+        except (Exception, SystemExit) as error:
+            failed = failed or error
+    raise OSError(f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__)
+
+
+def _read_polydata(path: Path) -> RawMesh:
+    """Read a surface of VTK: polygons become triangles."""
+    pyvista = import_package("pyvista", "pyvista")
+    with pyvista.VtkErrorCatcher(raise_errors=True):  # VTK prints errors, and returns what it could read
+        surface = pyvista.read(path)
+    if surface.n_lines:
+        raise ShardingError(f"{path} has lines; of PolyData, points and polygons are supported")
+    found = surface.triangulate()
+    cells = {"triangle": np.asarray(found.regular_faces)} if found.n_cells else {}
+    return RawMesh(
+        np.asarray(found.points),
+        cells,
+        {name: np.asarray(found.point_data[name]) for name in found.point_data},
+        {f"triangle/{name}": np.asarray(found.cell_data[name]) for name in found.cell_data if cells},
+    )
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check_point_array(path: Path, points: Any) -> None:
+    shape, dtype = tuple(points.shape), points.dtype
+    if len(shape) != 2 or not shape[1] or dtype.kind not in "fiu":
+        raise ShardingError(f"{path}: points are {dtype} of shape {shape}, not (number, coordinates)")
+    if not shape[0]:
+        raise ShardingError(f"{path} has no points")
+
+
+def check_finite(path: Path, points: np.ndarray, first: int = 0) -> None:
+    """Raise if coordinates are NaN or infinite. first: the number of the first point."""
+    if len(bad := np.flatnonzero(~np.isfinite(points).all(1))):
+        at = first + int(bad[0])
+        raise ShardingError(f"{path}: {len(bad)} of {len(points)} points are not finite; the first is point {at}")
+
+
+def _check_points(path: Path, raw: RawMesh) -> None:
+    if not raw.points.size:
+        raise ShardingError(f"{path} has no points")
+    _check_point_array(path, raw.points)
+    raw.points = raw.points if raw.points.dtype in (np.float32, np.float64) else raw.points.astype(np.float64)
+    check_finite(path, raw.points)
+
+
+def _check_cells(path: Path, raw: RawMesh) -> None:
+    for kind, corners in raw.cells.items():
+        if kind not in CELL_CORNERS:
+            raise ShardingError(f"{path}: cells of type {kind!r}; supported are {', '.join(CELL_CORNERS)}")
+        if corners.ndim != 2 or corners.shape[1] != CELL_CORNERS[kind] or corners.dtype.kind not in "iu":
+            raise ShardingError(
+                f"{path}: {kind} cells are {corners.dtype} of shape {corners.shape}, not integers of shape (number, "
+                f"{CELL_CORNERS[kind]})"
+            )
+        if len(bad := np.flatnonzero(((corners < 0) | (corners >= len(raw.points))).any(1))):
+            raise ShardingError(
+                f"{path}: {len(bad)} of {len(corners)} {kind} cells name points that do not exist; the first is cell "
+                f"{bad[0]} with points {corners[bad[0]].tolist()} of {len(raw.points)}"
+            )
+        raw.cells[kind] = corners.astype(np.int64)
+
+
+def _check_data(path: Path, raw: RawMesh) -> None:
+    if taken := [n for n in raw.point_data if n in RESERVED or ".." in n or n.startswith(("/", CELLS, FACES))]:
+        raise ShardingError(f"{path}: data of points cannot be called {', '.join(map(repr, taken))}")
+    for name, values in raw.cell_data.items():
+        if ".." in name:
+            raise ShardingError(f"{path}: data of cells cannot be called {name!r}")
+        kind = name.partition("/")[0]
+        if kind not in raw.cells or len(values) != len(raw.cells[kind]):
+            raise ShardingError(f"{path}: cell data {name!r} has {len(values)} rows, not one per {kind} cell")
+    for name, values in (raw.point_data | raw.cell_data).items():
+        if values.dtype.kind not in "fiubc":
+            raise ShardingError(f"{path}: {name!r} is an array of {values.dtype}, which cannot be a tensor")
