@@ -276,9 +276,11 @@ def test_data_of_cells_in_hdf5(tmp_path):
     with importlib.import_module("h5py").File(path, "w") as file:
         file["points"], file["cells/triangle"] = np.array([[0.0, 0], [1, 0], [1, 1], [0, 1]]), [[0, 2, 3], [0, 1, 2]]
         file["cell_data/triangle/number"] = [10, 11]
+        file["cells/line"] = np.array([[0, 1]], np.uint32)
     plane, in_place = open_mesh(path), open_mesh(path, order="file")
     assert "normals" not in plane.fields and plane["areas"].sum() == 1  # a plane mesh has areas, and no normals
     assert in_place["cells/triangle/number"].tolist() == [10, 11]
+    assert in_place["cells/line"].dtype == torch.int64, "an index"
     first = plane["order"][plane["cells/triangle"]].sort(1).values.tolist()
     assert [first[i] for i in plane["cells/triangle/number"].argsort()] == [[0, 2, 3], [0, 1, 2]]
 

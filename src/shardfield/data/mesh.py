@@ -175,11 +175,24 @@ class Mesh:
         local = self.read(name, slice(None))
         if name == "points":
             check_finite(self.path, local.numpy())
+        self._check_names(name, local)
         return local
+
+    def _check_names(self, name: str, local: Tensor) -> None:
+        """Raise if some of the cells, faces or edges name points that do not exist."""
+        names_points = has_owners(name) and name.count("/") < 2
+        if (
+            names_points
+            and local.numel()
+            and not 0 <= int(local.min()) <= int(local.max()) < len(self._arrays["points"])
+        ):
+            raise ShardingError(f"{self.path}: {name} name points that do not exist")
 
     def read(self, name: str, rows: slice) -> Tensor:
         """Return some rows of a field (of edges: columns), read by this rank alone."""
-        return _read_rows(self._array(name), row_dim(name), rows)
+        local = _read_rows(self._array(name), row_dim(name), rows)
+        # Tensors of unsigned integers cannot be indices.
+        return local.long() if has_owners(name) and name.count("/") < 2 else local
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
@@ -222,9 +235,7 @@ class Mesh:
                     f"{self.path}: {name} are not sorted by their points, or name points that do not exist; open the "
                     "mesh with order='morton'"
                 )
-            names_points = name == "edges" or name.count("/") < 2
-            if names_points and not 0 <= int(local.min()) <= int(local.max()) < len(self._arrays["points"]):
-                raise ShardingError(f"{self.path}: {name} name points that do not exist")
+            self._check_names(name, local)
         return local
 
 

@@ -39,7 +39,7 @@ def read_mesh(path: Path) -> RawMesh:
     except ShardingError:
         raise
     except Exception as error:  # the packages raise many types for broken files
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise ShardingError(f"cannot read {path}, which is truncated or not supported: {reason}") from error
     _check_points(path, raw)
     _check_cells(path, raw)
@@ -77,6 +77,13 @@ def named_arrays(path: Path) -> dict[str, Any]:
     n = arrays["points"].shape[0]
     if other := [f"{m} {a.shape}" for m, a in arrays.items() if _is_point_data(m) and a.shape[:1] != (n,)]:
         raise ShardingError(f"{path}: {', '.join(other)}: data of {n} points has as many rows")
+    for name, array in arrays.items():
+        kind, _, data = name.removeprefix(CELLS).partition("/")
+        if name.startswith(CELLS) and not data:
+            _check_cell_array(path, kind, array)
+        elif name.startswith(CELLS):
+            _check_cell_rows(path, f"{kind}/{data}", array.shape[:1], arrays.get(CELLS + kind))
+        _check_dtype(path, name, array)
     return arrays
 
 
@@ -92,7 +99,10 @@ def read_stored(path: Path, name: str, array: Any, block: tuple[slice, ...]) -> 
     geometry = name in ("points", "edges") or (name.startswith(CELLS) and name.count("/") == 1)
     if geometry and (absent := missing_chunks(path, array, block)):
         raise ShardingError(f"{path}: {name} has chunks that were never written, the first at {absent[0]}")
-    return np.asarray(array[block])
+    try:
+        return np.asarray(array[block])
+    except Exception as error:  # whatever the reader of this format raises on a broken file
+        raise ShardingError(f"cannot read {name} of {path}: {type(error).__name__}: {error}") from error
 
 
 def _read_arrays(path: Path) -> RawMesh:
@@ -185,15 +195,29 @@ def _check_points(path: Path, raw: RawMesh) -> None:
     check_finite(path, raw.points)
 
 
+def _check_cell_array(path: Path, kind: str, corners: Any) -> None:
+    if kind not in CELL_CORNERS:
+        raise ShardingError(f"{path}: cells of type {kind!r}; supported are {', '.join(CELL_CORNERS)}")
+    if tuple(corners.shape)[1:] != (CELL_CORNERS[kind],) or corners.dtype.kind not in "iu":
+        raise ShardingError(
+            f"{path}: {kind} cells are {corners.dtype} of shape {tuple(corners.shape)}, not integers of shape (number, "
+            f"{CELL_CORNERS[kind]})"
+        )
+
+
+def _check_cell_rows(path: Path, name: str, rows: tuple[int, ...], corners: Any) -> None:
+    if corners is None or rows != tuple(corners.shape[:1]):
+        raise ShardingError(f"{path}: cell data {name!r} has {rows[0] if rows else 'no'} rows, not one per cell")
+
+
+def _check_dtype(path: Path, name: str, array: Any) -> None:
+    if array.dtype.kind not in "fiubc":
+        raise ShardingError(f"{path}: {name!r} is an array of {array.dtype}, which cannot be a tensor")
+
+
 def _check_cells(path: Path, raw: RawMesh) -> None:
     for kind, corners in raw.cells.items():
-        if kind not in CELL_CORNERS:
-            raise ShardingError(f"{path}: cells of type {kind!r}; supported are {', '.join(CELL_CORNERS)}")
-        if corners.ndim != 2 or corners.shape[1] != CELL_CORNERS[kind] or corners.dtype.kind not in "iu":
-            raise ShardingError(
-                f"{path}: {kind} cells are {corners.dtype} of shape {corners.shape}, not integers of shape (number, "
-                f"{CELL_CORNERS[kind]})"
-            )
+        _check_cell_array(path, kind, corners)
         if len(bad := np.flatnonzero(((corners < 0) | (corners >= len(raw.points))).any(1))):
             raise ShardingError(
                 f"{path}: {len(bad)} of {len(corners)} {kind} cells name points that do not exist; the first is cell "
@@ -208,9 +232,6 @@ def _check_data(path: Path, raw: RawMesh) -> None:
     for name, values in raw.cell_data.items():
         if ".." in name:
             raise ShardingError(f"{path}: data of cells cannot be called {name!r}")
-        kind = name.partition("/")[0]
-        if kind not in raw.cells or len(values) != len(raw.cells[kind]):
-            raise ShardingError(f"{path}: cell data {name!r} has {len(values)} rows, not one per {kind} cell")
+        _check_cell_rows(path, name, values.shape[:1], raw.cells.get(name.partition("/")[0]))
     for name, values in (raw.point_data | raw.cell_data).items():
-        if values.dtype.kind not in "fiubc":
-            raise ShardingError(f"{path}: {name!r} is an array of {values.dtype}, which cannot be a tensor")
+        _check_dtype(path, name, values)
