@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -110,7 +109,6 @@ def measure_growth(device: str, settings: Settings) -> dict[str, float]:
         model(x, edges).square().mean().backward()
         if at == settings.steps // 10:
             early = _resident()
-    dist.barrier()
     return {"early": early, "growth": _resident() - early}
 
 
