@@ -196,7 +196,7 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         "meshio reads no .xyz",
         "triangle cells are int64 of shape (2, 4), not integers of shape (number, 3)",
         "points has chunks that were never written, the first at (1, 0)",
-        "'name' is an array of |S1, which cannot be a tensor",
+        "'name' is an array of object, which cannot be a tensor",
     ]
     for messages in run_on_ranks(refused_on_every_rank, 2, paths):
         for message, text in zip(messages, said, strict=True):
@@ -232,11 +232,10 @@ def test_cells_read_in_place_are_checked(tmp_path):
         assert "cells/line name points that do not exist" in nowhere
         assert "1 of 3 points are not finite; the first is point 4" in nan
         assert "edges name points that do not exist" in edges
-    with importlib.import_module("h5py").File(path, "a") as file:
-        file["points"][4, 1] = 0
-        del file["edges"]
+    with importlib.import_module("h5py").File(tmp_path / "nowhere.h5", "w") as file:
+        file["points"], file["cells/line"] = OCTAHEDRON, np.array([[0, 1], [4, 9]])
     with pytest.raises(ShardingError, match="1 of 2 line cells name points that do not exist"):
-        open_mesh(path)
+        open_mesh(tmp_path / "nowhere.h5")
     with importlib.import_module("h5py").File(tmp_path / "names.h5", "w") as file:
         file["points"], file["order"] = OCTAHEDRON, np.arange(6)
     with pytest.raises(ShardingError, match="cannot be called 'order'"):
@@ -261,7 +260,7 @@ def test_volumes_have_faces_and_a_surface(tmp_path):
     path = tmp_path / "box.vtu"
     meshio.Mesh(np.stack(np.indices((3, 3, 3)), -1).reshape(-1, 3) / 2.0, [("hexahedron", cells)]).write(path)
     box = open_mesh(path)
-    assert box.closed and box.fields["faces/quad"] == (36, 4) and box["areas"].sum() == 6
+    assert box.closed and box.fields["faces/quad"] == (36, 4) and abs(box["areas"].sum() - 6) < 1e-12
     assert int((box["faces/quad/cells"][:, 1] < 0).sum()) == 24
     center = (box["points"] == 0.5).all(1)
     assert not box["normals"][center].any() and bool((box["normals"] * (box["points"] - 0.5) >= 0).all())

@@ -27,7 +27,7 @@ def metis_parts(n: int, edges: np.ndarray) -> np.ndarray:
     if parts == 1:
         return np.zeros(n, np.int64)
     begins = np.searchsorted(edges[1], np.arange(n + 1))
-    _, found = pymetis.part_graph(parts, xadj=begins, adjncy=edges[0], recursive=True)
+    _, found = pymetis.part_graph(parts, pymetis.CSRAdjacency(begins, edges[0]), recursive=True)
     return np.asarray(found, np.int64)
 
 
