@@ -52,7 +52,7 @@ def connected(local: Callable, layouts: Iterable[Layout]) -> Callable:
 
 
 def _enter(operand: Tensor, zero: Any, output_grads: list[Tensor]) -> Tensor:
-    """Return an operand for one piece of local work: a graph of its gradient depends on `zero` and `output_grads`.
+    """Return an operand for one local computation: the graph of its gradient depends on `zero` and `output_grads`.
 
     It is a view, not the result of a Function: the operand may be written afterwards.
     """

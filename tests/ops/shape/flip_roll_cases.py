@@ -22,6 +22,14 @@ def unshuffled_before_a_write(x):
     return copy
 
 
+def channels_shuffled_before_a_write(x):
+    """Return a result in new memory, also for one group, before its source is written."""
+    source = x * 1
+    shuffled = F.channel_shuffle(source, 1)
+    source.add_(1)
+    return shuffled
+
+
 CASES = [
     case(torch.flip, T(5, 6), (0,), options=FEW),
     case(torch.flip, T(5, 6), (0, -1), options=FEW),
@@ -90,6 +98,7 @@ CASES = [
     case(F.pixel_unshuffle, T(2, 3, 4, 6), 2, options=FEW),
     case(unshuffled_before_a_write, T(2, 4, 3, 5), options=FEW),
     case(F.channel_shuffle, T(2, 6, 3), 3, options=FEW),
+    case(channels_shuffled_before_a_write, T(2, 6, 3), options=FEW),
     # ---- differences of neighbors
     case(torch.diff, T(5, 6), options=FEW),
     case(torch.diff, T(5, 6), dim=0, options=FEW),

@@ -300,4 +300,5 @@ def pixel_unshuffle(input, downscale_factor):
 def channel_shuffle(input, groups):
     torch.channel_shuffle(meta_tensor(input), groups)
     b, c, *rest = input.shape
-    return input.reshape(b, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)
+    shuffled = input.reshape(b, groups, c // groups, *rest).transpose(1, 2).reshape(input.shape)
+    return shuffled.clone()  # torch's is never a view; with one group, the reshape is one
