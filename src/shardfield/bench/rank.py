@@ -1,14 +1,14 @@
 """A rank among many against plain torch on a field of the rank's own size: what a user of P devices pays per device.
 
-One process simulates a rank of P: its tensors and kernels are real, its messages are counted and carried by nobody. So
-the times contain everything that the rank itself does, and no network. Ops: host time of forward, sum and backward on 4
+One process simulates a rank of P: its tensors and kernels are real, its messages are counted and not sent. So the times
+contain everything that the rank itself does, and no network. Ops: host time of forward, sum and backward on 4
 x 8 x 8 values a rank, so small that the cost of the call dominates; the mean over all ops is geometric. Models: forward
 and backward; on a device also the time on the host until the step is queued, the time of its kernels, and their number.
 The ViT on plain tensors repeats keys and values P times, so that its attention computes as much as a rank of P does.
 First step: planning included, of a rank that has planned nothing before.
 
-What the profile shows. An eager rank is host-bound. Beside an H200, plain torch needs 25 to 35 us of host time per
-kernel, and a rank 45 to 65 us, of which the launch is a third and Python the rest. The 256 x 2048 UNet: 343 kernels
+What the profile shows. An eager rank is host-bound. On the host of an H200, plain torch needs 25 to 35 us of host time
+per kernel, and a rank 45 to 65 us, of which the launch is a third and Python the rest. The 256 x 2048 UNet: 343 kernels
 (plain 209), 15.6 ms on the host, 8.1 ms on the device, where plain torch needs 17.2 ms for its slower norms. The 64 x
 512 and the 3-D UNet have as many kernels and less work, so the host decides: about 40 % of it are the sharded norms (15
 launches each), 35 % the convolutions (12 more launches each). The Transolver's kernels take as long as plain torch's;

@@ -1,8 +1,8 @@
 """Strong scaling: one field, forward and backward, on 1 to 8 gloo ranks with two threads each.
 
 A ratio is the time on P ranks over a P-th of that on one rank: 1 is ideal, 1.14 is 88 % of ideal. Two further times say
-where the rest goes, both on all ranks at once. `computing alone` is the same step with messages that nobody carries:
-the difference to the measured step is messages and waiting. `plain torch on its share` is the model on a plain tensor
+where the rest goes, both on all ranks at once. `computing alone` is the same step without sending its messages: the
+difference to the measured step is messages and waiting. `plain torch on its share` is the model on a plain tensor
 of the rank's size (the ViT with the keys of all ranks): what the cores and their memory allow without any library.
 `predicted` is what `shardfield plan` computes from the computation alone, the messages of the step and the measured
 speed of collectives; its ratio is the larger of predicted over measured and measured over predicted. Worlds of
