@@ -20,7 +20,7 @@ LAYERS = [
     {"trace_state"},
     {"testing"},
     {"layout", "distributed", "dispatch.torch_aliases", "dispatch.__init__", "debug.__init__"},
-    {"comm", "debug.explain"},
+    {"comm", "debug.explain", "debug.explain_html"},
     # The documented names over comm/. The package's __init__ lists them, so it stands above comm/ too.
     {
         "distributed." + x
@@ -45,6 +45,7 @@ LAYERS = [
     {"debug.parity", "debug.work", "debug.rounding", "debug.model_inputs", "debug.differences"},
     {"planning"},
     {"bench"},
+    {"profiling"},
     {"cli"},
     {"__main__"},
     {""},  # shardfield/__init__: the public surface

@@ -22,6 +22,7 @@ USAGE = """usage: shardfield COMMAND [...]
   compare RUN RUN [--modules] [--tolerance T]        show where two training runs begin to differ
   check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
+  profile RECIPE|MODULE:FACTORY [--steps 3]          trace some steps on every rank; say what ranks wait for
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
   convert CHECKPOINT TARGET [--weights]              to and from safetensors and torch.distributed.checkpoint
   doctor                                             check launcher, devices, versions and links; say what to mend
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         "compare": partial(_run_module, module="train.compare", expected=(*ERRORS, ValueError), alone=True),
         "check": partial(_run_module, module="debug.parity", expected=(ShardfieldError,), alone=False),
         "plan": partial(_run_module, module="planning.cli", expected=(ShardfieldError,), alone=True),
+        "profile": partial(_run_module, module="profiling.command", expected=ERRORS, alone=False),
         "bench": partial(_run_module, module="bench.command", expected=ERRORS, alone=False),
         "convert": partial(_run_module, module="train.convert", expected=ERRORS, alone=True),
         "doctor": partial(_run_module, module="doctor.command", expected=ERRORS, alone=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,27 @@ def uncounted_group() -> Iterator[None]:
         yield
     finally:
         world.group_count = before
+
+
+@contextmanager
+def observed_waits(observe: Callable[[], Any]) -> Iterator[None]:
+    """Run every wait for a message inside the context `observe()`, the waits of FSDP and of other libraries too.
+
+    torch 2.11-2.15: all collectives of torch.distributed return a `Work`, or wait for one themselves. There is no hook
+    for waits. `Work.wait` is restored at the end of the context.
+    """
+    work = torch.distributed.distributed_c10d.Work
+    before = work.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with observe():
+            return before(self, *args, **kwargs)
+
+    work.wait = wait
+    try:
+        yield
+    finally:
+        work.wait = before
 
 
 def world_store() -> Any:

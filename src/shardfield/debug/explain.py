@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import runtime
 from ..dispatch.torch_aliases import function_name
+from . import explain_html
+
+R = TypeVar("R", bound="Report")
 
 
 @contextmanager
@@ -98,7 +102,7 @@ class Row:
 
 
 class Report:
-    """The calls made inside `explain()`. `print` it for a table; `rows` has them as objects."""
+    """The calls made inside `explain()`. `print` it for a table, `html(path)` for a picture; `rows` has the objects."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -229,6 +233,10 @@ class Report:
 
         return "\n".join(map(line, table))
 
+    def html(self, path: str | Path) -> None:
+        """Write the report as a picture: one HTML file that needs no other file, legible in dark and light."""
+        Path(path).write_text(explain_html.page(self))
+
 
 def layouts(value: Any) -> list[Any]:
     """Return the layouts of the ShardTensors in nested lists, tuples and dicts."""
@@ -249,7 +257,13 @@ def explain() -> Iterator[Report]:
     `print(report)` shows, for each call, the module it was made in, whether a rule or a gather ran it, the sharding it
     lost, the layouts in and out, and the messages and bytes this rank sent for it, forward and backward.
     """
-    report = Report()
+    with observe(Report()) as report:
+        yield report
+
+
+@contextmanager
+def observe(report: R) -> Iterator[R]:
+    """Record every call on ShardTensors, every message and every module inside in `report`."""
     hooks = [
         register_module_forward_pre_hook(report.enter_module),
         register_module_forward_hook(report.leave_module, always_call=True),

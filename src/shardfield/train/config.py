@@ -215,9 +215,11 @@ def expand_flags(words: list[str]) -> list[str]:
 
     >>> expand_flags(["--graphs", "--epochs", "3"]), expand_flags(["--no-graphs"]), expand_flags(["--graphs", "None"])
     (['--graphs', 'True', '--epochs', '3'], ['--graphs', 'False'], ['--graphs', 'None'])
+    >>> expand_flags([])
+    []
     """
     found: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         if word == "--no-graphs":
             found += ["--graphs", "False"]
         else:
