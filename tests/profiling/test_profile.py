@@ -241,3 +241,10 @@ def test_own_models_on_2_x_2_ranks(tmp_path):
 def test_bad_options(words, text, capsys):
     assert cli.main(["profile", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_command_alone(tmp_path, capsys):
+    words = [MODEL, "--shape", "2,3,8,6", "--out", str(tmp_path), "--steps", "1", "--warmup", "1"]
+    assert cli.main(["profile", *words]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 1 ranks" in out and "no prediction" in out and "what to change" in out

@@ -29,13 +29,16 @@ def command(words: list[str]) -> int:
     options, rest = _parser().parse_known_args(words)
     config = _config(options, rest)
     DistributedManager.initialize()
-    if not dist.is_initialized():  # a single process without a launcher
+    alone = not dist.is_initialized()  # a single process without a launcher
+    if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         profile_ranks(options, config, DistributedManager().device.type)
         return 0
     finally:
         DistributedManager.cleanup()
+        if alone:
+            dist.destroy_process_group()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -164,8 +164,8 @@ def format_summary(summary: Summary) -> str:
         ]
         head = ("waits for", "op", "message", "ms", "slowest rank", "messages", "sends")
         lines += ["", *_table(head, body, 3), f"{summary.named:.1%} of the waiting has a module and an op"]
-    body = [(module, f"{mean:.2f}", f"{longest:.2f}") for module, mean, longest in summary.computing()[:SHOWN]]
-    lines += ["", *_table(("computes", "ms", "slowest rank"), body, 1)]
+    computing = [(module, f"{mean:.2f}", f"{longest:.2f}") for module, mean, longest in summary.computing()[:SHOWN]]
+    lines += ["", *_table(("computes", "ms", "slowest rank"), computing, 1)]
     lines += [f"imbalance of computing: {summary.imbalance:.2f} (slowest rank over the mean)"]
     lines += ["", *_prediction(summary), "", "what to change"]
     return "\n".join([*lines, *(f"- {text}" for text in advice(summary))])
