@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 # The first Python of the supported versions that really starts; `make PYTHON=...` chooses another.
-PYTHON = $(shell for p in python3.11 python3.12 python3; do \
+PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # One thread per rank: several ranks share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-launchers test-models test-torch setup clean
+.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-launchers test-models test-torch test-release setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -53,6 +53,10 @@ pytest: setup
 # Installs mpirun and a one-node SLURM where they are missing, so it is no part of `make test`.
 test-launchers: setup
 	$(BIN)/python -m pytest tests/launchers
+
+# Installs the wheel with the extra "recipes" in an environment of its own and trains there, outside the repository.
+test-release: setup
+	$(BIN)/python -m pytest tests/release
 
 # The tests on another release of torch, `make test-torch TORCH=2.15.0`: its default build in an environment of its own,
 # which also sees the packages of the usual one. (torch-harmonics is built for one release: tests/ops/spectral/test_torch_harmonics.py may fail.)

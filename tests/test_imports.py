@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src"
 # From the bottom up. A module may import its own row's package and every row above it in this list, nothing further
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
-    {"_compat", "_moved"},
+    {"_compat", "_moved", "_version"},
     {"errors", "triton_kernels", "dim_sharding"},
     {"runtime"},
     {"trace_state"},

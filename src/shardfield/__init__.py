@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import _moved
+from . import _moved, _version
 from . import ops as ops
 from ._compat.patches import uninstall as uninstall
 from .debug.explain import explain as explain
@@ -21,6 +21,8 @@ from .ops.stencil.decorators import stencil as stencil
 from .spec import ShardTensorSpec as ShardTensorSpec
 from .tensor import ShardTensor as ShardTensor
 from .tensor import TensorPromotionMode as TensorPromotionMode
+
+__version__ = _version.__version__
 
 if _TYPE_CHECKING:
     from .compiler import compile as compile

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ._version import __version__
 from .errors import ShardfieldError
 
 USAGE = """usage: shardfield COMMAND [...]
@@ -49,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         "doctor": partial(_run_module, module="doctor.command", expected=ERRORS, alone=False),
         "info": info,
     }
+    if words[:1] == ["--version"]:
+        _print_rank0(f"shardfield {__version__}")
+        return 0
     if not words or words[0] in ("-h", "--help"):
         _print_rank0(USAGE)
         return 0 if words else 2
@@ -163,16 +167,10 @@ def _run_module(words: list[str], module: str, expected: tuple[type[Exception], 
 
 
 def info(words: list[str]) -> int:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version("shardfield")
-    except PackageNotFoundError:  # run from a source tree
-        ours = "(not installed)"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
     _print_rank0(
-        f"shardfield {ours}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        f"shardfield {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
         f"{os.cpu_count()} cores, {count} x {accelerator.type if accelerator else 'no accelerator'}"
     )
     return 0

@@ -10,7 +10,6 @@ import shutil
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -82,14 +81,6 @@ def nccl_version() -> str | None:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def package_version() -> str:
-    """Return the installed version of shardfield."""
-    try:
-        return version("shardfield")
-    except PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 def check_process(process: Process) -> tuple[list[Finding], Launch | None]:

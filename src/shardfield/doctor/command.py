@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .._version import __version__
 from ..comm.consensus import gather_texts
 from ..distributed import DistributedManager
 from ..distributed.launch import Launch
 from ..errors import ShardfieldError
-from .checks import Finding, Process, check_process, package_version, this_process
+from .checks import Finding, Process, check_process, this_process
 from .links import LinkTime, check_links, link_table, measure_pairs
 
 
@@ -87,7 +88,7 @@ def _facts(process: Process) -> dict[str, Any]:
             "python": process.python,
             "torch": process.torch,
             "numpy": np.__version__,
-            "shardfield": package_version(),
+            "shardfield": __version__,
             "NCCL": process.nccl or "none",
             "backend": dist.get_backend() if dist.is_initialized() else "none",
             "threads": str(process.threads),

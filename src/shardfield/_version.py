@@ -1,0 +1,3 @@
+"""The version, in one place: the package, its metadata and `shardfield info` read it here."""
+
+__version__ = "0.2.0"
