@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -106,6 +107,7 @@ def _run(recipe, config) -> int:
     from .distributed import DistributedManager
     from .train.config import UsageError
     from .train.log import Log
+    from .train.loggers import check_loggers
     from .train.loop import Trainer
     from .train.plots import plot_curves
     from .train.run_folder import check_writable
@@ -120,22 +122,26 @@ def _run(recipe, config) -> int:
         config.check_ranks()
         check_writable(config.out)
         mesh = config.mesh(manager.device.type)
-        log = Log(config.out, manager.rank == 0, config.log_every)
-        shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
-        log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
-        try:
-            task = recipe(config, mesh, log)
-        except ValueError as error:  # an error of the data or the model about an option
-            raise UsageError(str(error)) from error
-        trainer = Trainer(task, config, mesh, log)
-        results = trainer.run()
-        if config.picture:
-            trainer.draw()
-            if manager.rank == 0:
-                plot_curves(config.out)
-        summary = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
-        log.print_line(f"done in {time.monotonic() - begun:.0f} s: {summary}; see {config.out}")
-        return 0
+        check_loggers(config.logger)
+        log = Log(config.out, manager.rank == 0, config.log_every, config.logger, config.as_json())
+        with closing(log):
+            shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
+            log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
+            try:
+                task = recipe(config, mesh, log)
+            except ValueError as error:  # an error of the data or the model about an option
+                raise UsageError(str(error)) from error
+            trainer = Trainer(task, config, mesh, log)
+            results = trainer.run()
+            if config.picture:
+                trainer.draw()
+                if manager.rank == 0:
+                    plot_curves(config.out)
+                for name in ("prediction", "curve"):
+                    log.image(name, config.out / f"{name}.png", trainer.step)
+            summary = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
+            log.print_line(f"done in {time.monotonic() - begun:.0f} s: {summary}; see {config.out}")
+            return 0
     finally:
         DistributedManager.cleanup()
         if alone:

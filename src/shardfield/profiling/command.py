@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,13 @@ def _config(options: argparse.Namespace, rest: list[str]) -> TrainConfig:
     config.check()
     # Few samples: a profile reads some batches, and recipes generate all of their samples.
     batches = config.batch_size * config.accumulate
-    for name, limit in (("n_train", batches * (options.steps + options.warmup)), ("n_test", batches)):
-        if hasattr(config, name) and f"--{name.replace('_', '-')}" not in rest:
-            setattr(config, name, min(getattr(config, name), limit))
-    return config
+    limits = {"n_train": batches * (options.steps + options.warmup), "n_test": batches}
+    fewer = {
+        name: min(getattr(config, name), limit)
+        for name, limit in limits.items()
+        if hasattr(config, name) and f"--{name.replace('_', '-')}" not in rest
+    }
+    return replace(config, **fewer)
 
 
 def _ints(key: str, text: str) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ class TrainConfig:
     """Epochs between evaluations; 0: only at the end."""
     log_every: int = 20
     """Steps between reads of the losses, and between lines of progress if the output is not a terminal."""
+    logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Loggers that get the losses, metrics and pictures too (each is an extra package): --logger tensorboard wandb."""
     record: int = 0
     """Steps after each start whose module outputs and gradients are recorded for `shardfield compare --modules`."""
     picture: bool = True

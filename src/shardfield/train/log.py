@@ -1,26 +1,42 @@
-"""The output of a run: progress on the terminal, metrics.jsonl, TensorBoard, all from rank 0."""
+"""The output of a run: progress on the terminal, metrics.jsonl and loggers, all from rank 0."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .loggers import LOGGERS, LoggerThread
+
 
 class Log:
-    """Log of a run. If `is_main` is False, every call does nothing."""
+    """Log of a run. If `is_main` is False, every call does nothing.
 
-    def __init__(self, folder: Path, is_main: bool, log_every: int = 20):
+    loggers: names of `loggers.LOGGERS`, which get the same values, and images; settings: those of the run, for them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool,
+        log_every: int = 20,
+        loggers: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ):
         self.folder, self.is_main, self.log_every = folder, is_main, log_every
         self.path = folder / "metrics.jsonl"
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
         self.write_error: str | None = None  # the first error of a write
         self._progress_bar: Any = None
-        self._tensorboard: Any = None
+        self._names, self._settings = (tuple(loggers) if is_main else ()), dict(settings or {})
+        self._loggers: list[LoggerThread] | None = None  # opened by the first record, after a resume
+        self._first_step = 0
         self._start: tuple[float, int] | None = None
 
     def print_line(self, text: str) -> None:
@@ -32,6 +48,7 @@ class Log:
 
     def resume(self, step: int) -> None:
         """Delete an earlier run's records of steps after `step`: they will be recorded again."""
+        self._first_step = step + 1
         if not self.is_main or not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
@@ -40,7 +57,7 @@ class Log:
         temporary.replace(self.path)
 
     def record(self, *steps: tuple[int, dict[str, float]]) -> None:
-        """Record values of some steps, a line of JSON each, and in TensorBoard if it is installed."""
+        """Record values of some steps, a line of JSON each, and in the loggers."""
         if not self.is_main:
             return
         try:
@@ -49,12 +66,30 @@ class Log:
         except OSError as error:  # the trainer's next message has the flag, so that all ranks raise together
             self.write_error = f"{self.path}: {error.strerror}"
             return
-        if self._tensorboard is None:
-            self._tensorboard = _open_tensorboard(self.folder)
-        if self._tensorboard:
-            for step, values in steps:
-                for name, value in values.items():
-                    self._tensorboard.add_scalar(name, value, step)
+        for logger in self._open_loggers():
+            logger.put("scalars", [(step, dict(values)) for step, values in steps])
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Hand an image file to the loggers, if it exists."""
+        if self.is_main and path.exists():
+            for logger in self._open_loggers():
+                logger.put("image", name, path, step)
+
+    def close(self) -> None:
+        """Let the loggers finish."""
+        for logger in self._loggers or ():
+            logger.close()
+        self._loggers = None
+
+    def _open_loggers(self) -> list[LoggerThread]:
+        if self._loggers is None:
+            self._loggers = [
+                LoggerThread(
+                    name, partial(LOGGERS[name][0], self.folder, self._settings, self._first_step), self.print_line
+                )
+                for name in self._names
+            ]
+        return self._loggers
 
     @contextmanager
     def progress(self, begin: int, steps: int):
@@ -125,14 +160,6 @@ def _make_progress_bar(begin: int, steps: int) -> tuple[Any, Any]:
         TimeRemainingColumn(),
     )
     return bar, bar.add_task("", total=steps, completed=begin, loss="-", speed="-")
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return False
-    return SummaryWriter(str(folder / "tensorboard"))
 
 
 def _format_duration(seconds: float) -> str:

@@ -29,6 +29,7 @@ from .complex_params import real_pairs
 from .config import TrainConfig, UsageError
 from .ema import ParameterEMA
 from .log import Log
+from .loggers import check_loggers
 from .nonfinite import NonFinite, save_report
 from .parallel import LocalGrads, no_sync, parallelize
 from .plots import shard_boundaries
@@ -43,7 +44,13 @@ READ_SECONDS = 1.0  # the losses are read about that often, so that a signal is 
 
 def fit(task: Task, config: TrainConfig, mesh: DeviceMesh, log: Log | None = None) -> dict[str, float]:
     """Train, and return the final test metrics. `config.resume` selects the checkpoint to continue from."""
-    return Trainer(task, config, mesh, log or Log(config.out, dist.get_rank() == 0, config.log_every)).run()
+    if log is not None:
+        return Trainer(task, config, mesh, log).run()
+    log = Log(config.out, dist.get_rank() == 0, config.log_every, config.logger, config.as_json())
+    try:
+        return Trainer(task, config, mesh, log).run()
+    finally:
+        log.close()
 
 
 class Trainer:
@@ -53,6 +60,7 @@ class Trainer:
         self.task, self.config, self.mesh, self.log = task, config, mesh, log
         config.check_ranks()
         check_writable(config.out)
+        check_loggers(config.logger)
         self.device = collectives.device_of(mesh)
         # Real pairs first: a module's `to(float32)` would drop the imaginary parts of complex parameters.
         self.model: nn.Module = parallelize(
