@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..errors import WorldError
-from .paging import PagedOperators, Pager
+from .paged_operators import PagedOperators
+from .paging import Pager
 from .scheduler import Scheduler
 
 RING_SEGMENT = 1 << 20  # bytes of a segment of gloo's ring

@@ -6,48 +6,61 @@ above a minimum size become pages. A page that is needed is brought in before th
 used longest ago are moved out when the budget is exceeded. Activations of a forward are read again in reverse order, so
 that the oldest are needed last. The tensors keep their identity: only the memory of their storage is released.
 
-CUDA pages are copied to pinned host memory on side streams, pages in host memory are written to a file.
+Copies overlap with computation. Before the budget is reached, the pages that would leave first are copied in the
+background; such a page is clean, and leaves without waiting. In backward, the pages that were made before the one just
+read are brought in ahead.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import os
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from .._compat import DispatchMode, inside_backward, without_modes
-from .._compat.fake import is_fake
+from .._compat import inside_backward, without_modes
 from ..errors import ShardfieldError
+from .page_store import FileStore, PageStore, PinnedStore, Transfer
 
 MIN_BYTES = 1 << 16  # smaller results stay on the device
 PREFETCHED = 2  # pages that are brought in ahead of a backward
+AHEAD = 0.125  # of the budget: pages that are copied out before their memory is needed
 MOVES_CUDA = False  # refused until the copies between streams have been tested on a GPU
-# Calls that give the address of a tensor's memory to code that the pager does not see.
-_EXPOSING = frozenset(
-    [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage]
-    + [Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__deepcopy__]
-)
 
 
 class Page:
-    """The memory of one storage. `copy` is where its bytes are while it is not resident."""
+    """The memory of one storage, and the copy of its bytes.
 
-    __slots__ = ("storage", "nbytes", "device", "rank", "copy", "leaving", "previous", "__weakref__")
+    `place` is where the copy is, None without one; `transfer` is the copy in flight, out of a resident page or into
+    one. A resident page with a place is clean: its memory can be released.
+    """
+
+    __slots__ = (
+        "storage",
+        "nbytes",
+        "device",
+        "rank",
+        "place",
+        "transfer",
+        "incoming",
+        "kept",
+        "previous",
+        "__weakref__",
+    )
 
     def __init__(self, storage: Any, rank: int, previous: Page | None, gone: Callable[[Page], None]):
         self.nbytes, self.device, self.rank = storage.nbytes(), storage.device, rank
-        self.copy: Any = None
-        self.leaving = False  # its copy is in flight, and its memory not yet released
+        self.place: Any = None
+        self.transfer: Transfer | None = None
+        self.incoming = False  # the direction of the transfer
+        self.kept: Any = None  # the storage, while a transfer reads or writes its memory
         self.previous = None if previous is None else weakref.ref(previous)
         me = weakref.ref(self)
 
@@ -58,41 +71,14 @@ class Page:
 
         self.storage = weakref.ref(storage, ended)
 
-
-class FileStore:
-    """Bytes of pages in an unnamed file. Regions of the same size are used again."""
-
-    def __init__(self, folder: str | None):
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
-        self._free: dict[int, list[int]] = {}
-        self._end = 0
-
-    def write(self, storage: Any) -> tuple[int, int]:
-        """Write the bytes of a storage and return where."""
-        nbytes = storage.nbytes()
-        free = self._free.get(nbytes)
-        start = free.pop() if free else self._end
-        view = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr())).cast("B")
-        done = 0
-        while done < nbytes:
-            done += os.pwrite(self._file.fileno(), view[done:], start + done)
-        self._end = max(self._end, start + nbytes)
-        return start, nbytes
-
-    def read(self, place: tuple[int, int], storage: Any) -> None:
-        """Read the bytes into a storage and release their region."""
-        start, nbytes = place
-        view = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr())).cast("B")
-        done = 0
-        while done < nbytes:
-            done += os.preadv(self._file.fileno(), [view[done:]], start + done)
-        self.release(place)
-
-    def release(self, place: tuple[int, int]) -> None:
-        self._free.setdefault(place[1], []).append(place[0])
-
-    def close(self) -> None:
-        self._file.close()
+    def settle(self) -> None:
+        """Wait for the copy in flight."""
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            try:
+                transfer.wait()
+            finally:
+                self.kept = None
 
 
 class Pager:
@@ -108,13 +94,18 @@ class Pager:
         self.budget, self.eager, self._folder, self.minimum = budget, eager, folder, minimum
         self.resident: OrderedDict[int, Page] = OrderedDict()  # address of the storage -> page, used last at the end
         self._away: dict[int, Page] = {}
+        self._moving: dict[int, Page] = {}  # resident pages with a transfer in flight
         self._exposed: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._leaving: dict[int, Any] = {}  # address of the storage -> event of the copy
         self._last: dict[int, Page] = {}  # rank -> its newest page
-        self._output_bytes: dict[Any, int] = {}
-        self._file: FileStore | None = None
-        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self.result_bytes: dict[Any, int] = {}  # operator and shapes -> bytes of its new pages
+        self._stores: dict[torch.device, PageStore] = {}
+        self._process = os.getpid()
         self.held = self.peak = self.moved_out = self.moved_in = 0
+        self.left_clean = 0  # bytes that left without waiting for their copy
+
+    def make_store(self, device: torch.device) -> PageStore:
+        """Return a new store for pages of a device."""
+        return FileStore(self._folder) if device.type == "cpu" else PinnedStore(device)
 
     # Pages.
 
@@ -124,10 +115,11 @@ class Pager:
         for tensor in tensors:
             storage = _storage(tensor)
             key = 0 if storage is None else storage._cdata
-            if key in self.resident:
+            page = self.resident.get(key)
+            if page is not None:
                 self.resident.move_to_end(key)
-                if self._leaving:
-                    self._leaving.pop(key, None)
+                if page.place is not None:
+                    self._make_current(key, page)
                 used.add(key)
             elif key in self._away:
                 used.add(key)
@@ -136,7 +128,8 @@ class Pager:
                     self._forget(key, page)
                     continue
                 self._bring_in(key, page, used)
-                if page.device.type == "cuda" and inside_backward():
+                self._make_current(key, page)
+                if inside_backward():
                     self._prefetch(page, used)
         return used
 
@@ -149,7 +142,7 @@ class Pager:
             if before is None or (self.budget is not None and self.held + before.nbytes > self.budget):
                 return
             storage = before.storage()
-            if storage is not None and storage._cdata in self._away:
+            if storage is not None and self._away.get(storage._cdata) is before and not storage.nbytes():
                 self._bring_in(storage._cdata, before, used)
             page = before
 
@@ -197,18 +190,24 @@ class Pager:
         if self.resident.get(key) is page:
             del self.resident[key]
             self.held -= page.nbytes
-            self._leaving.pop(key, None)
         elif self._away.get(key) is page:
             del self._away[key]
-            if self._file is not None and isinstance(page.copy, tuple):
-                self._file.release(page.copy)
+        self._moving.pop(key, None)
+        self._drop_copy(page)
 
     # Moving.
 
     def make_room(self, nbytes: int, used: set[int]) -> None:
         """Move pages out until `nbytes` more fit the budget, those that were used longest ago first."""
-        if self.budget is not None and self.held + nbytes > self.budget:
-            self._move_out(self.held + nbytes - self.budget, used, lambda page: True)
+        for key, page in [*self._moving.items()] if self._moving else ():
+            if page.transfer is not None and page.transfer.done():
+                self._settle(key, page)
+        if self.budget is None:
+            return
+        excess = self.held + nbytes - self.budget
+        if excess > 0:
+            self._move_out(excess, used, lambda page: True)
+        self._clean(int(excess + AHEAD * self.budget), used)
 
     def rank_parks(self, rank: int) -> None:
         """Move out the pages of a rank that waits, if this pager is eager."""
@@ -220,7 +219,28 @@ class Pager:
         self._move_out(self.held, used, lambda page: True)
 
     def _move_out(self, nbytes: int, used: set[int], wanted: Callable[[Page], bool]) -> None:
-        chosen = []
+        chosen = self._oldest(nbytes, used, wanted)
+        with without_modes():
+            for key, page in chosen:
+                if page.place is None:
+                    self._start_copy(key, page)
+                elif page.transfer is None or page.transfer.done():
+                    self.left_clean += page.nbytes
+            for key, page in chosen:
+                self._release(key, page)
+
+    def _clean(self, nbytes: int, used: set[int]) -> None:
+        """Start to copy the pages that leave next, `nbytes` of them."""
+        if nbytes > 0:
+            with without_modes():
+                for key, page in self._oldest(nbytes, used, lambda page: True):
+                    if page.place is None:
+                        self._start_copy(key, page)
+
+    def _oldest(self, nbytes: int, used: set[int], wanted: Callable[[Page], bool]) -> list[tuple[int, Page]]:
+        chosen: list[tuple[int, Page]] = []
+        if os.getpid() != self._process:  # a worker of a DataLoader: the file belongs to its parent
+            return chosen
         for key, page in self.resident.items():
             if nbytes <= 0:
                 break
@@ -232,127 +252,110 @@ class Pager:
             if key not in used and wanted(page):
                 chosen.append((key, page))
                 nbytes -= page.nbytes
-        with without_modes():
-            for key, page in chosen:
-                self._start_copy(key, page)
-            for key, page in chosen:
-                self._release(key, page)
+        return chosen
 
     def _start_copy(self, key: int, page: Page) -> None:
         storage = page.storage()
         if storage is None:
             return
-        if page.device.type == "cpu":
-            if self._file is None:
-                self._file = FileStore(self._folder)
-            try:
-                page.copy = self._file.write(storage)
-            except OSError as error:
-                raise ShardfieldError(
-                    f"virtual ranks: {page.nbytes} bytes cannot be written to disk: {error}"
-                ) from None
-        else:
-            out, _ = self._streams_of(page.device)
-            source = torch.empty(0, dtype=torch.uint8, device=page.device).set_(storage)
-            try:
-                page.copy = torch.empty(page.nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                raise ShardfieldError(
-                    f"virtual ranks: no host memory is left for {page.nbytes} bytes, after {self.moved_out} bytes that "
-                    "were moved out: use a smaller field, or recompute activations with torch.utils.checkpoint"
-                ) from error
-            out.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(out):
-                page.copy.copy_(source, non_blocking=True)
-                self._leaving[key] = out.record_event()
+        page.place, page.transfer = self._store(page).write(storage)
+        page.kept, page.incoming = storage, False
+        self._moving[key] = page
         self.moved_out += page.nbytes
 
+    def _settle(self, key: int, page: Page) -> None:
+        self._moving.pop(key, None)
+        try:
+            page.settle()
+        except BaseException:
+            self._drop_copy(page)
+            raise
+
+    def _make_current(self, key: int, page: Page) -> None:
+        """Leave a resident page without a copy, which the next operator may make out of date."""
+        try:
+            self._settle(key, page)
+        except ShardfieldError:
+            if page.incoming:
+                raise  # a copy that was not written was not needed
+        self._drop_copy(page)
+
+    def _drop_copy(self, page: Page) -> None:
+        if page.place is not None:
+            place, page.place = page.place, None
+            self._store(page).release(place)
+
     def _release(self, key: int, page: Page) -> None:
-        """Release the device memory of a page after its copy."""
+        """Release the device memory of a page, after its copy."""
+        self._settle(key, page)
         storage = page.storage()
-        if storage is None or page.copy is None:
+        if storage is None or page.place is None:
             return
-        event = self._leaving.pop(key, None)
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)  # kernels that reuse the memory wait, not the host
-        storage.resize_(0)
+        _resize(storage, 0)
         del self.resident[key]
         self._away[key] = page
         self.held -= page.nbytes
 
     def _bring_in(self, key: int, page: Page, used: set[int]) -> None:
+        """Start to bring in a page."""
+        self.make_room(page.nbytes, used)
         storage = page.storage()
         assert storage is not None
-        self.make_room(page.nbytes, used)
         with without_modes():
-            storage.resize_(page.nbytes)
-            if page.device.type == "cpu":
-                assert self._file is not None
-                self._file.read(page.copy, storage)
-            else:
-                _, into = self._streams_of(page.device)
-                target = torch.empty(0, dtype=torch.uint8, device=page.device).set_(storage)
-                into.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(into):
-                    target.copy_(page.copy, non_blocking=True)
-                torch.cuda.current_stream().wait_stream(into)
-        page.copy = None
+            _resize(storage, page.nbytes)
+            page.transfer = self._store(page).read(page.place, storage)
+        page.kept, page.incoming = storage, True
         del self._away[key]
-        self.resident[key] = page
+        self.resident[key] = self._moving[key] = page
         self.moved_in += page.nbytes
         self._hold(page.nbytes)
 
-    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        return self._streams[device]
+    def _store(self, page: Page) -> PageStore:
+        if page.device not in self._stores:
+            self._stores[page.device] = self.make_store(page.device)
+        return self._stores[page.device]
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """Let whoever resizes a storage wait for the copy of its memory: FSDP releases storages so."""
+
+        def resize_(storage: Any, size: int) -> Any:
+            page = self._moving.get(storage._cdata)
+            if page is not None:
+                self._settle(storage._cdata, page)
+            return _resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = _resize
 
     def restore_all(self) -> None:
         """Bring in every page, ignoring the budget, and forget them: their tensors are ordinary ones from now on."""
         if self._away:
             gc.collect()  # cycles keep tensors that no program can reach
         budget, self.budget = self.budget, None
-        for key, page in list(self._away.items()):
-            self._bring_in(key, page, set())
-        self.resident.clear()
-        self._last.clear()
-        self._output_bytes.clear()
-        self.held, self.budget = 0, budget
+        try:
+            for key, page in list(self._away.items()):
+                self._bring_in(key, page, set())
+            for key, page in list(self.resident.items()):
+                self._make_current(key, page)
+        finally:
+            self.resident.clear()
+            self._moving.clear()
+            self._last.clear()
+            self.result_bytes.clear()
+            self.held, self.budget = 0, budget
 
     def close(self) -> None:
-        """Close the file of the pages."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    # Operators.
-
-    def call(self, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
-        """Call an operator with its operands in memory."""
-        operands = list(_tensors((args, kwargs)))
-        used = self.use(operands)
-        key = func, tuple((t.shape, t.dtype) for t in operands)
-        expected = self._output_bytes.get(key)
-        if expected is None:
-            expected = max((t.nbytes for t in operands), default=0)
-        self.make_room(expected, used)
-        try:
-            out = func(*args, **kwargs)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            self.evict_all(used)
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            out = func(*args, **kwargs)
-        if len(self._output_bytes) > 4096:
-            self._output_bytes.clear()
-        self._output_bytes[key] = self.add(_tensors(out), rank)
-        return out
+        """Close the stores of the pages."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+_resize = torch.UntypedStorage.resize_
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -361,46 +364,3 @@ def _storage(tensor: Tensor) -> Any:
     if (kind is Tensor or kind is nn.Parameter) and tensor.layout is torch.strided:
         return tensor.untyped_storage()
     return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            if isinstance(item, (Tensor, tuple, list, dict)):
-                yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            if isinstance(item, (Tensor, tuple, list, dict)):
-                yield from _tensors(item)
-
-
-class PagedOperators(DispatchMode):
-    """Call the operators of one rank through the pager."""
-
-    def __init__(self, pager: Pager, rank: int):
-        super().__init__()
-        self._pager, self._rank = pager, rank
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        wrappers = [kind for kind in types if kind is not Tensor and kind is not nn.Parameter]
-        if any(is_fake(kind) for kind in wrappers):  # DTensor derives shapes with tensors without data
-            return func(*args, **(kwargs or {}))
-        if wrappers:
-            return NotImplemented  # DTensor: its own operators on local tensors come here again
-        return self._pager.call(func, args, kwargs or {}, self._rank)
-
-
-class ExposedAddresses(TorchFunctionMode):
-    """Keep tensors in memory whose address is given to numpy, DLPack or a kernel that is launched directly."""
-
-    def __init__(self, pager: Pager):
-        super().__init__()
-        self._pager = pager
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _EXPOSING:
-            for tensor in _tensors(args[:1]):
-                self._pager.expose(tensor)
-        return func(*args, **(kwargs or {}))

@@ -88,14 +88,18 @@ class Scheduler:
         self._parked = list(reversed(self.ranks))  # rank 0 begins
         self._abort = None
         self._switch(None)
+        interrupted: BaseException | None = None
         while True:
             try:
                 self._finished.acquire()
                 break
-            except BaseException as error:  # KeyboardInterrupt: the ranks end first
+            except BaseException as error:  # KeyboardInterrupt: the ranks end first, each at its next wait
+                interrupted = interrupted or error
                 self._abort = f"the program was interrupted by {type(error).__name__}"
-                self._finished.acquire()
-                raise
+        if interrupted is not None:
+            for rank in self.ranks:
+                rank.result = rank.error = None
+            raise interrupted
         self._raise_errors()
         results = [rank.result for rank in self.ranks]
         for rank in self.ranks:

@@ -7,7 +7,9 @@ import os
 import random
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,8 @@ from ..distributed.manager import DistributedManager
 from ..errors import WorldError
 from .group import VirtualGroup, VirtualStore
 from .messages import Exchange
-from .paging import ExposedAddresses, PagedOperators, Pager
+from .paged_operators import ExposedAddresses, PagedOperators
+from .paging import Pager
 from .scheduler import Scheduler
 
 Memory = Literal["keep", "offload", "auto"]
@@ -100,7 +103,8 @@ class VirtualWorld:
 
     def __init__(self, size: int, *, memory: Memory = "keep", budget: int | None = None, folder: str | None = None):
         if memory not in ("keep", "offload", "auto"):
-            raise ValueError(f"VirtualWorld: memory={memory!r} is none of 'keep', 'offload', 'auto'")
+            hint = ": use virtualize, or parallelize(checkpoint=...)" if memory == "recompute" else ""
+            raise ValueError(f"VirtualWorld: memory={memory!r} is none of 'keep', 'offload', 'auto'{hint}")
         if size < 1:
             raise ValueError(f"VirtualWorld: {size} ranks: expected at least 1")
         if runtime.active.virtual is not None:
@@ -116,6 +120,7 @@ class VirtualWorld:
         self._values: dict[str, bytes] = {}
         self.scheduler = self.exchange.scheduler = Scheduler(self._states)
         self._started = False
+        weakref.finalize(self, self.scheduler.close).atexit = False  # threads end with a world that nobody closes
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank and return the results, by rank."""
@@ -132,10 +137,10 @@ class VirtualWorld:
         for state in self._states:
             state.generators = generators
         modes = _thread_modes()
+        calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
         try:
-            results = self.scheduler.run(
-                [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
-            )
+            with nullcontext() if self.pager is None else self.pager.watching_resizes():
+                results = self.scheduler.run(calls)
         except BaseException as error:
             self.exchange.clear()
             for each in (error, *getattr(error, "errors", {}).values()):

@@ -1,0 +1,171 @@
+"""Where the bytes of pages are while they are not on the device: a file, or pinned host memory.
+
+A store starts a copy and returns; a `Transfer` says when it has ended. So copies overlap with computation: those of a
+file run in a thread, those between a GPU and pinned memory on side streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ShardfieldError
+
+
+class Transfer(Protocol):
+    """A copy in flight."""
+
+    def done(self) -> bool:
+        """Return whether the copy has ended."""
+
+    def wait(self) -> None:
+        """Return once the copy has ended, or once kernels that are launched from now on run after it."""
+
+
+class PageStore(Protocol):
+    """Copies of storages outside the device. `place` is what a store knows a copy by."""
+
+    def write(self, storage: Any) -> tuple[Any, Transfer]:
+        """Start to copy the bytes of a storage; return their place. The storage must not change until the end."""
+
+    def read(self, place: Any, storage: Any) -> Transfer:
+        """Start to copy bytes into a storage of the same size. The place stays valid."""
+
+    def release(self, place: Any) -> None:
+        """Forget a copy that is not in flight."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class FileTransfer:
+    """A copy in the thread of a FileStore. In a forked process, which has no such thread, `wait` copies."""
+
+    def __init__(self, thread: ThreadPoolExecutor | None, nbytes: int, copy: Callable[[], None]):
+        self._future = thread.submit(copy) if thread is not None else None
+        self._nbytes, self._copy, self._process = nbytes, copy, os.getpid()
+
+    def done(self) -> bool:
+        return self._future is not None and self._future.done()
+
+    def wait(self) -> None:
+        try:
+            if self._future is not None and (self._future.done() or os.getpid() == self._process):
+                self._future.result()
+            else:
+                self._copy()
+        except OSError as error:
+            raise ShardfieldError(
+                f"virtual ranks: {self._nbytes} bytes cannot be written to disk or read from it: {error}"
+            ) from None
+
+
+class FileStore:
+    """Bytes of pages in an unnamed file, copied by one thread in the order of the calls.
+
+    Regions of the same size are used again.
+    """
+
+    def __init__(self, folder: str | None):
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._thread, self._process = ThreadPoolExecutor(1, "virtual-ranks-io"), os.getpid()
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+
+    def write(self, storage: Any) -> tuple[tuple[int, int], FileTransfer]:
+        nbytes = storage.nbytes()
+        free = self._free.get(nbytes)
+        start = free.pop() if free else self._end
+        self._end = max(self._end, start + nbytes)
+        return (start, nbytes), self._transfer(self._write_at, storage, start)
+
+    def read(self, place: tuple[int, int], storage: Any) -> FileTransfer:
+        return self._transfer(self._read_at, storage, place[0])
+
+    def release(self, place: tuple[int, int]) -> None:
+        self._free.setdefault(place[1], []).append(place[0])
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    def _transfer(self, step: Callable[[memoryview, int], int], storage: Any, start: int) -> FileTransfer:
+        copy = functools.partial(_copy, step, storage.data_ptr(), storage.nbytes(), start)
+        return FileTransfer(self._thread if os.getpid() == self._process else None, storage.nbytes(), copy)
+
+    def _write_at(self, view: memoryview, start: int) -> int:
+        return os.pwrite(self._file.fileno(), view, start)
+
+    def _read_at(self, view: memoryview, start: int) -> int:
+        return os.preadv(self._file.fileno(), [view], start)
+
+
+def _copy(step: Callable[[memoryview, int], int], address: int, nbytes: int, start: int) -> None:
+    """Read or write all bytes at an address. The caller keeps the memory alive."""
+    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    done = 0
+    while done < nbytes:
+        moved = step(view[done:], start + done)
+        if moved == 0:
+            raise OSError(f"the file of the pages ends after {start + done} bytes")
+        done += moved
+
+
+class StreamTransfer:
+    """A copy on a side stream of a GPU."""
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)  # later kernels wait, the host does not
+
+
+class PinnedStore:
+    """Bytes of pages in pinned host memory, copied on two side streams of their device."""
+
+    def __init__(self, device: torch.device):
+        self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._written = 0
+
+    def write(self, storage: Any) -> tuple[torch.Tensor, StreamTransfer]:
+        nbytes = storage.nbytes()
+        try:
+            copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise ShardfieldError(
+                f"virtual ranks: no host memory is left for {nbytes} bytes, after {self._written} bytes that were "
+                'moved out: use a smaller field, or memory="recompute"'
+            ) from error
+        self._written += nbytes
+        return copy, self._start(self._out, copy, _bytes_of(storage))
+
+    def read(self, place: torch.Tensor, storage: Any) -> StreamTransfer:
+        return self._start(self._into, _bytes_of(storage), place)
+
+    def release(self, place: torch.Tensor) -> None:
+        pass  # torch keeps pinned memory until the copies that were started have ended
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def _start(stream: Any, target: torch.Tensor, source: torch.Tensor) -> StreamTransfer:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return StreamTransfer(stream.record_event())
+
+
+def _bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,92 @@
+"""See every operator that a virtual rank calls, so that the pager brings its operands in and learns of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._compat import DispatchMode
+from .._compat.fake import is_fake
+from .paging import Pager
+
+KNOWN_SIZES = 4096  # calls whose result sizes are remembered
+# Calls that give the address of a tensor's memory to code that the pager does not see.
+_EXPOSING = frozenset(
+    [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage]
+    + [Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.share_memory_]
+)
+
+
+class PagedOperators(DispatchMode):
+    """Call the operators of one rank with their operands in memory."""
+
+    def __init__(self, pager: Pager, rank: int):
+        super().__init__()
+        self._pager, self._rank = pager, rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        wrappers = [kind for kind in types if kind is not Tensor and kind is not nn.Parameter]
+        if any(is_fake(kind) for kind in wrappers):  # DTensor derives shapes with tensors without data
+            return func(*args, **(kwargs or {}))
+        if wrappers:
+            return NotImplemented  # DTensor: its own operators on local tensors come here again
+        return call(self._pager, func, args, kwargs or {}, self._rank)
+
+
+def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
+    """Call an operator with its operands in memory, and make its results pages."""
+    operands = list(_tensors((args, kwargs)))
+    used = pager.use(operands)
+    key = func, tuple((t.shape, t.dtype) for t in operands)
+    expected = pager.result_bytes.get(key)
+    if expected is None:
+        expected = max((t.nbytes for t in operands), default=0)
+    pager.make_room(expected, used)
+    try:
+        out = func(*args, **kwargs)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error) or func._schema.is_mutable:  # operands may have been written in part
+            raise
+        pager.evict_all(used)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        out = func(*args, **kwargs)
+    if len(pager.result_bytes) > KNOWN_SIZES:
+        pager.result_bytes.clear()
+    pager.result_bytes[key] = pager.add(_tensors(out), rank)
+    return out
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            if isinstance(item, (Tensor, tuple, list, dict)):
+                yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            if isinstance(item, (Tensor, tuple, list, dict)):
+                yield from _tensors(item)
+
+
+class ExposedAddresses(TorchFunctionMode):
+    """Keep tensors in memory whose address is given to numpy, DLPack or a kernel that is launched directly."""
+
+    def __init__(self, pager: Pager):
+        super().__init__()
+        self._pager = pager
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _EXPOSING:
+            for tensor in _tensors(args[:1]):
+                self._pager.expose(tensor)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,92 @@
+"""A virtual rank's copy of a model: modules and buffers of its own, and the memory of the caller's parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
+
+from ..comm.grad_deferral import defer_to_average
+from ..errors import ShardfieldError
+
+_PLAIN = (int, float, complex, str, bool, type(None))
+
+
+class Replica:
+    """A rank's copy of a model.
+
+    Each rank needs modules of its own, since programs of several ranks are under way at the same time, parameters of
+    its own, since each has a gradient of its own, and buffers of its own, since each rank updates them. Parameters
+    share the memory of the caller's.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, recompute: bool, on_grad: Callable[[Tensor, Tensor], None]):
+        self.mesh = mesh
+        self.originals = dict(model.named_parameters())
+        memo: dict[int, Any] = {}
+        for name, parameter in self.originals.items():
+            if is_lazy(parameter) or type(parameter) is not nn.Parameter:
+                raise ShardfieldError(
+                    f"virtualize: parameter {name} is a {type(parameter).__name__}, and only nn.Parameter is supported"
+                    "; call a model with lazy modules once before"
+                )
+            memo[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
+        self.parameters = {name: memo[id(p)] for name, p in self.originals.items()}
+        self.model = copy.deepcopy(model, memo)
+        for name, parameter in self.parameters.items():
+            defer_to_average(parameter, [mesh.get_group()])  # no message in backward: the caller sums
+            original = self.originals[name]
+            parameter.register_post_accumulate_grad_hook(lambda mine, of=original: on_grad(of, mine))
+        if recompute:
+            for block in blocks_of(self.model):
+                block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+
+    def update(self, model: nn.Module) -> None:
+        """Take over the caller's parameters, buffers and training modes."""
+        for name, original in self.originals.items():
+            mine = self.parameters[name]
+            mine.data, mine.grad = original.data, None
+            mine.requires_grad_(original.requires_grad)
+        for mine, theirs in zip(self.model.buffers(), model.buffers(), strict=True):
+            mine.copy_(theirs)
+        for copied, module in zip(self.model.modules(), model.modules(), strict=True):
+            copied.training = module.training
+
+    def return_buffers(self, model: nn.Module) -> None:
+        """Give the caller's model the buffers of this rank, which are those of every rank."""
+        for mine, theirs in zip(self.model.buffers(), model.buffers(), strict=True):
+            theirs.copy_(mine)
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """Return what a model is made of except for the values of its tensors: replicas are made anew when it changes."""
+    found: list[Any] = [sorted((name, id(p)) for name, p in model.named_parameters(remove_duplicate=False))]
+    for name, module in model.named_modules():
+        plain = {k: v for k, v in vars(module).items() if k != "training" and isinstance(v, _PLAIN)}
+        hooks = {k: list(v) for k, v in vars(module).items() if k.endswith("_hooks") and v}
+        buffers = [(k, b.shape, b.dtype) for k, b in module.named_buffers(recurse=False)]
+        found.append((name, id(module), plain, hooks, buffers))
+    return found
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the children of a model that are called, and those of lists among them: the units of recomputing."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:  # a ModuleList or ModuleDict
+            found += blocks_of(child)
+        else:
+            found.append(child)
+    return found
+
+
+def _recomputed(forward: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
