@@ -121,9 +121,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor. Function modes do not see it: they take it for code that reads the memory.
+
+    torch 2.11-2.15; no public name.
+    """
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies the storage of a tensor. torch 2.11-2.15: no public name."""
-    return unwrap_functional(tensor).untyped_storage()._cdata
+    return storage_of(unwrap_functional(tensor))._cdata
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -51,4 +51,14 @@ def name_of_group(group: Any) -> str:
     return c10d._world.pg_names[group]
 
 
+def ranks_of_group(group: Any) -> list[int]:
+    """Return the global ranks of a group, by coord. torch 2.11-2.15: the public function asks the current rank."""
+    return list(c10d._world.pg_group_ranks[group])
+
+
+def default_store() -> dist.Store:
+    """Return the store with which this process joined its world. torch 2.11-2.15; no public name."""
+    return c10d._get_default_store()
+
+
 Work = torch._C._distributed_c10d.Work

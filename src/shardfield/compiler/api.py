@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import runtime
 from .._compat import autocast_state
-from ..errors import Untraceable
+from ..errors import ShardfieldError, Untraceable
 from ..tensor import ShardTensor
 from .backends import Backend
 from .closures import Captured
@@ -119,6 +119,11 @@ class Compiled:
         rt = runtime.active
         if rt.tracer is not None:  # inside the trace of another program
             return self._target(*args, **kwargs)
+        if rt.virtual is not None and rt.virtual.moves_tensors:
+            raise ShardfieldError(
+                f"compile: {self.__qualname__}: a compiled program reads memory by address, and tensors of virtual "
+                'ranks are moved out of memory; use memory="keep", or do not compile'
+            )
         if self._valid_for != (rt.registry.version, rt.epoch):  # a rule was registered since, or a new world began
             self._valid_for = (rt.registry.version, rt.epoch)
             self._programs, self._eager, self._old_traces = {}, {}, self.traces

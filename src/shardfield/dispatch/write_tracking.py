@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime
+from .._compat import storage_of
 from ..comm.consensus import any_rank
 from ..layout import Layout
 from ..trace_state import same_memory
@@ -71,7 +72,7 @@ def note_write(local: Tensor, mesh: DeviceMesh) -> None:
     rt = runtime.active
     if mesh.size() > 1 and rt.tracer is None and not local.is_inference():
         rt.written_meshes[runtime.mesh_state(mesh).mesh] = True
-        rt.written_storages.add(local.untyped_storage())
+        rt.written_storages.add(storage_of(local))
 
 
 def expose_local(local: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def expose_local(local: Tensor) -> Tensor:
     for observer in list(rt.write_observers) if rt.write_observers else ():
         observer.before_export(local)
     if local.is_inference():
-        rt.exposed_storages.add(local.untyped_storage())
+        rt.exposed_storages.add(storage_of(local))
     return local
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .._compat.virtual import Work, name_of_group
+from .._compat.virtual import Work, name_of_group, ranks_of_group
 from ..errors import WorldError
-from .messages import Exchange, Message, PendingCollective, reduce
+from .messages import Exchange, Message, Part, PendingCollective
+from .reduction import reduce
 
 
 class Handle(Work):
@@ -70,6 +71,10 @@ class VirtualGroup(dist.ProcessGroup):
         return name_of_group(self)
 
     @property
+    def _ranks(self) -> list[int]:
+        return ranks_of_group(self)
+
+    @property
     def pg_name(self) -> str:
         return self._key
 
@@ -80,9 +85,18 @@ class VirtualGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"VirtualGroup(rank {self._coord} of {self._size})"
 
-    def _collective(self, what: str, passed: Any, finish: Callable[[list[Any]], None], result: Any = None) -> Handle:
+    def _collective(
+        self,
+        what: str,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        finish: Callable[[Sequence[Part]], None],
+        result: Any = None,
+    ) -> Handle:
         number, self._number = self._number, self._number + 1
-        pending = self._exchange.take_part(self._key, number, self._size, self._coord, what, passed, finish)
+        pending = self._exchange.take_part(
+            (self._key, number), self._ranks, self._coord, what, Part(sends, receives), finish
+        )
         return Handle(self._exchange, [pending], result)
 
     # Reductions.
@@ -90,33 +104,33 @@ class VirtualGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         op = ReduceOp.SUM if opts is None else opts.reduceOp
 
-        def finish(of_ranks: list[list[Tensor]]) -> None:
-            for parts in zip(*of_ranks, strict=True):
-                total = reduce([p.reshape(-1) for p in parts], op)
+        def finish(parts: Sequence[Part]) -> None:
+            for i in range(len(tensors)):
+                total = reduce([part.sends[i].reshape(-1) for part in parts], op)
                 for part in parts:
-                    part.copy_(total.view(part.shape))
+                    part.receive(i, total)
 
-        return self._collective(f"all_reduce of {_shapes(tensors)}", tensors, finish, tensors)
+        return self._collective(f"all_reduce of {_shapes(tensors)}", tensors, tensors, finish, tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Handle:
-        def finish(of_ranks: list[list[Tensor]]) -> None:
-            for parts in zip(*of_ranks, strict=True):
-                target = parts[opts.rootRank]
-                target.copy_(reduce([p.reshape(-1) for p in parts], opts.reduceOp).view(target.shape))
+        def finish(parts: Sequence[Part]) -> None:
+            for i in range(len(tensors)):
+                parts[opts.rootRank].receive(i, reduce([p.sends[i].reshape(-1) for p in parts], opts.reduceOp))
 
-        return self._collective(f"reduce of {_shapes(tensors)} to {opts.rootRank}", tensors, finish, tensors)
+        what = f"reduce of {_shapes(tensors)} to {opts.rootRank}"
+        return self._collective(what, tensors, tensors, finish, tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         op = ReduceOp.SUM if opts is None else opts.reduceOp
 
-        def finish(of_ranks: list[tuple[Tensor, list[Tensor]]]) -> None:
-            for coord, (output, _) in enumerate(of_ranks):
-                total = reduce([parts[coord].reshape(-1) for _, parts in of_ranks], op)
-                output.copy_(total.view(output.shape))
+        def finish(parts: Sequence[Part]) -> None:
+            for coord, part in enumerate(parts):
+                if part.receives is not None:
+                    part.receive(0, reduce([p.sends[coord].reshape(-1) for p in parts], op))
 
-        return self._collective(f"reduce_scatter of {_shapes(inputs[0])}", (outputs[0], inputs[0]), finish, outputs)
+        return self._collective(f"reduce_scatter of {_shapes(inputs[0])}", inputs[0], outputs, finish, outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Handle:
         return self.reduce_scatter([output], [list(input.view(-1).chunk(self._size))], opts)
@@ -134,21 +148,21 @@ class VirtualGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
         root = opts.rootRank
 
-        def finish(of_ranks: list[list[Tensor]]) -> None:
-            for coord, theirs in enumerate(of_ranks):
-                if coord != root:
-                    for target, source in zip(theirs, of_ranks[root], strict=True):
-                        target.copy_(source.reshape(target.shape))
+        def finish(parts: Sequence[Part]) -> None:
+            for coord, part in enumerate(parts):
+                for i, source in enumerate(parts[root].sends) if coord != root else ():
+                    part.receive(i, source)
 
-        return self._collective(f"broadcast of {_shapes(tensors)} from {root}", tensors, finish, tensors)
+        sends = tensors if self._coord == root else []
+        return self._collective(f"broadcast of {_shapes(tensors)} from {root}", sends, tensors, finish, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
-        def finish(of_ranks: list[tuple[list[Tensor], Tensor]]) -> None:
-            for into, _ in of_ranks:
-                for target, (_, source) in zip(into, of_ranks, strict=True):
-                    target.copy_(source.reshape(target.shape))
+        def finish(parts: Sequence[Part]) -> None:
+            for part in parts:
+                for i, other in enumerate(parts):
+                    part.receive(i, other.sends[0])
 
-        return self._collective(f"all_gather of {_shapes(inputs)}", (outputs[0], inputs[0]), finish, outputs)
+        return self._collective(f"all_gather of {_shapes(inputs)}", inputs[:1], outputs[0], finish, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Handle:
         return self.allgather([list(output.view(-1).chunk(self._size))], [input], opts)
@@ -166,30 +180,28 @@ class VirtualGroup(dist.ProcessGroup):
         return Handle(self._exchange, [m for handle in handles for m in handle._messages], outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Handle:
-        def finish(of_ranks: list[tuple[list[list[Tensor]], Tensor]]) -> None:
-            for target, (_, source) in zip(of_ranks[opts.rootRank][0][0], of_ranks, strict=True):
-                target.copy_(source)
+        def finish(parts: Sequence[Part]) -> None:
+            for i, part in enumerate(parts):
+                parts[opts.rootRank].receive(i, part.sends[0])
 
-        return self._collective(
-            f"gather of {_shapes(inputs)} to {opts.rootRank}", (outputs, inputs[0]), finish, outputs
-        )
+        what = f"gather of {_shapes(inputs)} to {opts.rootRank}"
+        return self._collective(what, inputs[:1], outputs[0] if outputs else [], finish, outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Handle:
-        def finish(of_ranks: list[tuple[Tensor, list[list[Tensor]]]]) -> None:
-            for (target, _), source in zip(of_ranks, of_ranks[opts.rootRank][1][0], strict=True):
-                target.copy_(source)
+        def finish(parts: Sequence[Part]) -> None:
+            for part, source in zip(parts, parts[opts.rootRank].sends, strict=True):
+                part.receive(0, source)
 
-        return self._collective(
-            f"scatter of {_shapes(outputs)} from {opts.rootRank}", (outputs[0], inputs), finish, outputs
-        )
+        what = f"scatter of {_shapes(outputs)} from {opts.rootRank}"
+        return self._collective(what, inputs[0] if inputs else [], outputs[:1], finish, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
-        def finish(of_ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:
-            for coord, (into, _) in enumerate(of_ranks):
-                for target, (_, sources) in zip(into, of_ranks, strict=True):
-                    target.copy_(sources[coord].reshape(target.shape))
+        def finish(parts: Sequence[Part]) -> None:
+            for coord, part in enumerate(parts):
+                for i, other in enumerate(parts):
+                    part.receive(i, other.sends[coord])
 
-        return self._collective("all_to_all", (outputs, inputs), finish, outputs)
+        return self._collective("all_to_all", inputs, outputs, finish, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -202,18 +214,19 @@ class VirtualGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Handle:
-        sent = [self._exchange.send(self._key, self._coord, target, tag, t) for t in tensors]
+        at = self._key, self._coord, target, tag
+        sent = [self._exchange.send(at, t, self._ranks[target]) for t in tensors]
         return Handle(self._exchange, sent, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Handle:
-        received = [self._exchange.receive(self._key, source, self._coord, tag, t) for t in tensors]
+        received = [self._exchange.receive((self._key, source, self._coord, tag), t) for t in tensors]
         return Handle(self._exchange, received, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Handle:
         raise WorldError("virtual ranks receive from a rank that is named: recv() without a source is not supported")
 
     def barrier(self, opts: Any = None) -> Handle:
-        return self._collective("barrier", None, lambda of_ranks: None)
+        return self._collective("barrier", [], [], lambda parts: None)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
@@ -221,25 +234,36 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 class VirtualStore(dist.Store):
-    """The key-value store of virtual ranks: `get` and `wait` let other ranks run until a key is set."""
+    """The key-value store of virtual ranks: `get` and `wait` let other ranks run until a key is set.
 
-    def __init__(self, exchange: Exchange, values: dict[str, bytes]):
+    `shared` is the store of several processes with virtual ranks; without one the values are in a dict.
+    """
+
+    def __init__(self, exchange: Exchange, values: dict[str, bytes], shared: dist.Store | None = None):
         super().__init__()
-        self._exchange, self._values = exchange, values
+        self._exchange, self._values, self._shared = exchange, values, shared
 
     def set(self, key: str, value: Any) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        if self._shared is not None:
+            self._shared.set(key, value)
+        else:
+            self._values[key] = value
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
+        return self._values[key] if self._shared is None else self._shared.get(key)
 
     def add(self, key: str, value: int) -> int:
+        if self._shared is not None:
+            return self._shared.add(key, value)
         total = int(self._values.get(key, b"0")) + value
         self._values[key] = str(total).encode()
         return total
 
     def check(self, keys: list[str]) -> bool:
+        if self._shared is not None:
+            return self._shared.check(keys)
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(0)) -> None:
@@ -248,4 +272,6 @@ class VirtualStore(dist.Store):
             self._exchange.scheduler.wait_until(lambda: self.check(keys))
 
     def delete_key(self, key: str) -> bool:
+        if self._shared is not None:
+            return self._shared.delete_key(key)
         return self._values.pop(key, None) is not None

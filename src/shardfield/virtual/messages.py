@@ -1,4 +1,4 @@
-"""Messages between ranks of one process; a collective completes when all its ranks have started it."""
+"""Messages between virtual ranks; a collective completes when all its ranks have started it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from ..errors import WorldError
+from .links import Links
 from .paged_operators import PagedOperators
 from .paging import Pager
 from .scheduler import Scheduler
 
-RING_SEGMENT = 1 << 20  # bytes of a segment of gloo's ring
+Key = tuple[str, int, int, int]  # of a message: name of the group, coords of source and target, tag
 
 
 class Message:
@@ -24,28 +24,53 @@ class Message:
 
     __slots__ = ("done", "error", "tensor")
 
-    def __init__(self, tensor: Tensor | None = None):
-        self.done, self.error, self.tensor = False, "", tensor
+    def __init__(self, tensor: Tensor | None = None, done: bool = False):
+        self.done, self.error, self.tensor = done, "", tensor
+
+
+class Part:
+    """What one rank passes to a collective: tensors that it sends, and those that receive. None: it is elsewhere."""
+
+    __slots__ = ("sends", "receives")
+
+    def __init__(self, sends: Sequence[Tensor], receives: Sequence[Tensor] | None):
+        self.sends, self.receives = sends, receives
+
+    def receive(self, at: int, tensor: Tensor) -> None:
+        """Copy a tensor of as many elements into a tensor that receives, if the rank is in this process."""
+        if self.receives is not None:
+            target = self.receives[at]
+            target.copy_(tensor.reshape(target.shape))
 
 
 class PendingCollective:
-    """A collective that some ranks of a group have started, with the arguments of each of them, by coord."""
+    """A collective that some ranks of a group have started, with the part of each of them, by coord."""
 
-    def __init__(self, what: str, size: int):
-        self.what, self.size = what, size
-        self.passed: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self.calls: dict[int, str] = {}
+        self.parts: dict[int, Part] = {}
+        self.finish: Callable[[Sequence[Part]], None] | None = None  # None until a rank of this process has started
+        self.size = 0
         self.done, self.error = False, ""
 
 
 class Exchange:
-    """All messages of the ranks of one process. A name identifies a group, and a number a collective of the group."""
+    """All messages of the ranks of one process. A name identifies a group, and a number a collective of the group.
 
-    def __init__(self, pager: Pager | None = None) -> None:
-        self._pager = pager
+    `links` connect the process to others with virtual ranks, if there are any.
+    """
+
+    def __init__(self, pager: Pager | None = None, links: Links | None = None) -> None:
+        self._pager, self.links = pager, links
         self.scheduler: Scheduler | None = None
-        self._sent: dict[tuple, deque[Message]] = {}
-        self._awaited: dict[tuple, deque[Message]] = {}
+        self._sent: dict[Key, deque[Message]] = {}
+        self._awaited: dict[Key, deque[Message]] = {}
         self._collectives: dict[tuple[str, int], PendingCollective] = {}
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether tensors of ranks are moved out of memory."""
+        return self._pager is not None
 
     def clear(self) -> None:
         """Drop the messages of a program that failed."""
@@ -56,7 +81,7 @@ class Exchange:
         """Describe the messages that only one end has started."""
         found = [f"a send from {k[1]} to {k[2]} in group {k[0]}" for k, q in self._sent.items() if q]
         found += [f"a receive on {k[2]} from {k[1]} in group {k[0]}" for k, q in self._awaited.items() if q]
-        return found + [f"{m.what} in group {name}" for (name, _), m in self._collectives.items()]
+        return found + [f"{next(iter(m.calls.values()))} in group {name}" for (name, _), m in self._collectives.items()]
 
     def wait(self, message: Message | PendingCollective) -> None:
         """Return once a message is complete; other ranks run until then."""
@@ -66,15 +91,18 @@ class Exchange:
         if message.error:
             raise WorldError(message.error)
 
-    def send(self, group: str, source: int, target: int, tag: int, tensor: Tensor) -> Message:
-        """Pass a tensor to its receive, now or when the receive is started."""
-        return self._post(self._sent, self._awaited, (group, source, target, tag), tensor, lambda me, it: (me, it))
+    def send(self, key: Key, tensor: Tensor, target: int) -> Message:
+        """Pass a tensor to its receive, now or when the receive is started. `target`: the global rank."""
+        if self.links is None or self.links.is_here(target):
+            return self._post(self._sent, self._awaited, key, tensor, lambda me, it: (me, it))
+        self.links.send(self.links.process_of(target), ("message", key), [self._pack(tensor)])
+        return Message(done=True)
 
-    def receive(self, group: str, source: int, target: int, tag: int, into: Tensor) -> Message:
+    def receive(self, key: Key, into: Tensor) -> Message:
         """Copy the tensor of a send, now or when the send is started."""
-        return self._post(self._awaited, self._sent, (group, source, target, tag), into, lambda me, it: (it, me))
+        return self._post(self._awaited, self._sent, key, into, lambda me, it: (it, me))
 
-    def _post(self, mine: dict, theirs: dict, key: tuple, tensor: Tensor, order: Callable) -> Message:
+    def _post(self, mine: dict, theirs: dict, key: Key, tensor: Tensor, order: Callable) -> Message:
         message = Message(tensor)
         waiting = theirs.get(key)
         if not waiting:
@@ -103,80 +131,73 @@ class Exchange:
 
     def take_part(
         self,
-        group: str,
-        number: int,
-        size: int,
+        key: tuple[str, int],
+        ranks: Sequence[int],
         coord: int,
         what: str,
-        passed: Any,
-        finish: Callable[[list[Any]], None],
+        part: Part,
+        finish: Callable[[Sequence[Part]], None],
     ) -> PendingCollective:
-        """Take part in a collective; the last rank to start it calls `finish` with the arguments of all, by coord."""
-        pending = self._collectives.get((group, number))
-        if pending is None:
-            pending = self._collectives[group, number] = PendingCollective(what, size)
-        if pending.what != what and not pending.error:
-            pending.error = (
-                f"the ranks of group {group} make different calls: {pending.what} on coord "
-                f"{next(iter(pending.passed))}, {what} on coord {coord}"
-            )
-        pending.passed[coord] = passed
-        if len(pending.passed) == size:
-            del self._collectives[group, number]
-            if not pending.error:
-                with self._copying():
-                    finish([pending.passed[c] for c in range(size)])
-            pending.passed = {}
-            pending.done = True
+        """Take part in a collective over global `ranks`; the last to start it calls `finish` with all parts."""
+        pending = self._collectives.setdefault(key, PendingCollective())
+        pending.size, pending.finish = len(ranks), finish
+        self._add_part(key, coord, what, part)
+        if self.links is not None:
+            here = [c for c, rank in enumerate(ranks) if self.links.is_here(rank)]
+            if len(here) < len(ranks) and all(c in pending.parts for c in here):
+                sends = [(c, pending.calls[c], len(pending.parts[c].sends)) for c in here]
+                packed = [self._pack(t) for c in here for t in pending.parts[c].sends]
+                for process in sorted({self.links.process_of(rank) for rank in ranks}):
+                    self.links.send(process, ("collective", key, sends), packed)
+        self._finish(key)
         return pending
+
+    def _add_part(self, key: tuple[str, int], coord: int, what: str, part: Part) -> None:
+        pending = self._collectives[key]
+        for other, call in pending.calls.items():
+            if call != what and not pending.error:
+                pending.error = f"the ranks of group {key[0]} make different calls: {call} on coord {other}, {what} on coord {coord}"
+        pending.calls[coord], pending.parts[coord] = what, part
+
+    def _finish(self, key: tuple[str, int]) -> None:
+        """Finish a collective whose parts are all there."""
+        pending = self._collectives[key]
+        if pending.finish is None or len(pending.parts) < pending.size:
+            return
+        del self._collectives[key]
+        if not pending.error:
+            with self._copying():
+                pending.finish([pending.parts[c] for c in range(pending.size)])
+        pending.parts, pending.finish, pending.done = {}, None, True
+
+    # Several processes.
+
+    def poll(self) -> None:
+        """Take in what other processes have sent."""
+        for header, tensors in self.links.received() if self.links is not None else ():
+            if header[0] == "message":
+                self._post(self._sent, self._awaited, header[1], tensors[0], lambda me, it: (me, it))
+                continue
+            _, key, sends = header
+            self._collectives.setdefault(key, PendingCollective())
+            rest = iter(tensors)
+            for coord, what, count in sends:
+                self._add_part(key, coord, what, Part([next(rest) for _ in range(count)], None))
+            self._finish(key)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor that stays in memory until it is sent."""
+        if tensor.device.type != "cpu":
+            raise WorldError(
+                f"virtual ranks of several processes exchange CPU tensors, and this one is on {tensor.device}: messages "
+                "between GPUs were not tested"
+            )
+        with self._copying():
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self._pager is not None:
+            self._pager.expose(copy)
+        return copy
 
 
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-_BINARY: dict[Any, Callable[[Tensor, Tensor], Any]] = {
-    ReduceOp.SUM: Tensor.add_,
-    ReduceOp.AVG: Tensor.add_,
-    ReduceOp.PRODUCT: Tensor.mul_,
-    ReduceOp.MAX: lambda a, b: torch.maximum(a, b, out=a),
-    ReduceOp.MIN: lambda a, b: torch.minimum(a, b, out=a),
-    ReduceOp.BAND: Tensor.bitwise_and_,
-    ReduceOp.BOR: Tensor.bitwise_or_,
-    ReduceOp.BXOR: Tensor.bitwise_xor_,
-}
-
-
-def reduce(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """Return the reduction of flat tensors, by coord, in the order in which gloo's ring adds them.
-
-    The ring divides the tensors into one chunk per rank. Chunk c begins at coord c - 1, and those of c - 2
-    and so on around the ring are added to it.
-    """
-    kind = next((k for k in _BINARY if op == k), None)
-    if kind is None:
-        raise WorldError(f"virtual ranks cannot reduce with {op}")
-    combine, size = _BINARY[kind], len(tensors)
-    total = torch.empty_like(tensors[0])
-    for chunk, (start, stop) in enumerate(ring_chunks(total.numel(), total.element_size(), size)):
-        if start == stop:
-            continue
-        first = (chunk - 1) % size
-        part = tensors[first][start:stop].clone()
-        for step in range(1, size):
-            combine(part, tensors[(first - step) % size][start:stop])
-        total[start:stop] = part
-    if kind == ReduceOp.AVG:
-        total.div_(size)
-    return total
-
-
-def ring_chunks(numel: int, element_size: int, size: int) -> list[tuple[int, int]]:
-    """Return the element ranges of the chunks into which gloo's ring splits a tensor."""
-    nbytes = numel * element_size
-    segments = max(-(-nbytes // RING_SEGMENT), 2 * size)
-    segments = -(-segments // size) * size
-    segment = -(-nbytes // segments)
-    segment = -(-segment // element_size) * element_size
-    chunk = segments // size * segment // element_size
-    return [(min(c * chunk, numel), min((c + 1) * chunk, numel)) for c in range(size)]

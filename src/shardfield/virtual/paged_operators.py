@@ -16,9 +16,10 @@ from .paging import Pager
 KNOWN_SIZES = 4096  # calls whose result sizes are remembered
 # Calls that give the address of a tensor's memory to code that the pager does not see.
 _EXPOSING = frozenset(
-    [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage]
-    + [Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.share_memory_]
+    [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_]
+    + [Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__deepcopy__]
 )
+_PRINTING = frozenset([Tensor.__repr__, Tensor.__format__])  # they call operators without modes
 
 
 class PagedOperators(DispatchMode):
@@ -78,6 +79,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
                 yield from _tensors(item)
 
 
+def _local_tensors(values: Any) -> Iterator[Tensor]:
+    """Yield tensors, and those in the place of wrappers."""
+    for tensor in _tensors(values):
+        yield tensor
+        local = vars(tensor).get("_local_tensor")  # a deferred value is not computed
+        if local is not None:
+            yield from _local_tensors([local])
+
+
 class ExposedAddresses(TorchFunctionMode):
     """Keep tensors in memory whose address is given to numpy, DLPack or a kernel that is launched directly."""
 
@@ -89,4 +99,6 @@ class ExposedAddresses(TorchFunctionMode):
         if func in _EXPOSING:
             for tensor in _tensors(args[:1]):
                 self._pager.expose(tensor)
+        elif func in _PRINTING:
+            self._pager.use(_local_tensors(args[:1]))
         return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import inside_backward, without_modes
+from .._compat import inside_backward, storage_of, without_modes
 from ..errors import ShardfieldError
 from .page_store import FileStore, PageStore, PinnedStore, Transfer
 
@@ -362,5 +362,5 @@ def _storage(tensor: Tensor) -> Any:
     """Return the storage of a plain tensor; None for wrappers, which hold no memory."""
     kind = type(tensor)
     if (kind is Tensor or kind is nn.Parameter) and tensor.layout is torch.strided:
-        return tensor.untyped_storage()
+        return storage_of(tensor)
     return None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..comm.stalls import where
 from ..errors import ShardfieldError, WorldError
+from .links import Links
 
 
 class RankContext(Protocol):
@@ -76,6 +77,8 @@ class Scheduler:
         self._abort: str | None = None
         self._current: _Rank | None = None
         self.switches = 0
+        self.poll: Callable[[], None] | None = None  # takes in messages of other processes
+        self.links: Links | None = None
         for rank in self.ranks:
             rank.start()
 
@@ -109,6 +112,10 @@ class Scheduler:
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Return once `ready()`: other ranks run until then. Called by the running rank."""
         while not ready():
+            if self.poll is not None:
+                self.poll()
+                if ready():
+                    return
             me = self._current
             if me is None or threading.current_thread() is not me:
                 raise WorldError("a message of a virtual rank was sent outside its program, or by another thread")
@@ -135,9 +142,10 @@ class Scheduler:
     def _switch(self, me: _Rank | None) -> None:
         """Run the rank that was parked last among those that can continue: its memory was used most recently."""
         chosen = self._next()
-        if chosen is None and self._parked:
-            self._abort = self._describe_deadlock()
-            chosen = self._parked[-1]
+        while chosen is None and self._parked:
+            if not self._await_others():
+                self._abort = self._abort or self._describe_deadlock()
+            chosen = self._next()
         self._current = chosen
         if chosen is None:
             self._finished.release()
@@ -146,7 +154,21 @@ class Scheduler:
         self.switches += 1
         chosen.turn.release()
 
+    def _await_others(self) -> bool:
+        """Wait for a message of another process; return False if none will come."""
+        if self.links is None:
+            return False
+        try:
+            return self.links.wait()
+        except WorldError as error:
+            self._abort = str(error)
+            return False
+
     def _next(self) -> _Rank | None:
+        if self.links is not None and self.poll is not None:
+            self.poll()
+            if self.links.failed and self._abort is None:
+                self._abort = f"another process failed: {self.links.failed}"
         if self._abort is not None:
             return self._parked[-1] if self._parked else None
         for rank in reversed(self._parked):

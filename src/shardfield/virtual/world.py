@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from .. import runtime
-from .._compat.virtual import RankState, register_threaded_backend, swap_rank_state
+from .._compat.virtual import RankState, default_store, register_threaded_backend, swap_rank_state
 from .._compat.world import clear_dtensor_caches
 from ..comm.transport import DIRECT
 from ..distributed.manager import DistributedManager
 from ..errors import WorldError
 from .group import VirtualGroup, VirtualStore
+from .links import Links
 from .messages import Exchange
 from .paged_operators import ExposedAddresses, PagedOperators
 from .paging import Pager
@@ -95,13 +96,25 @@ class VirtualWorld:
     out while it waits: CUDA tensors to pinned host memory, CPU tensors to a file in `folder`. "auto" moves tensors out
     when those of all ranks exceed `budget` bytes (70 % of the free memory by default), the ones used longest ago first.
 
+    group: the processes that share the world, for example `dist.group.WORLD` of a launcher. Each of them makes a world
+    of `size` ranks and calls `run`; process p has the ranks from p * size on. `run` returns the results of this
+    process, and an error of one process is raised in all of them.
+
     >>> import torch.distributed as dist
     >>> with VirtualWorld(3) as world:
     ...     world.run(dist.get_rank)
     [0, 1, 2]
     """
 
-    def __init__(self, size: int, *, memory: Memory = "keep", budget: int | None = None, folder: str | None = None):
+    def __init__(
+        self,
+        size: int,
+        *,
+        memory: Memory = "keep",
+        budget: int | None = None,
+        folder: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
         if memory not in ("keep", "offload", "auto"):
             hint = ": use virtualize, or parallelize(checkpoint=...)" if memory == "recompute" else ""
             raise ValueError(f"VirtualWorld: memory={memory!r} is none of 'keep', 'offload', 'auto'{hint}")
@@ -115,10 +128,16 @@ class VirtualWorld:
         if memory != "keep":
             limit = budget if budget is not None or memory == "offload" else default_budget()
             self.pager = Pager(limit, eager=memory == "offload", folder=folder)
-        self.exchange = Exchange(self.pager)
+        self._links = Links(group, size) if group is not None and group.size() > 1 else None
+        self._first = 0 if self._links is None else self._links.process * size
+        self._world_size = size if self._links is None else self._links.processes * size
+        self._store = None if self._links is None else dist.PrefixStore("shardfield/virtual", default_store())
+        self.exchange = Exchange(self.pager, self._links)
         self._states = [ProcessState(rank, generators, self.pager) for rank in range(size)]
         self._values: dict[str, bytes] = {}
         self.scheduler = self.exchange.scheduler = Scheduler(self._states)
+        if self._links is not None:
+            self.scheduler.links, self.scheduler.poll = self._links, self.exchange.poll
         self._started = False
         weakref.finalize(self, self.scheduler.close).atexit = False  # threads end with a world that nobody closes
 
@@ -131,7 +150,7 @@ class VirtualWorld:
         if not self._started:
             register_threaded_backend(_create_group)
             clear_dtensor_caches()
-            self.scheduler.run([functools.partial(self._start_rank, rank) for rank in range(self.size)])
+            self._run_jobs([functools.partial(self._start_rank, rank) for rank in range(self.size)])
             self._started = True
         generators = get_generators()
         for state in self._states:
@@ -140,7 +159,7 @@ class VirtualWorld:
         calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
         try:
             with nullcontext() if self.pager is None else self.pager.watching_resizes():
-                results = self.scheduler.run(calls)
+                results = self._run_jobs(calls)
         except BaseException as error:
             self.exchange.clear()
             for each in (error, *getattr(error, "errors", {}).values()):
@@ -149,20 +168,41 @@ class VirtualWorld:
         finally:
             if self.pager is not None:
                 self.pager.restore_all()
+        set_generators(self._states[0].generators)
+        return results
+
+    def _run_jobs(self, jobs: list[Callable[[], Any]]) -> list[Any]:
+        """Call `jobs[i]` on rank i. Raise an error of a rank, of another process, or of messages that are left."""
+        if self._links is None:
+            return self._run_here(jobs)
+        self._links.begin_run()
+        try:
+            results = self._run_here(jobs)
+        except BaseException as error:
+            self._links.end_run(str(error) or type(error).__name__)
+            raise
+        elsewhere = self._links.end_run("")
+        if elsewhere:
+            raise WorldError(f"virtual ranks of another process failed: {elsewhere}")
+        return results
+
+    def _run_here(self, jobs: list[Callable[[], Any]]) -> list[Any]:
+        results = self.scheduler.run(jobs)
         left = self.exchange.unfinished()
         if left:
-            self.exchange.clear()
             raise WorldError(f"the virtual ranks have ended, and messages have not: {'; '.join(left[:4])}")
-        set_generators(self._states[0].generators)
         return results
 
     def close(self) -> None:
         """End the threads of the ranks and their process groups."""
         if self._started:
-            self.scheduler.run([_end_rank] * self.size)
+            self._run_jobs([_end_rank] * self.size)
             self._started = False
             clear_dtensor_caches()
         self.scheduler.close()
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         if self.pager is not None:
             self.pager.close()
 
@@ -183,9 +223,9 @@ class VirtualWorld:
         rt.virtual, rt.transport_override = self.exchange, DIRECT
         rt.world_thread = self.scheduler.ranks[rank].ident
         torch.autograd.set_multithreading_enabled(False)  # a device's thread would be shared by all ranks
-        store = VirtualStore(self.exchange, self._values)
+        store = VirtualStore(self.exchange, self._values, self._store)
         hook = sys.excepthook  # init_process_group replaces it by one that names the rank
-        dist.init_process_group("threaded", store=store, rank=rank, world_size=self.size)
+        dist.init_process_group("threaded", store=store, rank=self._first + rank, world_size=self._world_size)
         sys.excepthook = hook
 
 

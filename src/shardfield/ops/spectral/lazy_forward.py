@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import storage_id
+from ..._compat import storage_id, storage_of
 from ...comm.consensus import Consensus
 from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
@@ -49,7 +49,7 @@ class LazySpectrum(Deferred):
     ):
         local = source._local_tensor
         exposed = runtime.active.exposed_storages
-        if local.is_inference() and local.untyped_storage() in exposed:  # it has no version counter to detect writes
+        if local.is_inference() and storage_of(local) in exposed:  # it has no version counter to detect writes
             local = local.clone()
         self.source: ShardTensor | None = wrap(local, source._layout)
         self.dims, self.norm, self.real, self.is_inverse = tuple(dims), norm, real, is_inverse
