@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +155,8 @@ class Exchange:
         pending = self._collectives[key]
         for other, call in pending.calls.items():
             if call != what and not pending.error:
-                pending.error = f"the ranks of group {key[0]} make different calls: {call} on coord {other}, {what} on coord {coord}"
+                where = f"{call} on coord {other}, {what} on coord {coord}"
+                pending.error = f"the ranks of group {key[0]} make different calls: {where}"
         pending.calls[coord], pending.parts[coord] = what, part
 
     def _finish(self, key: tuple[str, int]) -> None:
@@ -189,8 +189,8 @@ class Exchange:
         """Return a copy of a tensor that stays in memory until it is sent."""
         if tensor.device.type != "cpu":
             raise WorldError(
-                f"virtual ranks of several processes exchange CPU tensors, and this one is on {tensor.device}: messages "
-                "between GPUs were not tested"
+                f"virtual ranks of several processes exchange CPU tensors, and this one is on {tensor.device}: "
+                "messages between GPUs were not tested"
             )
         with self._copying():
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
