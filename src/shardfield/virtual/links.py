@@ -42,13 +42,9 @@ class Links:
         self.failed = ""  # what another process reported of this run
         self._ended: dict[int, str] = {}
         self._threads = [threading.Thread(target=self._send_all, name="virtual-send", daemon=True)]
-        for peer in range(self.processes):
-            if peer != self.process:
-                self._threads.append(
-                    threading.Thread(
-                        target=self._receive_all, args=(peer,), name=f"virtual-receive-{peer}", daemon=True
-                    )
-                )
+        for peer in set(range(self.processes)) - {self.process}:
+            name = f"virtual-receive-{peer}"
+            self._threads.append(threading.Thread(target=self._receive_all, args=(peer,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
