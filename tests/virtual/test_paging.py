@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
+import pickle
+import resource
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardfield.errors import ShardfieldError
 from shardfield.virtual import VirtualWorld
@@ -142,3 +151,171 @@ def test_a_step_in_a_quarter_of_its_memory(tmp_path):
     assert paged.returncode == 0, paged.stderr
     assert float(paged.stdout) == float(free.stdout)
     assert kept.returncode != 0 and "allocate memory" in kept.stderr, kept.stderr
+
+
+# ---------------------------------------------------------------------- programs that reach memory in other ways
+
+
+def wait() -> None:
+    """Let all other tensors be moved out, and other ranks run."""
+    torch.ones(5000).sum()
+    dist.barrier()
+
+
+def views_and_writes():
+    base = torch.arange(1000.0) + dist.get_rank()
+    part, rows = base[10:20], base.view(10, 100)
+    wait()
+    part.add_(5)
+    wait()
+    rows[3].mul_(2)
+    wait()
+    expected = torch.arange(1000.0) + dist.get_rank()
+    expected[10:20] += 5
+    expected.view(10, 100)[3] *= 2
+    return torch.equal(base, expected) and torch.equal(part, expected[10:20])
+
+
+def saved_pickled_copied_and_printed():
+    tensor, model = torch.arange(1000.0), nn.Linear(50, 50)
+    wait()
+    file = io.BytesIO()
+    torch.save({"tensor": tensor, "model": model.state_dict()}, file)
+    wait()
+    loaded = torch.load(io.BytesIO(file.getvalue()))
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(tensor))
+    fresh = torch.arange(1000.0)
+    wait()
+    equal = [(loaded["tensor"], tensor), (pickled, tensor), (copied.weight, model.weight)]
+    equal += [(loaded["model"]["bias"], model.bias)]
+    return all(torch.equal(a, b) for a, b in equal) and "999." in f"{fresh}"
+
+
+def sparse_and_subclasses():
+    class Named(torch.Tensor):
+        pass
+
+    indices = torch.arange(200).view(1, 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse tensors are in beta state
+        sparse = torch.sparse_coo_tensor(indices, torch.ones(200), (200,))
+        wait()
+        values = sparse.coalesce().values()
+        wait()
+        dense = torch.diag(sparse.to_dense()).to_sparse_csr()
+    named = torch.arange(1000.0).as_subclass(Named)
+    wait()
+    return values.sum() == 200 and dense.values().sum() == 200 and named.sum() == 499500
+
+
+def workers():
+    data = DataLoader(TensorDataset(torch.arange(40.0).view(40, 1).repeat(1, 50)), batch_size=10, num_workers=1)
+    wait()
+    return sum(float(x.sum()) for (x,) in data) == 780 * 50
+
+
+def shared_by_ranks(box):
+    if dist.get_rank() == 0:
+        box.append(torch.ones(1000))
+    dist.barrier()
+    for _ in range(3):
+        box[0].add_(1)
+        wait()
+    return float(box[0].sum()) == 1000 * (1 + 3 * dist.get_world_size())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        views_and_writes,
+        saved_pickled_copied_and_printed,
+        sparse_and_subclasses,
+        workers,
+        functools.partial(shared_by_ranks, []),
+    ],
+    ids=["views", "saved", "sparse", "workers", "shared"],
+)
+def test_programs_with_a_budget_of_nothing(program):
+    with VirtualWorld(2, memory="auto", budget=0) as world:
+        world.pager.minimum = 1
+        assert world.run(program) == [True, True]
+
+
+def test_a_small_disk(tmp_path):
+    """Writing fails after some pages: an error, tensors keep their values, and the world goes on."""
+    held = []
+
+    def program():
+        for _ in range(50):
+            held.append(torch.full((10_000,), float(dist.get_rank())))
+            dist.barrier()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with VirtualWorld(2, memory="auto", budget=0, folder=str(tmp_path)) as world:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+            with pytest.raises(ShardfieldError, match="40000 bytes cannot be written to disk"):
+                world.run(program)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        assert len(held) > 5 and all(float(t.min()) == float(t.max()) in (0.0, 1.0) for t in held)
+        assert world.run(dist.get_rank) == [0, 1]
+
+
+class SlowStore:
+    """A store whose transfers end when they are waited for, or when `finish` is called."""
+
+    def __init__(self):
+        self.bytes, self.waited, self.finished = {}, [], False
+
+    def write(self, storage):
+        place = object()
+        self.bytes[place] = bytes(storage)
+        return place, SlowTransfer(self, "write")
+
+    def read(self, place, storage):
+        storage.copy_(torch.UntypedStorage(list(self.bytes[place])))
+        return SlowTransfer(self, "read")
+
+    def release(self, place):
+        del self.bytes[place]
+
+    def close(self):
+        pass
+
+
+class SlowTransfer:
+    def __init__(self, store, kind):
+        self.store, self.kind = store, kind
+
+    def done(self):
+        return self.store.finished
+
+    def wait(self):
+        self.store.waited.append(self.kind)
+
+
+def test_pages_are_copied_ahead_and_leave_without_waiting():
+    """The logic of overlap, with a store that says what was waited for."""
+    store = SlowStore()
+    pager = Pager(budget=4000, minimum=1)
+    pager.make_store = lambda device: store
+    tensors = [torch.full((100,), float(i)) for i in range(10)]  # 400 bytes each
+    for tensor in tensors[:9]:
+        pager.make_room(400, set())
+        pager.add([tensor], 0)
+    assert store.waited == [] and pager.moved_out == 400  # one page is copied ahead, its memory still there
+    store.finished = True
+    pager.make_room(800, set())
+    assert pager.left_clean == 400 and tensors[0].untyped_storage().nbytes() == 0 and pager.held == 3200
+    store.finished = False
+    pager.use([tensors[1]])  # being copied: the copy is dropped, since an operator may write the tensor
+    tensors[1].fill_(7.0)
+    pager.use([tensors[0]])
+    assert tensors[0].tolist() == [0.0] * 100
+    pager.evict_all(set())
+    pager.restore_all()
+    assert [float(t[0]) for t in tensors[:9]] == [0.0, 7.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0] and not store.bytes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import signal
+import threading
 import warnings
 
 import pytest
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfield
 from shardfield import ShardTensor, parallelize
@@ -140,6 +145,55 @@ def test_each_rank_has_its_own_random_numbers():
         assert world.run(draw, 3) == run_on_ranks(draw, 2, 3)
 
 
+def flags_around_waits():
+    """Set flags of the process that differ from rank to rank, around waits."""
+    rank, before = dist.get_rank(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if rank == 0 else torch.float32)
+    dist.barrier()
+    dtype = torch.ones(1).dtype
+    torch.set_default_dtype(before)
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("always")
+        dist.barrier()
+        warnings.warn(f"of rank {rank}", stacklevel=1)
+        dist.barrier()
+        flash = torch.backends.cuda.flash_sdp_enabled()
+    return dtype, [str(w.message) for w in caught], flash
+
+
+def test_each_rank_has_its_own_flags():
+    filters, flash = warnings.filters, torch.backends.cuda.flash_sdp_enabled()
+    with VirtualWorld(2) as world:
+        first, second = world.run(flags_around_waits)
+    assert first == (torch.float64, ["of rank 0"], False) and second == (torch.float32, ["of rank 1"], False)
+    assert warnings.filters is filters and torch.backends.cuda.flash_sdp_enabled() == flash
+
+
+def interrupted():
+    for i in range(10**6):
+        dist.barrier()
+        if i == 10 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_ends_the_ranks():
+    with VirtualWorld(2) as world:
+        with pytest.raises(KeyboardInterrupt):
+            world.run(interrupted)
+        assert world.run(dist.get_rank) == [0, 1]
+
+
+def test_threads_end_with_the_world():
+    before = threading.active_count()
+    worlds = [VirtualWorld(3) for _ in range(3)]
+    for world in worlds:
+        world.run(dist.barrier)
+    worlds[0].close()
+    del worlds, world
+    gc.collect()
+    assert threading.active_count() == before
+
+
 def collectives():
     rank, size = dist.get_rank(), dist.get_world_size()
     gathered = [torch.zeros(2) for _ in range(size)]
@@ -187,6 +241,11 @@ def test_compile():
         found = world.run(compiled)
     for ours, theirs in zip(found[1], run_on_ranks(compiled, 2)[1], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_compile_is_refused_while_tensors_are_moved():
+    with VirtualWorld(2, memory="auto") as world, pytest.raises(shardfield.ShardfieldError, match='use memory="keep"'):
+        world.run(compiled)
 
 
 # ---------------------------------------------------------------------- faults

@@ -19,6 +19,14 @@ _EXPOSING = frozenset(
     [Tensor.numpy, Tensor.data_ptr, Tensor.tolist, Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_]
     + [Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__deepcopy__]
 )
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_COMPONENTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
 _PRINTING = frozenset([Tensor.__repr__, Tensor.__format__])  # they call operators without modes
 
 
@@ -41,11 +49,14 @@ class PagedOperators(DispatchMode):
 def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
     """Call an operator with its operands in memory, and make its results pages."""
     operands = list(_tensors((args, kwargs)))
+    for tensor in operands:
+        if tensor.layout is not torch.strided:
+            _expose_components(pager, tensor)
     used = pager.use(operands)
     key = func, tuple((t.shape, t.dtype) for t in operands)
     expected = pager.result_bytes.get(key)
     if expected is None:
-        expected = max((t.nbytes for t in operands), default=0)
+        expected = max((t.numel() * t.element_size() for t in operands), default=0)
     pager.make_room(expected, used)
     try:
         out = func(*args, **kwargs)
@@ -56,10 +67,19 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         out = func(*args, **kwargs)
+    for tensor in _tensors(out):
+        if tensor.layout is not torch.strided:
+            _expose_components(pager, tensor)
     if len(pager.result_bytes) > KNOWN_SIZES:
         pager.result_bytes.clear()
     pager.result_bytes[key] = pager.add(_tensors(out), rank)
     return out
+
+
+def _expose_components(pager: Pager, tensor: Tensor) -> None:
+    """Keep the indices and values of a sparse tensor in memory: operators reach them without naming them."""
+    for name in _COMPONENTS.get(tensor.layout, ()):
+        pager.expose(getattr(tensor, name)())
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

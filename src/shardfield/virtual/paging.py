@@ -150,7 +150,8 @@ class Pager:
         """Make the storages of new tensors pages and return their bytes."""
         added = 0
         for tensor in tensors:
-            storage = _storage(tensor)
+            kind = type(tensor)
+            storage = _storage(tensor) if kind is Tensor or kind is nn.Parameter else None
             if storage is None or storage._cdata in self.resident or storage._cdata in self._away:
                 continue
             nbytes = storage.nbytes()
@@ -359,8 +360,8 @@ _resize = torch.UntypedStorage.resize_
 
 
 def _storage(tensor: Tensor) -> Any:
-    """Return the storage of a plain tensor; None for wrappers, which hold no memory."""
-    kind = type(tensor)
-    if (kind is Tensor or kind is nn.Parameter) and tensor.layout is torch.strided:
-        return storage_of(tensor)
-    return None
+    """Return the storage of a tensor; None without one."""
+    try:
+        return storage_of(tensor) if tensor.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError):  # a wrapper
+        return None

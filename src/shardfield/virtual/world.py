@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import sys
 import traceback
 import weakref
@@ -12,12 +11,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import runtime
-from .._compat.virtual import RankState, default_store, register_threaded_backend, swap_rank_state
+from .._compat.virtual import default_store, register_threaded_backend
 from .._compat.world import clear_dtensor_caches
 from ..comm.transport import DIRECT
 from ..distributed.manager import DistributedManager
@@ -27,6 +25,7 @@ from .links import Links
 from .messages import Exchange
 from .paged_operators import ExposedAddresses, PagedOperators
 from .paging import Pager
+from .process_state import ProcessState, set_generators
 from .scheduler import Scheduler
 
 Memory = Literal["keep", "offload", "auto"]
@@ -38,52 +37,6 @@ def default_budget() -> int:
     if torch.cuda.is_available():
         return int(BUDGET * torch.cuda.mem_get_info()[0])
     return int(BUDGET * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-class ProcessState:
-    """What belongs to a rank and is global in a process: torch.distributed, the Runtime, random numbers."""
-
-    def __init__(self, rank: int, seeds: Any, pager: Pager | None):
-        self.rank, self._pager = rank, pager
-        self.torch_world: Any = RankState()
-        self.runtime = runtime.active.successor()
-        self.manager: dict[str, Any] = {}
-        self.generators = seeds
-        self._outside: tuple[Any, ...] = ()
-
-    def enter(self) -> None:
-        """Make this rank's state that of the process."""
-        outside_world = swap_rank_state(self.torch_world, True)
-        self._outside = outside_world, runtime.active, DistributedManager._shared_state, get_generators()
-        runtime.active = self.runtime
-        DistributedManager._shared_state = self.manager
-        set_generators(self.generators)
-
-    def leave(self) -> None:
-        """Store this rank's state and restore that of the process."""
-        if self._pager is not None:
-            self._pager.rank_parks(self.rank)
-        self.generators, self.runtime = get_generators(), runtime.active
-        outside_world, runtime.active, DistributedManager._shared_state, generators = self._outside
-        self.torch_world = swap_rank_state(outside_world, False)
-        self._outside = ()
-        set_generators(generators)
-
-
-def get_generators() -> tuple[Any, ...]:
-    """Return the states of the default generators of torch, numpy and `random`."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), device, random.getstate(), np.random.get_state()
-
-
-def set_generators(states: tuple[Any, ...]) -> None:
-    """Restore the states of the default generators."""
-    host, device, python, numpy = states
-    torch.set_rng_state(host)
-    if device is not None:
-        torch.cuda.set_rng_state(device)
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 class VirtualWorld:
@@ -123,7 +76,6 @@ class VirtualWorld:
         if runtime.active.virtual is not None:
             raise WorldError("a virtual rank cannot have virtual ranks of its own")
         self.size = size
-        generators = get_generators()
         self.pager: Pager | None = None
         if memory != "keep":
             limit = budget if budget is not None or memory == "offload" else default_budget()
@@ -133,7 +85,7 @@ class VirtualWorld:
         self._world_size = size if self._links is None else self._links.processes * size
         self._store = None if self._links is None else dist.PrefixStore("shardfield/virtual", default_store())
         self.exchange = Exchange(self.pager, self._links)
-        self._states = [ProcessState(rank, generators, self.pager) for rank in range(size)]
+        self._states = [ProcessState(rank, self.pager) for rank in range(size)]
         self._values: dict[str, bytes] = {}
         self.scheduler = self.exchange.scheduler = Scheduler(self._states)
         if self._links is not None:
@@ -152,9 +104,8 @@ class VirtualWorld:
             clear_dtensor_caches()
             self._run_jobs([functools.partial(self._start_rank, rank) for rank in range(self.size)])
             self._started = True
-        generators = get_generators()
         for state in self._states:
-            state.generators = generators
+            state.begin()
         modes = _thread_modes()
         calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
         try:
