@@ -109,7 +109,7 @@ PUBLIC: dict[str, list[str]] = {
         "real_pairs",
         "rollout",
     ],
-    "shardfield.virtual": ["VirtualWorld"],
+    "shardfield.virtual": ["VirtualWorld", "virtualize"],
     "shardfield.testing": ["RankError", "RanksFailed", "run_on_ranks"],
     "shardfield.distributed": [
         "DistributedIRFFT2",

@@ -281,7 +281,15 @@ ALLOWED = {
     "triton_kernels/jit.py jit": "kernels of this package's functions, bounded",
 }
 # Places whose patches are inside context managers that restore them.
-CONTEXTS = ("_compat/fake.py", "planning/fake_world.py", "planning/memory.py", "virtual/world.py", "bench/")
+CONTEXTS = (
+    "_compat/fake.py",
+    "planning/fake_world.py",
+    "planning/memory.py",
+    "virtual/world.py",
+    "virtual/process_state.py",
+    "virtual/paging.py",
+    "bench/",
+)
 # Read-only tables that the scan takes for written ones, since their names are common or they are passed to functions.
 READ_ONLY = {
     "bench/__init__.py BENCHMARKS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ..distributed.manager import DistributedManager
 from .paging import Pager
 
 # Flags that a program may set for a while, also around a wait: with `sdpa_kernel` or `set_default_dtype`, for example.
-_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -26,16 +27,16 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-]
-_FLAGS += [
-    (lambda backend=backend, name=name: getattr(backend, name), lambda on, b=backend, n=name: setattr(b, n, on))
-    for backend, name in [
-        (torch.backends.mkldnn, "enabled"),
-        (torch.backends.cudnn, "enabled"),
-        (torch.backends.cudnn, "benchmark"),
-        (torch.backends.cudnn, "deterministic"),
-    ]
-]
+    *(
+        (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        for backend, name in (
+            (torch.backends.mkldnn, "enabled"),
+            (torch.backends.cudnn, "enabled"),
+            (torch.backends.cudnn, "benchmark"),
+            (torch.backends.cudnn, "deterministic"),
+        )
+    ),
+)
 _OF_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.catch_warnings` replaces
 
 
