@@ -24,11 +24,11 @@ PLAIN = "plain torch"
 
 @dataclass(frozen=True)
 class Settings:
-    points: int = 1024
-    ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
-    budget: int = 128  # MB
-    rounds: int = 3
-    large: int = 2896  # points of the field under a limit
+    points: int = 512
+    ranks: tuple[int, ...] = (2, 4, 8, 16)
+    budget: int = 32  # MB
+    rounds: int = 2
+    large: int = 3200  # points of the field under a limit
     limit: int = 2048  # MB
     large_ranks: int = 16
 

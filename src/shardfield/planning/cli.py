@@ -26,6 +26,7 @@ from .cost import DEVICES, Link, Network
 from .mesh_search import MeshRanking, Option, Planner
 from .simulate import Subject
 from .unet import UNetConfig, unet_outline
+from .virtual_ranks import VirtualOption, count_virtual, smallest_that_fits
 
 PLANNABLE: dict[str, tuple[type[TrainConfig], Callable[[Any], TaskSpec]]] = {
     **{name: (RECIPES[name][0], TASK_SPECS[name]) for name in RECIPES},
@@ -43,6 +44,8 @@ def command(words: list[str]) -> int:
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     default_memory = device.memory if device else host_memory
     memory = _parse_quantity("--memory", options.memory, BYTES) if options.memory else default_memory
+    if options.virtual:
+        return _plan_virtual(options, subject, memory)
     within = Link(
         _parse_quantity("--node-latency", options.node_latency, SECONDS),
         _parse_quantity("--node-bandwidth", options.node_bandwidth, BYTES),
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("name", nargs="?", default="darcy_tfno", help=f"{', '.join(PLANNABLE)}, or package.module:function")
     add("--gpus", default="8", help="numbers of GPUs, e.g. 8,64,512")
+    add("--virtual", help="numbers of virtual ranks on one GPU, e.g. 8,16; auto: the smallest that fits")
     add("--memory", help="memory of a GPU, e.g. 80GB; default: that of the device, or of this machine")
     add(
         "--device",
@@ -195,6 +199,34 @@ def _progress(text: str) -> None:
 
 
 # ---------------------------------------------------------------------- output
+
+
+def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) -> int:
+    """Print what numbers of virtual ranks need on one device. Return the exit code, which is 1 if none fits."""
+    if options.device == "measured":
+        raise UsageError("--virtual predicts the time from published figures: --device measured is not supported")
+    device = _find_device(options.device)
+    if options.virtual == "auto":
+        found = smallest_that_fits(subject, device, memory)
+    else:
+        found = [count_virtual(subject, n, device, memory) for n in _parse_ints("--virtual", options.virtual)]
+    smallest = next((o.ranks for o in found if o.fits), None)
+    if options.json:
+        print(json.dumps({"name": subject.name, "options": [dataclasses.asdict(o) for o in found]}, indent=1))
+        return 0 if smallest else 1
+    print(f"{subject.name}, {subject.batch} samples a step, {device.name} with {_format_bytes(memory)}\n")
+    print("\n".join(_virtual_table(found)))
+    print(f"\n{smallest} virtual ranks fit" if smallest else "\nno number of virtual ranks fits")
+    return 0 if smallest else 1
+
+
+def _virtual_table(options: Sequence[VirtualOption]) -> list[str]:
+    rows = [("ranks", "fits", "needs", "stays", "largest call", "all tensors", "moved at least", "computing")]
+    for o in options:
+        sizes = [_format_bytes(n) for n in (o.memory, o.stays, o.operator, o.everything, o.moved)]
+        rows.append((str(o.ranks), "yes" if o.fits else "no", *sizes, _format_seconds(o.seconds)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
 
 
 def _json(subject: Subject, rankings: list[MeshRanking]) -> str:

@@ -75,7 +75,7 @@ class Step:
         samples = subject.batch // mesh.size(0)
         domain = mesh[axes]
         self.batch = {
-            name: _make_batch(domain, (samples, *shape), subject, name in outline.integer_keys)
+            name: make_batch(domain, (samples, *shape), subject, name in outline.integer_keys)
             for name, shape in outline.sample_shapes.items()
         }
         # A zero step allocates the optimizer state, which a real run has from its second step on.
@@ -98,7 +98,7 @@ class Step:
         return stats
 
 
-def _make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, integers: bool) -> ShardTensor:
+def make_batch(domain: DeviceMesh, shape: Sequence[int], subject: Subject, integers: bool) -> ShardTensor:
     """Return a batch of ones. Fields are sharded evenly over the domain, other tensors are replicated."""
     dims: list[tuple[DimSharding, ...]] = [(DimSharding(n),) for n in shape]
     if len(shape) > 2:

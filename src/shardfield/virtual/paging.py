@@ -336,7 +336,7 @@ class Pager:
         """Bring in every page, ignoring the budget, and forget them: their tensors are ordinary ones from now on."""
         if self._away:
             gc.collect()  # cycles keep tensors that no program can reach
-        budget, self.budget = self.budget, None
+        budget, self.budget, peak = self.budget, None, self.peak
         try:
             for key, page in list(self._away.items()):
                 self._bring_in(key, page, set())
@@ -347,7 +347,7 @@ class Pager:
             self._moving.clear()
             self._last.clear()
             self.result_bytes.clear()
-            self.held, self.budget = 0, budget
+            self.held, self.budget, self.peak = 0, budget, peak
 
     def close(self) -> None:
         """Close the stores of the pages."""
