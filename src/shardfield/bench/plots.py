@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .charts import Dot, Panel, bars, dots, panels
 from .table import Table
+from .virtual_plots import VIRTUAL, plot_virtual
 
 SCALING = "perf-scaling-speed"
 BARS = "perf-bars"
@@ -99,4 +100,6 @@ def plots_of(name: str, tables: Sequence[Table]) -> dict[str, str]:
     found = {} if ratios is None else {f"perf-{name}": ratios}
     if name == "scaling":
         found |= {SCALING: plot_scaling(tables[0])}
+    if name == "virtual":
+        found |= {VIRTUAL: plot_virtual(tables[0])}
     return found | plot_values(name, tables)

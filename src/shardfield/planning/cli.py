@@ -216,7 +216,7 @@ def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) 
         return 0 if smallest else 1
     print(f"{subject.name}, {subject.batch} samples a step, {device.name} with {_format_bytes(memory)}\n")
     print("\n".join(_virtual_table(found)))
-    print(f"\n{smallest} virtual ranks fit" if smallest else "\nno number of virtual ranks fits")
+    print(f"\nvirtual ranks that fit, at least: {smallest}" if smallest else "\nno number of virtual ranks fits")
     return 0 if smallest else 1
 
 
