@@ -105,6 +105,8 @@ PROGRAMS: dict[str, Program] = {
     "layer_norm of a sum": Program(lambda x: F.layer_norm(x, x.shape[-1:]), FIELD, SUM, (2,), 0.5),
     "group_norm of a sum": Program(lambda x: F.group_norm(x, 4), IMAGE, SUM, (0,), 0.5),
     "sort of a sum": Program(lambda x: x.sort(-1)[0], FIELD, SUM, (2,), 0.5),
+    "amax of two halves": Program(lambda x: x.unflatten(1, (2, 15)).amax(1), FIELD, BY_ROWS, (3,), 0.6),
+    "max of two halves": Program(lambda x: x.unflatten(1, (2, 15)).max(1)[0], FIELD, BY_ROWS, (3,), 0.6),
     "a sum of sums, then tanh": Program(lambda x: torch.tanh(x + 2 * x), FIELD, SUM, (2,), 0.5),
     "cat of a sum": Program(lambda x: torch.cat([x, torch.ones_like(x)], 1), FIELD, SUM, (2,), 0.5),
     "index": Program(lambda x: x[ENTRIES].relu(), ROWS, (Shard(0),), (0,), 0.8),

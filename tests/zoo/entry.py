@@ -31,7 +31,7 @@ class Entry:
     A factory without a shape here returns the tensors too, of which the first is sharded. Without its `package` the row
     is skipped. `gathers`: the calls that have no rule. `lost`: the functions that lose a sharding. `balance` and
     `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few rows and the indices of a graph
-    show in them.
+    show in them. `steps`: of gradient descent.
     """
 
     title: str
@@ -44,6 +44,7 @@ class Entry:
     lost: tuple[str, ...] = ()
     balance: float = 1.2
     redundancy: float = 1.15
+    steps: int = 3
 
 
 def imported(module: str):

@@ -32,7 +32,9 @@ def test_model(name, mesh, dims):
         pytest.skip(f"{entry.package} is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of third-party packages
-        found = check(f"tests.zoo.small:{name}", entry.shape, mesh, dims=dims, steps=3, tolerance=entry.tolerance)
+        found = check(
+            f"tests.zoo.small:{name}", entry.shape, mesh, dims=dims, steps=entry.steps, tolerance=entry.tolerance
+        )
     assert found, str(found)
     assert set(found.gathers) <= set(entry.gathers), found.gathers
     assert {lost.split()[0] for lost in found.lost} <= set(entry.lost), found.lost

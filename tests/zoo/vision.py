@@ -70,6 +70,35 @@ def transformers_depth_anything():
     return t.DepthAnythingForDepthEstimation(config)
 
 
+def transformers_videomae():
+    """Return a video transformer: tokens of two frames each, all in one sequence."""
+    t = imported("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = t.VideoMAEConfig(image_size=(16, 24), patch_size=4, num_frames=4, tubelet_size=2, **sizes)
+    return t.VideoMAEModel(config)
+
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 512, "attention_dropout": 0.0}
+
+
+class Llama(nn.Module):
+    """transformers' Llama on embedded tokens: rotary positions, grouped queries, causal attention, all logits."""
+
+    def __init__(self):
+        super().__init__()
+        t = imported("transformers")
+        self.model = t.LlamaForCausalLM(t.LlamaConfig(**LLAMA))
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x, use_cache=False).logits
+
+
+def timm_vit_16k():
+    model = imported("timm.models").VisionTransformer
+    return model(img_size=256, patch_size=2, embed_dim=8, depth=1, num_heads=2, mlp_ratio=2, num_classes=5)
+
+
 def timm_xcit():
     model = imported("timm.models").Xcit
     return model(img_size=64, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5, cls_attn_layers=1)
@@ -87,6 +116,9 @@ MODELS: dict[str, Entry] = {
     "monai_vnet": Entry("MONAI VNet", (1, 1, 64, 64), package="monai"),
     "transformers_dpt": Entry("transformers DPT", (1, 3, 32, 32), package="transformers"),
     "transformers_depth_anything": Entry("transformers DepthAnything", (1, 3, 32, 32), package="transformers"),
+    "transformers_videomae": Entry("transformers VideoMAE", (1, 4, 3, 16, 24), (3, 4), (3, 4), package="transformers"),
+    "Llama": Entry("transformers Llama", (2, 37, 32), (1,), None, package="transformers"),
+    "timm_vit_16k": Entry("timm ViT, 16,384 tokens", (1, 3, 256, 256), package="timm", steps=1),
     "timm_xcit": Entry("timm XCiT", (2, 3, 64, 96), package="timm"),
     "vit_pytorch_maxvit": Entry("vit-pytorch MaxViT", (2, 3, 32, 32), tolerance=1e-8, package="vit_pytorch"),
 }

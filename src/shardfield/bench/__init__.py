@@ -14,6 +14,7 @@ BENCHMARKS = {
     "memory": "peak memory of a training step of a UNet, a ViT and a TFNO on a rank, against one process",
     "halo": "a CNN on a sharded field: bytes sent, overlap with computation, scaling",
     "attention": "a sharded sequence: ring attention against gathering keys and values, and against one rank",
+    "strategies": "memory and bytes of each strategy of attention on 1 to 64 ranks, counted",
     "fft": "a spectral layer on a sharded field: four methods",
     "tfno": "a layer of neuraloperator's TFNO on different numbers of ranks",
     "kernels": "local work of a rank: block attention, moments, halo packing, modes; a step as a CUDA graph",

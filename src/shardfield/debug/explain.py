@@ -52,12 +52,15 @@ def active_report() -> Report | None:
     return found
 
 
-def record_outcome(kind: str, nested: bool = False) -> None:
-    """Record the outcome of the current call; a `nested` outcome does not replace a more specific one."""
+def record_outcome(kind: str, nested: bool = False, costs: dict[str, float] | None = None) -> None:
+    """Record the outcome of the current call; a `nested` outcome does not replace a more specific one.
+
+    `costs`: the estimates by which it was chosen, in bytes.
+    """
     observer = runtime.active.observer
     row = None if observer is None else observer._row
     if row is not None and row.ending != "gather" and not (nested and row.ending != "rule"):
-        row.ending = kind
+        row.ending, row.costs = kind, costs or {}
 
 
 def record_lost(axes: dict[str, int]) -> bool:
@@ -78,7 +81,8 @@ def record_lost(axes: dict[str, int]) -> bool:
 class Row:
     """One call: its module, its outcome, the layouts, and the messages of this rank.
 
-    `lost`: mesh axis -> bytes of results that lost their sharding over it, so that every rank has all of them.
+    `lost`: mesh axis -> bytes of results that lost their sharding over it, so that every rank has all of them. `costs`:
+    strategy -> its estimated cost in bytes, where a rule chose among several.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
     collectives of both by name. `compiled`: the call is part of a compiled program, which sent its messages.
@@ -90,12 +94,15 @@ class Row:
         self.messages = self.bytes = self.back_messages = self.back_bytes = 0
         self.kinds: dict[str, int] = {}
         self.lost: dict[str, int] = {}
+        self.costs: dict[str, float] = {}
 
     @property
     def outcome(self) -> str:
-        """How the call ended, and what it lost."""
+        """How the call ended, why it was planned in this way, and what it lost."""
+        costs = ", ".join(f"{name} {cost / 1e3:.3g}" for name, cost in self.costs.items())
+        why = [f"cost in kB: {costs}"] if len(self.costs) > 1 else []
         lost = [f"lost sharding over axis {axis!r} ({nbytes} bytes)" for axis, nbytes in self.lost.items()]
-        return ", ".join([self.ending, *lost, *["compiled"] * self.compiled])
+        return ", ".join([self.ending, *why, *lost, *["compiled"] * self.compiled])
 
     def __repr__(self) -> str:
         return f"<{self.module} {self.op}: {self.ending}, {self.messages}+{self.back_messages} messages>"
@@ -184,6 +191,7 @@ class Report:
         """Add the row of a call of a compiled program that runs in the module `where`."""
         again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
         again.ending, again.output, again.compiled, again.lost = row.ending, row.output, True, row.lost
+        again.costs = row.costs
         self.rows.append(again)
         return again
 

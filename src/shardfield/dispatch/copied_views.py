@@ -4,6 +4,9 @@ Where a view would need communication (an integer index into a sharded dim, a re
 copy. On one device a later write into the source is visible in the view. Here the write turns the copy into a deferred
 value, which takes the view again at every read. It does so at the read, not at the write, because taking the view
 communicates: all ranks read the same tensors, but one of them may keep a copy alive that others have dropped.
+
+A write into the copy of a dim that was split across shards, or into a view of this copy, changes the source: the new
+value of the copy is computed, and written into the source. Other copies are not written.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from .plan import process_groups
 
 
 class CopiedView(Deferred):
-    """The copy `tensor` of a view of `source`; `take_view` takes the view again. Held by the tensor.
+    """The copy `tensor` of a view of `source`; `take_view(source)` takes the view again. Held by the tensor.
 
     merges: the view joins dims, so that strides decide whether torch returns a view or a copy. nested: on this rank the
-    strides allow a view. (If torch returns a copy on one device, that copy does not see the write.)
+    strides allow a view. (If torch returns a copy on one device, that copy does not see the write.) splits: the view
+    only splits dims, so that the source is a reshape of it.
     """
 
     volatile = True
@@ -35,12 +39,14 @@ class CopiedView(Deferred):
         self,
         tensor: ShardTensor,
         source: ShardTensor,
-        take_view: Callable[[], ShardTensor],
+        take_view: Callable[[ShardTensor], ShardTensor],
         merges: bool = False,
         nested: bool = True,
+        splits: bool = False,
     ):
         self.layout, self.source, self.take_view = tensor._layout, source, take_view
-        self.merges, self.nested, self.grad_enabled = merges, nested, torch.is_grad_enabled()
+        self.merges, self.nested, self.splits = merges, nested, splits
+        self.grad_enabled = torch.is_grad_enabled()
         self.tensor = weakref.ref(tensor)
         former = source.__dict__.get("_copy_of")
         self.memory: list[Tensor] = [source._local_tensor, *(former.memory if former is not None else ())]
@@ -78,7 +84,7 @@ class CopiedView(Deferred):
             if self.merges and not self._is_view():
                 assert self.before is not None
                 return wrap(self.before, self.layout)
-            return self.take_view()
+            return self.take_view(self.source)
 
     def _is_view(self) -> bool:
         groups = process_groups(self.layout, range(self.layout.mesh.ndim))
@@ -89,3 +95,40 @@ class CopiedView(Deferred):
                 "device the result may be a view, which sees the write, or a copy. Use reshape(...).clone()"
             )
         return views
+
+    def accepts_writes(self) -> bool:
+        """Return whether `write` can change the source. The answer is the same on all ranks."""
+        if self.source._layout.partial:
+            return False
+        if self.source._copied_view is False:
+            return self.splits
+        former = self.source.__dict__.get("_copy_of")
+        return self.source._copied_view is True and not self.merges and former is not None and former.accepts_writes()
+
+    def write(self, value: ShardTensor) -> None:
+        """Write a new value of the copy into the source. Communicates."""
+        if self.splits:
+            new = value.reshape(self.source.shape)
+        else:  # the source is a copy too, and this is a local view of it
+            new = self.source.clone()
+            view = self.take_view(new)
+            view._check_writable()
+            view.copy_(value)
+        if self.source._copied_view is True:
+            self.source._copy_of.write(new)
+        else:
+            self.source._write(new)
+
+
+def write_through(target: ShardTensor, write: Callable[[ShardTensor], object]) -> bool:
+    """Write into a copy of a split dim so that the write reaches its source; return False for any other tensor.
+
+    `write` writes into the tensor that it is called with.
+    """
+    copy = target.__dict__.get("_copy_of") if target._copied_view is True else None
+    if copy is None or not copy.accepts_writes():
+        return False
+    new = target.clone()
+    write(new)
+    copy.write(new)
+    return True

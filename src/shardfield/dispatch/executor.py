@@ -205,7 +205,7 @@ class BoundPlan:
             set_copied_view(result, copied)
         if copied is True and of_shards and kind.returns is not Returns.VIEW_OR_COPY:
             nested = not kind.merged or dims_are_nested(base, kind.merged)
-            CopiedView(result, source, lambda: self._view_again(source, index), bool(kind.merged), nested)
+            CopiedView(result, source, lambda x: self._view_again(x, index), bool(kind.merged), nested, kind.splits)
         if narrowed:
             result._narrowed = True
         return result

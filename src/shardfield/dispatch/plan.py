@@ -63,12 +63,14 @@ class ViewKind:
     of_slice: the results are slices along a sharded dim, so a local view does not prove that the global one exists.
     merged: groups of dims of the first tensor that become one dim. Strides decide whether that is a view.
     ranks_differ: local strides may decide differently on different ranks; a write then needs a consensus.
+    splits: dims are split and none are joined: a reshape of the result is the first tensor.
     """
 
     returns: Returns = Returns.NEW
     of_slice: bool = False
     merged: Sequence[Sequence[int]] = ()
     ranks_differ: bool = False
+    splits: bool = False
 
     @staticmethod
     def view(*, lost: bool = False, of_slice: bool = False, ranks_differ: bool = False) -> ViewKind:

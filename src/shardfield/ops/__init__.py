@@ -3,6 +3,7 @@
 from .attention import flex as flex
 from .attention import packed as packed
 from .attention import sdpa as sdpa
+from .attention import sphere as sphere
 from .elementwise import cross_entropy as cross_entropy
 from .elementwise import like_factories as like_factories
 from .elementwise import loss as loss
@@ -16,6 +17,7 @@ from .indexing import gather_rows as gather_rows
 from .indexing import getitem as getitem
 from .indexing import index_put as index_put
 from .indexing import mask as mask
+from .indexing import point_search as point_search
 from .indexing import scatter as scatter
 from .indexing import searchsorted as searchsorted
 from .matmul import cdist as cdist

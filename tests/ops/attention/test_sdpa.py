@@ -226,6 +226,8 @@ def way_of(shapes, placements, mesh_shape, kwargs):
     with explain() as report:
         attend(q, k, v, **kwargs)
     (line,) = report.rows
+    way = line.ending.removeprefix("rule: ")
+    assert min(line.costs, key=line.costs.__getitem__) == way and ("cost in kB" in str(report)) == (len(line.costs) > 1)
     return line.ending
 
 

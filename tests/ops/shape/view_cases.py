@@ -26,8 +26,40 @@ def views_read_after_a_write(x):
     return [before, views[1] - views[1].sum(), *(v * 1 for v in views), y]
 
 
+def writes_into_split_dims(x):
+    """Write into views that split a dim, which need communication where a shard boundary falls inside a new dim."""
+    y = x * 1
+    pairs = y.view(4, 2, 3)
+    pairs[:, 1].add_(pairs[:, 0] * 2)
+    pairs[1:, 0] += pairs[:-1, 1] * 0.3
+    y[2:6].view(2, 2, 3)[:, 1].mul_(3)
+    y[1::2].unflatten(0, (2, 2))[0] = y[:2].clone() * y[5].clone()
+    y.mul_(0.5)
+    return [y, pairs[:, 1] * 1, pairs]
+
+
+def scan(decay, x):
+    """Compute x[i] += decay[i] * x[i - 1] for all i, by a tree of writes into views of views, as Mamba's scan does."""
+    a, x = decay * 1, x * 1
+    below, above = a, x
+    for _ in range(2):
+        below, above = below.view(len(below) // 2, 2, -1), above.view(len(above) // 2, 2, -1)
+        above[:, 1].add_(below[:, 1] * above[:, 0])
+        below[:, 1].mul_(below[:, 0])
+        below, above = below[:, 1], above[:, 1]
+    above[1].add_(below[1] * above[0])
+    for step in (2, 1):
+        below, above = (t[step - 1 :: step] for t in (a, x))
+        below, above = below.view(len(below) // 2, 2, -1), above.view(len(above) // 2, 2, -1)
+        above[1:, 0].add_(below[1:, 0] * above[:-1, 1])
+        below[1:, 0].mul_(below[:-1, 1])
+    return x
+
+
 CASES = [
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
+    case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
+    case(scan, T(8, 3, grad=False), T(8, 3, grad=False), options={"layouts": 12, "try_partial": False}),
     # ---- reshapes
     case(torch.reshape, T(2, 3, 4, 6), (2, 3, 24), options=NO_MESSAGES),
     case(torch.Tensor.view, T(2, 6, 4), 12, 4, options=NO_MESSAGES),

@@ -74,7 +74,7 @@ def sdpa(
     gathers = _gather_steps(strategy)
 
     def local(query, key, value, attn_mask):
-        explain.record_outcome(f"rule: {strategy.summary}")
+        explain.record_outcome(f"rule: {strategy.summary}", costs=strategy.costs)
         for dim, sizes, group in gathers:
             if key.shape == value.shape and key.dtype is value.dtype:
                 key, value = autograd_collectives.gather_all_replicate_in([key, value], dim, sizes, group)

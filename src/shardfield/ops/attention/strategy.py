@@ -83,6 +83,7 @@ class Strategy(NamedTuple):
     gather: tuple[int, ...]
     merge: tuple[int, ...]
     summary: str
+    costs: dict[str, float] | None = None  # summary of each strategy that was considered -> its estimated cost
 
 
 def choose_strategy(
@@ -93,14 +94,11 @@ def choose_strategy(
     mesh = query.layout.mesh
     choices = [list(_axis_roles(a, shapes, query.layout, key.layout, value.layout, mask)) for a in range(mesh.ndim)]
     choices = [allowed_roles(roles, len(shapes.lead) - 1, mesh, a) for a, roles in enumerate(choices)]
-    best, lowest = None, math.inf
-    for roles in product(*choices):
-        candidate = _build_strategy(roles, shapes, query.layout, key.layout, value.layout, mask)
-        cost = estimate_cost(candidate, shapes, query, key, value, mask, is_causal)
-        if cost < lowest:
-            best, lowest = candidate, cost
-    assert best is not None
-    return best
+    candidates = [_build_strategy(r, shapes, query.layout, key.layout, value.layout, mask) for r in product(*choices)]
+    costs = [estimate_cost(c, shapes, query, key, value, mask, is_causal) for c in candidates]
+    by_cost = sorted(zip(costs, range(len(costs)), strict=True))
+    by_name = {candidates[i].summary: cost for cost, i in reversed(by_cost)}  # the cheapest of each name
+    return candidates[by_cost[0][1]]._replace(costs=dict(sorted(by_name.items(), key=lambda item: item[1])))
 
 
 # ---------------------------------------------------------------------- roles an axis may have

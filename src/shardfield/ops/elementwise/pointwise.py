@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ... import runtime
+from ...dispatch.copied_views import write_through
 from ...dispatch.registry import (
     as_operand,
     composed,
@@ -142,6 +143,8 @@ def pointwise_inplace(func, types, args, kwargs):
             return target
         full = map_tensors((args[1:], kwargs), lambda t: to_full_tensor(t) if isinstance(t, ShardTensor) else t)
         return func(target, *full[0], **full[1])
+    if target._copied_view and write_through(target, lambda x: pointwise_inplace(func, types, (x, *args[1:]), kwargs)):
+        return target
     target._check_writable()
     key, values = call_key(INPLACE, args, kwargs)
     plan = runtime.active.plans[key] or plan_broadcast(key, lambda layouts: align_to(layouts[0], layouts))

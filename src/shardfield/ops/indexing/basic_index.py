@@ -59,7 +59,7 @@ class BasicIndexPlan(NamedTuple):
         if self.copied or x._copied_view:
             set_copied_view(out, self.copied or x._copied_view)
         if out._copied_view is True:
-            CopiedView(out, x, lambda: self.run(x))
+            CopiedView(out, x, self.run)
         if self.narrowed or x._narrowed:
             out._narrowed = True
         if x._layout.is_replicated and not local.requires_grad:  # it may be a buffer; a graph must not be kept alive

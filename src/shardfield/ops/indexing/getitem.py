@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import runtime, trace_state
 from ...comm.consensus import Consensus
+from ...dispatch.copied_views import write_through
 from ...dispatch.registry import composed, gather_fallback, handler, mesh_of, to_full_tensor
 from ...layout import Layout
 from ...redistribute import redistribute
@@ -81,6 +82,8 @@ def setitem(func, types, args, kwargs):
     if x.__class__ is not ShardTensor:
         return _setitem_on_plain(func, types, args)
     if x._deferred is not None and lazy_spectrum.write_block(x, index, value):
+        return None
+    if x._copied_view and write_through(x, lambda new: setitem(func, types, (new, index, value), kwargs)):
         return None
     x._check_writable()
     reduce_partial(x)

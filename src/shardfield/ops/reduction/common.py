@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import function_apply
 from ...comm import autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import process_groups
 from ...layout import DimSharding, Layout
+from .._common.blockwise import move_shard_off
 
 
 def reduced_dims(ndim: int, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -39,6 +42,22 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool, op: str |
 def sharding_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
     """Return the mesh axes, of more than one rank, that shard any of `dims`."""
     return layout.nontrivial_axes(a for d in dims for a in layout.axes_of(d))
+
+
+def keep_result_sharded(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Return the layout in which to reduce `dims`: if the result is as large as a rank's share, their sharding moves.
+
+    The result of a few long rows would otherwise be whole on every rank.
+    """
+    sharded = [d for d in dims if layout.is_sharded(d)]
+    if len(sharded) != 1 or layout.partial:
+        return layout
+    ranks = [math.prod(map(layout.mesh.size, axes)) for axes in (layout.shard_axes, layout.axes_of(sharded[0]))]
+    elements = layout.numel // math.prod(max(layout.shape[d], 1) for d in dims) // (ranks[0] // ranks[1])
+    if elements < max(runtime.active.min_scattered, layout.numel // ranks[0]):
+        return layout
+    moved = move_shard_off(layout, sharded[0])
+    return layout if moved is None or any(moved.is_sharded(d) for d in dims) else moved
 
 
 def shard_groups(layout: Layout) -> Groups:

@@ -20,7 +20,14 @@ from ...dispatch.registry import rule
 from ...layout import Layout
 from .._common.broadcast import align
 from .._common.probe import probe
-from .common import all_reduce_minmax, known_sum, reduced_dims, reduced_layout, sharding_axes
+from .common import (
+    all_reduce_minmax,
+    keep_result_sharded,
+    known_sum,
+    reduced_dims,
+    reduced_layout,
+    sharding_axes,
+)
 
 NO_INDEX = torch.iinfo(torch.int64).max
 
@@ -129,6 +136,8 @@ def max_min(input: Operand, dim=None, keepdim=False, *, other=None, fn):
         result = reduced_layout(layout, dims, False, None)
         return Plan(local=reduced if over else lambda input: fn(input), layout=result)
     probe(fn, input, dim=dim, keepdim=keepdim)
+    layout = keep_result_sharded(layout, dims)
+    over = process_groups(layout, sharding_axes(layout, dims))
 
     def local(input):
         if not over:
@@ -137,15 +146,15 @@ def max_min(input: Operand, dim=None, keepdim=False, *, other=None, fn):
         return _named_result(op, pair if keepdim else tuple(t.squeeze(dims[0]) for t in pair))
 
     result = reduced_layout(layout, dims, keepdim, None)
-    return Plan(local=local, layout=(result, result))
+    return Plan(local=local, layout=(result, result), operands={"input": layout})
 
 
 @rule("amax", "amin", merged=True)
 def amax(input: Operand, dim=(), keepdim=False, *, fn):
     """All-reduce the local extremes."""
     probe(fn, input, dim=dim, keepdim=keepdim)
-    layout = input.layout
-    dims = reduced_dims(layout.ndim, dim)
+    dims = reduced_dims(input.ndim, dim)
+    layout = keep_result_sharded(input.layout, dims)
     over = process_groups(layout, sharding_axes(layout, dims))
     result = reduced_layout(layout, dims, keepdim, None)
 
@@ -154,7 +163,7 @@ def amax(input: Operand, dim=(), keepdim=False, *, fn):
             return fn(input, dim=dim, keepdim=keepdim)
         return global_minmax(input, dims, over, fn.__name__[1:]).reshape(result.local_shape)
 
-    return Plan(local=local, layout=result)
+    return Plan(local=local, layout=result, operands={"input": layout})
 
 
 @rule("aminmax", merged=True)

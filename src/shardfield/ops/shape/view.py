@@ -151,7 +151,7 @@ def view(input: Operand, *args, fn, **kwargs):
     return Plan(
         local=_local_reshape(layout, flat, moved, result),
         layout=result,
-        view=ViewKind(returns, merged=joined, ranks_differ=short),
+        view=ViewKind(returns, merged=joined, ranks_differ=short, splits=not joined),
     )
 
 
