@@ -272,7 +272,6 @@ def physicsnemo_domino():
     return Single(DoMINO())
 
 
-RADIUS = ("radius_search_warp.default",)
 MODELS: dict[str, Entry] = {
     "Aurora": Entry("Microsoft Aurora", (1, 2, 7, 32, 64), (3, 4), (3, 4), package="aurora"),
     "Anemoi": Entry(
@@ -296,14 +295,13 @@ MODELS: dict[str, Entry] = {
         "torch-harmonics S2 transformer",
         (1, 3, 32, 64),
         tolerance=SINGLE,
-        gathers=("permute_to_nhwc.default",),
         redundancy=2.4,
     ),  # fmt: skip
     "physicsnemo_pangu": Entry("PhysicsNeMo Pangu", (1, 72, 32, 64), package="physicsnemo", balance=1.4),
     "GeoTransolver": Entry("PhysicsNeMo GeoTransolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "PhysicsNeMoTransolver": Entry("PhysicsNeMo Transolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "physicsnemo_domino": Entry(
-        "PhysicsNeMo DoMINO", (1, 29, 44), (1,), None, SINGLE, package="physicsnemo", gathers=RADIUS, redundancy=1.9
+        "PhysicsNeMo DoMINO", (1, 29, 44), (1,), None, SINGLE, package="physicsnemo", redundancy=1.9
     ),
     "SongUNet": Entry("PhysicsNeMo SongUNet", (1, 3, 32, 48), package="physicsnemo"),
     "physicsnemo_stormcast": Entry(

@@ -20,6 +20,7 @@ from .indexing import mask as mask
 from .indexing import point_search as point_search
 from .indexing import scatter as scatter
 from .indexing import searchsorted as searchsorted
+from .indexing import segment_reduce as segment_reduce
 from .matmul import cdist as cdist
 from .matmul import einsum as einsum
 from .matmul import linalg as linalg

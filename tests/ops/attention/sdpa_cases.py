@@ -56,8 +56,46 @@ def attend_field(q, k, v, **kwargs):
     return out.transpose(2, 3).flatten(1, 2).unflatten(2, q.shape[2:])
 
 
+def sliding_window(q, k, v):
+    """Attend to the three keys before each query and to its own."""
+    distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+    return attend(q, k, v, ((distance >= 0) & (distance <= 3)).to(q.device))
+
+
+def alibi(q, k, v):
+    """Attend with a bias that falls with the distance, by a slope for each head."""
+    distance = (torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])).abs()
+    slopes = 0.5 ** torch.arange(1, q.shape[-3] + 1).view(-1, 1, 1)
+    return attend(q, k, v, (-slopes * distance).to(q))
+
+
+def linear_attention(q, k, v):
+    """Attend with a kernel in the place of the softmax: sums over keys, which ranks add up."""
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2).unsqueeze(-1))
+
+
+def causal_linear_attention(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    state = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(-3)
+    return (q.unsqueeze(-2) @ state).squeeze(-2) / (q * k.cumsum(-2)).sum(-1, keepdim=True)
+
+
+def slice_attention(x, assign):
+    """Pool points into slices, which attend to each other, and give the result to the points, as Transolver does."""
+    weights = (x @ assign).softmax(-1)
+    slices = weights.mT @ x / (weights.sum(-2).unsqueeze(-1) + 1e-5)
+    return weights @ attend(slices, slices, slices)
+
+
 CASES = [
     case(attend, *qkv(2, 4), options={"layouts": 12}),
+    case(sliding_window, *qkv(2, 3), options=SOME),
+    case(alibi, *qkv(2, 4), options=SOME),
+    case(linear_attention, *qkv(2, 3, rows=7, columns=5), options=SOME),
+    case(causal_linear_attention, *qkv(2, 3), options=SOME),
+    case(slice_attention, T(2, 9, 4), T(4, 3), options=SOME),
+    case(attend, T(2, 4, 6, 4), T(2, 1, 7, 4), T(2, 1, 7, 4), enable_gqa=True, options=SOME),
     case(attend_then_write, *qkv(2), options=SOME),
     case(attend_then_write_view, *qkv(3, rows=5), options=SOME | {"may_refuse": True}),
     case(attend, *qkv(2, 3, rows=5, columns=9), options=SOME),

@@ -3,8 +3,8 @@
 A query attends to the keys within a distance on the sphere. The table of these pairs has a row for each latitude of the
 queries and a column for each key that the first query of the latitude reads (a coarser grid of keys: the other way
 round). Each rank computes the latitudes of the queries that it owns. It receives the band of key latitudes that they
-read, and keeps the part of the table that belongs to them. A sharding of longitudes moves to samples, latitudes or heads
-first. The handlers are found by the names of the operators, so that torch-harmonics need not be installed.
+read, and keeps the part of the table that belongs to them. A sharding of longitudes moves to samples, latitudes or
+heads first. The handlers are found by the names of the operators, so that torch-harmonics need not be installed.
 """
 
 from __future__ import annotations
