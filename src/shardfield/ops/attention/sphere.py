@@ -45,13 +45,13 @@ class Pairs(NamedTuple):
 
 
 class SpherePlan(NamedTuple):
-    """One rank's part of the attention: layouts of keys and queries, heads, the band of keys, and the pairs."""
+    """One rank's part of the attention: layouts, heads, the band of keys with its latitudes, and the pairs."""
 
     keys: Layout
     queries: Layout
     heads: DimSharding
     band: PaddedBlockPlan
-    weights: Tensor
+    latitudes: slice
     pairs: Pairs
 
 
@@ -59,14 +59,13 @@ def attend(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     """Run `attention(keys, values, queries, weights of key latitudes, *pairs, heads, *sizes)` on sharded fields."""
     given = dict(zip(NAMES, args, strict=False)) | kwargs
     plain = {n: to_full_tensor(t) if isinstance(t, ShardTensor) else t for n, t in given.items() if n not in NAMES[:3]}
-    if trace_state.values_unknown() and not trace_state.is_concrete(plain["col_idx"]):
-        return gather_fallback(func, types, args, kwargs)  # the plan depends on the values of the table
-    mesh = mesh_of(tuple(given.values()), None)
-    (key, key_layout), (value, value_layout), (query, query_layout) = (as_operand(given[n], mesh) for n in NAMES[:3])
-    key_first = key_layout.bare, value_layout.bare, query_layout.bare
-    plan = kept_with_tensor(
-        plain["col_idx"], ("sphere", *key_first), lambda: _make_plan(key_layout, query_layout, plain)
-    )
+    fields = [given[n] for n in NAMES[:3]]
+    if (trace_state.values_unknown() and not trace_state.is_concrete(plain["col_idx"])) or not _match(fields, plain):
+        return gather_fallback(func, types, args, kwargs)  # the plan depends on the values; or the call raises
+    mesh = mesh_of(fields, None)
+    (key, key_layout), (value, value_layout), (query, query_layout) = (as_operand(t, mesh) for t in fields)
+    made_for = ("sphere", key_layout.bare, query_layout.bare, *(plain[n] for n in NAMES[8:]))
+    plan = kept_with_tensor(plain["col_idx"], made_for, lambda: _make_plan(key_layout, query_layout, plain))
     channels = [x.shape[-1] for x in (key_layout, value_layout)]
     of_values = _with_channels(plan.keys, channels[1], plan.heads)
     both = [redistribute(key, key_layout, plan.keys), redistribute(value, value_layout, of_values)]
@@ -78,7 +77,18 @@ def attend(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         return wrap(empty_result_of([query, block], shape, block.dtype, block), result)
     key, value = (t.contiguous() for t in block.split([n // plan.heads.size * heads for n in channels], -1))
     sizes = heads, plain["nlon_in"], shape[LATITUDE], plain["nlon_out"]
-    return wrap(func(key, value, query.contiguous(), plan.weights, *plan.pairs, *sizes), result)
+    weights = plain["quad_weights"][plan.latitudes].contiguous()
+    return wrap(func(key, value, query.contiguous(), weights, *plan.pairs, *sizes), result)
+
+
+def _match(fields: Sequence[Tensor], plain: dict[str, Any]) -> bool:
+    """Return whether the operator accepts the sizes and dtypes of keys, values and queries."""
+    key, value, query = fields
+    return (
+        all(t.ndim == 4 and t.dtype is query.dtype and t.shape[-1] % plain["nh"] == 0 for t in fields)
+        and key.shape[:-1] == value.shape[:-1] == (query.shape[0], len(plain["quad_weights"]), plain["nlon_in"])
+        and query.shape[1:] == (plain["nlat_out"], plain["nlon_out"], key.shape[-1])
+    )
 
 
 def _with_channels(layout: Layout, channels: int, heads: DimSharding) -> Layout:
@@ -125,12 +135,11 @@ def _make_plan(keys: Layout, queries: Layout, plain: dict[str, Any]) -> SpherePl
     target = _with_channels(target.with_dim(2, DimSharding(nlon_out)), queries.shape[-1], heads)
     band = PaddedBlockPlan(source, {LATITUDE: bands}, {LATITUDE: shard_sizes_of(target.dims[LATITUDE][0])})
     if not source.is_sharded(LATITUDE):
-        return SpherePlan(source, target, heads, band, plain["quad_weights"], pairs)
+        return SpherePlan(source, target, heads, band, slice(None), pairs)
     (first, stop), start = band.owned[LATITUDE], band.block_starts[LATITUDE]
     end = bands.receptive_field(first, stop).stop if first < stop else start
     at, of = ((start, end), (first, stop)) if by_key else ((first, stop), (start, end))
-    weights = plain["quad_weights"][start:end].contiguous()
-    return SpherePlan(source, target, heads, band, weights, _select(pairs, at, of, wide))
+    return SpherePlan(source, target, heads, band, slice(start, end), _select(pairs, at, of, wide))
 
 
 def _row_of(offsets: Tensor) -> Tensor:
