@@ -25,14 +25,13 @@ class Attentions(nn.Module):
         self.same = attention(4, fine, fine, num_heads=2, theta_cutoff=0.6)
         self.down = attention(4, fine, coarse, num_heads=2, out_channels=6, theta_cutoff=0.7, use_qknorm=True)
         self.up = attention(4, coarse, fine, k_channels=6, theta_cutoff=0.8, optimized_kernel=False)
-        self.fixed = attention(4, fine, fine, theta_cutoff=0.5)
         self.mix = nn.Conv2d(6, 4, 1)
         self.register_buffer("field", torch.randn(2, 4, *fine, generator=torch.Generator().manual_seed(5)))
 
     def forward(self, x):
         y = self.same(x)
         small = self.mix(self.down(F.avg_pool2d(y, 2), y, y))
-        return self.up(y, small, small) + self.fixed(self.field, y, x) + self.fixed(y, self.field, self.field) + x
+        return self.up(y, small, small) + self.same(self.field, y, x) + self.same(y, self.field, self.field) + x
 
 
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), [*SHARDINGS, ((4,), [Shard(-3)], None)])
