@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardfield import ShardfieldError, ShardTensor, cli, runtime, scatter_tensor, sync_module_over_mesh
-from shardfield.bench import BENCHMARKS, measure, overhead, page, plots, scaling, table
+from shardfield.bench import BENCHMARKS, attention_plots, measure, overhead, page, plots, scaling, table
 from shardfield.bench import command as bench
 from shardfield.bench.ranks import domain_mesh, make_sharded_field
 from shardfield.bench.traffic import CommCounter, checked_traffic, comm_counts
@@ -128,6 +128,8 @@ def test_page_is_up_to_date():
     files = {path.stem: path.read_text() for path in (ROOT / "docs/figures").glob("perf-*.svg")}
     assert drawn.keys() == files.keys() == set(re.findall(r"\(figures/(perf-[\w-]+)\.svg\)", kept))
     assert [name for name in drawn if drawn[name] != files[name]] == [], "run `make performance`"
+    for name, svg in page.attention_plot(RESULTS).items():
+        assert (ROOT / f"docs/figures/{name}.svg").read_text() == svg, "run `make performance`"
     assert all(f"\n## {name}\n" in kept for name in BENCHMARKS), "every benchmark has results"
 
 
@@ -149,6 +151,23 @@ def test_scaling_is_compared_with_a_share_of_one_rank():
     assert rows["UNet, small: of ideal, 8 ranks", "computing alone"].ratio == 1.1
     assert rows["UNet, small: prediction, 8 ranks", "predicted"].ratio == 1.25
     assert plots.scaling_points(found)["UNet, small"]["measured"] == {1: 8500.0, 8: 1425.0}
+
+
+def test_plot_of_attention():
+    """Speeds are of all ranks, from times; memory and bytes of a rank are counted."""
+    times = table.Table("attention", {"heads": 2, "width": 8, "length": 64}, "cpu")
+    times.add_times("1 rank, forward + backward", {"plain torch": [1e-3], "shardfield": [1e-3]})
+    times.add_times("2 ranks, forward + backward", {"ring": [5e-4], "gather": [1e-3], "one rank": [1e-3]})
+    flops = 3.5 * 4 * 2 * 8 * 64**2
+    speeds = attention_plots.attention_speeds(times)
+    assert {name: list(of) for name, of in speeds.items()} == {"ring": [1, 2], "gather": [2]}
+    assert speeds["ring"][2] == pytest.approx(flops / 5e-4 / 1e12)
+    counted = bench.run_benchmark("strategies", quick=True)
+    memory, sent = (attention_plots.strategy_counts(counted, quantity) for quantity in ("memory", "sent"))
+    keys = 2 * 8 * 512 * 128 * 4 / 1e6  # of one of two ranks
+    assert memory["heads"][2] < memory["heads"][1] and sent["ring"] == {1: 0, 2: pytest.approx(3 * keys, rel=1e-2)}
+    assert sent["gather"][2] == pytest.approx(2 * keys, rel=1e-2)
+    assert "sent by a rank" in attention_plots.plot_attention(times, counted)
 
 
 def test_plots_have_every_number():

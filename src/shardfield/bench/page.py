@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import BENCHMARKS
+from .attention_plots import ATTENTION, plot_attention
 from .command import load_benchmark
 from .plots import BARS, SCALING, plot_bars, plots_of
 from .table import Table, format_number, format_settings, format_skip, read_table
@@ -58,12 +59,20 @@ def plots(folder: Path) -> dict[str, str]:
     return found
 
 
+def attention_plot(folder: Path) -> dict[str, str]:
+    """Return the plot of the page on attention, {file name without suffix: SVG}, if its results are there."""
+    measured, counted = (sorted(folder.glob(f"{name}.json")) for name in ("attention.*-16-cores", "strategies.*"))
+    if not (measured and counted):
+        return {}
+    return {ATTENTION: plot_attention(read_table(measured[-1]), read_table(counted[-1]))}
+
+
 def write_page(folder: Path, path: Path) -> None:
     """Write the page of all results in a folder, and its plots into the folder `figures` next to it."""
     path.write_text(page(folder))
     figures = path.with_name("figures")
     figures.mkdir(exist_ok=True)
-    for name, svg in plots(folder).items():
+    for name, svg in (plots(folder) | attention_plot(folder)).items():
         (figures / f"{name}.svg").write_text(svg)
 
 
