@@ -254,6 +254,7 @@ def test_a_small_disk(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with VirtualWorld(2, memory="auto", budget=0, folder=str(tmp_path)) as world:
+        world.pager.minimum = 1
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
             with pytest.raises(ShardfieldError, match="40000 bytes cannot be written to disk"):

@@ -26,8 +26,8 @@ def field(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def train(model, step, x, y, steps=3):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+def train(model, step, x, y, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -52,8 +52,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("make", [small, lambda: UNet(1, 8, 2).double()], ids=["norms", "unet"])
+def unet() -> nn.Module:
+    return UNet(1, 8, 2).double()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [*((small, o) for o in OPTIONS), (unet, OPTIONS[0]), (unet, OPTIONS[-1])],
+    ids=lambda value: getattr(value, "__name__", None) or "-".join(map(str, value.values())),
+)
 def test_trains_as_plain_torch(make, options):
     torch.manual_seed(0)
     model, plain = make(), make()
@@ -61,13 +68,13 @@ def test_trains_as_plain_torch(make, options):
     x, y = field(2, 1, 22, 6), field(2, 1, 22, 6)
     with virtualize(mse, model, 3, dim=2, **options) as step:
         if step.world.pager is not None:
-            step.world.pager.minimum = 64
+            step.world.pager.minimum = 512
         losses = train(model, step, x, y)
         if step.world.pager is not None:
             assert step.world.pager.moved_in > 0
     close(losses, train(plain, lambda x, y: mse(plain, x, y), x, y))
     for (name, ours), (_, theirs) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def test_recomputing_moves_and_keeps_less():
@@ -78,7 +85,7 @@ def test_recomputing_moves_and_keeps_less():
         with virtualize(mse, UNet(1, 8, 2).double(), 2, dim=2, memory=memory, budget=1 << 30) as step:
             step(x, x)
             peaks.append(step.world.pager.peak)
-    assert peaks[1] < 0.6 * peaks[0], peaks
+    assert peaks[1] < 0.7 * peaks[0], peaks
 
 
 def test_gradients_accumulate_reach_the_batch_and_call_hooks():

@@ -24,6 +24,7 @@ from shardfield.errors import WorldError
 from shardfield.planning.unet import UNet
 from shardfield.testing import run_on_ranks
 from shardfield.virtual import VirtualWorld
+from tests.ops.spectral.test_neuralop import in_double
 from tests.ops.spectral.test_torch_harmonics import sfno
 from tests.zoo import zoo
 
@@ -62,14 +63,15 @@ SINGLE = {"tfno", "sfno"}  # these packages compute in single precision
 TOLERANCE = {**dict.fromkeys(SINGLE, 2e-6), "dropout": float("inf")}  # one device draws other numbers for a dropout
 
 
-def train(case: str, sharded: bool = True, strategy: str | None = None):
+def train(case: str, sharded: bool = True, strategy: str | None = None, dtype: torch.dtype | None = None):
     """Train for two steps. Return the losses, and this rank's output, parameters and buffers."""
     factory, shape, dim = CASES[case]
+    dtype = dtype or (torch.float32 if case in SINGLE else torch.float64)
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of third-party packages
         model = factory() if case in SINGLE else factory().double()
-    x = torch.randn(shape, dtype=torch.float32 if case in SINGLE else torch.float64)
+    x = torch.randn(shape, dtype=dtype)
     if sharded:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
         x = shardfield.scatter_tensor(x, 0, mesh, (Shard(dim),))
@@ -102,6 +104,24 @@ def test_equal_to_ranks_bit_for_bit_and_to_one_device(case):
     whole = torch.cat([tensors[0] for _, tensors in found], CASES[case][2])
     for ours, plain in zip([whole, *found[0][1][1:]], [out, *held], strict=True):
         assert (ours - plain).abs().max() <= tolerance * max(1, plain.abs().max())
+
+
+def train_in_double(sharded: bool):
+    with in_double():
+        return train("tfno", sharded, dtype=torch.float64)
+
+
+def test_tfno_in_double_precision():
+    """neuraloperator with complex128 in the place of torch.cfloat."""
+    with in_double(), VirtualWorld(3) as world:
+        found = world.run(train, "tfno", dtype=torch.float64)
+    for (losses, ours), (theirs, real) in zip(found, run_on_ranks(train_in_double, 3, True), strict=True):
+        assert losses == theirs and all(torch.equal(a, b) for a, b in zip(ours, real, strict=True))
+    losses, (out, *held) = train_in_double(False)
+    assert out.dtype == torch.float64 and found[0][0] == pytest.approx(losses, rel=1e-12)
+    whole = torch.cat([tensors[0] for _, tensors in found], 2)
+    for ours, plain in zip([whole, *found[0][1][1:]], [out, *held], strict=True):
+        assert (ours - plain).abs().max() <= 1e-12 * max(1, plain.abs().max())
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

@@ -147,12 +147,12 @@ def _model_outline(options: argparse.Namespace) -> Callable[[Any], TaskSpec]:
     def outline(config: TrainConfig) -> TaskSpec:
         result = make_model()
         model = result[0] if isinstance(result, tuple) else result
-        return TaskSpec(model, {"x": tuple(_parse_ints("--shape", options.shape)[1:])}, mean_square)
+        return TaskSpec(model, {"x": tuple(_parse_ints("--shape", options.shape)[1:])}, _mean_square)
 
     return outline
 
 
-def mean_square(output: Any, batch: Any) -> Tensor:
+def _mean_square(output: Any, batch: Any) -> Tensor:
     """Return a default loss: the mean square of each tensor that a model returns, summed."""
     losses: list[Tensor] = []
     output = list(output.to_tuple()) if hasattr(output, "to_tuple") else output
@@ -221,7 +221,9 @@ def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) 
 
 
 def _virtual_table(options: Sequence[VirtualOption]) -> list[str]:
-    rows = [("ranks", "fits", "needs", "stays", "largest call", "all tensors", "moved at least", "computing")]
+    rows: list[tuple[str, ...]] = [
+        ("ranks", "fits", "needs", "stays", "largest call", "all tensors", "moved at least", "computing")
+    ]
     for o in options:
         sizes = [_format_bytes(n) for n in (o.memory, o.stays, o.operator, o.everything, o.moved)]
         rows.append((str(o.ranks), "yes" if o.fits else "no", *sizes, _format_seconds(o.seconds)))

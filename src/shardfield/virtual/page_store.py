@@ -11,12 +11,14 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import ShardfieldError
+
+IN_BACKGROUND = 1 << 20  # bytes from which a copy takes longer than a change of threads
 
 
 class Transfer(Protocol):
@@ -46,21 +48,26 @@ class PageStore(Protocol):
 
 
 class FileTransfer:
-    """A copy in the thread of a FileStore. In a forked process, which has no such thread, `wait` copies."""
+    """A copy in the thread of a FileStore; without a thread, it is made at once."""
 
-    def __init__(self, thread: ThreadPoolExecutor | None, nbytes: int, copy: Callable[[], None]):
-        self._future = thread.submit(copy) if thread is not None else None
-        self._nbytes, self._copy, self._process = nbytes, copy, os.getpid()
+    def __init__(self, copy: Callable[[], None], nbytes: int, thread: ThreadPoolExecutor | None):
+        self._copy, self._nbytes, self._process = copy, nbytes, os.getpid()
+        self._future: Future[None] = Future() if thread is None else thread.submit(copy)
+        if thread is None:
+            try:
+                self._future.set_result(copy())
+            except OSError as error:
+                self._future.set_exception(error)
 
     def done(self) -> bool:
-        return self._future is not None and self._future.done()
+        return self._future.done()
 
     def wait(self) -> None:
         try:
-            if self._future is not None and (self._future.done() or os.getpid() == self._process):
-                self._future.result()
-            else:
+            if not self._future.done() and os.getpid() != self._process:  # a forked process does not have the thread
                 self._copy()
+            else:
+                self._future.result()
         except OSError as error:
             raise ShardfieldError(
                 f"virtual ranks: {self._nbytes} bytes cannot be written to disk or read from it: {error}"
@@ -98,7 +105,8 @@ class FileStore:
 
     def _transfer(self, step: Callable[[memoryview, int], int], storage: Any, start: int) -> FileTransfer:
         copy = functools.partial(_copy, step, storage.data_ptr(), storage.nbytes(), start)
-        return FileTransfer(self._thread if os.getpid() == self._process else None, storage.nbytes(), copy)
+        background = storage.nbytes() >= IN_BACKGROUND and os.getpid() == self._process
+        return FileTransfer(copy, storage.nbytes(), self._thread if background else None)
 
     def _write_at(self, view: memoryview, start: int) -> int:
         return os.pwrite(self._file.fileno(), view, start)

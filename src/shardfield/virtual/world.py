@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -122,7 +122,7 @@ class VirtualWorld:
         set_generators(self._states[0].generators)
         return results
 
-    def _run_jobs(self, jobs: list[Callable[[], Any]]) -> list[Any]:
+    def _run_jobs(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call `jobs[i]` on rank i. Raise an error of a rank, of another process, or of messages that are left."""
         if self._links is None:
             return self._run_here(jobs)
@@ -137,7 +137,7 @@ class VirtualWorld:
             raise WorldError(f"virtual ranks of another process failed: {elsewhere}")
         return results
 
-    def _run_here(self, jobs: list[Callable[[], Any]]) -> list[Any]:
+    def _run_here(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         results = self.scheduler.run(jobs)
         left = self.exchange.unfinished()
         if left:
