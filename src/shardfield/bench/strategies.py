@@ -4,10 +4,10 @@ One simulated rank of a world of P ranks, forward and backward, without data: it
 memory is what its tensors would take, inputs and gradients included. 65,536 tokens, 8 heads of 128 features, float32.
 Heads can be sharded over at most 8 ranks.
 
-What is found. The memory of a ring and of sharded heads falls with the ranks, from 1.9 GB on one device to 0.94 and 0.37
-GB on 8 ranks; on 2 ranks a ring takes 2.6 GB. Gathered keys, values and their gradients are 2.1 GB on every rank. A ring
-sends keys and values twice and their gradients once, 1.5 times the bytes of a gather; what sharded heads send falls with
-the ranks.
+What is found. The memory of a ring and of sharded heads falls with the ranks, from 1.9 GB on one device to 0.94 and
+0.37 GB on 8 ranks; on 2 ranks a ring takes 2.6 GB. Gathered keys, values and their gradients are 2.1 GB on every rank.
+A ring sends keys and values twice and their gradients once, 1.5 times the bytes of a gather. What sharded heads send
+falls with the ranks.
 """
 
 from __future__ import annotations
