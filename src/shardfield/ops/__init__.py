@@ -39,6 +39,7 @@ from .reduction import reduce as reduce
 from .reduction import softmax as softmax
 from .reduction import var_mean as var_mean
 from .reduction import vector_norm as vector_norm
+from .shape import as_strided as as_strided
 from .shape import cat as cat
 from .shape import diagonal as diagonal
 from .shape import flip_roll as flip_roll

@@ -49,7 +49,9 @@ class Metadata(LocalState):
 
         Communicates if the tensor is deferred.
         """
-        order = sorted(range(self.ndim), key=lambda d: (-self._local_tensor.stride(d), d))
+        local = self._local_tensor
+        in_order = local.is_contiguous()  # whatever the strides of dims of size 1, which may be larger on other ranks
+        order = sorted(range(self.ndim), key=lambda d: (0 if in_order else -local.stride(d), d))
         strides, step = [0] * self.ndim, 1
         for d in reversed(order):
             strides[d], step = step, step * max(self.shape[d], 1)

@@ -56,7 +56,29 @@ def scan(decay, x):
     return x
 
 
+def overlapping_chunks(x):
+    """Return chunks of four rows that overlap by two, from the strides of a view, as Longformer does."""
+    pairs = x.transpose(0, 1).reshape(x.shape[1], x.shape[0]).transpose(0, 1).contiguous().view(2, 4, x.shape[1])
+    stride = list(pairs.stride())
+    return pairs.as_strided((3, 4, x.shape[1]), (stride[0] // 2, *stride[1:]))
+
+
+STRIDED = {"layouts": 8, "may_gather": True}
 CASES = [
+    case(overlapping_chunks, T(8, 3), options=STRIDED),
+    case(torch.as_strided, T(3, 4), (4, 3), (1, 4), options=STRIDED),
+    named(
+        "as_strided, transposed",
+        lambda x: x.t().as_strided((2, 3), (1, 4)),
+        T(3, 4),
+        options=STRIDED | {"may_refuse": True},
+    ),
+    named(
+        "as_strided of a slice",
+        lambda x: x[:, 1:].as_strided((2, 3), (4, 1)),
+        T(3, 4),
+        options=STRIDED | {"may_refuse": True},
+    ),
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
     case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
     case(scan, T(8, 3, grad=False), T(8, 3, grad=False), options={"layouts": 12, "try_partial": False}),
