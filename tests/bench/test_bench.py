@@ -179,24 +179,6 @@ def test_plots_have_every_number():
     assert "not met" in plots.plot_bars([made()])
 
 
-def test_plots_of_attention():
-    """Speeds are of all ranks, from times; memory and bytes of a rank are counted."""
-    times = table.Table("attention", {"heads": 2, "width": 8, "length": 64}, "cpu")
-    times.add_times("1 rank, forward + backward", {"plain torch": [1e-3], "shardfield": [1e-3]})
-    times.add_times("2 ranks, forward + backward", {"ring": [5e-4], "gather": [1e-3], "one rank": [1e-3]})
-    flops = 3.5 * 4 * 2 * 8 * 64**2
-    speeds = plots.attention_speeds(times)
-    assert {name: list(of) for name, of in speeds.items()} == {"ring": [1, 2], "gather": [2]}
-    assert speeds["ring"][2] == pytest.approx(flops / 5e-4 / 1e12)
-    counted = bench.run_benchmark("strategies", quick=True)
-    memory, sent = (plots.strategy_counts(counted, quantity) for quantity in ("memory", "sent"))
-    keys = 2 * 8 * 512 * 128 * 4 / 1e9  # of one of two ranks
-    assert memory["heads"][2] < memory["heads"][1] and sent["ring"] == {1: 0, 2: pytest.approx(3 * keys, rel=1e-2)}
-    assert sent["gather"][2] == pytest.approx(2 * keys, rel=1e-2)
-    assert "TFLOP/s of all ranks" in plots.plots_of("attention", [times])[plots.ATTENTION]
-    assert "sent by a rank" in plots.plots_of("strategies", [counted])[plots.STRATEGIES]
-
-
 def test_command(capsys, tmp_path):
     assert cli.main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out
