@@ -441,6 +441,9 @@ def test_refused(tmp_path):
         with pytest.raises(ShardfieldError) as caught:
             call()
         assert said in str(caught.value)
+    (out / "lat/c/0").write_bytes(b"damaged")
+    with pytest.raises(ShardfieldError, match=r"f\.zarr: cannot be opened"):
+        predict(seeded_step(), x, 2, out, GRID, source="one")
     (tmp_path / "other.zarr").mkdir()
     with pytest.raises(ShardfieldError, match="other.zarr"):
         predict(seeded_step(), x, 1, tmp_path / "other.zarr", GRID)

@@ -72,7 +72,8 @@ def predict(
 
     If `out` has the first part of this forecast, it is continued after the last time that is complete, on any mesh. The
     initial state and the last step are compared with those on disk, up to rounding: a forecast of another model or
-    from another state is refused. `source` is a name of both, stored as an attribute, and must be equal too.
+    from another state is refused, and so is a model that draws random numbers. `source` is a name of model and state,
+    stored as an attribute, and must be equal too.
 
     `truth(i)` is the state at lead time i (1 for the first step), without members. Scores are computed at every step,
     are kept in the attribute `scores`, and are returned: "rmse", "bias" and "persistence", the error of the first
@@ -158,14 +159,20 @@ def _check(state: Tensor, layout: Layout | None, steps: int, members: int, grid:
 
 def _begin(out: Path, grid: Grid, layout: Any, steps: int, members: int, dtype: torch.dtype, source: str) -> int:
     """Create the store, or open it and return how many lead times are complete. Called on the first rank."""
-    if not out.exists():
-        try:
-            ForecastStore.create(out, grid, layout, steps, members, dtype, source)
-        except (OSError, ShardfieldError):
-            raise
-        except Exception as error:  # of zarr, such as attributes that are no JSON: the other ranks wait for this one
-            raise ShardfieldError(f"{out}: cannot be created: {type(error).__name__}: {error}") from error
+    try:
+        if out.exists():
+            return _open(out, grid, layout, steps, members, dtype, source)
+        ForecastStore.create(out, grid, layout, steps, members, dtype, source)
         return 0
+    except (OSError, ShardfieldError):
+        raise
+    except Exception as error:  # of zarr, about attributes that are no JSON or damaged files: the other ranks wait
+        what = "opened" if out.exists() else "created"
+        raise ShardfieldError(f"{out}: cannot be {what}: {type(error).__name__}: {error}") from error
+
+
+def _open(out: Path, grid: Grid, layout: Any, steps: int, members: int, dtype: torch.dtype, source: str) -> int:
+    """Return how many lead times of a store are complete; raise if it has another forecast."""
     store = ForecastStore(out)
     shape = layout.shape if isinstance(layout, Layout) else layout
     has = {
@@ -202,7 +209,7 @@ def _last_state(
     if complete == 1:
         return first
     last, before = stored(complete - 1), stored(complete - 2)
-    with torch.no_grad():
+    with torch.no_grad(), strict() if isinstance(first, ShardTensor) else nullcontext():
         (again,) = rollout(model, before, 1, first_step=complete - 2, **options)
     if not _is_close(last, again):
         raise ShardfieldError(
