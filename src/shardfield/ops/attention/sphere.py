@@ -31,8 +31,9 @@ from ..stencil.padded_block import PaddedBlockPlan
 LIBRARY = "attention_kernels"
 ATTENTION = "_neighborhood_s2_attention"
 LATITUDE = 1  # of tensors (batch, latitude, longitude, channels)
-NAMES = ("kw", "vw", "qw", "quad_weights", "col_idx", "row_off", "seg", "seg_off")
-NAMES += ("nh", "nlon_in", "nlat_out", "nlon_out")
+NAMES = (
+    "kw", "vw", "qw", "quad_weights", "col_idx", "row_off", "seg", "seg_off", "nh", "nlon_in", "nlat_out", "nlon_out",
+)  # fmt: skip
 
 
 class Pairs(NamedTuple):
