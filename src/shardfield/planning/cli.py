@@ -147,12 +147,12 @@ def _model_outline(options: argparse.Namespace) -> Callable[[Any], TaskSpec]:
     def outline(config: TrainConfig) -> TaskSpec:
         result = make_model()
         model = result[0] if isinstance(result, tuple) else result
-        return TaskSpec(model, {"x": tuple(_parse_ints("--shape", options.shape)[1:])}, _mean_square)
+        return TaskSpec(model, {"x": tuple(_parse_ints("--shape", options.shape)[1:])}, mean_square)
 
     return outline
 
 
-def _mean_square(output: Any, batch: Any) -> Tensor:
+def mean_square(output: Any, batch: Any) -> Tensor:
     """Return a default loss: the mean square of each tensor that a model returns, summed."""
     losses: list[Tensor] = []
     output = list(output.to_tuple()) if hasattr(output, "to_tuple") else output

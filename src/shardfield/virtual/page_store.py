@@ -55,7 +55,8 @@ class FileTransfer:
         self._future: Future[None] = Future() if thread is None else thread.submit(copy)
         if thread is None:
             try:
-                self._future.set_result(copy())
+                copy()
+                self._future.set_result(None)
             except OSError as error:
                 self._future.set_exception(error)
 
