@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-launchers test-models test-torch test-release setup clean
+.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-integrations test-launchers test-models test-torch test-release setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -57,6 +57,11 @@ test-launchers: setup
 # Installs the wheel with the extra "recipes" in an environment of its own and trains there, outside the repository.
 test-release: setup
 	$(BIN)/python -m pytest tests/release
+
+# The pages about other people's training loops, and the loggers, with the packages themselves.
+test-integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest tests/test_docs.py -k "lightning or accelerate"
+	$(BIN)/python -m pytest tests/train/test_loggers.py
 
 # The tests on another release of torch, `make test-torch TORCH=2.15.0`: its default build in an environment of its own,
 # which also sees the packages of the usual one. (torch-harmonics is built for one release: tests/ops/spectral/test_torch_harmonics.py may fail.)
@@ -132,6 +137,12 @@ $(VENV)/.zoo: $(VENV)/.dev
 	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,zoo]'
 	@$(PIP) --no-deps timm vit-pytorch microsoft-aurora miles-credit the-well nvidia-physicsnemo \
 		anemoi-models anemoi-graphs anemoi-utils
+	@touch $@
+
+$(VENV)/.integrations: $(VENV)/.dev
+	@echo "installing training loops and loggers into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,integrations]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check wandb mlflow-skinny
 	@touch $@
 
 clean:

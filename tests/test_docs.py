@@ -2,6 +2,7 @@
 
 ```python          the plain blocks of a page are one program, run in one process in page order
 ```python ranks=2  a program of its own, run on that many ranks by torchrun
+```python ranks=2 needs=package  the same, skipped where the package is not installed (`make test-integrations` has it)
 ```output          right after a block: everything that the block prints (rank by rank on several ranks)
 ```bash            commands: make targets exist, scripts that launchers start exist
 ```bash run        commands that are run, from the root of the repository
@@ -101,7 +102,10 @@ def test_python(page, forks, tmp_path):
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.lang == "python" and "ranks" in b.options], ids=name)
 def test_python_on_ranks(block, forks, tmp_path):
-    path = program([block], tmp_path / f"{block.page.stem}.py")
+    if "needs" in block.options:
+        pytest.importorskip(block.options["needs"])
+    # Another name than the page's: the folder of a program is on its path, and a page may have the name of a package.
+    path = program([block], tmp_path / f"page_{block.page.stem}.py")
     printed = forks.run(path, tmp_path, int(block.options["ranks"]))
     check_output(block, "".join(text.removesuffix(f"{END}\n") for text in printed))
 
@@ -137,7 +141,7 @@ def test_bash(block):
 
 @pytest.mark.parametrize("block", BLOCKS, ids=name)
 def test_every_block_is_of_a_known_kind(block):
-    known = {"python": {"ranks"}, "bash": {"run"}}
+    known = {"python": {"ranks", "needs"}, "bash": {"run"}}
     assert block.lang in PLAIN | known.keys(), f"{block.where}: {block.lang or 'no language'}; see CONTRIBUTING.md"
     assert block.options.keys() <= known.get(block.lang, set()), f"{block.where}: unknown option in {block.options}"
 
