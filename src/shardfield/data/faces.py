@@ -21,8 +21,8 @@ FACE_TYPES = {"triangle": 3, "quad": 4}
 def cell_faces(points: np.ndarray, cells: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the faces of volume cells by type, each once, and beside "triangle" the cells of each as "triangle/cells".
 
-    "cells" (number, 2) has the cell that a face points away from, and the cell on the other side, or -1 where there is
-    none. Cells are numbered through all volume types, in the order of `CELL_FACES`. Faces are sorted by their lowest
+    "cells" (number, 2) has the cell that a face's normal points out of, and the cell that it points into, or -1 where
+    there is none. Cells are numbered through all volume types, in the order of `CELL_FACES`. Faces are sorted by their lowest
     point. A face of more than two cells is an error.
     """
     arrays: dict[str, np.ndarray] = {}

@@ -54,8 +54,8 @@ def open_mesh(
     "cells/triangle" and so on, and their data in "cell_data/triangle/NAME", which is the field "cells/triangle/NAME".
     Surfaces of triangles and quadrilaterals get "normals" and "areas", shares of the surface by point, unless the file
     has its own; `closed` says whether the surface has no boundary and one orientation. Volume cells get their faces:
-    "faces/triangle", and in "faces/triangle/cells" the cell that a face points away from and the one behind it, or -1;
-    the faces without a cell behind them are the surface.
+    "faces/triangle", and in "faces/triangle/cells" the cell that a face's normal points out of and the cell that it
+    points into, or -1; the faces that point into no cell are the surface.
 
     `placements` are those of the points, Shard(0) or Replicate(); `sizes` maps a mesh axis to its shard sizes. A cell
     or face is on the rank that has its first point, an edge on the rank of its target. All ranks of the device mesh
