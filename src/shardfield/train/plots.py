@@ -68,7 +68,7 @@ def plot_surfaces(folder: Path, plot_fields: PlotFields, samples: int = 2) -> No
         relative = (((guess - truth).square() * area).sum() / (truth.square() * area).sum()).sqrt().item()
         scale = {"vmin": truth.min().item(), "vmax": truth.max().item(), "cmap": "coolwarm"}
         fields = [
-            (f"truth: pressure coefficient, {len(truth):,} points", truth, scale),
+            ("truth: pressure coefficient", truth, scale),
             ("prediction", guess, scale),
             (f"|error|, relative L2 {relative:.4f}", (guess - truth).abs(), {"cmap": "magma"}),
         ]
@@ -104,7 +104,7 @@ def _draw_ranks(panel: Any, x: Tensor, ranks: Tensor, n: int) -> None:
         mine = ranks[seen] == rank
         panel.scatter(across[mine], height[mine], s=2e4 / len(x), color=f"C{rank % 10}", linewidths=0, label=f"{rank}")
     panel.set(aspect="equal", xlim=(-1.05, 1.05), ylim=(-1.05, 1.05))
-    panel.set_title("points by rank", fontsize=10)
+    panel.set_title(f"{len(x):,} points by rank", fontsize=10)
     panel.axis("off")
     if n <= 10:
         panel.legend(
