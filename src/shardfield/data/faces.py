@@ -22,8 +22,8 @@ def cell_faces(points: np.ndarray, cells: Mapping[str, np.ndarray]) -> dict[str,
     """Return the faces of volume cells by type, each once, and beside "triangle" the cells of each as "triangle/cells".
 
     "cells" (number, 2) has the cell that a face's normal points out of, and the cell that it points into, or -1 where
-    there is none. Cells are numbered through all volume types, in the order of `CELL_FACES`. Faces are sorted by their lowest
-    point. A face of more than two cells is an error.
+    there is none. Cells are numbered through all volume types, in the order of `CELL_FACES`. Faces are sorted by their
+    lowest point. A face of more than two cells is an error.
     """
     arrays: dict[str, np.ndarray] = {}
     volumes = [kind for kind in CELL_FACES if len(cells.get(kind, ()))]
