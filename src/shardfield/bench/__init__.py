@@ -21,7 +21,6 @@ BENCHMARKS = {
     "knn": "nearest neighbors against brute force and a k-d tree",
     "graph": "message passing on a sharded graph, against gathering all nodes",
     "points": "clouds of millions of points: a Transolver's step, nearest neighbors, planning",
-    "changing": "other numbers of points and edges in every step, against fixed numbers: planning, memory",
     "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
     "predict": "a forecast written while it is computed: against no output, and against gathering to one rank",

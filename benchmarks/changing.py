@@ -1,1 +1,0 @@
-_named.py
