@@ -184,6 +184,15 @@ def test_resumes_on_another_mesh(tmp_path):
         assert calls == 1 and again == scores
 
 
+@pytest.mark.parametrize(("shape", "rows"), [((1, 2, 1), (5, 2)), ((2, 1, 2), (7,))], ids=str)
+def test_resumes_on_more_ranks_than_files(shape, rows, tmp_path):
+    """One rank wrote each state into one file: of the ranks that continue, one reads and writes all of it."""
+    with pytest.raises(RanksFailed, match="killed"):
+        run_on_ranks(forecast, 1, (1, 1, 1), (7,), tmp_path / "f.zarr", stop=3)
+    run_on_ranks(forecast, math.prod(shape), shape, rows, tmp_path / "f.zarr")
+    torch.testing.assert_close(states(tmp_path / "f.zarr")[:, 0], expected(), rtol=1e-12, atol=1e-13)
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

@@ -180,9 +180,11 @@ class ForecastStore:
     def read(self, time: int, region: tuple[slice, ...]) -> Tensor:
         """Return the block (sample, variable, ...) of one lead time."""
         members, *points = region
-        blocks = [np.asarray(a[(members, slice(None), time, *points)]) for a in self.arrays]
-        shape = (-1, *blocks[0].shape[2:]) if blocks[0].size else (0, *(p.stop - p.start for p in points))
-        return torch.from_numpy(np.stack([b.reshape(shape) for b in blocks], 1))
+        shape = ((members.stop - members.start) * self.cases, *(p.stop - p.start for p in points))
+        if not math.prod(shape):  # a rank without files
+            return torch.empty(shape[0], len(self.arrays), *shape[1:], dtype=self.dtype)
+        blocks = [np.asarray(a[(members, slice(None), time, *points)]).reshape(shape) for a in self.arrays]
+        return torch.from_numpy(np.stack(blocks, 1))
 
 
 def _create_group(
