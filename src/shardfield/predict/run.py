@@ -240,16 +240,16 @@ def _states(
 def _score(x: Tensor, first: Tensor, truth: Tensor, weights: Any, members: int, skipna: bool) -> dict[str, list[float]]:
     """Return each score of one lead time, by variable: the mean over the cases."""
     how = {"weights": weights, "skipna": skipna}
-    found = {"persistence": metrics.rmse(first, truth, **how)}
     if members == 1:
-        found |= {"rmse": metrics.rmse(x, truth, **how), "bias": metrics.bias(x, truth, **how)}
+        found = {"rmse": metrics.rmse(x, truth, **how), "bias": metrics.bias(x, truth, **how)}
     else:
         ensemble = x.reshape(members, -1, *x.shape[1:])
-        found |= {
+        found = {
             "rmse": metrics.rmse(metrics.ensemble_mean(ensemble), truth, **how),
             "crps": metrics.crps(ensemble, truth, fair=True, **how),
             "spread_skill": metrics.spread_skill_ratio(ensemble, truth, **how),
         }
+    found["persistence"] = metrics.rmse(first, truth, **how)
     return {name: _full(value).double().mean(0).tolist() for name, value in found.items()}
 
 
