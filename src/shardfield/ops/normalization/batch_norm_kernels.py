@@ -5,6 +5,8 @@ samples x groups (group norm). `batch_norm_update_stats` computes mean and varia
 merge them, and batch norm in evaluation mode applies the merged ones. Its backward returns the scaled gradient and the
 sums of each channel. The terms of the statistics are again a batch norm in evaluation mode, with the sums of all ranks
 as its parameters.
+
+A rank whose block is empty or not contiguous computes without these kernels. Its messages are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ...comm import collectives
 from .stat_groups import StatGrouping
 
 if TYPE_CHECKING:
@@ -49,8 +50,6 @@ class BatchNormKernels:
         width = math.prod(block) // rows.rows
         self.row_view = block if rows.shared or self.samples == 1 else (1, rows.rows, width)
         self.stat_view = self.row_view if rows.group == 1 else (1, rows.stats, width * rows.group)
-        # The sums of statistics and parameters in one message, if each is summed over all groups.
-        self.packs_sums = all(of_stats and of_params for _, of_stats, of_params in norm.grad_sums)
 
     def supports(self, block: Tensor) -> bool:
         """Return whether the kernels run: eagerly, on a contiguous block of a CPU."""
@@ -73,7 +72,7 @@ class BatchNormKernels:
             distance = mean - center
             return torch.stack([center, self.norm.sum_over_ranks(torch.addcmul(variance, distance, distance) * share)])
         mean = mean.double()
-        both = self.norm.sum_over_ranks(torch.stack([mean, torch.addcmul(variance, mean, mean)]).mul_(share))
+        both = self.norm.sum_over_ranks(torch.cat([mean, torch.addcmul(variance, mean, mean)]).mul_(share)).view(2, -1)
         mean, second = both.unbind()
         second.addcmul_(mean, mean, value=-1).clamp_min_(0)
         return both
@@ -110,7 +109,7 @@ class BatchNormKernels:
             params = sums if self.samples == 1 else sums.view(2, self.samples, -1).sum(1)
             sums = sums.clone() if weight is None else sums * weight  # ranks sum it in place, apart from `params`
             sums = sums if self.group == 1 else sums.view(2, -1, self.group).sum(2)
-        sums, params = self.all_reduce(sums, params, wants)
+        sums, params = self.norm.all_reduce_sums(sums, params, *wants)
         if not wants[0]:
             return None, params
         factor = (stat_variance + self.eps).rsqrt_().mul_(-1 / self.scheme.total)
@@ -120,12 +119,3 @@ class BatchNormKernels:
         by_stats = self.apply(viewed(block, self.stat_view), slope, level, stat_mean, stat_variance)
         viewed(scaled, self.stat_view).add_(by_stats)
         return scaled, params
-
-    def all_reduce(self, sums: Tensor, params: Tensor, wants: tuple[bool, bool]) -> Sequence[Tensor]:
-        """Sum over all ranks that share a statistic or a parameter: one message per axis."""
-        if self.shared or not (self.packs_sums and all(wants)):
-            return self.norm.all_reduce_sums(sums, params, *wants)
-        both = torch.cat([sums, params], 1)
-        for group, _, _ in self.norm.grad_sums:
-            both = collectives.all_reduce_(both, group)
-        return both.split_with_sizes([sums.shape[1], params.shape[1]], 1)

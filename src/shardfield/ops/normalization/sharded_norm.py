@@ -62,9 +62,11 @@ class ShardedNorm:
     # ------------------------------------------------------------------ forward
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Sum over the ranks that share a statistic. The message is flat: other ranks may use other shapes."""
+        flat = value if value.ndim == 1 else value.reshape(-1)
         for group in self.stat_groups:
-            value = collectives.all_reduce_(value, group)
-        return value
+            flat = collectives.all_reduce_(flat, group)
+        return flat if value.ndim == 1 else flat.view(value.shape)
 
     def merge_ranks(self, mean: Tensor, variance: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Merge mean and variance of each rank's elements over all ranks."""
@@ -214,17 +216,20 @@ class ShardedNorm:
 
     def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
-        values = [stats, params]
+        if self.batch:
+            flat = stats if stats.ndim == 2 else stats.reshape(2, -1)
+            for group, _, _ in self.grad_sums:
+                flat = collectives.all_reduce_(flat, group)
+            return [flat.view(stats.shape)] * 2
+        shapes = stats.shape, params.shape
+        values = [t if t.ndim == 2 else t.reshape(2, -1) for t in (stats, params)]
         for group, of_stats, of_params in self.grad_sums:
-            if self.batch:
-                values[0] = values[1] = collectives.all_reduce_(values[0], group)
-                continue
             chosen = [i for i, send in enumerate((want_stats and of_stats, want_params and of_params)) if send]
             if len(chosen) == 1:
                 values[chosen[0]] = collectives.all_reduce_(values[chosen[0]], group)
             elif chosen:
                 values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
-        return values
+        return [t.view(shape) for t, shape in zip(values, shapes, strict=True)]
 
     def all_reduce_packed(self, sums: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Apply `all_reduce_sums` to the buffer of `norm_stats.pack_sums`."""
