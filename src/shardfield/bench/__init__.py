@@ -23,6 +23,7 @@ BENCHMARKS = {
     "points": "clouds of millions of points: a Transolver's step, nearest neighbors, planning",
     "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
+    "virtual": "virtual ranks in one process: memory and time by their number, and a field larger than the memory",
     "predict": "a forecast written while it is computed: against no output, and against gathering to one rank",
     "faults": "killed ranks: time lost, equal losses; how long a checkpoint blocks",
 }
