@@ -22,9 +22,10 @@ class Attentions(nn.Module):
         super().__init__()
         attention = harmonics().NeighborhoodAttentionS2
         fine, coarse = (12, 24), (6, 12)
-        self.same = attention(4, fine, fine, num_heads=2, theta_cutoff=0.6)
+        # without biases: that of the keys has no gradient but rounding errors
+        self.same = attention(4, fine, fine, num_heads=2, theta_cutoff=0.6, bias=False)
         self.down = attention(4, fine, coarse, num_heads=2, out_channels=6, theta_cutoff=0.7, use_qknorm=True)
-        self.up = attention(4, coarse, fine, k_channels=6, theta_cutoff=0.8, optimized_kernel=False)
+        self.up = attention(4, coarse, fine, k_channels=6, theta_cutoff=0.8, bias=False, optimized_kernel=False)
         self.mix = nn.Conv2d(6, 4, 1)
         self.register_buffer("field", torch.randn(2, 4, *fine, generator=torch.Generator().manual_seed(5)))
 
