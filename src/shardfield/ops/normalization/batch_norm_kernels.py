@@ -50,6 +50,7 @@ class BatchNormKernels:
         width = math.prod(block) // rows.rows
         self.row_view = block if rows.shared or self.samples == 1 else (1, rows.rows, width)
         self.stat_view = self.row_view if rows.group == 1 else (1, rows.stats, width * rows.group)
+        self.moment_dims = (0, *range(2, len(self.stat_view)))
 
     def supports(self, block: Tensor) -> bool:
         """Return whether the kernels run: eagerly, on a contiguous block of a CPU."""
@@ -64,14 +65,18 @@ class BatchNormKernels:
         parameter = parameter if parameter.dtype is dtype else parameter.to(dtype)
         return parameter if self.samples == 1 else parameter.repeat(self.samples)
 
-    def merge_ranks(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def centered(self, block: Tensor, center: Tensor | None) -> Tensor:
+        """Return the block minus a value near the mean of each statistic: small differences keep their digits."""
+        block = viewed(block, self.stat_view)
+        return block if center is None else block - center
+
+    def merge_ranks(self, mean: Tensor, variance: Tensor, wide: bool) -> Tensor:
         """Return mean and variance of the elements of all ranks, stacked, in fp64 (see `sharded_norm`)."""
         share = self.scheme.count / self.scheme.total
-        if mean.dtype is torch.float64:
-            center = self.norm.sum_over_ranks(mean * share)
-            distance = mean - center
-            return torch.stack([center, self.norm.sum_over_ranks(torch.addcmul(variance, distance, distance) * share)])
-        mean = mean.double()
+        if wide:
+            total = self.norm.sum_over_ranks(mean * share)
+            distance = mean - total
+            return torch.stack([total, self.norm.sum_over_ranks(torch.addcmul(variance, distance, distance) * share)])
         both = self.norm.sum_over_ranks(torch.cat([mean, torch.addcmul(variance, mean, mean)]).mul_(share)).view(2, -1)
         mean, second = both.unbind()
         second.addcmul_(mean, mean, value=-1).clamp_min_(0)
@@ -84,24 +89,34 @@ class BatchNormKernels:
     def forward(self, ctx: Any, input: Tensor, block: Tensor, weight: Tensor | None, bias: Tensor | None):
         """Return the normalized block, and the global mean and variance, stacked, in fp64."""
         dtype = block.dtype
-        both = self.merge_ranks(*torch.batch_norm_update_stats(viewed(block, self.stat_view), None, None, 0.0))
-        stats = both if dtype is torch.float64 else both.to(dtype)
+        wide = dtype is torch.float64
+        center = None if wide else viewed(block, self.stat_view).mean(self.moment_dims, True)
+        off = self.centered(block, center)
+        mean, variance = torch.batch_norm_update_stats(off, None, None, 0.0)
+        if center is None:
+            stats = both = self.merge_ranks(mean, variance, wide)
+        else:
+            origin = center.view(-1).double()
+            both = self.merge_ranks(mean + origin, variance, wide)
+            mean, variance = both.unbind()
+            stats = torch.stack([mean - origin, variance]).to(dtype)
         mean, variance = of_stats = stats.unbind()
         if self.group > 1:
             mean, variance = stats.index_select(1, self.stat_of_row).unbind()
-        ctx.save_for_backward(input, weight, *of_stats, mean, variance)
+        ctx.save_for_backward(input, weight, center, *of_stats, mean, variance)
         weight, bias = self.per_row(weight, dtype), self.per_row(bias, dtype)
-        return self.apply(viewed(block, self.row_view), weight, bias, mean, variance), both
+        return self.apply(viewed(off, self.row_view), weight, bias, mean, variance), both
 
     def backward(
-        self, block: Tensor, grad: Tensor, weight: Tensor | None, saved: Sequence[Tensor], wants: tuple[bool, bool]
+        self, block: Tensor, grad: Tensor, weight: Tensor | None, saved: Sequence[Any], wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor]:
         """Return the gradients of the block, and of bias and weight, stacked; `wants`: of the block, of parameters."""
-        stat_mean, stat_variance, mean, variance = saved
+        center, stat_mean, stat_variance, mean, variance = saved
+        off = self.centered(block, center)
         weight = self.per_row(weight, block.dtype)
         grad = viewed(grad.contiguous(), self.row_view)
         scaled, slope, level = torch.ops.aten.native_batch_norm_backward(
-            grad, viewed(block, self.row_view), weight, mean, variance, None, None, False, self.eps,
+            grad, viewed(off, self.row_view), weight, mean, variance, None, None, False, self.eps,
             [wants[0], True, True],
         )  # fmt: skip
         sums = params = torch.stack([level, slope])
@@ -116,6 +131,6 @@ class BatchNormKernels:
         if self.shared and weight is not None:
             factor.mul_(weight)
         level, slope = (sums * factor).unbind()
-        by_stats = self.apply(viewed(block, self.stat_view), slope, level, stat_mean, stat_variance)
+        by_stats = self.apply(off, slope, level, stat_mean, stat_variance)
         viewed(scaled, self.stat_view).add_(by_stats)
         return scaled, params
