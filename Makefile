@@ -16,7 +16,7 @@ JOBS ?= 2
 DOMAIN ?= 2
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node
 
-.PHONY: train weather aero test sweep fuzz curves figures bench performance lint format types pytest docs test-integrations test-launchers test-models test-torch test-release setup clean
+.PHONY: train weather aero test sweep fuzz curves figures tutorial-times bench performance lint format types pytest docs test-integrations test-launchers test-models test-torch test-release setup clean
 
 train: setup
 	$(TORCHRUN) $(NPROC) -m shardfield train --domain $(DOMAIN) $(ARGS)
@@ -99,6 +99,11 @@ curves: setup
 
 # Draws the pictures of README and docs again: docs/figures, by the scripts in docs/_figures.
 figures: setup
+	$(BIN)/python -m docs._figures
+
+# Measures the operations of the tutorials on 1, 2 and 4 ranks: docs/tutorials.json.
+tutorial-times: setup
+	$(BIN)/python -m docs._figures.measure_tutorials $(NAMES)
 	$(BIN)/python -m docs._figures
 
 # `make bench NAMES="halo fft" ARGS=--quick`; writes into benchmarks/results, of which `make performance` makes the page.

@@ -1,6 +1,6 @@
 """The pictures of README and docs: each function returns one SVG file; `make figures` writes them to docs/figures."""
 
-from . import curves, diagrams, front, layers
+from . import curves, diagrams, front, layers, tutorials
 
 FIGURES = {
     "hero": front.hero,
@@ -12,4 +12,4 @@ FIGURES = {
     "partial-dft": diagrams.partial_dft,
     "fsdp-domain": layers.fsdp_domain,
     "one-call": layers.one_call,
-}
+} | {f"tutorial-{name}": tutorials.times(name) for name in tutorials.measured()}

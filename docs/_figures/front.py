@@ -37,7 +37,7 @@ def tile(drawing: Drawing, rank: int, left: float, top: float) -> None:
         for column in range(max(columns[0] - 1, 0), min(columns[-1] + 2, COLUMNS)):
             x, y = left + (column - columns[0]) * CELL, top + (row - rows[0]) * CELL
             inside = row in rows and column in columns
-            drawing.rect(x, y, CELL, CELL, color(field(row, column)), opacity=None if inside else "0.4")
+            drawing.rect(x, y, CELL, CELL, color(field(row, column)), opacity=None if inside else "0.4", crisp=True)
     drawing.rect(left, top, len(columns) * CELL, len(rows) * CELL, stroke=INK, stroke_width="1.5")
     drawing.text(left + 6, top + 15, f"rank {rank}", 12, fill="#fff", bold=True)
 

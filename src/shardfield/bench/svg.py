@@ -70,7 +70,9 @@ class Drawing:
         radius: float | None = None,
         dash: str | None = None,
         stroke_width: str | None = None,
+        crisp: bool = False,
     ) -> None:
+        """Draw a rectangle; `crisp` ones that touch have no seam between them."""
         if fill == "none" and stroke is None:
             stroke = INK
         self._add(
@@ -85,6 +87,7 @@ class Drawing:
             fill_opacity=opacity,
             stroke_dasharray=dash,
             stroke_width=stroke_width,
+            shape_rendering="crispEdges" if crisp else None,
         )
 
     def line(
