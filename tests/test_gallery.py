@@ -9,7 +9,7 @@ from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples"
 SMALL = {
-    "darcy": (2, "--samples 16 --epochs 2 --fine 31", r"relative L2 error (\d\.\d+)", 2.0),
+    "darcy": (2, "--samples 16 --epochs 2 --fine 61", r"relative L2 error (\d\.\d+)", 2.0),
     "aero": (2, "--bodies 16 --epochs 2 --points 64 --test-points 64", r"relative L2 error (\d\.\d+)", 3.0),
     "molecules": (2, "--atoms 64 --steps 40", r"relative error of forces (\d\.\d+)", 0.8),
     "segmentation": (4, "--volumes 4 --epochs 3 --size 16", r"Dice score (\d\.\d+)", 1.0),
