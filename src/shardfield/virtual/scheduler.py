@@ -70,8 +70,8 @@ class _Rank(threading.Thread):
 class Scheduler:
     """The threads of the ranks of one world. `run` calls a function on each rank and returns when all have returned."""
 
-    def __init__(self, contexts: Sequence[RankContext]):
-        self.ranks = [_Rank(self, i, context) for i, context in enumerate(contexts)]
+    def __init__(self, contexts: Sequence[RankContext], first: int = 0):
+        self.ranks = [_Rank(self, i, context) for i, context in enumerate(contexts, first)]
         self._parked: list[_Rank] = []  # the one that parked last is at the end
         self._finished = threading.Semaphore(0)
         self._abort: str | None = None
@@ -157,6 +157,10 @@ class Scheduler:
     def _await_others(self) -> bool:
         """Wait for a message of another process; return False if none will come."""
         if self.links is None:
+            return False
+        failed = [str(rank.number) for rank in self.ranks if rank.error is not None]
+        if failed:  # the others may wait for it, here and in other processes
+            self._abort = self._abort or f"rank {', '.join(failed)} has failed"
             return False
         try:
             return self.links.wait()

@@ -87,7 +87,7 @@ class VirtualWorld:
         self.exchange = Exchange(self.pager, self._links)
         self._states = [ProcessState(rank, self.pager) for rank in range(size)]
         self._values: dict[str, bytes] = {}
-        self.scheduler = self.exchange.scheduler = Scheduler(self._states)
+        self.scheduler = self.exchange.scheduler = Scheduler(self._states, self._first)
         if self._links is not None:
             self.scheduler.links, self.scheduler.poll = self._links, self.exchange.poll
         self._started = False
