@@ -323,3 +323,17 @@ def test_faults_are_errors_and_the_world_goes_on(program, error, text):
 def test_no_ranks():
     with pytest.raises(ValueError, match="at least 1"):
         VirtualWorld(0)
+
+
+def on_a_submesh():
+    DistributedManager.initialize()
+    mesh = DistributedManager().initialize_mesh((1, 2), mesh_dim_names=("data", "rows"))
+    field = shardfield.scatter_tensor(torch.ones(5, 2), 0, mesh["rows"], (Shard(0),))
+    return field.sum().item()
+
+
+def test_groups_of_a_mesh_are_destroyed():
+    """A world that leaves its meshes to `cleanup` ends without an error, also groups that sent nothing."""
+    with VirtualWorld(2) as world:
+        assert world.run(on_a_submesh) == [10.0, 10.0]
+    assert not DistributedManager.is_initialized()

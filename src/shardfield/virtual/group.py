@@ -56,6 +56,7 @@ class VirtualGroup(dist.ProcessGroup):
         super().__init__(coord, size)
         self._exchange, self._coord, self._size = exchange, coord, size
         self._number = 0  # of collectives
+        self._name: str | None = None
 
     def size(self) -> int:
         return self._size
@@ -66,9 +67,14 @@ class VirtualGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "threaded"
 
+    def _set_group_name(self, name: str) -> None:
+        """Store the name that torch gives: destroying a group asks for it after torch's table has dropped it."""
+        self._name = name
+        super()._set_group_name(name)  # type: ignore[misc]
+
     @property
     def _key(self) -> str:
-        return name_of_group(self)
+        return self._name or name_of_group(self)
 
     @property
     def _ranks(self) -> list[int]:
