@@ -39,7 +39,7 @@ def test_smallest_that_fits(capsys):
     options = smallest_that_fits(SUBJECT, DEVICES["h200"], needs[3] / 0.9)
     assert next(o.ranks for o in options if o.fits) == 3 and needs[2] > needs[3] > needs[4]
     sizes = ["--batch-size", "1", "--resolution", "64", "--channels", "1", "--width", "8", "--levels", "2"]
-    words = ["plan", "unet", "--virtual", "auto", "--memory", f"{needs[3] / 0.9:.0f}B", *sizes]
+    words = ["plan", "unet", "--virtual", "auto", "--memory", f"{needs[3] / 0.9 + 1:.0f}B", *sizes]
     assert main(words) == 0 and "at least: 3" in capsys.readouterr().out
     assert main(["plan", "unet", "--virtual", "2,3", "--memory", "1kB", "--json", *sizes]) == 1
     found = json.loads(capsys.readouterr().out)["options"]
