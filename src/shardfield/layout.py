@@ -268,8 +268,6 @@ class Layout:
 
     def with_partial(self, axes: Iterable[int], op: str = "sum") -> Layout:
         """Return the layout with the same dims, Partial over exactly `axes`."""
-        if not axes and not self.partial:
-            return self
         return Layout.make(self.mesh, self.dims, [(a, op) for a in axes])
 
     def with_dim(self, dim: int, *factors: DimSharding) -> Layout:

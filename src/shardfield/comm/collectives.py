@@ -7,7 +7,8 @@ this rank sent. A group of one rank sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,45 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
-from .._compat import is_zero_tensor, materialize_zeros
+from .._compat import materialize_zeros
 from . import stalls
-from .pending import Pending as Pending
 from .transport import cached_transport, transport_for
 
+T = TypeVar("T")
 Shape = Sequence[int]
+
+
+class Pending(Generic[T]):
+    """Messages in flight. `wait()` returns the received value, the same on every call.
+
+    `recv_buffers`, if set, is the same value before it is complete: its contents are valid only after `wait()`.
+    """
+
+    __slots__ = ("_works", "_kept", "_finish", "recv_buffers", "_group", "_value")
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        kept: Any,
+        finish: Callable[[], T],
+        recv_buffers: T | None = None,
+        group: ProcessGroup | None = None,
+    ):
+        # `kept` holds the send buffers: the backend reads them until the messages are complete.
+        self._works, self._kept, self._finish, self.recv_buffers = works, kept, finish, recv_buffers
+        self._group = group
+        self._value: list[T] = []
+
+    def wait(self) -> T:
+        if not self._value:
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                stalls.reraise(error, self._group)
+            self._value = [self._finish()]
+            self._works = self._kept = ()
+        return self._value[0]
 
 
 def _record_sent(kind: str, messages: int, nbytes: float) -> None:
@@ -49,9 +83,7 @@ _SUPPORTED_DTYPES = {
 
 def contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor without lazy conjugate or negation: a backend sends the raw memory."""
-    if is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
-        tensor = materialize_zeros(tensor).resolve_conj().resolve_neg()
-    return tensor.contiguous()
+    return materialize_zeros(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def _flat_view(packed: Tensor) -> Tensor:
@@ -130,15 +162,11 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned: bool = False) -> Pending[Tensor]:
     """Start an `all_reduce`. `owned`: the tensor may be overwritten, which saves a copy."""
-    size = group.size()
-    dtype = tensor.dtype
-    if dtype in _REDUCED_IN_PLACE and (op == "sum" or not dtype.is_floating_point) and op in _OPS and op != "avg":
-        if runtime.active.tracer is None and size > 1 and tensor.numel() and not is_zero_tensor(tensor):
-            return _start_in_place(tensor, group, op, owned)
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"all_reduce: the average of {tensor.dtype} is not {tensor.dtype}; convert it first")
+    size = group.size()
     if size == 1 or tensor.numel() == 0:
         return Pending((), (), lambda: tensor)
     if tensor.is_complex() and op not in ("sum", "avg"):
@@ -148,6 +176,7 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
         raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.all_reduce(tensor, group, op))
+    dtype = tensor.dtype
     reduce_op = _OPS[op]
     ordered = dtype.is_floating_point and op in ("max", "min")
     if dtype is torch.bool:
@@ -170,17 +199,6 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
 
     in_place = work.dtype == dtype and not ordered and op != "avg"
     return Pending(handles, work, finish, recv_buffers=work if in_place else None, group=group)
-
-
-def _start_in_place(tensor: Tensor, group: ProcessGroup, op: str, owned: bool) -> Pending[Tensor]:
-    """Start a reduction that backends perform in the tensor's dtype: the common case, with the fewest calls."""
-    if not owned or not tensor.is_contiguous() or tensor.is_neg():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    handles = transport_for(tensor, group).all_reduce(tensor, _OPS[op], group)
-    if runtime.active.meter is not None:
-        size = group.size()
-        _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(tensor))
-    return Pending(handles, tensor, None, recv_buffers=tensor, group=group)
 
 
 def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -298,7 +316,7 @@ def start_sends(
     handles = transport_for(like, group).exchange(incoming, outgoing, group)
     if runtime.active.meter is not None:
         _record_sent("exchange", len(kept), sum(_nbytes(t) for _, t in kept))
-    return Pending(handles, kept, None, recv_buffers=received, group=group)
+    return Pending(handles, kept, lambda: received, recv_buffers=received, group=group)
 
 
 def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending[list[Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,39 +36,6 @@ class Region(NamedTuple):
         for dim, _, length in self.ranges:
             shape[dim] = length
         return shape
-
-
-class Parts(NamedTuple):
-    """Arguments of `split_with_sizes` that divide a block into regions, and the part that each region is."""
-
-    dim: int
-    sizes: list[int]
-    chosen: list[int]
-
-    @staticmethod
-    def of(regions: Sequence[Region], sizes: Mapping[int, int]) -> Parts | None:
-        """Return the parts for disjoint regions along one dim of a block of these sizes; None for others.
-
-        >>> Parts.of([Region(((0, 4, 1),)), Region(((0, 0, 1),))], {0: 5})
-        Parts(dim=0, sizes=[1, 3, 1], chosen=[2, 0])
-        """
-        if len(regions) < 2 or any(len(r.ranges) != 1 or r.flip for r in regions):
-            return None
-        dim = regions[0].ranges[0][0]
-        if dim not in sizes or any(r.ranges[0][0] != dim for r in regions):
-            return None
-        lengths, chosen, at = [], [0] * len(regions), 0
-        for start, length, i in sorted((*r.ranges[0][1:], i) for i, r in enumerate(regions)):
-            if start < at:
-                return None
-            if start > at:
-                lengths.append(start - at)
-            chosen[i] = len(lengths)
-            lengths.append(length)
-            at = start + length
-        if at < sizes[dim]:
-            lengths.append(sizes[dim] - at)
-        return Parts(dim, lengths, chosen)
 
 
 PeerRegions = tuple[tuple[int, tuple[Region, ...]], ...]  # (coord of a peer, regions), for those that have any
@@ -108,10 +75,6 @@ class Route:
             and not self.own[0][1].flip
             and all(start == 0 and length == sizes.get(dim) for dim, start, length in self.own[0][1].ranges)
         )  # this rank's own region is the full result
-        single = all(len(regions) == 1 for _, regions in self.send)
-        # The regions that are sent, as parts of the block, and those that are added, as parts of the result: two calls.
-        self.sent_parts = Parts.of([regions[0] for _, regions in self.send], dict(sizes_in)) if single else None
-        self.added_parts = Parts.of(self.targets, sizes) if add and self.keeps_all else None
         self.steps = self._concatenation()
         self.shapes: dict[tuple[int, ...], Shapes] = {}  # shape of the block -> shapes of the messages
 

@@ -38,11 +38,7 @@ def start_route(
 
 
 def _pack(block: Tensor, route: Route) -> list[tuple[int, Tensor]]:
-    """Return a contiguous tensor for each peer. On a device, one kernel packs all messages of equal shapes."""
-    if route.sent_parts is not None and (block.device.type == "cpu" or not route.equal_sends):
-        dim, sizes, chosen = route.sent_parts
-        parts = block.split_with_sizes(sizes, dim)
-        return [(peer, collectives.contiguous(parts[i])) for (peer, _), i in zip(route.send, chosen, strict=True)]
+    """Return a contiguous tensor for each peer. One kernel packs all messages if their shapes are equal."""
     if route.equal_sends:
         packed = collectives.concatenate([_region(block, regions[0]) for _, regions in route.send], new_dim=True)
         parts = (packed if packed.is_contiguous() else packed.contiguous()).unbind(0)
@@ -80,14 +76,8 @@ def _assemble(
         out = block.new_full(shapes.result, 0 if route.add else fill, dtype=wide)
         for source, target in route.own:
             _place(out, target, _region(block, source), route.add)
-    if route.added_parts is not None:
-        dim, sizes, chosen = route.added_parts
-        targets = out.split_with_sizes(sizes, dim)
-        for i, part in zip(chosen, parts, strict=True):
-            targets[i].add_(part)
-    else:
-        for target, part in zip(route.targets, parts, strict=True):
-            _place(out, target, part, route.add)
+    for target, part in zip(route.targets, parts, strict=True):
+        _place(out, target, part, route.add)
     return out if wide == block.dtype else out.to(block.dtype)
 
 

@@ -23,12 +23,15 @@ from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...triton_kernels import norm_stats
 from .._common.autocast import HALF_DTYPES, autocast_disabled
-from .batch_norm_kernels import BatchNormKernels
 from .stat_groups import BatchStats, RowStats, StatGrouping
 
 
 class ShardedNorm:
-    """A planned normalization: call it with the local input, weight and bias (or None). Returns the local result."""
+    """A planned normalization: call it with the local input, weight and bias (or None).
+
+    Returns the local result and the global mean and variance in fp64, in the shape of the scheme's statistics. Without
+    `centered` these are zeros and the mean square. Both have no gradient.
+    """
 
     def __init__(self, scheme: StatGrouping, eps: float, result: torch.dtype, param_layout: Layout,
                  centered: bool = True):  # fmt: skip
@@ -43,30 +46,20 @@ class ShardedNorm:
         self.grad_sums = [
             (layout.mesh.get_group(a), a in stat_axes, a in param_axes) for a in sorted(stat_axes | param_axes)
         ]
-        self.kernels = BatchNormKernels(self)
 
-    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return _ShardedNormFunction.apply(self, False, input, weight, bias)
-
-    def with_stats(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return also the global mean and variance in fp64, in the shape of the scheme's statistics.
-
-        Without `centered` these are zeros and the mean square. Both have no gradient.
-        """
-        return _ShardedNormFunction.apply(self, True, input, weight, bias)
+    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return _ShardedNormFunction.apply(self, input, weight, bias)
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the scheme's view of a tensor, in the dtype of the computation."""
-        return self.scheme.view(widened(tensor))
+        return self.scheme.view(tensor.float() if tensor.dtype in HALF_DTYPES else tensor)
 
     # ------------------------------------------------------------------ forward
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that share a statistic. The message is flat: other ranks may use other shapes."""
-        flat = value if value.ndim == 1 else value.reshape(-1)
         for group in self.stat_groups:
-            flat = collectives.all_reduce_(flat, group)
-        return flat if value.ndim == 1 else flat.view(value.shape)
+            value = collectives.all_reduce_(value, group)
+        return value
 
     def merge_ranks(self, mean: Tensor, variance: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Merge mean and variance of each rank's elements over all ranks."""
@@ -81,15 +74,9 @@ class ShardedNorm:
         deviations = torch.addcmul(variance, distance, distance).unsqueeze(0)
         return center, self.sum_over_ranks(scheme.merge(deviations) * share)[0].clamp_min_(0)
 
-    def forward(self, ctx: Any, stats: bool, input: Tensor, weight: Tensor | None, bias: Tensor | None):
-        """Return the local result and, with `stats`, mean and variance; the latter may be None without."""
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.on_kernels = self.kernels.supports(input)
-        if ctx.on_kernels:
-            out, both = self.kernels.forward(ctx, input, widened(input), weight, bias)
-            mean, variance = both.view(2, *self.kernels.stat_shape).unbind() if stats else (None, None)
-            return shaped(out, input.shape, self.result), mean, variance
+    def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
         scheme, v = self.scheme, self.view(input)
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         if self.has_kernels(v, weight, bias):
             return self.forward_fused(ctx, input, v, weight, bias)
         center = shift = None
@@ -137,13 +124,8 @@ class ShardedNorm:
     # ------------------------------------------------------------------ backward
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, *saved = ctx.saved_tensors
-        want_input, want_weight, want_bias = ctx.needs_input_grad[2:]
-        if ctx.on_kernels:
-            wants = want_input, want_weight or want_bias
-            grads = self.kernels.backward(widened(input), widened(grad), weight, saved, wants)
-            return self.finish_grads(ctx, input, weight, *grads)
-        center, shift, rstd = saved
+        input, weight, center, shift, rstd = ctx.saved_tensors
+        _, want_input, want_weight, want_bias = ctx.needs_input_grad
         scheme, v = self.scheme, self.view(input)
         g = self.view(grad if grad.dtype is v.dtype else grad.to(v.dtype))
         off = v if center is None else v - center
@@ -171,7 +153,7 @@ class ShardedNorm:
 
         `torch.utils.checkpoint` lets a backward read its saved tensors once, so they are passed on.
         """
-        want_weight, want_bias = ctx.needs_input_grad[3:]
+        _, _, want_weight, want_bias = ctx.needs_input_grad
         return (
             None if grad_input is None else shaped(grad_input, input.shape, input.dtype),
             shaped(params[1], weight.shape, weight.dtype) if want_weight else None,
@@ -216,20 +198,17 @@ class ShardedNorm:
 
     def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
-        if self.batch:
-            flat = stats if stats.ndim == 2 else stats.reshape(2, -1)
-            for group, _, _ in self.grad_sums:
-                flat = collectives.all_reduce_(flat, group)
-            return [flat.view(stats.shape)] * 2
-        shapes = stats.shape, params.shape
-        values = [t if t.ndim == 2 else t.reshape(2, -1) for t in (stats, params)]
+        values = [stats, params]
         for group, of_stats, of_params in self.grad_sums:
+            if self.batch:
+                values[0] = values[1] = collectives.all_reduce_(values[0], group)
+                continue
             chosen = [i for i, send in enumerate((want_stats and of_stats, want_params and of_params)) if send]
             if len(chosen) == 1:
                 values[chosen[0]] = collectives.all_reduce_(values[chosen[0]], group)
             elif chosen:
                 values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
-        return [t.view(shape) for t, shape in zip(values, shapes, strict=True)]
+        return values
 
     def all_reduce_packed(self, sums: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Apply `all_reduce_sums` to the buffer of `norm_stats.pack_sums`."""
@@ -275,7 +254,7 @@ class ShardedNorm:
     def double_backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute `backward` as a function that is itself differentiable."""
         input, weight = ctx.saved_tensors[:2]
-        want_input, want_weight, want_bias = ctx.needs_input_grad[2:]
+        _, want_input, want_weight, want_bias = ctx.needs_input_grad
         # New views without history: the weight may be a function of the input.
         input, weight = (None if t is None else t.view_as(t) for t in (input, weight))
         wanted = [t for t, want in ((input, want_input), (weight, want_weight)) if want]
@@ -292,11 +271,6 @@ class ShardedNorm:
         return grads[0], grads[1], grad_bias
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype of the computation."""
-    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
-
-
 def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -311,25 +285,17 @@ class _ShardedNormFunction(Collective):
     """Forward: normalize with merged statistics. Adjoint: `ShardedNorm.backward`."""
 
     @staticmethod
-    def forward(ctx, norm, stats, input, weight, bias):
+    def forward(ctx, norm, input, weight, bias):
         ctx.norm = norm
         ctx.set_materialize_grads(False)
-        if torch.is_autocast_enabled(input.device.type):
-            with autocast_disabled(input):
-                out, mean, variance = norm.forward(ctx, stats, input, weight, bias)
-        else:
-            out, mean, variance = norm.forward(ctx, stats, input, weight, bias)
-        if not stats:
-            return detach_view(out)
+        with autocast_disabled(input):
+            out, mean, variance = norm.forward(ctx, input, weight, bias)
         ctx.mark_non_differentiable(mean, variance)
         return detach_view(out), mean, variance
 
     @staticmethod
     def backward(ctx, grad, *_):
         if grad is None:
-            return None, None, None, None, None
-        run = ctx.norm.double_backward if torch.is_grad_enabled() else ctx.norm.backward
-        if not torch.is_autocast_enabled(grad.device.type):
-            return None, None, *run(ctx, grad)
+            return None, None, None, None
         with autocast_disabled(grad):
-            return None, None, *run(ctx, grad)
+            return None, *(ctx.norm.double_backward if torch.is_grad_enabled() else ctx.norm.backward)(ctx, grad)

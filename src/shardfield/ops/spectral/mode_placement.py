@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ... import runtime
 from ...layout import DimSharding, Layout, balanced
 
 # A smaller block, in bytes, is replicated: the latency of the messages exceeds the time of the product.
@@ -53,19 +52,12 @@ def choose_placement(
 ) -> Layout:
     """Return the layout that a Partial block of modes along `dims` is redistributed to: the one that sends less.
 
-    On a tie the modes are sharded. The choice is cached.
+    On a tie the modes are sharded.
 
     out_ratio: bytes of the product per byte of the block.
     grad_bytes: bytes of weights whose full gradient every rank needs in this backward.
     grad: a backward will follow.
     """
-    return _choose_placement(layout, tuple(dims), itemsize, out_ratio, grad_bytes, grad)
-
-
-@runtime.memo
-def _choose_placement(
-    layout: Layout, dims: tuple[int, ...], itemsize: int, out_ratio: float, grad_bytes: float, grad: bool
-) -> Layout:
     replicated, sharded = layout.with_partial(()), shard_modes(layout, dims)
     block = itemsize * math.prod(max(layout.shard_sizes(d)) for d in range(layout.ndim))
     if block < MIN_SHARDED_BYTES or sharded is replicated:
