@@ -106,11 +106,14 @@ def written():
         F.relu(leaf, inplace=True)
     x = field((2,), shape=(6,), lengths={0: (2, 4)})
     copied = x.view(2, 3)  # a row spans two ranks: data is sent
-    for view in (copied, copied.view(3, 2), copied.view(-1), copied.t(), torch.transpose(dim0=0, dim1=1, input=copied)):
+    for view in (copied.view(3, 2), copied.view(-1), copied.t(), torch.transpose(dim0=0, dim1=1, input=copied)):
         with pytest.raises(ShardingError, match="would be lost"):
             view.mul_(2)
         with pytest.raises(ShardingError, match="would be lost"):
             F.relu(view, inplace=True)
+    expected = x.full_tensor() * 2
+    copied.mul_(2)  # the rows that were sent are sent back
+    assert torch.equal(x.full_tensor(), expected) and torch.equal(copied.full_tensor(), expected.view(2, 3))
 
 
 def test_inplace():

@@ -10,7 +10,6 @@ from torch.distributed.tensor import Shard
 
 from shardfield import explain, strict
 from shardfield.testing import run_on_ranks
-from tests.harness import world_mesh
 from tests.ops.spectral.test_torch_harmonics import SHARDINGS, harmonics, on_sphere, trained
 from tests.ops.stencil.test_conv import field
 
@@ -63,7 +62,7 @@ def test_a_rank_receives_bands_of_latitudes():
 def written_copies() -> None:
     """Check that the two orders of dims are copies, also where one device's memory has both."""
     layout = harmonics().attention._layout
-    full, x = field(world_mesh((2,)), [Shard(2)], (1, 1, 4, 5), None, torch.float32)
+    full, x = field((2,), [Shard(2)], (1, 1, 4, 5), None, torch.float32)
     turned = layout.to_nhwc(x)
     turned.zero_()
     back = layout.to_nchw(layout.to_nhwc(x))

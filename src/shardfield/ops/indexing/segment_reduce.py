@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ... import trace_state
 from ...dispatch.registry import gather_fallback, handler, mesh_of, to_full_tensor
-from ...tensor import ShardTensor
+from ...layout import Layout
+from ...tensor import ShardTensor, wrap
 
 EXTREMES = {"max": ("amax", -torch.inf), "min": ("amin", torch.inf)}
 
@@ -24,14 +25,15 @@ def segment_reduce(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     given = dict(zip(("data", "reduce"), args, strict=False)) | kwargs
     data, lengths = given["data"], _lengths(given)
     if (
-        data.__class__ is not ShardTensor
-        or lengths is None
+        lengths is None
         or given["reduce"] not in ("sum", "mean", *EXTREMES)
         or given.get("axis", 0) != 0
         or given.get("indices") is not None
         or not data.is_floating_point()
     ):
         return gather_fallback(func, types, args, kwargs)
+    if data.__class__ is not ShardTensor:  # only the bounds are sharded
+        data = wrap(data, Layout.replicate(mesh_of(tuple(given.values()), None), data.shape))
     segment = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     return _reduce(data, given["reduce"], segment, lengths, given.get("initial"))
 
@@ -39,7 +41,7 @@ def segment_reduce(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
 def _lengths(given: dict[str, Any]) -> Tensor | None:
     """Return the length of each segment; None if the segments do not have all rows, or their values are unknown."""
     bounds = given.get("lengths") if given.get("offsets") is None else given["offsets"]
-    if bounds is None or bounds.ndim != 1 or mesh_of((given["data"],), None) is None or not given["data"].ndim:
+    if bounds is None or bounds.ndim != 1 or not given["data"].ndim:
         return None
     if trace_state.values_unknown() and not trace_state.is_concrete(bounds):
         return None
