@@ -55,7 +55,6 @@ class VirtualGroup(dist.ProcessGroup):
     def __init__(self, exchange: Exchange, coord: int, size: int):
         super().__init__(coord, size)
         self._exchange, self._coord, self._size = exchange, coord, size
-        self._number = 0  # of collectives
         self._name: str | None = None
 
     def size(self) -> int:
@@ -99,10 +98,8 @@ class VirtualGroup(dist.ProcessGroup):
         finish: Callable[[Sequence[Part]], None],
         result: Any = None,
     ) -> Handle:
-        number, self._number = self._number, self._number + 1
-        pending = self._exchange.take_part(
-            (self._key, number), self._ranks, self._coord, what, Part(sends, receives), finish
-        )
+        key = self._key, self._exchange.next_number(self._key, self._coord)
+        pending = self._exchange.take_part(key, self._ranks, self._coord, what, Part(sends, receives), finish)
         return Handle(self._exchange, [pending], result)
 
     # Reductions.

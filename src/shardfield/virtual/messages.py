@@ -65,6 +65,7 @@ class Exchange:
         self._sent: dict[Key, deque[Message]] = {}
         self._awaited: dict[Key, deque[Message]] = {}
         self._collectives: dict[tuple[str, int], PendingCollective] = {}
+        self._numbers: dict[tuple[str, int], int] = {}  # group and coord -> collectives that it has started
 
     @property
     def moves_tensors(self) -> bool:
@@ -73,8 +74,14 @@ class Exchange:
 
     def clear(self) -> None:
         """Drop the messages of a program that failed."""
-        for table in (self._sent, self._awaited, self._collectives):
+        for table in (self._sent, self._awaited, self._collectives, self._numbers):
             table.clear()
+
+    def next_number(self, group: str, coord: int) -> int:
+        """Return the number of a collective that a rank starts. Ranks of a failed program count from 0 again."""
+        number = self._numbers.get((group, coord), 0)
+        self._numbers[group, coord] = number + 1
+        return number
 
     def unfinished(self) -> list[str]:
         """Describe the messages that only one end has started."""
