@@ -63,7 +63,7 @@ def overlapping_chunks(x):
     return pairs.as_strided((3, 4, x.shape[1]), (stride[0] // 2, *stride[1:]))
 
 
-STRIDED = {"layouts": 8, "may_gather": True}
+STRIDED = {"layouts": 8, "may_gather": True, "may_refuse": True}
 CASES = [
     case(overlapping_chunks, T(8, 3), options=STRIDED),
     case(torch.as_strided, T(3, 4), (4, 3), (1, 4), options=STRIDED),
@@ -71,17 +71,23 @@ CASES = [
         "as_strided, transposed",
         lambda x: x.t().as_strided((2, 3), (1, 4)),
         T(3, 4),
-        options=STRIDED | {"may_refuse": True},
+        options=STRIDED,
     ),
     named(
         "as_strided of a slice",
         lambda x: x[:, 1:].as_strided((2, 3), (4, 1)),
         T(3, 4),
-        options=STRIDED | {"may_refuse": True},
+        options=STRIDED,
     ),
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
     case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
-    case(scan, T(8, 3, grad=False), T(8, 3, grad=False), options={"layouts": 12, "try_partial": False}),
+    # a plain tensor that sharded values are written into gathers them
+    case(
+        scan,
+        T(8, 3, grad=False),
+        T(8, 3, grad=False),
+        options={"layouts": 12, "try_partial": False, "may_gather": True},
+    ),
     # ---- reshapes
     case(torch.reshape, T(2, 3, 4, 6), (2, 3, 24), options=NO_MESSAGES),
     case(torch.Tensor.view, T(2, 6, 4), 12, 4, options=NO_MESSAGES),

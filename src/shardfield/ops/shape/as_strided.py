@@ -1,20 +1,23 @@
 """`as_strided`: elements by their place in memory, which a sharded tensor has in shards only.
 
 The tensor is gathered into memory with the strides that `stride()` reports, so that windows computed from them, as
-Longformer's overlapping chunks, are those of one device. A rank whose shard has size 0 or 1 along a dim may report
-other strides than the rest: ranks compare them first. A slice, whose memory on one device has other elements in
-between, is refused.
+Longformer's overlapping chunks, are those of one device. Ranks compare the strides first. Refused are a slice, whose
+memory on one device has other elements in between, and a view with shards of size 0 or 1, which do not show the order
+of its dims. A result of a call on such a view, if no rank has a larger shard, is taken for contiguous.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._compat import storage_of
 from ...comm.consensus import Consensus
 from ...dispatch.registry import gather_fallback, handler
+from ...layout import Layout, shard_sizes_of
 from ...tensor import ShardTensor
 
 
@@ -23,11 +26,16 @@ def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     """Gather the tensor and take elements by strides."""
     named = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | kwargs
     x = named.pop("input", None)
-    if x.__class__ is not ShardTensor or not x._layout.shard_axes:
+    if x.__class__ is not ShardTensor or not (x._layout.shard_axes or x._layout.partial):
         return gather_fallback(func, types, args, kwargs)
     strides = x.stride()
-    sliced = x._narrowed or not _is_dense(x._local_tensor)
-    problem = "it is a slice of a larger tensor; take contiguous() first" if sliced else None
+    problem = None
+    if x._narrowed or not _fills_memory(x._local_tensor):
+        problem = "it is a slice of a larger tensor; redistribute it to Replicate first"
+    elif x._local_tensor._is_view() and _hides_order(x._layout):
+        problem = (
+            "a shard of size 0 or 1 does not show the order of the dims in memory; redistribute it to Replicate first"
+        )
     asked = ", ".join(f"{name} {value}" for name, value in named.items())
     call = f"as_strided of {x._layout} with strides {strides}: {asked}"
     with Consensus.start(x._layout.mesh, call, problem=problem, always=True):
@@ -40,8 +48,10 @@ def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     return gather_fallback(as_strided, types, (x,), named)
 
 
-def _is_dense(local: Tensor) -> bool:
+def _fills_memory(local: Tensor) -> bool:
     """Return whether the elements of a tensor fill their memory, in any order of the dims."""
+    if storage_of(local).nbytes() != local.numel() * local.element_size():
+        return False
     sizes = sorted((stride, n) for n, stride in zip(local.shape, local.stride(), strict=True) if n > 1)
     step = 1
     for stride, n in sizes:
@@ -49,3 +59,10 @@ def _is_dense(local: Tensor) -> bool:
             return local.numel() < 2
         step *= n
     return True
+
+
+def _hides_order(layout: Layout) -> bool:
+    """Return whether a rank cannot tell the order of the dims in memory from its strides; equal on all ranks."""
+    smallest = [math.prod(min(shard_sizes_of(f), default=0) for f in factors) for factors in layout.dims]
+    long = [n for n, size in zip(smallest, layout.shape, strict=True) if size > 1]
+    return len(long) > 1 and min(long) <= 1
