@@ -10,6 +10,13 @@ from tests.launch import ROOT
 EXAMPLES = ROOT / "examples"
 SMALL = {  # ranks, options, what is printed, and the range it must be in
     "darcy": (2, "--samples 16 --epochs 2 --fine 61", r"relative L2 error (\d\.\d+)", 0.0, 0.8),
+    "shallow_water": (
+        2,
+        "--flows 8 --epochs 10 --nlat 8 --records 6 --steps 1",
+        r"error (\d\.\d+) of persistence",
+        0.0,
+        0.9,
+    ),
     "aero": (2, "--bodies 16 --epochs 2 --points 64 --test-points 64", r"relative L2 error (\d\.\d+)", 0.0, 0.95),
     "molecules": (2, "--atoms 64 --steps 40", r"relative error of forces (\d\.\d+)", 0.0, 0.6),
     "segmentation": (4, "--volumes 8 --epochs 12 --size 16", r"Dice score (\d\.\d+)", 0.6, 1.0),
