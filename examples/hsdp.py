@@ -40,4 +40,5 @@ optimizer.step()
 num_local = sum(p.numel() for p in model.parameters())
 norm = model.clip_grad_norm_(float("inf")).item()
 print(f"rank={dist.get_rank()} holds {num_local} of 165 parameters, gradient norm {norm:.6f}")
+dist.barrier()  # a rank that ends while another still connects to it would break that connection
 dist.destroy_process_group()
