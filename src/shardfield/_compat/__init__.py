@@ -202,6 +202,10 @@ NAMESPACES = (
 )
 
 
+# torch 2.11-2.15: whether a tensor is "efficient zeros" without storage (see `materialize_zeros`). No public name.
+is_zero_tensor = torch.Tensor._is_zerotensor
+
+
 def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with storage: some backward formulas (of sgn, for example) return "efficient zeros" without.
 
@@ -209,7 +213,7 @@ def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return tensor
-    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if tensor._is_zerotensor() else tensor
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if is_zero_tensor(tensor) else tensor
 
 
 def saved_names(node_type: type) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ def delay_messages(seconds: float) -> Iterator[None]:
 
             def finish() -> Any:
                 time.sleep(max(0.0, due - time.perf_counter()))
-                return arrive()
+                return pending.recv_buffers if arrive is None else arrive()
 
             pending._finish = finish
             return pending

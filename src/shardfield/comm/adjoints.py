@@ -39,7 +39,10 @@ def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: Process
 def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """All-reduce several tensors over each group, one message for those of one dtype. The results are new tensors."""
     dtype = tensors[0].dtype
-    if all(t.dtype is dtype for t in tensors):
+    for t in tensors:
+        if t.dtype is not dtype:
+            break
+    else:
         return _all_reduce_packed(tensors, groups)
     done: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):
@@ -64,8 +67,10 @@ def _all_reduce_packed(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a flat tensor as views of the shapes of `like`: the inverse of `flatten_tensors`."""
     parts = unflatten_tensors(flat, like)
-    # torch gives empty parts another shape
-    return [p if p.numel() else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
+    for t in like:
+        if not t.numel():  # torch gives empty parts another shape
+            return [p if p.numel() else p.view(t.shape) for p, t in zip(parts, like, strict=True)]
+    return list(parts)
 
 
 def detach_view(fresh: Tensor) -> Tensor:

@@ -53,8 +53,10 @@ def replicate_in(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     All tensors share one message per group in backward, a flat buffer of their gradients; none is sent if a
     wrapper averages the gradients over the group later (see `grad_deferral`).
     """
+    if not groups or not torch.is_grad_enabled():
+        return list(tensors)
     wanted = [t for t in tensors if t.requires_grad]
-    if not groups or not wanted or not torch.is_grad_enabled():
+    if not wanted:
         return list(tensors)
     if runtime.active.deferring_groups:
         wanted, groups = grad_deferral.defer_sums(wanted, groups)
@@ -79,6 +81,8 @@ def start_reduce(tensor: Tensor, groups: Groups) -> collectives.Pending[Tensor]:
     Every message is started here, so that a rank alone may wait. Over several groups, all but the last are waited for.
     """
     tensor = tensor.detach()
+    if len(groups) == 1:
+        return collectives.start_all_reduce(tensor, groups[0])
     for group in groups[:-1]:
         tensor = collectives.all_reduce(tensor, group)
     return collectives.start_all_reduce(tensor, groups[-1])

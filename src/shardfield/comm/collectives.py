@@ -7,8 +7,7 @@ this rank sent. A group of one rank sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,45 +16,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
-from .._compat import materialize_zeros
+from .._compat import autocast_on, is_zero_tensor, materialize_zeros
 from . import stalls
+from .pending import Pending as Pending
 from .transport import cached_transport, transport_for
 
-T = TypeVar("T")
 Shape = Sequence[int]
-
-
-class Pending(Generic[T]):
-    """Messages in flight. `wait()` returns the received value, the same on every call.
-
-    `recv_buffers`, if set, is the same value before it is complete: its contents are valid only after `wait()`.
-    """
-
-    __slots__ = ("_works", "_kept", "_finish", "recv_buffers", "_group", "_value")
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        kept: Any,
-        finish: Callable[[], T],
-        recv_buffers: T | None = None,
-        group: ProcessGroup | None = None,
-    ):
-        # `kept` holds the send buffers: the backend reads them until the messages are complete.
-        self._works, self._kept, self._finish, self.recv_buffers = works, kept, finish, recv_buffers
-        self._group = group
-        self._value: list[T] = []
-
-    def wait(self) -> T:
-        if not self._value:
-            try:
-                for work in self._works:
-                    work.wait()
-            except RuntimeError as error:
-                stalls.reraise(error, self._group)
-            self._value = [self._finish()]
-            self._works = self._kept = ()
-        return self._value[0]
 
 
 def _record_sent(kind: str, messages: int, nbytes: float) -> None:
@@ -83,7 +49,9 @@ _SUPPORTED_DTYPES = {
 
 def contiguous(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor without lazy conjugate or negation: a backend sends the raw memory."""
-    return materialize_zeros(tensor).resolve_conj().resolve_neg().contiguous()
+    if torch.compiler.is_compiling() or is_zero_tensor(tensor) or tensor.is_neg() or tensor.is_conj():
+        tensor = materialize_zeros(tensor).resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def _flat_view(packed: Tensor) -> Tensor:
@@ -97,7 +65,10 @@ def concatenate(parts: list[Tensor], dim: int = 0, new_dim: bool = False) -> Ten
 
     Under autocast these would convert some dtypes and refuse others.
     """
-    join, kind = torch.stack if new_dim else torch.cat, parts[0].device.type
+    join = torch.stack if new_dim else torch.cat
+    if not autocast_on():
+        return join(parts, dim)
+    kind = parts[0].device.type
     if not torch.is_autocast_enabled(kind):
         return join(parts, dim)
     torch.set_autocast_enabled(kind, False)
@@ -162,11 +133,13 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned: bool = False) -> Pending[Tensor]:
     """Start an `all_reduce`. `owned`: the tensor may be overwritten, which saves a copy."""
+    size, dtype = group.size(), tensor.dtype
+    if op == "sum" and dtype in _REDUCED_IN_PLACE and size > 1 and runtime.active.tracer is None and tensor.numel():
+        return _start_sum(tensor, group, size, owned)
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"all_reduce: the average of {tensor.dtype} is not {tensor.dtype}; convert it first")
-    size = group.size()
     if size == 1 or tensor.numel() == 0:
         return Pending((), (), lambda: tensor)
     if tensor.is_complex() and op not in ("sum", "avg"):
@@ -176,7 +149,6 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
         raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.all_reduce(tensor, group, op))
-    dtype = tensor.dtype
     reduce_op = _OPS[op]
     ordered = dtype.is_floating_point and op in ("max", "min")
     if dtype is torch.bool:
@@ -199,6 +171,17 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
 
     in_place = work.dtype == dtype and not ordered and op != "avg"
     return Pending(handles, work, finish, recv_buffers=work if in_place else None, group=group)
+
+
+def _start_sum(tensor: Tensor, group: ProcessGroup, size: int, owned: bool) -> Pending[Tensor]:
+    """Start a sum that backends compute in the dtype of the tensor: the common case, in few calls."""
+    work = contiguous(tensor)
+    if work is tensor and not owned:
+        work = tensor.clone()
+    handles = transport_for(work, group).all_reduce(work, ReduceOp.SUM, group)
+    if runtime.active.meter is not None:
+        _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
+    return Pending(handles, work, None, recv_buffers=work, group=group)
 
 
 def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -316,7 +299,7 @@ def start_sends(
     handles = transport_for(like, group).exchange(incoming, outgoing, group)
     if runtime.active.meter is not None:
         _record_sent("exchange", len(kept), sum(_nbytes(t) for _, t in kept))
-    return Pending(handles, kept, lambda: received, recv_buffers=received, group=group)
+    return Pending(handles, kept, None, recv_buffers=received, group=group)
 
 
 def start_exchange(sends: Sequence[Tensor], shapes: Sequence[Shape], group: ProcessGroup) -> Pending[list[Tensor]]:

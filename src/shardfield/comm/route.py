@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..layout import Span, starts
+from .route_split import RouteSplit
 
 
 class Region(NamedTuple):
@@ -76,6 +77,7 @@ class Route:
             and all(start == 0 and length == sizes.get(dim) for dim, start, length in self.own[0][1].ranges)
         )  # this rank's own region is the full result
         self.steps = self._concatenation()
+        self.split = RouteSplit.of(self)
         self.shapes: dict[tuple[int, ...], Shapes] = {}  # shape of the block -> shapes of the messages
 
     @staticmethod

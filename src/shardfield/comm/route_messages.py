@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import runtime
 from . import collectives
 from .route import Region, Route, Shapes
+from .route_split import RouteSplit
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 
 
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """Exchange shards by a route, without autograd."""
-    shapes = route.shapes_for(tensor.shape)
+    shapes, split = route.shapes_for(tensor.shape), route.split
+    if split is not None and shapes.filled and _splits(tensor, split):
+        sends, kept = _pack_split(tensor, route, split)
+        received = collectives.start_sends(sends, shapes.receives, group, tensor, packed=True).wait()
+        return _join_split(kept, split, received, False)
     received = collectives.start_sends(
         _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
     ).wait()
@@ -32,9 +38,49 @@ def start_route(
 
     `owned`: the tensor may be overwritten, and the result may be a view of it.
     """
-    shapes = route.shapes_for(tensor.shape)
+    shapes, split = route.shapes_for(tensor.shape), route.split
+    if split is not None and shapes.filled and _splits(tensor, split):
+        sends, kept = _pack_split(tensor, route, split)
+        pending = collectives.start_sends(sends, shapes.receives, group, tensor, packed=True)
+        return collectives.Pending((), (), lambda: _join_split(kept, split, pending.wait(), owned))
     pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
     return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
+
+
+# ---------------------------------------------------------------------- one region for each peer
+
+
+def _splits(block: Tensor, split: RouteSplit) -> bool:
+    """Return whether a block is exchanged by `split`: a sum is accumulated in its dtype, its memory format is kept."""
+    if runtime.active.tracer is not None or not block.is_contiguous():
+        return False
+    return split.added is None or collectives.accumulate_dtype(block.dtype) is block.dtype
+
+
+def _pack_split(block: Tensor, route: Route, split: RouteSplit) -> tuple[list[tuple[int, Tensor]], Tensor]:
+    """Return a contiguous tensor for each peer, and the part that this rank keeps."""
+    dim, sizes, chosen = split.sources
+    parts = block.split_with_sizes(sizes, dim)
+    kept = block if split.own is None else parts[chosen[split.own]]
+    if route.equal_sends and block.device.type != "cpu":  # one kernel packs the messages to all peers
+        packed = collectives.concatenate([parts[i] for i in chosen[: len(split.peers)]], new_dim=True)
+        return list(zip(split.peers, packed.unbind(0), strict=True)), kept
+    return [(peer, collectives.contiguous(parts[i])) for peer, i in zip(split.peers, chosen, strict=False)], kept
+
+
+def _join_split(kept: Tensor, split: RouteSplit, received: Sequence[Tensor], owned: bool) -> Tensor:
+    """Return the result from the part that this rank keeps and the received ones."""
+    if split.added is None:
+        return collectives.concatenate([kept if i < 0 else received[i] for i in split.order], split.dim)
+    dim, sizes, chosen = split.added
+    out = kept if owned else kept.clone(memory_format=torch.contiguous_format)
+    parts = out.split_with_sizes(sizes, dim)
+    for i, part in zip(chosen, received, strict=True):
+        parts[i].add_(part)
+    return out
+
+
+# ---------------------------------------------------------------------- any route
 
 
 def _pack(block: Tensor, route: Route) -> list[tuple[int, Tensor]]:

@@ -379,15 +379,14 @@ def is_single_sum(layout: Any) -> bool:
     return all(op == "sum" for _, op in layout.partial)
 
 
-def _is_capturing(tensor: Tensor) -> bool:
+def _is_capturing(device: torch.device) -> bool:
     """Return whether a device graph is captured: a message that is not waited for inside it would be an error."""
-    if tensor.device.type == "cpu":
-        return False
-    return getattr(torch.get_device_module(tensor.device), "is_current_stream_capturing", bool)()
+    return getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)()
 
 
 def wrap_sum(part: Tensor, layout: Layout, groups: autograd_collectives.Groups) -> ShardTensor:
     """Return the sum of a single number over the groups, in `layout`. Its message starts here."""
-    if not groups or runtime.active.tracer is not None or _is_capturing(part):
+    device = part.device
+    if not groups or runtime.active.tracer is not None or (device.type != "cpu" and _is_capturing(device)):
         return wrap(autograd_collectives.reduce(part, groups), layout)
-    return wrap_deferred(StartedSum(part, layout, groups), part.dtype, part.device)
+    return wrap_deferred(StartedSum(part, layout, groups), part.dtype, device)

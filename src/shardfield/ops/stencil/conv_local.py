@@ -59,7 +59,7 @@ class ConvArgs(NamedTuple):
         """Return the gradients of `run` with respect to input, weight and bias; None where `needs_grad` is False."""
         zeros = (0,) * len(self.stride)
         args = (self.stride, padding, self.dilation, self.transposed, zeros, self.groups)
-        backward = torch.ops.aten.convolution_backward
+        backward = torch.ops.aten.convolution_backward.default
         if may_be_wrong(input) and self.is_narrow(input, weight, padding):
             return in_fp32(lambda *tensors: backward(*tensors, bias, *args, needs_grad), grad, input, weight)
         return backward(grad, input, weight, bias, *args, needs_grad)
