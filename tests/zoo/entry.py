@@ -28,10 +28,10 @@ SINGLE, ROUNDED = 1e-4, 2e-6
 class Entry:
     """A model by its factory's name: its input, the dims to shard over one axis, and the two to shard over two axes.
 
-    A factory without a shape here returns the tensors too, of which the first is sharded. Without its `package` the row
-    is skipped. `gathers`: the calls that have no rule. `lost`: the functions that lose a sharding. `balance` and
-    `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few rows and the indices of a graph
-    show in them. `steps`: of gradient descent.
+    A factory without a shape here returns the tensors too, of which the first is sharded, or those that `sharded`
+    names. Without its `package` the row is skipped. `gathers`: the calls that have no rule. `lost`: the functions that
+    lose a sharding. `balance` and `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few
+    rows and the indices of a graph show in them. `steps`: of gradient descent.
     """
 
     title: str
@@ -45,6 +45,7 @@ class Entry:
     balance: float = 1.2
     redundancy: float = 1.15
     steps: int = 3
+    sharded: tuple[str, ...] = ()
 
 
 def imported(module: str):
@@ -64,5 +65,5 @@ class Single(nn.Module):
     def _apply(self, fn, recurse=True):
         return super()._apply(lambda t: fn(t).to(t.dtype), recurse)
 
-    def forward(self, x):
-        return self.model(x.float())
+    def forward(self, *args, **kwargs):
+        return self.model(*(x.float() for x in args), **{name: x.float() for name, x in kwargs.items()})

@@ -195,7 +195,10 @@ class PhysicsNeMoTransolver(nn.Module):
 
 
 class DoMINO(nn.Module):
-    """PhysicsNeMo's DoMINO: points in a volume, on a surface and of a geometry, each with what is known of it."""
+    """PhysicsNeMo's DoMINO: points in a volume, on a surface and of a geometry, each with what is known of it.
+
+    The grids around the geometry are inputs too, so that they can be sharded.
+    """
 
     NEIGHBORS = 3
     COLUMNS = {
@@ -230,14 +233,13 @@ class DoMINO(nn.Module):
         }
         self.model = imported("physicsnemo.models.domino.model").DoMINO(3, 2, 2, model_parameters=found)
         generator = torch.Generator().manual_seed(3)
-        shapes = {"grid": (*grid, 3), "surf_grid": (*grid, 3), "sdf_grid": grid, "sdf_surf_grid": grid}
-        shapes |= {"volume_min_max": (2, 3), "surface_min_max": (2, 3)}
+        shapes = {"volume_min_max": (2, 3), "surface_min_max": (2, 3)}
         shapes |= {"global_params_values": (2, 1), "global_params_reference": (2, 1)}
         for name, shape in shapes.items():
             self.register_buffer(name, torch.rand(1, *shape, generator=generator))
 
-    def forward(self, points):
-        data = {name: value for name, value in self.named_buffers(recurse=False)}
+    def forward(self, points, **grids):
+        data = {name: value for name, value in self.named_buffers(recurse=False)} | grids
         at = 0
         for name, shape in self.COLUMNS.items():
             wide = math.prod(shape)
@@ -268,8 +270,13 @@ def physicsnemo_stormcast():
     return unets.StormCastUNet(img_resolution=[32, 48], img_in_channels=3, img_out_channels=2, **SONG)
 
 
+DOMINO_GRIDS = {"grid": (8, 8, 8, 3), "surf_grid": (8, 8, 8, 3), "sdf_grid": (8, 8, 8), "sdf_surf_grid": (8, 8, 8)}
+
+
 def physicsnemo_domino():
-    return Single(DoMINO())
+    generator = torch.Generator().manual_seed(3)
+    grids = {name: torch.rand(1, *shape, generator=generator) for name, shape in DOMINO_GRIDS.items()}
+    return Single(DoMINO()), {"points": torch.randn(1, 29, 44, generator=generator), **grids}
 
 
 MODELS: dict[str, Entry] = {
@@ -301,7 +308,7 @@ MODELS: dict[str, Entry] = {
     "GeoTransolver": Entry("PhysicsNeMo GeoTransolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "PhysicsNeMoTransolver": Entry("PhysicsNeMo Transolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "physicsnemo_domino": Entry(
-        "PhysicsNeMo DoMINO", (1, 29, 44), (1,), None, SINGLE, package="physicsnemo", redundancy=1.9
+        "PhysicsNeMo DoMINO", None, (1,), None, SINGLE, package="physicsnemo", sharded=("points", *DOMINO_GRIDS)
     ),
     "SongUNet": Entry("PhysicsNeMo SongUNet", (1, 3, 32, 48), package="physicsnemo"),
     "physicsnemo_stormcast": Entry(

@@ -33,7 +33,13 @@ def test_model(name, mesh, dims):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of third-party packages
         found = check(
-            f"tests.zoo.small:{name}", entry.shape, mesh, dims=dims, steps=entry.steps, tolerance=entry.tolerance
+            f"tests.zoo.small:{name}",
+            entry.shape,
+            mesh,
+            dims=dims,
+            shard=dict.fromkeys(entry.sharded, dims),
+            steps=entry.steps,
+            tolerance=entry.tolerance,
         )
     assert found, str(found)
     assert set(found.gathers) <= set(entry.gathers), found.gathers

@@ -7,29 +7,25 @@ import importlib
 import itertools
 import math
 import os
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import Layout
 from ..tensor import ShardTensor
 from ..testing import RanksFailed, run_on_ranks
-from .differences import Line, is_number, max_abs, relative_error
-from .explain import explain
+from .differences import Line, max_abs, relative_error
 from .model_inputs import Inputs, choose_sharded, replicate_input, shard_input
+from .model_run import ModelRun
 from .rounding import OtherRounding
-from .work import WorkCounter
 
 AXIS_NAMES = ("h", "w", "d")
 NOISE = 1e-6  # fraction of the largest gradient; smaller gradients are compared relative to this
@@ -37,8 +33,6 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # the largest error that passes 
 # Classes of modules without parameters whose names contain one of these draw random numbers in training.
 RANDOM_MODULES = ("dropout", "droppath", "dropblock", "stochasticdepth")
 ONE_DEVICE, REPLICATED = "one device", "the same field replicated, since the model draws random numbers"
-
-Value = tuple[str, str, Any]  # kind, name, tensor or None
 
 
 @dataclass
@@ -205,8 +199,8 @@ def _compare(
     def place(path: str, t: Tensor) -> Any:
         return shard_input(t, mesh, chosen[path], even) if path in chosen else replicate_input(t, mesh)
 
-    def run(placed: Inputs, model: nn.Module | None = None) -> _Run:
-        return _Run(model or _build_model(name, seed, cast, start)[0], placed, seed, steps)
+    def run(placed: Inputs, model: nn.Module | None = None) -> ModelRun:
+        return ModelRun(model or _build_model(name, seed, cast, start)[0], placed, seed, steps)
 
     expected = run(inputs, model)
     with OtherRounding():
@@ -220,7 +214,6 @@ def _compare(
     found.gathers = sorted({row.op for row in report.gathers})
     found.lost = sorted({f"{row.op} over axis {' and '.join(map(repr, row.lost))}" for row in report.lost})
     found.messages, found.bytes, found.table = report.messages, report.bytes, str(report)
-    found.work, found.work_alone = [sharded.work], expected.work
     found.input_balance = _balance_of(shard_input(field, mesh, next(iter(chosen.values())), even)._layout)
     # In call order. Every rank compares all outputs, because full_tensor() communicates.
     for (which, value), (_, want), (_, plain), (_, other) in zip(
@@ -237,6 +230,7 @@ def _compare(
         floor = NOISE * largest[kind]
         error = relative_error(value, _full(want), floor)
         found.lines.append(Line(kind, which, error, relative_error(other, plain, floor), dist.get_rank()))
+    found.work, found.work_alone = [sharded.count_work()], expected.count_work()
     return found
 
 
@@ -274,68 +268,6 @@ def _build_model(
     return model, given
 
 
-class _Run:
-    """One run of a model, forward and backward, and steps of gradient descent.
-
-    values: everything that is compared, by kind and name. parts: outputs of submodules in call order. is_random:
-    whether the forward and backward drew random numbers. work, report: of this forward and backward.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Inputs, seed: int, steps: int):
-        self.parts: list[tuple[str, Any]] = []
-        handles = [m.register_forward_hook(self._watch(n)) for n, m in model.named_modules() if n]
-        with WorkCounter() as work, explain() as self.report:
-            self.values, self.is_random = _forward_backward(model, inputs, seed, handles)
-        self.work = work.total
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if steps else None
-        for step in range(steps):
-            assert optimizer is not None
-            if step:  # the first step uses the gradients above
-                optimizer.zero_grad()
-                _forward_backward(model, inputs, seed)
-            optimizer.step()
-        if steps:
-            self.values += [("parameter after", n, p.detach()) for n, p in model.named_parameters()]
-            self.values += [("buffer after", n, b.clone()) for n, b in model.named_buffers()]
-
-    def _watch(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            title = f"{name} ({type(module).__name__})"
-            map_tensors(_to_nested(out), lambda tensor: self.parts.append((title, tensor.detach())))
-
-        return hook
-
-
-def _forward_backward(
-    model: nn.Module, inputs: Inputs, seed: int, handles: Sequence[Any] = ()
-) -> tuple[list[Value], bool]:
-    """Return outputs, gradients and buffers, and whether random numbers were drawn; remove the hooks after forward."""
-    leaves = inputs.map(lambda path, t: t.detach().requires_grad_() if is_number(t) else t)
-    random.seed(seed + 1)
-    np.random.seed(seed + 1)
-    torch.manual_seed(seed + 1)
-    state = torch.get_rng_state()
-    out = leaves.call(model)
-    for handle in handles:
-        handle.remove()
-    outputs: list[Tensor] = []
-    map_tensors(_to_nested(out), outputs.append)
-    total: Any = 0.0
-    for i, value in enumerate(outputs):
-        if value.requires_grad:
-            real = value.abs().square() if value.is_complex() else value
-            generator = torch.Generator().manual_seed(seed + 2 + i)
-            total = total + (real * torch.randn(value.shape, dtype=real.dtype, generator=generator)).sum()
-    if isinstance(total, Tensor):
-        total.backward()
-    is_random = not torch.equal(state, torch.get_rng_state())
-    found: list[Value] = [("output", str(i), v.detach()) for i, v in enumerate(outputs)]
-    found += [("input gradient", path, t.grad) for path, t in leaves.tensors().items()]
-    found += [("parameter gradient", n, p.grad) for n, p in model.named_parameters()]
-    found += [("buffer", n, b.clone()) for n, b in model.named_buffers()]
-    return found, is_random
-
-
 def _parameters_and_buffers(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
@@ -345,13 +277,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _to_nested(out: Any) -> Any:
-    """Convert output objects that contain tensors, such as dataclasses, to lists."""
-    if hasattr(out, "to_tuple"):
-        return list(out.to_tuple())
-    return list(vars(out).values()) if hasattr(out, "__dataclass_fields__") else out
 
 
 def command(words: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 The work of matrix products, convolutions and attention is their FLOPs, as `torch.utils.flop_counter` counts them, of a
 Fourier transform 5 n log2(n) for each line of n numbers, and of every other op one for each element of its largest
-tensor. Views, uninitialized tensors and messages do not count.
+tensor; new tensors count their own elements. Views, uninitialized tensors and messages do not count.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class WorkCounter(DispatchMode):
         if packet is None or func.namespace == "c10d" or func.is_view or "empty" in func._schema.name:
             return 0
         sizes: list[int] = []
-        map_tensors((args, kwargs, out), lambda t: sizes.append(0 if t.is_meta else t.numel()))
+        reads = () if func._schema.name.startswith("aten::new_") else (args, kwargs)
+        map_tensors((reads, out), lambda t: sizes.append(0 if t.is_meta else t.numel()))
         if not any(sizes):  # a rule that probes torch for a shape
             return 0
         if packet in self._own:

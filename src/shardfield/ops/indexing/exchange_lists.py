@@ -26,7 +26,7 @@ from ...comm.route import Route
 from ...debug import explain
 from ...layout import Layout
 from ...trace_state import concrete_for
-from .owners import AxisExchange, Owners, any_out_of_bounds, out_of_bounds_error, select_rows, wrap_negative
+from .owners import AxisExchange, Owners, out_of_bounds_error, select_rows, wrap_negative
 
 
 class ExchangeStage(NamedTuple):
@@ -160,9 +160,9 @@ class IndexRequest(NamedTuple):
 
         Communicates. `checked_index` holds the values to check on ranks that have no index of rows.
         """
-        values = index if checked_index is None else checked_index
+        values = checked_index if index is None else index
         assert values is not None
-        with concrete_for(values if index is None else index):
+        with concrete_for(values):
             return self._find_or_build(index, values)
 
     def _find_or_build(self, index: Tensor | None, values: Tensor) -> ExchangeLists | None:
@@ -170,8 +170,10 @@ class IndexRequest(NamedTuple):
         lists = None if cached is None else cached.get(key)
         if lists is not None and not consensus.checks_enabled():
             return self._validate_cached(lists)
-        invalid = lists is None and bool(any_out_of_bounds(values, self.size, True))
-        has_negative = bool((values < 0).any()) if lists is None else lists.has_negative
+        invalid, has_negative = False, lists is not None and lists.has_negative
+        if lists is None and values.numel():
+            low, high = (int(n) for n in values.aminmax())
+            invalid, has_negative = low < -self.size or high >= self.size, low < 0
         missing, names_elements, invalid, has_negative = _any_rank(
             [lists is None, index is None, invalid, has_negative], self.index_layout
         )

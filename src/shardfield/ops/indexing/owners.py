@@ -167,8 +167,11 @@ def validate_index(
 
 
 def any_out_of_bounds(index: Tensor, size: int, negative: bool) -> Tensor:
-    """Return whether any entry is out of bounds."""
-    return ((index < (-size if negative else 0)) | (index >= size)).any()
+    """Return whether any entry is out of bounds. One pass over the entries."""
+    if not index.numel():
+        return torch.zeros((), dtype=torch.bool, device=index.device)
+    low, high = index.aminmax()
+    return (low < (-size if negative else 0)) | (high >= size)
 
 
 def out_of_bounds_error(size: int, error: type[Exception]) -> Exception:
