@@ -19,6 +19,7 @@ import shardfield
 from shardfield import runtime
 from shardfield.comm.transport import DIRECT, HostStagedTransport
 from shardfield.compiler import graphs
+from shardfield.compiler.static_tensors import MAX_PACKED, Packed
 from shardfield.errors import Untraceable
 from shardfield.testing import run_on_ranks
 
@@ -346,3 +347,28 @@ def test_random_numbers_and_host_reads_on_a_device():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_on_ranks(dropout_and_host_reads, 1)
+
+
+def test_copies_of_packed_tensors():
+    """Copies equal the tensors in values, dtypes and strides, and no two calls share memory."""
+    tensors = [
+        torch.randn(2, 3),
+        None,
+        torch.randn(4).double(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(0, 3),
+        torch.tensor(2.0),
+        torch.randn(MAX_PACKED + 1),
+        torch.randn(5),
+    ]
+    packed = Packed(tensors)
+    buffers = packed.pack(tensors)
+    assert len(buffers) == 5  # three of float32 in one
+    first, second = packed.copies(buffers), packed.copies(buffers)
+    for tensor, mine, other in zip(tensors, first, second, strict=True):
+        if tensor is None:
+            assert mine is None
+            continue
+        assert (mine.dtype, mine.shape, mine.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        torch.testing.assert_close(mine, tensor, rtol=0, atol=0)
+        assert not tensor.numel() or mine.data_ptr() not in (other.data_ptr(), tensor.data_ptr())

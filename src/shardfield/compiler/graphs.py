@@ -21,13 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from .._compat import DispatchMode, foreach_copy_, function_apply, storage_id
+from .._compat import DispatchMode, function_apply, storage_id
 from ..comm.consensus import any_rank
 from ..comm.transport import HostStagedTransport, transport_for
 from ..debug.explain import Unreported
 from ..errors import Untraceable
 from ..tensor import ShardTensor, wrap
 from .pytree import flatten, unflatten
+from .static_tensors import Packed, copies, copy_into
 
 T = TypeVar("T")
 WARMUPS = 3  # calls before a capture: libraries, communicators and caches initialize in them
@@ -146,20 +147,6 @@ def _is_observed() -> bool:
     return rt.observer not in (None, Unreported) or rt.meter is not None or rt.tracer is not None
 
 
-def _copy_into(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    pairs = [(s, t) for s, t in zip(static, given, strict=True) if s.data_ptr() != t.data_ptr()]
-    if pairs:
-        with torch.no_grad():
-            foreach_copy_([s for s, _ in pairs], [t for _, t in pairs])
-
-
-def _copies(static: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of static tensors."""
-    fresh = [torch.empty_like(t) for t in static]
-    _copy_into(fresh, [t.detach() for t in static])
-    return fresh
-
-
 class StepGraph:
     """Run a step, a function of trees of tensors, as CUDA graphs: one for each combination of layouts and shapes.
 
@@ -188,9 +175,9 @@ class StepGraph:
             if not self._capture(key, leaves, spec):
                 return self._function(*args)
         inputs, results, result_spec, replay = self._graphs[key]
-        _copy_into(inputs, _locals(leaves))
+        copy_into(inputs, _locals(leaves))
         replay()
-        return unflatten(_copies(results), result_spec)
+        return unflatten(copies(results), result_spec)
 
     def _warm_up(self, key: Any, args: Any, calls: int) -> Any:
         if calls < WARMUPS:
@@ -281,7 +268,7 @@ class ProgramGraph:
         self.launches += 1
         results = _Launch.apply(self, *inputs) if self._tangents else self._launch(inputs)
         if self._written:
-            _copy_into([inputs[i].detach() for i in self._written], [self._inputs[i].detach() for i in self._written])
+            copy_into([inputs[i] for i in self._written], [self._inputs[i] for i in self._written])
         return results
 
     def _capture(self, inputs: Sequence[Tensor]) -> bool:
@@ -298,7 +285,6 @@ class ProgramGraph:
             self._results, self._forward = record(self._run_static, pool)
             differentiable = [t for t in self._results if t.requires_grad]
             self._tangents = [torch.zeros_like(t) for t in differentiable]
-            self._grads: list[Tensor | None] = []
             if differentiable:
                 self._wanted = [i for i, t in enumerate(self._inputs) if t.requires_grad]
                 self._grads, self._backward = record(self._differentiate_static, pool)
@@ -318,30 +304,28 @@ class ProgramGraph:
         self._live = list(self._run(*self._inputs))
         return self._live
 
-    def _differentiate_static(self) -> list[Tensor | None]:
-        return list(
-            torch.autograd.grad(
-                [t for t in self._live if t.requires_grad],
-                [self._inputs[i] for i in self._wanted],
-                self._tangents,
-                allow_unused=True,
-            )
+    def _differentiate_static(self) -> list[Tensor]:
+        grads = torch.autograd.grad(
+            [t for t in self._live if t.requires_grad],
+            [self._inputs[i] for i in self._wanted],
+            self._tangents,
+            allow_unused=True,
         )
+        self._packed = Packed(grads)
+        return self._packed.pack(grads)
 
     def _launch(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        _copy_into([t.detach() for t in self._inputs[self._state :]], [t.detach() for t in inputs[self._state :]])
+        copy_into(self._inputs[self._state :], inputs[self._state :])
         self._forward()
-        return _copies(self._results)
+        return copies(self._results)
 
     def _launch_backward(self, tangents: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of all inputs."""
-        _copy_into(self._tangents, tangents)
+        copy_into(self._tangents, tangents)
         self._backward()
-        kept = [g for g in self._grads if g is not None]
-        copies = iter(_copies(kept))
         found: list[Tensor | None] = [None] * len(self._inputs)
-        for i, grad in zip(self._wanted, self._grads, strict=True):
-            found[i] = None if grad is None else next(copies)
+        for i, grad in zip(self._wanted, self._packed.copies(self._grads), strict=True):
+            found[i] = grad
         return found
 
 
