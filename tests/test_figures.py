@@ -24,4 +24,4 @@ def test_figures_are_used_and_small():
     files = sorted(FOLDER.glob("*.svg"))
     assert [f.name for f in files if f"figures/{f.name}" not in pages] == []
     pictures = [*files, *(ROOT / "docs").rglob("*.png")]
-    assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size > 200_000} == {}
+    assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size > 150_000} == {}

@@ -12,7 +12,7 @@ SMALL = {  # ranks, options, what is printed, and the range it must be in
     "darcy": (2, "--samples 16 --epochs 2 --fine 61", r"relative L2 error (\d\.\d+)", 0.0, 0.8),
     "shallow_water": (
         2,
-        "--flows 8 --epochs 10 --nlat 8 --records 6 --steps 1",
+        "--flows 8 --epochs 8 --nlat 8 --records 6 --steps 1",
         r"error (\d\.\d+) of persistence",
         0.0,
         0.9,

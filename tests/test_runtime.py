@@ -95,10 +95,14 @@ print("ten worlds")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ten_worlds_in_one_process(ranks, tmp_path):
+def test_ten_worlds_in_one_process(ranks, forks, tmp_path):
+    """Under torchrun all worlds share the store of its agent; the four ranks have a store for each world."""
     program = tmp_path / "worlds.py"
     program.write_text(TEN_WORLDS)
-    logs = torchrun(program, ranks, tmp_path / "logs", timeout=300)
+    if ranks == 2:
+        logs = torchrun(program, ranks, tmp_path / "logs", timeout=300)
+    else:
+        logs = forks.run(program, tmp_path, ranks, timeout=300)
     assert sum("ten worlds" in log for log in logs) == ranks, logs
 
 

@@ -96,13 +96,13 @@ def process_groups(size: int) -> Step:
 
 
 CASES = {
-    "vector-add": (vector_add, (10**4, 10**5, 10**6)),
-    "dot-product": (dot_product, (10**4, 10**5, 10**6)),
+    "vector-add": (vector_add, (10**4, 10**5, 10**6, 10**7)),
+    "dot-product": (dot_product, (10**4, 10**5, 10**6, 10**7)),
     "knn-ring": (knn_ring, (1000, 2000, 4000, 8000)),
     "reshape-subtract": (reshape_subtract, (500, 1000, 2000, 4000)),
     "cnn-fsdp": (cnn_fsdp, (32, 64, 128, 256)),
     "tfno-darcy": (tfno_darcy, (32, 64, 128, 256)),
-    "process-groups": (process_groups, (10**3, 10**4, 10**5, 10**6)),
+    "process-groups": (process_groups, (10**3, 10**4, 10**5, 10**6, 10**7)),
 }
 
 
