@@ -18,5 +18,5 @@ rank = dist.get_rank()
 replicate_ranks = dist.get_process_group_ranks(device_mesh.get_group(0))
 shard_ranks = dist.get_process_group_ranks(device_mesh.get_group(1))
 print(f"{rank=} shards with {shard_ranks} and replicates with {replicate_ranks}")
-dist.barrier()  # a rank that ends early would break connections that others still make
+dist.barrier()  # a rank that ends while another still connects to it would break that connection
 dist.destroy_process_group()

@@ -37,5 +37,5 @@ for i in range(shard_factor):
 shard_ranks = dist.get_process_group_ranks(current_shard_group)
 replicate_ranks = dist.get_process_group_ranks(current_replicate_group)
 print(f"{rank=} shards with {shard_ranks} and replicates with {replicate_ranks}")
-dist.barrier()  # a rank that ends early would break connections that others still make
+dist.barrier()  # a rank that ends while another still connects to it would break that connection
 dist.destroy_process_group()
