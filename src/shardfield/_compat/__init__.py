@@ -130,6 +130,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
 
+def without_functions() -> Any:
+    """Return a context in which function modes and subclasses do not see calls. torch 2.11-2.15; no public name."""
+    return torch._C.DisableTorchFunction()
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies the storage of a tensor. torch 2.11-2.15: no public name."""
     return storage_of(unwrap_functional(tensor))._cdata

@@ -4,6 +4,10 @@ A UNet (8 channels, 2 levels) computes loss and gradients on a field of points x
 activations. With virtual ranks, tensors above a budget are written to disk, or the blocks of the model are recomputed.
 Memory is the peak of the process beyond what it had before the step. The last rows run under a limit of the data
 segment (RLIMIT_DATA): plain torch does not fit, virtual ranks train.
+
+On a GPU: the largest 3-D UNet, 3-D FNO and ViT that compute a step in `device_memory` GiB, in plain torch, with all
+blocks recomputed (torch's checkpoint), and on virtual ranks, which recompute and move tensors to pinned host memory. A
+limit below the memory of the GPU keeps the runs short, and leaves more host memory per byte of the device.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +36,10 @@ class Settings:
     large: int = 3200  # points of the field under a limit
     limit: int = 2048  # MB
     large_ranks: int = 16
+    models: tuple[str, ...] = ("unet3d", "fno3d", "vit")  # on a GPU
+    device_memory: int = 8  # GiB of a GPU
+    device_ranks: int = 32
+    seconds: int = 150  # for each model on a GPU
 
     quick: ClassVar[dict[str, Any]] = {
         "points": 128,
@@ -58,6 +67,9 @@ def run_step(**options: Any) -> dict[str, Any] | None:
 
 
 def run(settings: Settings, device: str, table: Table) -> None:
+    if device == "cuda":
+        largest(settings, table)
+        return
     if device != "cpu" or not Path("/proc/self/clear_refs").exists():
         table.add_skipped("virtual ranks", "tensors are moved on CPUs with Linux only")
         return
@@ -79,6 +91,50 @@ def run(settings: Settings, device: str, table: Table) -> None:
     moved = {n: fs[-1]["moved"] for n, fs in found.items() if "moved" in fs[-1]}
     table.add_counts(f"written to disk, {field}", moved, "MB")
     limited(settings, table)
+
+
+def largest(settings: Settings, table: Table) -> None:
+    """Add the largest fields that fit the memory of a GPU, and the time of virtual ranks where plain torch fits."""
+    for model in settings.models:
+        found = _run_on_gpu(model, settings, table)
+        sizes = {name: found[name][-1] for name in ("plain", "checkpointed", "virtual") if name in found}
+        if "plain" not in sizes:
+            continue
+        case, plain = f"{model} in {settings.device_memory} GiB", sizes["plain"]
+        for name, figures in sizes.items():
+            moved = f", {figures['moved'] / 1e9:.1f} GB moved out" if "moved" in figures else ""
+            peak = f"{figures['peak'] / (1 << 30):.2f} GiB"
+            table.add_text(case, name, f"{figures['voxels']:,} voxels, {figures['seconds']:.3f} s, {peak}{moved}")
+        for name, times in (("plain", 16), ("checkpointed", 4)) if "virtual" in sizes else ():
+            share = times * sizes[name]["voxels"] / sizes["virtual"]["voxels"]
+            table.add_ratio(f"{case}: {times} x the voxels", "virtual", [1 / share * times], name, None)
+            table.add_ratio(f"{case}: {times} x {name} over virtual", "virtual", [share], name, 1.0)
+        for figures in found.get("same size", ()):
+            ratio = figures["seconds"] / plain["seconds"]
+            table.add_ratio(f"{case}: time, {plain['n']}", f"{figures['ranks']} virtual", [ratio], PLAIN, 1.6)
+
+
+def _run_on_gpu(model: str, settings: Settings, table: Table) -> dict[str, list[dict[str, Any]]]:
+    """Return what a process of `virtual_gpu` has found by the end of its time, by the name of each result."""
+    options = ["--model", model, "--memory", str(settings.device_memory), "--ranks", str(settings.device_ranks)]
+    command = [sys.executable, "-m", "shardfield.bench.virtual_gpu", *options]
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as problems:
+        try:
+            code = subprocess.run(command, stdout=out, stderr=problems, env=env, timeout=settings.seconds).returncode
+        except subprocess.TimeoutExpired:
+            code = 0
+            table.add_skipped(model, f"the runs did not end in {settings.seconds} s")
+        out.seek(0)
+        problems.seek(0)
+        if code:
+            table.add_skipped(model, problems.read()[-600:])
+        found: dict[str, list[dict[str, Any]]] = {}
+        for line in out:
+            figures = json.loads(line)
+            print(model, line.strip(), file=sys.stderr, flush=True)
+            found.setdefault(figures.pop("what"), []).append(figures)
+        return found
 
 
 def limited(settings: Settings, table: Table) -> None:

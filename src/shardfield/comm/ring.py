@@ -121,11 +121,10 @@ def sum_at_owners(
     """Start sending flat results for the blocks of a visit to the owners of these blocks.
 
     Calling the returned function waits for the results that other ranks send for this rank's block, and returns their
-    sum in `dtype`.
+    sum in `dtype`; a single result has the dtype in which it was sent.
     """
     if len(visit) == 1:
-        received = send_to_owner(results[0], visit[0], lengths, ring)
-        return lambda: received().to(dtype)
+        return send_to_owner(results[0], visit[0], lengths, ring)
     own = lengths[ring.owner(0)]
     pending = _send_recv(results, [(-stop, own) for stop in visit], ring, 0)
 

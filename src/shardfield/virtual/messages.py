@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from .._compat import without_functions
 from ..errors import WorldError
 from .links import Links
 from .paged_operators import PagedOperators
@@ -71,6 +72,16 @@ class Exchange:
     def moves_tensors(self) -> bool:
         """Whether tensors of ranks are moved out of memory."""
         return self._pager is not None
+
+    @contextmanager
+    def in_memory(self, *tensors: Tensor) -> Iterator[None]:
+        """Have tensors in memory for a kernel that is launched by their addresses."""
+        if self._pager is None:
+            yield
+            return
+        self._pager.use(tensors)
+        with without_functions():  # or else reading the address would keep the tensors in memory
+            yield
 
     def clear(self) -> None:
         """Drop the messages of a program that failed."""

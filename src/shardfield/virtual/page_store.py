@@ -1,4 +1,4 @@
-"""Where the bytes of pages are while they are not on the device: a file, or pinned host memory.
+"""Where the bytes of pages are while they are not on the device: a file; `pinned_store` has host memory for a GPU.
 
 A store starts a copy and returns; a `Transfer` says when it has ended. So copies overlap with computation: those of a
 file run in a thread, those between a GPU and pinned memory on side streams.
@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
-
-import torch
 
 from ..errors import ShardfieldError
 
@@ -125,56 +123,3 @@ def _copy(step: Callable[[memoryview, int], int], address: int, nbytes: int, sta
         if moved == 0:
             raise OSError(f"the file of the pages ends after {start + done} bytes")
         done += moved
-
-
-class StreamTransfer:
-    """A copy on a side stream of a GPU."""
-
-    def __init__(self, event: Any):
-        self._event = event
-
-    def done(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)  # later kernels wait, the host does not
-
-
-class PinnedStore:
-    """Bytes of pages in pinned host memory, copied on two side streams of their device."""
-
-    def __init__(self, device: torch.device):
-        self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._written = 0
-
-    def write(self, storage: Any) -> tuple[torch.Tensor, StreamTransfer]:
-        nbytes = storage.nbytes()
-        try:
-            copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise ShardfieldError(
-                f"virtual ranks: no host memory is left for {nbytes} bytes, after {self._written} bytes that were "
-                'moved out: use a smaller field, or memory="recompute"'
-            ) from error
-        self._written += nbytes
-        return copy, self._start(self._out, copy, _bytes_of(storage))
-
-    def read(self, place: torch.Tensor, storage: Any) -> StreamTransfer:
-        return self._start(self._into, _bytes_of(storage), place)
-
-    def release(self, place: torch.Tensor) -> None:
-        pass  # torch keeps pinned memory until the copies that were started have ended
-
-    def close(self) -> None:
-        pass
-
-    @staticmethod
-    def _start(stream: Any, target: torch.Tensor, source: torch.Tensor) -> StreamTransfer:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return StreamTransfer(stream.record_event())
-
-
-def _bytes_of(storage: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

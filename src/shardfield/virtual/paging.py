@@ -27,12 +27,17 @@ from torch import Tensor, nn
 
 from .._compat import inside_backward, storage_of, without_modes
 from ..errors import ShardfieldError
-from .page_store import FileStore, PageStore, PinnedStore, Transfer
+from .page_store import FileStore, PageStore, Transfer
+from .pinned_store import PinnedStore
 
 MIN_BYTES = 1 << 16  # smaller results stay on the device
 PREFETCHED = 2  # pages that are brought in ahead of a backward
 AHEAD = 0.125  # of the budget: pages that are copied out before their memory is needed
-MOVES_CUDA = False  # refused until the copies between streams have been tested on a GPU
+STRIDE = 1 / 32  # of the budget: bytes that are moved out, or looked at for it, at once
+
+
+class BudgetExceeded(ShardfieldError):
+    """A page would have to leave the device, and the pager `refuses` to move pages."""
 
 
 class Page:
@@ -101,7 +106,10 @@ class Pager:
         self._stores: dict[torch.device, PageStore] = {}
         self._process = os.getpid()
         self.held = self.peak = self.moved_out = self.moved_in = 0
+        self.away = self.away_peak = 0  # bytes of pages that are not on the device
         self.left_clean = 0  # bytes that left without waiting for their copy
+        self._since_clean = 0  # bytes of pages that have come since pages were copied ahead
+        self.refuses = False  # raise BudgetExceeded instead of moving a page out
 
     def make_store(self, device: torch.device) -> PageStore:
         """Return a new store for pages of a device."""
@@ -157,11 +165,6 @@ class Pager:
             nbytes = storage.nbytes()
             if nbytes < self.minimum or not storage.resizable() or storage.device.type not in ("cpu", "cuda"):
                 continue
-            if storage.device.type == "cuda" and not MOVES_CUDA:
-                raise ShardfieldError(
-                    "virtual ranks: tensors of a GPU are not moved out of its memory yet, since this was not tested on "
-                    'one; use memory="keep", or the CPU'
-                )
             if storage in self._exposed:
                 continue
             key = storage._cdata
@@ -184,6 +187,7 @@ class Pager:
 
     def _hold(self, nbytes: int) -> None:
         self.held += nbytes
+        self._since_clean += nbytes
         self.peak = max(self.peak, self.held)
 
     def _forget(self, key: int, page: Page) -> None:
@@ -193,6 +197,7 @@ class Pager:
             self.held -= page.nbytes
         elif self._away.get(key) is page:
             del self._away[key]
+            self.away -= page.nbytes
         self._moving.pop(key, None)
         self._drop_copy(page)
 
@@ -206,9 +211,15 @@ class Pager:
         if self.budget is None:
             return
         excess = self.held + nbytes - self.budget
+        if self.refuses:
+            if excess > 0:
+                raise BudgetExceeded(f"virtual ranks: the tensors of a step take more than {self.budget} bytes")
+            return
         if excess > 0:
-            self._move_out(excess, used, lambda page: True)
-        self._clean(int(excess + AHEAD * self.budget), used)
+            self._move_out(excess + int(STRIDE * self.budget), used, lambda page: True)
+        if self._since_clean >= STRIDE * self.budget:
+            self._since_clean = 0
+            self._clean(int(excess + AHEAD * self.budget), used)
 
     def rank_parks(self, rank: int) -> None:
         """Move out the pages of a rank that waits, if this pager is eager."""
@@ -296,6 +307,8 @@ class Pager:
         del self.resident[key]
         self._away[key] = page
         self.held -= page.nbytes
+        self.away += page.nbytes
+        self.away_peak = max(self.away_peak, self.away)
 
     def _bring_in(self, key: int, page: Page, used: set[int]) -> None:
         """Start to bring in a page."""
@@ -307,6 +320,7 @@ class Pager:
             page.transfer = self._store(page).read(page.place, storage)
         page.kept, page.incoming = storage, True
         del self._away[key]
+        self.away -= page.nbytes
         self.resident[key] = self._moving[key] = page
         self.moved_in += page.nbytes
         self._hold(page.nbytes)

@@ -78,16 +78,16 @@ class ProcessState:
 
 def get_generators() -> tuple[Any, ...]:
     """Return the states of the default generators of torch, numpy and `random`."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), device, random.getstate(), np.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), devices, random.getstate(), np.random.get_state()
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
     """Restore the states of the default generators."""
-    host, device, python, numpy = states
+    host, devices, python, numpy = states
     torch.set_rng_state(host)
-    if device is not None:
-        torch.cuda.set_rng_state(device)
+    if devices is not None:
+        torch.cuda.set_rng_state_all(devices)
     random.setstate(python)
     np.random.set_state(numpy)
 

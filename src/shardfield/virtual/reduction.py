@@ -26,7 +26,7 @@ _BINARY: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 def reduce(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """Return the reduction of flat tensors, by coord, in the order in which gloo's ring adds them.
+    """Return the reduction of flat tensors, by coord: on a CPU in the order in which gloo's ring adds them.
 
     The ring divides the tensors into one chunk per rank. Chunk c begins at coord c - 1, and those of c - 2
     and so on around the ring are added to it.
@@ -35,6 +35,11 @@ def reduce(tensors: Sequence[Tensor], op: Any) -> Tensor:
     if kind is None:
         raise WorldError(f"virtual ranks cannot reduce with {op}")
     combine, size = _BINARY[kind], len(tensors)
+    if tensors[0].is_cuda:  # gloo's order would take a launch for each chunk of each rank
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            combine(total, tensor)
+        return total.div_(size) if kind == ReduceOp.AVG else total
     total = torch.empty_like(tensors[0])
     for chunk, (start, stop) in enumerate(ring_chunks(total.numel(), total.element_size(), size)):
         if start == stop:

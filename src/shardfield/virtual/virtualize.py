@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -15,10 +16,12 @@ from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, balanced
 from ..tensor import ShardTensor, wrap
+from .paging import BudgetExceeded
 from .replica import Replica, settings_of
 from .world import VirtualWorld
 
 Memory = Literal["keep", "offload", "recompute", "auto"]
+RECOMPUTES_FIRST = frozenset(["cuda"])  # devices that compute faster than they move tensors
 
 
 def virtualize(
@@ -39,7 +42,9 @@ def virtualize(
     (`torch.no_grad()`) `loss` may return any tensors: predictions, for example. They are returned as plain tensors.
 
     memory: "keep", "offload" or "auto", as of `VirtualWorld`. "recompute" recomputes the activations inside the
-    children of the model in backward; what is left is moved out above `budget` bytes, if a budget is passed.
+    children of the model in backward; what is left is moved out above `budget` bytes, if a budget is passed. On a GPU
+    "auto" recomputes from the first step on that exceeds the budget, since computing is faster there than moving: that
+    step begins again.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
     >>> step = virtualize(lambda model, x, y: (model(x) - y).square().mean(), model, 4, dim=2)
@@ -51,11 +56,15 @@ def virtualize(
     """
     policy = ("keep" if budget is None else "auto") if memory == "recompute" else memory
     world = VirtualWorld(ranks, memory=policy, budget=budget, folder=folder)
-    return VirtualStep(loss, model, world, dim, recompute=memory == "recompute")
+    recompute = True if memory == "recompute" else None if memory == "auto" else False
+    return VirtualStep(loss, model, world, dim, recompute)
 
 
 class VirtualStep:
-    """A step on virtual ranks; see `virtualize`. `world` runs them, `world.pager` has figures of memory."""
+    """A step on virtual ranks; see `virtualize`. `world` runs them, `world.pager` has figures of memory.
+
+    recompute: None recomputes once a step on a GPU has exceeded the budget.
+    """
 
     def __init__(
         self,
@@ -63,7 +72,7 @@ class VirtualStep:
         model: nn.Module,
         world: VirtualWorld,
         dim: int | Sequence[int | None],
-        recompute: bool = False,
+        recompute: bool | None = False,
     ):
         self.loss, self.model, self.world, self.dim, self.recompute = loss, model, world, dim, recompute
         self._replicas: dict[int, Replica] = {}
@@ -80,15 +89,35 @@ class VirtualStep:
         outputs: dict[int, Tensor] = {}
         jobs = [self._job(rank, batch, shards[rank], outputs) for rank in range(self.world.size)]
         try:
-            results = self.world.run_each(jobs)
+            with self._recomputing_first():
+                results = self.world.run_each(jobs)
             with torch.no_grad():
                 self._replicas[0].return_buffers(self.model)
             if not torch.is_grad_enabled():
                 return results[0]
             self._pass_on(batch, shards, results)
             return results[0][0]
+        except ShardfieldError as error:
+            if self.recompute is None and _exceeds_budget(error):
+                self.recompute = True
+                self._replicas.clear()
+                return self(*batch)
+            raise
         finally:
             self._grads.clear()
+
+    @contextmanager
+    def _recomputing_first(self) -> Iterator[None]:
+        """Refuse to move tensors of a GPU while they could be recomputed instead."""
+        pager = self.world.pager
+        if pager is None or self.recompute is not None or not torch.is_grad_enabled():
+            yield
+            return
+        pager.refuses = _device_type(self.model) in RECOMPUTES_FIRST
+        try:
+            yield
+        finally:
+            pager.refuses = False
 
     def close(self) -> None:
         """End the virtual ranks."""
@@ -172,11 +201,9 @@ class VirtualStep:
 
     def _replica(self, rank: int) -> Replica:
         if rank not in self._replicas:
-            tensor = next((t for t in [*self.model.parameters(), *self.model.buffers()]), None)
-            device = "cpu" if tensor is None else tensor.device.type
-            mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("domain",))
+            mesh = init_device_mesh(_device_type(self.model), (dist.get_world_size(),), mesh_dim_names=("domain",))
             with torch.inference_mode(False):
-                self._replicas[rank] = Replica(self.model, mesh, self.recompute, self._add_gradient)
+                self._replicas[rank] = Replica(self.model, mesh, bool(self.recompute), self._add_gradient)
         return self._replicas[rank]
 
     def _add_gradient(self, original: Tensor, mine: Tensor) -> None:
@@ -205,6 +232,16 @@ class VirtualStep:
                 if following is not None and following not in seen:
                     seen.add(following)
                     ahead.append(following)
+
+
+def _device_type(model: nn.Module) -> str:
+    tensor = next((t for t in [*model.parameters(), *model.buffers()]), None)
+    return "cpu" if tensor is None else tensor.device.type
+
+
+def _exceeds_budget(error: ShardfieldError) -> bool:
+    """Return whether a pager refused to move a page, on one rank or another."""
+    return any(isinstance(e, BudgetExceeded) for e in (error, *getattr(error, "errors", {}).values()))
 
 
 def _shard(item: Any, where: tuple[int, int, int] | None, mesh: DeviceMesh) -> Any:

@@ -200,17 +200,21 @@ def _thread_modes() -> tuple[Any, ...]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, stream
 
 
 def _call_in(modes: tuple[Any, ...], job: Callable[[], Any]) -> Any:
-    grad, inference, autocast = modes
+    grad, inference, autocast, stream = modes
+    if stream is not None:
+        with torch.cuda.stream(stream):  # sets the device too
+            return _call_in((grad, inference, autocast, None), job)
     if inference:
         with torch.inference_mode():
-            return _call_in((grad, False, autocast), job)
+            return _call_in((grad, False, autocast, None), job)
     if autocast:
         (kind, enabled, dtype), *rest = autocast
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return _call_in((grad, False, rest), job)
+            return _call_in((grad, False, rest, None), job)
     with torch.set_grad_enabled(grad):
         return job()

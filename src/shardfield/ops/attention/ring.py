@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ..._compat import has_saved_tensor_hooks, keeps_graph
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
@@ -27,6 +29,7 @@ from ..elementwise.random import uniform_at
 from . import block_kernels
 from .block_kernels import neg_inf_to_zero
 from .causal_tiles import Spans, Tile, total_length
+from .kv_blocks import pack_pair, unpack_pair
 
 
 class Dropout(NamedTuple):
@@ -121,16 +124,16 @@ def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
     if plan.ring.num_steps == 1:
         yield k, v
         return
-    flat = iterate_blocks(pack([k, v]), _packed_sizes(plan, k, v), plan.ring, plan.visits)
+    flat = iterate_blocks(pack_pair(k, v), _packed_sizes(plan, k, v), plan.ring, plan.visits)
     next(flat)  # starts communication, which overlaps with the work on the own block
     yield k, v
     for visit, blocks in zip(plan.visits[1:], flat, strict=True):
         if isinstance(blocks, Tensor) and k.shape == v.shape:
-            both = blocks.view(len(visit), 2, *_kv_shapes(plan, plan.ring.owner(visit[0]), k, v)[0])
-            yield tuple(t.movedim(0, 2).flatten(2, 3) for t in both.unbind(1))
+            columns = total_length(plan.visit_columns(visit))
+            yield unpack_pair(blocks.view(-1), [[*t.shape[:-2], columns, t.shape[-1]] for t in (k, v)])
             continue
         pairs = [
-            unpack(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
+            unpack_pair(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
             for step, block in zip(visit, blocks, strict=True)
         ]
         ks, vs = zip(*pairs, strict=True)
@@ -266,7 +269,9 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Te
 def accumulate_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Combine a block's output with the earlier blocks, in place: a mean weighted by exp(lse)."""
     if fused.supports(out, lse, block_out, block_lse):
-        return fused.accumulate_block(out, lse, block_out, block_lse)
+        virtual = runtime.active.virtual
+        with nullcontext() if virtual is None else virtual.in_memory(out, lse, block_out, block_lse):
+            return fused.accumulate_block(out, lse, block_out, block_lse)
     weight = torch.sigmoid(block_lse - lse).nan_to_num_(0)  # NaN if neither attends to any column
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
@@ -325,7 +330,7 @@ def _backward(
                 target = _mask_tile(dmask, plan, tile, plan.visit_columns(visit))
                 target += grads_of_tile.bias.sum_to_size(target.shape)
         if number == 0:
-            own_grad = pack([dk, dv]).to(dtype)
+            own_grad = pack_pair(dk, dv).to(dtype)
         elif send_back:
             if in_flight:  # the gradients of the previous visit were in flight during the work on this one
                 own_grad += in_flight.pop()()
@@ -333,7 +338,7 @@ def _backward(
             in_flight.append(sum_at_owners(parts, visit, block_sizes, plan.ring, dtype))
     for wait in in_flight:
         own_grad += wait()
-    dk, dv = unpack(own_grad, [k.shape, v.shape])
+    dk, dv = unpack_pair(own_grad, [k.shape, v.shape])
     grads = [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype)]
     return [g if w else None for g, w in zip(grads, needs_grad, strict=True)]
 
@@ -341,11 +346,11 @@ def _backward(
 def _split_by_owner(plan: RingPlan, visit: Visit, dk: Tensor, dv: Tensor) -> list[Tensor]:
     """Return the gradients of the keys and values of each owner of a visit as one flat tensor."""
     if len(visit) == 1:
-        return [pack([dk, dv])]
+        return [pack_pair(dk, dv)]
     sizes = [total_length(plan.columns[plan.ring.owner(step)]) for step in visit]
-    if dk.shape == dv.shape and len(set(sizes)) == 1:  # one kernel
-        parts = [t.unflatten(-2, (len(visit), -1)).movedim(-3, 0) for t in (dk, dv)]
-        return list(torch.stack(parts, 1).view(len(visit), -1).unbind())
+    if dk.shape == dv.shape:
+        rows = math.prod((*dk.shape[:-2], dk.shape[-1]))
+        return list(pack_pair(dk, dv).split([2 * rows * size for size in sizes]))
     return [pack(pair) for pair in zip(dk.split(sizes, -2), dv.split(sizes, -2), strict=True)]
 
 

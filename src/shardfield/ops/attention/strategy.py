@@ -29,7 +29,7 @@ from .forced_strategy import allowed_roles
 
 # The least work of a visit, so that it takes longer than its launches and messages, about a millisecond of host time;
 # and the largest number of bytes of keys and values that are visited together.
-VISIT_FLOPS = {"cpu": 1e8, "cuda": 4e11}
+VISIT_FLOPS = {"cpu": 1e8, "cuda": 5.6e11}
 VISIT_BYTES = 1 << 26
 
 # Floating point operations that take as long as sending one byte.

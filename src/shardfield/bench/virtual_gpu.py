@@ -1,0 +1,212 @@
+"""One process of the benchmark of virtual ranks on a GPU: the largest field that trains in a given device memory.
+
+python -m shardfield.bench.virtual_gpu --model unet3d --memory 8
+
+The memory that this process may allocate on the device is limited, in GiB. Plain torch, plain torch that recomputes the
+children of the model, and virtual ranks compute loss and gradients on fields of growing size. The peaks of two small
+fields predict the largest one, which a run confirms. Each result is printed at once, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ShardfieldError
+from ..virtual import virtualize
+from ..virtual.replica import blocks_of
+from .models import token_mixer, unet
+
+GIB = 1 << 30
+USABLE = 0.7  # of the device memory beside the parameters: what the pages of virtual ranks may take
+ATTEMPTS = 4
+
+
+class Problem(NamedTuple):
+    """A model and its fields. `shape(n)`: of a field of size n, a multiple of `unit`; `dim` is sharded."""
+
+    make: Callable[[], nn.Module]
+    shape: Callable[[int], tuple[int, ...]]
+    dim: int
+    unit: int
+    probes: tuple[int, int]
+    power: int  # voxels grow with this power of the size
+    dtype: torch.dtype = torch.float32
+
+
+def fno() -> nn.Module:
+    from neuralop.models import FNO
+
+    torch.manual_seed(0)
+    return FNO(n_modes=(16, 16, 16), in_channels=3, out_channels=3, hidden_channels=32, n_layers=4)
+
+
+PROBLEMS = {
+    "unet3d": Problem(lambda: unet(32, 3), lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3),
+    "fno3d": Problem(fno, lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3),
+    "vit": Problem(lambda: token_mixer(2048, 8), lambda n: (1, n, 2048), 1, 1024, (2048, 4096), 1, torch.bfloat16),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+@contextlib.contextmanager
+def recomputed(model: nn.Module) -> Iterator[None]:
+    """Recompute the activations inside the children of a model in backward, with torch's checkpoint."""
+    blocks = blocks_of(model)
+    for block in blocks:
+        forward = block.forward
+        block.forward = lambda *a, forward=forward, **k: checkpoint(forward, *a, use_reentrant=False, **k)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+class Bench:
+    """Steps of one model in a limited device memory."""
+
+    def __init__(self, problem: Problem, memory: int):
+        self.problem, self.memory = problem, memory
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
+        self.model = problem.make().cuda()
+        if problem.dtype is not torch.float32:  # complex weights would lose their imaginary part
+            self.model.to(problem.dtype)
+        self.parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.budget = int(USABLE * (min(memory, torch.cuda.mem_get_info()[0]) - 2 * self.parameters))
+
+    def fields(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return an input and a target."""
+        generator = torch.Generator("cuda").manual_seed(n)
+        x = torch.randn(self.problem.shape(n), generator=generator, device="cuda", dtype=self.problem.dtype)
+        return x, x.roll(1, self.problem.dim)
+
+    def voxels(self, n: int) -> int:
+        return n**self.problem.power
+
+    def size_of(self, voxels: float) -> int:
+        """Return the largest size with at most so many voxels."""
+        unit = self.problem.unit
+        return max(unit, int(voxels ** (1 / self.problem.power) / unit + 1e-6) * unit)
+
+    def measure(self, n: int, step: Callable[[Tensor, Tensor], Any], repeats: int = 2) -> dict[str, Any] | None:
+        """Return seconds and the peak of a step on a field of size n; None if it does not fit."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        try:
+            x, y = self.fields(n)
+            for _ in range(repeats):
+                self.model.zero_grad(set_to_none=True)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                loss = step(x, y)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+            peak = torch.cuda.max_memory_reserved()
+            return {"n": n, "voxels": self.voxels(n), "seconds": min(seconds), "peak": peak, "loss": float(loss)}
+        except (torch.OutOfMemoryError, ShardfieldError) as error:
+            if not _does_not_fit(error):
+                raise
+            show(what="does not fit", n=n, why=str(error).splitlines()[0][:200])
+            return None
+
+    def plain(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(self.model, x, y)
+        loss.backward()
+        return loss.detach()
+
+    def recomputing(self, x: Tensor, y: Tensor) -> Tensor:
+        with recomputed(self.model):
+            return self.plain(x, y)
+
+    def largest(self, step: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
+        """Return the figures of the largest field that fits: predicted from two small ones, confirmed by running."""
+        small = [self.measure(n, step) for n in self.problem.probes]
+        assert small[0] is not None and small[1] is not None
+        per_voxel = (small[1]["peak"] - small[0]["peak"]) / (small[1]["voxels"] - small[0]["voxels"])
+        rest = small[1]["peak"] - per_voxel * small[1]["voxels"]
+        n = self.size_of((self.memory - rest) / per_voxel)
+        best, tried = small[1], set()
+        for _ in range(ATTEMPTS):
+            tried.add(n)
+            found = self.measure(n, step, 1)
+            best = found if found is not None and found["n"] > best["n"] else best
+            n += self.problem.unit if found is not None else -self.problem.unit
+            if n in tried or n <= best["n"]:
+                break
+        again = self.measure(best["n"], step)
+        return {**(again or best), "bytes_per_voxel": per_voxel}
+
+    def virtual(self, n: int, ranks: int, repeats: int, memory: str = "auto") -> dict[str, Any] | None:
+        """Return the figures of a step on virtual ranks."""
+        with virtualize(
+            loss_of,
+            self.model,
+            ranks,
+            dim=self.problem.dim,
+            memory=memory,  # type: ignore[arg-type]
+            budget=self.budget if memory != "keep" else None,
+        ) as step:
+            found = self.measure(n, step, repeats)
+            if found is not None:
+                found |= {"ranks": ranks, "recomputed": bool(step.recompute)}
+                if step.world.pager is not None:
+                    pager = step.world.pager
+                    found |= {"moved": pager.moved_out / repeats, "pages": pager.peak, "host": pager.away_peak}
+        return found
+
+
+def _does_not_fit(error: BaseException) -> bool:
+    texts = [str(error), *(str(e) for e in getattr(error, "errors", {}).values())]
+    return any("out of memory" in text.lower() or "no host memory" in text for text in texts)
+
+
+def show(**figures: Any) -> None:
+    print(json.dumps(figures), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=PROBLEMS, required=True)
+    parser.add_argument("--memory", type=float, default=8, metavar="GiB")
+    parser.add_argument("--ranks", type=int, default=32)
+    parser.add_argument("--times", type=float, default=16, help="voxels of the first try of virtual ranks, over plain")
+    args = parser.parse_args()
+    bench = Bench(PROBLEMS[args.model], int(args.memory * GIB))
+    plain = bench.largest(bench.plain)
+    show(what="plain", **plain)
+    show(what="checkpointed", **bench.largest(bench.recomputing))
+    for ranks in (2, 8):
+        found = bench.virtual(plain["n"], ranks, 3)
+        if found is not None:
+            show(what="same size", **found)
+    n = bench.size_of(args.times * plain["voxels"] * 1.0001)
+    if bench.voxels(n) < args.times * plain["voxels"]:
+        n += bench.problem.unit
+    for _ in range(ATTEMPTS):
+        found = bench.virtual(n, args.ranks, 1)
+        if found is not None:
+            show(what="virtual", **found)
+            return
+        n = bench.size_of(0.75 * bench.voxels(n))
+
+
+if __name__ == "__main__":
+    main()
