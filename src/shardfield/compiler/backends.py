@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from .._compat.aot import boxed_graph, inductor_compile, inductor_decompositions
-from .collective_ops import WAIT
+from .collective_ops import AT_ONCE, START_OPS
 
 BACKEND_NAMES = ("inductor", "aot_eager")
 
@@ -32,7 +32,7 @@ class Backend:
         """Compile a graph. Its first `outputs` results are returned to the user; the others are saved for backward."""
         if self._chosen == "inductor":
             # Inductor must not reorder a graph with collectives: the order overlaps them with computation.
-            has_collectives = any(node.target is WAIT for node in graph.graph.nodes)
+            has_collectives = any(node.target in (*START_OPS, *AT_ONCE.values()) for node in graph.graph.nodes)
             return inductor_compile(graph, inputs, is_backward, outputs, has_collectives)
         _views_to_reshapes(graph)
         if self._chosen == "aot_eager":

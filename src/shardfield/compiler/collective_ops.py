@@ -2,8 +2,9 @@
 
 A start op returns a token, an integer tensor that identifies the collective in flight. It also takes the token of the
 preceding start op, without reading it. This data dependency fixes the order of the collectives, which must be the same
-on all ranks, so that no compiler can reorder them. Any computation may stand between a start and its wait. When the
-program runs, the ops communicate through `comm.collectives`, like eager code.
+on all ranks, so that no compiler can reorder them. Any computation may stand between a start and its wait. If none
+does, both become one op (`AT_ONCE`), which costs half as much on the host. When the program runs, the ops communicate
+through `comm.collectives`, like eager code.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ def _all_reduce(x: Tensor, op: str, group: str, calls: list[int], after: Tensor 
     return _register(collectives.start_all_reduce(x, process_group(group), op), keep)
 
 
+def _all_reduce_at_once(x: Tensor, op: str, group: str, calls: list[int], after: Tensor | None) -> Tensor:
+    _notify(calls)
+    return collectives.start_all_reduce(x, process_group(group), op).wait()
+
+
 def _all_gather(x: Tensor, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
     _notify(calls)
     out = collectives.all_gather_even(x, process_group(group))
@@ -93,6 +99,18 @@ def _broadcast(x: Tensor, source: int, group: str, calls: list[int], after: Tens
 
 def _exchange(x: Tensor, route: str, group: str, calls: list[int], after: Tensor | None, keep: bool) -> Tensor:
     _notify(calls)
+    pending, received = _start_exchange(x, route, group)
+    return _register(pending, keep, received)
+
+
+def _exchange_at_once(x: Tensor, route: str, group: str, calls: list[int], after: Tensor | None) -> Tensor:
+    _notify(calls)
+    pending, received = _start_exchange(x, route, group)
+    pending.wait()
+    return received
+
+
+def _start_exchange(x: Tensor, route: str, group: str) -> tuple[collectives.Pending, Tensor]:
     to, sends, receives, counts, total = decode_route(route)
     received = x.new_empty(total)
     x = collectives.contiguous(x)
@@ -101,7 +119,7 @@ def _exchange(x: Tensor, route: str, group: str, calls: list[int], after: Tensor
     pending = collectives.start_sends(
         list(zip(to, outgoing, strict=True)), receives, process_group(group), x, into=incoming, packed=True
     )
-    return _register(pending, keep, received)
+    return pending, received
 
 
 def _wait(token: Tensor, sent: Tensor, shape: list[int]) -> Tensor:
@@ -158,6 +176,21 @@ _define(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
+# A start and its wait as one op, whose result is also its token.
+AT_ONCE_ARGS = "int[] calls, Tensor? after) -> Tensor"
+_define(
+    f"all_reduce(Tensor x, str op, str group, {AT_ONCE_ARGS}",
+    _all_reduce_at_once,
+    lambda x, op, group, calls, after: x.new_empty(x.shape),
+    effect=True,
+)
+_define(
+    f"exchange(Tensor x, str route, str group, {AT_ONCE_ARGS}",
+    _exchange_at_once,
+    lambda x, route, group, calls, after: x.new_empty(decode_route(route).total),
+    effect=True,
+)
+
 # The ordered ops: starts of collectives, and `raise_if`, which raises on all ranks or on none.
 START_OPS = (
     OPS.start_all_reduce.default,
@@ -167,6 +200,10 @@ START_OPS = (
     OPS.raise_if.default,
 )
 WAIT, DEPEND = OPS.wait.default, OPS.depend.default
+AT_ONCE = {  # start op -> the op that also waits
+    OPS.start_all_reduce.default: OPS.all_reduce.default,
+    OPS.start_exchange.default: OPS.exchange.default,
+}
 
 
 class CollectiveTracer:

@@ -60,7 +60,8 @@ class Passes:
         def overlap(graph: GraphModule) -> GraphModule:
             if "overlap" in self.enabled:
                 passes.overlap(graph.graph)
-                _lint_and_recompile(graph)
+            passes.join_waits(graph.graph)
+            _lint_and_recompile(graph)
             return graph
 
         def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):

@@ -2,7 +2,8 @@
 
 "once" merges identical collectives. "buckets" coalesces small all_reduces of gradients. "overlap" starts a collective
 as soon as its input is computed, and waits for it after computation that does not need its result. A fourth pass,
-"halos", works on modules before the trace (see `program`).
+"halos", works on modules before the trace (see `program`). At the end `join_waits` makes one op of a start and a wait
+that no computation separates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat.aot import mutates
-from .collective_ops import OPS, START_OPS, WAIT
+from .collective_ops import AT_ONCE, DEPEND, OPS, START_OPS, WAIT
 
 ALL_REDUCE = OPS.start_all_reduce.default
 aten = torch.ops.aten
@@ -318,6 +319,27 @@ def _sink(graph: Graph, wait: Node) -> None:
     for n in candidates:
         if n in needed:
             wait.prepend(n)
+
+
+def join_waits(graph: Graph) -> None:
+    """Replace a start and its wait by one op where no computation stands between them. The last of all passes."""
+    for start in find_starts(graph):
+        waits = find_waits(start)
+        if start.target not in AT_ONCE or len(waits) != 1:
+            continue
+        (wait,) = waits
+        node = start.next
+        while node is not wait and (node.target in VIEWS or node.op != "call_function"):
+            node = node.next
+        if node is not wait or any(u.target not in (*START_OPS, *AT_ONCE.values(), WAIT, DEPEND) for u in start.users):
+            continue
+        with graph.inserting_before(start):
+            joined = graph.call_function(AT_ONCE[start.target], start.args[:-1])
+        joined.meta = dict(wait.meta)
+        wait.replace_all_uses_with(joined)
+        graph.erase_node(wait)
+        start.replace_all_uses_with(joined)
+        graph.erase_node(start)
 
 
 def fingerprint(graph: Graph, changes: Sequence[Changes]) -> int:
