@@ -754,10 +754,14 @@ def work_behind_sums(chosen):
     """Return the number of convolutions of backward between the start of each all_reduce and its wait."""
     counts: list[list[int]] = []
 
+    def sums(nodes):
+        return [n for n in nodes if n.target is passes.ALL_REDUCE]
+
     def look(graph, inputs):
         nodes = list(graph.graph.nodes)
-        waits = [n for n in nodes if n.target is passes.WAIT and n.args[0].target is passes.ALL_REDUCE]
-        between = [nodes[nodes.index(n.args[0]) : nodes.index(n)] for n in waits]
+        at_once = passes.AT_ONCE[passes.ALL_REDUCE]  # a start and its wait in one op: nothing between them
+        waits = [n for n in nodes if n.target is at_once or (n.target is passes.WAIT and n.args[0] in sums(nodes))]
+        between = [[] if n.target is at_once else nodes[nodes.index(n.args[0]) : nodes.index(n)] for n in waits]
         counts.append([sum(n.target in passes.COMPUTE_OPS for n in part) for part in between])
         return graph
 
