@@ -11,8 +11,11 @@ IMAGE = re.compile(r'<p>\s*<img alt="[^"]*" src="(?:\.\./)*figures/([\w-]+)\.svg
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Keep the language of a fence and drop what only the tests read (`ranks=2`, `run`); mkdocs knows neither."""
-    return re.sub(r"^( *```(?:python|bash)) (?:ranks=\d+|run)$", r"\1", markdown, flags=re.M)
+    """Keep the language of a fence and drop what only the tests read (`ranks=2 needs=lightning`, `run`).
+
+    mkdocs knows none of it, and would show the block as text.
+    """
+    return re.sub(r"^( *```(?:python|bash)) (?:\w+(?:=\w+)? ?)+$", r"\1", markdown, flags=re.M)
 
 
 def on_page_content(html: str, **_) -> str:

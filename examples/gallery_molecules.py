@@ -65,11 +65,11 @@ def main():
         error = ((found - true).square().sum() / true.square().sum()).sqrt().item()
     atoms, true, found = (t.full_tensor() for t in (test[0], true, found))
     if dm.rank == 0:
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
-        axis = figure.add_subplot(projection="3d")  # a color per rank, arrows are the predicted forces
+        figure = Figure(figsize=(7, 3.6))
+        axis = figure.add_axes((0, -0.5, 1, 2), projection="3d")  # a color per rank, arrows are the predicted forces
         axis.scatter(*atoms.T, c=torch.arange(len(atoms)) * dm.world_size // len(atoms), s=14, cmap="tab10", vmax=9)
         axis.quiver(*atoms.T, *(found / found.norm(dim=1).max()).T, linewidth=1, color="gray")
-        axis.set_box_aspect((atoms.amax(0) - atoms.amin(0)).tolist())
+        axis.set_box_aspect((atoms.amax(0) - atoms.amin(0)).tolist(), zoom=1.1)
         axis.set_axis_off()
         figure.savefig(args.out, dpi=80)
         print(f"{dm.world_size} ranks: relative error of forces {error:.3f}; picture {args.out}")

@@ -9,6 +9,7 @@
 ```text, toml, ... nothing to run
 """
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -225,3 +226,13 @@ def test_page_parser():
     assert problem(["make", "no-such-target"]) and not problem(["make", "test"])
     assert problem(["srun", "-n", "2", "python", "no_such.py"]) and problem(["rm", "x"])
     assert not problem(["mpirun", "-np", "2", "python", "examples/train_ddp.py"])
+
+
+def test_the_site_shows_every_block_as_code():
+    """mkdocs takes a fence with anything but a language for text; the hook removes what only the tests read."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    for page in PAGES:
+        fences = re.findall(r"^ *```(.*)$", hooks.on_page_markdown(page.read_text()), re.M)
+        assert [fence for fence in fences if not re.fullmatch(r"\w*", fence)] == [], page.name
