@@ -149,15 +149,24 @@ def _run(recipe, config) -> int:
 
 
 def _run_virtual(recipe, config) -> int:
-    """Run the ranks of `--virtual` in this process."""
+    """Run the ranks of `--virtual` in this process, together with those of the other processes of a launcher."""
+    from .distributed import DistributedManager
     from .distributed.launch import detect
     from .train.config import UsageError
     from .virtual import VirtualWorld
 
+    group = None
     if detect(dict(os.environ)).world_size > 1:
-        raise UsageError("--virtual runs all ranks in one process: start it without a launcher")
-    with VirtualWorld(config.virtual, memory=config.virtual_memory) as world:
-        return max(world.run(_run, recipe, config))
+        if torch.accelerator.is_available():
+            raise UsageError("--virtual with a launcher: virtual ranks of several processes exchange CPU tensors only")
+        DistributedManager.initialize()
+        group = torch.distributed.group.WORLD
+    try:
+        with VirtualWorld(config.virtual, memory=config.virtual_memory, group=group) as world:
+            return max(world.run(_run, recipe, config))
+    finally:
+        if group is not None:
+            DistributedManager.cleanup()
 
 
 def _run_module(words: list[str], module: str, expected: tuple[type[Exception], ...], alone: bool) -> int:

@@ -28,6 +28,17 @@ def test_train_on_virtual_ranks(tmp_path, monkeypatch):
     assert len(one) == 3 and all(abs(a - b) < 1e-10 for a, b in zip(one, four, strict=True))
 
 
+def test_train_on_virtual_ranks_of_two_processes(tmp_path, forks):
+    """Two processes of a launcher with two virtual ranks each have the losses of one rank."""
+    program = tmp_path / "train.py"
+    program.write_text("import sys\nfrom shardfield.cli import main\nsys.exit(main(['train', 'cnn', *sys.argv[1:]]))\n")
+    forks.run(program, tmp_path, None, "--out", "one", *OPTIONS)
+    out, silent = forks.run(program, tmp_path, 2, "--out", "four", "--virtual", "2", "--domain", "2", *OPTIONS)
+    assert "4 ranks, 2 x 2" in out and not silent
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert len(one) == 3 and all(abs(a - b) < 1e-10 for a, b in zip(one, four, strict=True))
+
+
 def test_refusals(tmp_path, capsys):
     assert main(["train", "cnn", "--virtual", "0"]) == 2
     assert "--virtual is 0" in capsys.readouterr().err

@@ -35,7 +35,7 @@ class TrainConfig:
     domain: tuple[int, ...] = (1,)
     """Ranks along each sharded dim of the field (one to three dims); the remaining factor is the data axis."""
     virtual: int = 1
-    """Ranks that one process runs, one after the other, without a launcher (`shardfield.virtual`)."""
+    """Ranks that each process runs, one after the other, with or without a launcher (`shardfield.virtual`)."""
     virtual_memory: Literal["keep", "offload", "auto"] = "auto"
     """What virtual ranks do with tensors while others run: keep them on the device, move them out, or as needed."""
     strategy: Literal["fsdp", "hsdp", "ddp"] = "fsdp"
