@@ -60,8 +60,9 @@ def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     def divided(input):
         return (input.sum(dim=dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
+    by_count = count and sharding_axes(layout, dims)  # the mean of no elements is NaN, and its derivatives are not
     return Plan(
-        local=divided if sharding_axes(layout, dims) else local_reduction(fn, layout.ndim, dims, keepdim, dtype),
+        local=divided if by_count else local_reduction(fn, layout.ndim, dims, keepdim, dtype),
         operands={"input": layout},
         layout=reduced_layout(layout, dims, keepdim),
     )
