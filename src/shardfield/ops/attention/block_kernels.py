@@ -94,6 +94,21 @@ def _clear_masked_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[T
     return out.masked_fill(masked.unsqueeze(-1), 0), lse.masked_fill(masked, -math.inf)
 
 
+def expand_heads(t: Tensor, q: Tensor) -> Tensor:
+    """Repeat keys or values for the heads and the batch of the queries."""
+    batch, heads = q.shape[:2]
+    if t.shape[1] != heads:
+        t = t.repeat_interleave(heads // t.shape[1], 1)
+    return t if t.shape[0] == batch else t.expand(batch, -1, -1, -1)
+
+
+def reduce_heads(grad: Tensor, like: Tensor) -> Tensor:
+    """Apply the adjoint of `expand_heads`."""
+    if grad.shape[1] != like.shape[1]:
+        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    return grad if grad.shape[0] == like.shape[0] else grad.sum(0, keepdim=True)
+
+
 class FlashCpu:
     """torch's flash attention for CPUs: fp32, fp64, bf16, fp16; the lse is fp32 or better."""
 
