@@ -194,6 +194,18 @@ def pyg_gat():
     return TwoLayers("GATConv"), ring_of(23, 5)
 
 
+# its augmentation multiplies a sparse adjacency matrix of all nodes with itself
+SPARSE_GATHERS = ("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor.comp_plain_value_size")
+
+
+def pyg_graph_unet():
+    """Pools nodes, with sparse products of the adjacency matrix."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch_geometric.nn import GraphUNet
+    return GraphUNet(5, 8, 3, depth=2, pool_ratios=0.5), ring_of(23, 5)
+
+
 def pyg_attentive_fp():
     """Attention over edges and graphs, gated recurrent units on nodes."""
     with warnings.catch_warnings():
@@ -290,6 +302,9 @@ MODELS: dict[str, Entry] = {
     "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None, redundancy=1.8),
     "pyg_gat": Entry("torch_geometric GAT", None, (0,), None, redundancy=1.7),
     "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None, redundancy=1.2),
+    "pyg_graph_unet": Entry(
+        "torch_geometric GraphUNet", None, (0,), None, gathers=SPARSE_GATHERS, redundancy=2.0, balance=1.2
+    ),
     "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
     "neuralop_fno_1d": Entry(
         "neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED, lost=("__setitem__",), redundancy=1.4
