@@ -59,6 +59,8 @@ def run_engine(
 ) -> Any:
     """Call torch's engine; of a backward through gradients, compare the ranks before and after."""
     rt = runtime.active
+    if not create_graph and not rt.recorded_groups:
+        return run(outputs, gradients, keep, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
     nested = in_backward() or rt.tracer is not None
     sharded = not nested and bool(rt.recorded_groups or create_graph) and _on_all_ranks(outputs)
     checked = sharded and bool(rt.recorded_groups) and _agree(outputs, inputs)

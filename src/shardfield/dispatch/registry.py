@@ -222,9 +222,13 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
         local, seed = seed_gradient(output, gradient)
         locals_.append(local)
         seeds.append(seed)
-    meshes = tuple(t._layout.mesh for t in outputs if isinstance(t, ShardTensor))
-    with runtime.observing(sharded_backward=meshes):
+    rt = runtime.active
+    before = rt.sharded_backward
+    rt.sharded_backward = tuple([t._layout.mesh for t in outputs if isinstance(t, ShardTensor)])
+    try:  # `runtime.observing`, written out: it takes as long as the rest of this function
         torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
+    finally:
+        rt.sharded_backward = runtime.active.sharded_backward = before
 
 
 def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
