@@ -104,7 +104,7 @@ def train(words: list[str]) -> int:
 
 
 def _run(recipe, config) -> int:
-    from .distributed.session import process_world
+    from .distributed import DistributedManager
     from .train.config import UsageError
     from .train.log import Log
     from .train.loggers import check_loggers
@@ -113,7 +113,12 @@ def _run(recipe, config) -> int:
     from .train.run_folder import check_writable
 
     begun = time.monotonic()
-    with process_world() as manager:
+    DistributedManager.initialize()
+    manager = DistributedManager()
+    alone = not torch.distributed.is_initialized()  # a single process without a launcher
+    if alone:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
         config.check_ranks()
         check_writable(config.out)
         mesh = config.mesh(manager.device.type)
@@ -137,6 +142,10 @@ def _run(recipe, config) -> int:
             summary = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
             log.print_line(f"done in {time.monotonic() - begun:.0f} s: {summary}; see {config.out}")
             return 0
+    finally:
+        DistributedManager.cleanup()
+        if alone:
+            torch.distributed.destroy_process_group()
 
 
 def _run_virtual(recipe, config) -> int:

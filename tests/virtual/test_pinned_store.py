@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -85,6 +86,30 @@ def test_auto_recomputes_before_it_moves(monkeypatch):
     with virtualize(mse, model, 3, dim=2, memory="auto", budget=1 << 30) as step:
         step(x, 2 * x)
         assert not step.recompute and step.world.pager.moved_out == 0
+
+
+def test_auto_keeps_tensors_until_memory_runs_out(monkeypatch):
+    """Without a budget, the pager sees nothing before a rank has run out of memory; then the step begins again."""
+    monkeypatch.setattr(sys.modules["shardfield.virtual.virtualize"], "RECOMPUTES_FIRST", frozenset(["cpu"]))
+    x, model, plain, full = torch.randn(1, 1, 61, 200, dtype=torch.float64), network(), network(), []
+
+    def loss(model, x, y):
+        found = mse(model, x, y)
+        if dist.get_rank() == 1 and full:
+            full.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    mse(plain, x, 2 * x).backward()
+    with virtualize(loss, model, 3, dim=2) as step:
+        step(x, 2 * x)
+        assert step.recompute is None and step.world.pager.peak == 0
+        full.append(1)
+        model.zero_grad()
+        step(x, 2 * x)
+        assert step.recompute and step.world.pager.peak > 0 and not full
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from ..virtual.replica import blocks_of
 from .models import token_mixer, unet
 
 GIB = 1 << 30
-USABLE = 0.7  # of the device memory beside the parameters: what the pages of virtual ranks may take
+USABLE = 0.6  # of the device memory beside the parameters: what the pages of virtual ranks may take
 ATTEMPTS = 4
 
 
@@ -41,6 +42,7 @@ class Problem(NamedTuple):
     unit: int
     probes: tuple[int, int]
     power: int  # voxels grow with this power of the size
+    ranks: int  # virtual ranks of the largest field
     dtype: torch.dtype = torch.float32
 
 
@@ -52,9 +54,9 @@ def fno() -> nn.Module:
 
 
 PROBLEMS = {
-    "unet3d": Problem(lambda: unet(32, 3), lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3),
-    "fno3d": Problem(fno, lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3),
-    "vit": Problem(lambda: token_mixer(2048, 8), lambda n: (1, n, 2048), 1, 1024, (2048, 4096), 1, torch.bfloat16),
+    "unet3d": Problem(lambda: unet(32, 3), lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3, 48),
+    "fno3d": Problem(fno, lambda n: (1, 3, n, n, n), 2, 8, (64, 96), 3, 32),
+    "vit": Problem(lambda: token_mixer(2048, 8), lambda n: (1, n, 2048), 1, 1024, (2048, 4096), 1, 16, torch.bfloat16),
 }
 
 
@@ -89,11 +91,13 @@ class Bench:
         self.parameters = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.budget = int(USABLE * (min(memory, torch.cuda.mem_get_info()[0]) - 2 * self.parameters))
 
-    def fields(self, n: int) -> tuple[Tensor, Tensor]:
+    def fields(self, n: int, device: str) -> tuple[Tensor, Tensor]:
         """Return an input and a target."""
-        generator = torch.Generator("cuda").manual_seed(n)
-        x = torch.randn(self.problem.shape(n), generator=generator, device="cuda", dtype=self.problem.dtype)
-        return x, x.roll(1, self.problem.dim)
+        shape, dim = self.problem.shape(n), self.problem.dim
+        pattern = torch.sin(torch.arange(math.prod(shape[dim + 1 :]), device=device) * 1e-3).view(shape[dim + 1 :])
+        rows = torch.cos(torch.arange(math.prod(shape[: dim + 1]), device=device)).view(*shape[: dim + 1])
+        x = (rows.view(*rows.shape, *[1] * pattern.ndim) * pattern).to(self.problem.dtype)
+        return x, 0.5 * x
 
     def voxels(self, n: int) -> int:
         return n**self.problem.power
@@ -103,15 +107,17 @@ class Bench:
         unit = self.problem.unit
         return max(unit, int(voxels ** (1 / self.problem.power) / unit + 1e-6) * unit)
 
-    def measure(self, n: int, step: Callable[[Tensor, Tensor], Any], repeats: int = 2) -> dict[str, Any] | None:
-        """Return seconds and the peak of a step on a field of size n; None if it does not fit."""
+    def measure(
+        self, n: int, step: Callable[[Tensor, Tensor], Any], repeats: int = 2, device: str = "cuda"
+    ) -> dict[str, Any] | None:
+        """Return seconds and the peak of a step on a field of size n on a device; None if it does not fit."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         seconds = []
         try:
-            x, y = self.fields(n)
+            x, y = self.fields(n, device)
             for _ in range(repeats):
                 self.model.zero_grad(set_to_none=True)
                 torch.cuda.synchronize()
@@ -124,7 +130,8 @@ class Bench:
         except (torch.OutOfMemoryError, ShardfieldError) as error:
             if not _does_not_fit(error):
                 raise
-            show(what="does not fit", n=n, why=str(error).splitlines()[0][:200])
+            why = " ".join(str(error).split())[:160]
+            show(what="does not fit", n=n, why=why, allocated=torch.cuda.max_memory_allocated(), seconds=seconds)
             return None
 
     def plain(self, x: Tensor, y: Tensor) -> Tensor:
@@ -142,29 +149,24 @@ class Bench:
         assert small[0] is not None and small[1] is not None
         per_voxel = (small[1]["peak"] - small[0]["peak"]) / (small[1]["voxels"] - small[0]["voxels"])
         rest = small[1]["peak"] - per_voxel * small[1]["voxels"]
-        n = self.size_of((self.memory - rest) / per_voxel)
-        best, tried = small[1], set()
+        n, p = self.size_of((self.memory - rest) / per_voxel), self.problem.power
+        best: dict[str, Any] = small[1]
+        tried = set()
         for _ in range(ATTEMPTS):
             tried.add(n)
             found = self.measure(n, step, 1)
             best = found if found is not None and found["n"] > best["n"] else best
-            n += self.problem.unit if found is not None else -self.problem.unit
+            n = n + self.problem.unit if found is not None else min(n - self.problem.unit, self.size_of(0.9 * n**p))
             if n in tried or n <= best["n"]:
                 break
         again = self.measure(best["n"], step)
         return {**(again or best), "bytes_per_voxel": per_voxel}
 
-    def virtual(self, n: int, ranks: int, repeats: int, memory: str = "auto") -> dict[str, Any] | None:
-        """Return the figures of a step on virtual ranks."""
-        with virtualize(
-            loss_of,
-            self.model,
-            ranks,
-            dim=self.problem.dim,
-            memory=memory,  # type: ignore[arg-type]
-            budget=self.budget if memory != "keep" else None,
-        ) as step:
-            found = self.measure(n, step, repeats)
+    def virtual(self, n: int, ranks: int, repeats: int, large: bool) -> dict[str, Any] | None:
+        """Return the figures of a step on virtual ranks; a large field is in host memory."""
+        options: dict[str, Any] = {"memory": "recompute", "budget": self.budget} if large else {"memory": "auto"}
+        with virtualize(loss_of, self.model, ranks, dim=self.problem.dim, **options) as step:
+            found = self.measure(n, step, repeats, "cpu" if large else "cuda")
             if found is not None:
                 found |= {"ranks": ranks, "recomputed": bool(step.recompute)}
                 if step.world.pager is not None:
@@ -186,26 +188,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=PROBLEMS, required=True)
     parser.add_argument("--memory", type=float, default=8, metavar="GiB")
-    parser.add_argument("--ranks", type=int, default=32)
+    parser.add_argument("--ranks", type=int)
     parser.add_argument("--times", type=float, default=16, help="voxels of the first try of virtual ranks, over plain")
     args = parser.parse_args()
     bench = Bench(PROBLEMS[args.model], int(args.memory * GIB))
     plain = bench.largest(bench.plain)
     show(what="plain", **plain)
-    show(what="checkpointed", **bench.largest(bench.recomputing))
-    for ranks in (2, 8):
-        found = bench.virtual(plain["n"], ranks, 3)
-        if found is not None:
-            show(what="same size", **found)
     n = bench.size_of(args.times * plain["voxels"] * 1.0001)
     if bench.voxels(n) < args.times * plain["voxels"]:
         n += bench.problem.unit
     for _ in range(ATTEMPTS):
-        found = bench.virtual(n, args.ranks, 1)
+        found = bench.virtual(n, args.ranks or bench.problem.ranks, 1, large=True)
         if found is not None:
             show(what="virtual", **found)
-            return
+            break
         n = bench.size_of(0.75 * bench.voxels(n))
+    show(what="checkpointed", **bench.largest(bench.recomputing))
+    found = bench.virtual(plain["n"], 2, 3, large=False)
+    if found is not None:
+        show(what="same size", **found)
 
 
 if __name__ == "__main__":

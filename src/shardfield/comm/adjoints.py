@@ -94,7 +94,6 @@ class Collective(torch.autograd.Function):
     """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
 
     apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
-    backward_sends = True  # messages; ranks that differentiate again compare those that do
     compute: Any  # `forward`, as a plain function
 
     def __init_subclass__(cls) -> None:
@@ -150,8 +149,6 @@ class ReplicateIn(Collective):
 
 
 class Reduce(Collective):
-    backward_sends = False
-
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
@@ -163,8 +160,6 @@ class Reduce(Collective):
 
 
 class AttachReduced(Collective):
-    backward_sends = False
-
     @staticmethod
     def forward(ctx, tensor, reduced, groups):
         ctx.groups = groups
@@ -197,8 +192,6 @@ class MinMax(Collective):
 
 
 class Gather(Collective):
-    backward_sends = False
-
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -265,7 +258,7 @@ class GatherAllReplicateIn(Collective):
 class Exchange(Collective):
     @staticmethod
     def forward(ctx, tensor, route, group, fill):
-        ctx.how, ctx.block = (route, group), tensor.shape
+        ctx.how = route, group
         return exchange_no_grad(tensor, route, group, fill)
 
     @staticmethod
@@ -309,8 +302,6 @@ class StartShift(Collective):
 
 
 class ToPartial(Collective):
-    backward_sends = False
-
     @staticmethod
     def forward(ctx, tensor, groups):
         ctx.groups = groups
@@ -324,8 +315,6 @@ class ToPartial(Collective):
 
 class ReplicateOut(Collective):
     """The adjoint of `ToPartial`. Forward: identity. Adjoint: `ToPartial`, since an all_reduce follows."""
-
-    backward_sends = False
 
     @staticmethod
     def forward(ctx, grad, groups):

@@ -61,7 +61,7 @@ class Exchange:
     """
 
     def __init__(self, pager: Pager | None = None, links: Links | None = None) -> None:
-        self._pager, self.links = pager, links
+        self.pager, self.links = pager, links
         self.scheduler: Scheduler | None = None
         self._sent: dict[Key, deque[Message]] = {}
         self._awaited: dict[Key, deque[Message]] = {}
@@ -71,15 +71,15 @@ class Exchange:
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors of ranks are moved out of memory."""
-        return self._pager is not None
+        return self.pager is not None
 
     @contextmanager
     def in_memory(self, *tensors: Tensor) -> Iterator[None]:
         """Have tensors in memory for a kernel that is launched by their addresses."""
-        if self._pager is None:
+        if self.pager is None:
             yield
             return
-        self._pager.use(tensors)
+        self.pager.use(tensors)
         with without_functions():  # or else reading the address would keep the tensors in memory
             yield
 
@@ -143,7 +143,7 @@ class Exchange:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         """Copy tensors of several ranks, which may be paged out. Operators inside another one pass no mode."""
-        with torch.no_grad(), nullcontext() if self._pager is None else PagedOperators(self._pager, -1):
+        with torch.no_grad(), nullcontext() if self.pager is None else PagedOperators(self.pager, -1):
             yield
 
     def take_part(
@@ -212,8 +212,8 @@ class Exchange:
             )
         with self._copying():
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if self._pager is not None:
-            self._pager.expose(copy)
+        if self.pager is not None:
+            self.pager.expose(copy)
         return copy
 
 

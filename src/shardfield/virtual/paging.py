@@ -33,7 +33,7 @@ from .pinned_store import PinnedStore
 MIN_BYTES = 1 << 16  # smaller results stay on the device
 PREFETCHED = 2  # pages that are brought in ahead of a backward
 AHEAD = 0.125  # of the budget: pages that are copied out before their memory is needed
-STRIDE = 1 / 32  # of the budget: bytes that are moved out, or looked at for it, at once
+STRIDE = 1 / 32  # of the budget: new pages after which pages are copied ahead again
 
 
 class BudgetExceeded(ShardfieldError):
@@ -216,7 +216,7 @@ class Pager:
                 raise BudgetExceeded(f"virtual ranks: the tensors of a step take more than {self.budget} bytes")
             return
         if excess > 0:
-            self._move_out(excess + int(STRIDE * self.budget), used, lambda page: True)
+            self._move_out(excess, used, lambda page: True)
         if self._since_clean >= STRIDE * self.budget:
             self._since_clean = 0
             self._clean(int(excess + AHEAD * self.budget), used)
@@ -316,7 +316,12 @@ class Pager:
         storage = page.storage()
         assert storage is not None
         with without_modes():
-            _resize(storage, page.nbytes)
+            try:
+                _resize(storage, page.nbytes)
+            except torch.OutOfMemoryError:  # workspaces of kernels, or gaps between blocks: more must leave
+                self.evict_all(used)
+                torch.cuda.empty_cache()
+                _resize(storage, page.nbytes)
             page.transfer = self._store(page).read(page.place, storage)
         page.kept, page.incoming = storage, True
         del self._away[key]

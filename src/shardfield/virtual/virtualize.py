@@ -37,14 +37,15 @@ def virtualize(
     """Return a step that computes a loss and its gradients with the field divided over virtual ranks.
 
     `step(*batch)` calls `loss(model, *batch)` on every rank, with the tensors of the batch sharded along `dim` (one dim
-    for all of them, or one for each, None for those that every rank has), then backward. It returns the loss and adds
+    for all of them, or one for each, None for those that every rank has), then backward. A batch in host memory is
+    moved to the device of the model shard by shard. It returns the loss and adds
     the gradients to `parameter.grad`, as `loss.backward()` does; the optimizer stays the caller's. Without gradients
     (`torch.no_grad()`) `loss` may return any tensors: predictions, for example. They are returned as plain tensors.
 
     memory: "keep", "offload" or "auto", as of `VirtualWorld`. "recompute" recomputes the activations inside the
     children of the model in backward; what is left is moved out above `budget` bytes, if a budget is passed. On a GPU
     "auto" recomputes from the first step on that exceeds the budget, since computing is faster there than moving: that
-    step begins again.
+    step begins again. Without a budget, it keeps all tensors until a step runs out of memory.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
     >>> step = virtualize(lambda model, x, y: (model(x) - y).square().mean(), model, 4, dim=2)
@@ -57,13 +58,14 @@ def virtualize(
     policy = ("keep" if budget is None else "auto") if memory == "recompute" else memory
     world = VirtualWorld(ranks, memory=policy, budget=budget, folder=folder)
     recompute = True if memory == "recompute" else None if memory == "auto" else False
-    return VirtualStep(loss, model, world, dim, recompute)
+    return VirtualStep(loss, model, world, dim, recompute, keeps_first=memory == "auto" and budget is None)
 
 
 class VirtualStep:
     """A step on virtual ranks; see `virtualize`. `world` runs them, `world.pager` has figures of memory.
 
-    recompute: None recomputes once a step on a GPU has exceeded the budget.
+    recompute: None recomputes once a step on a GPU has exceeded the budget. keeps_first: the budget of a GPU is all of
+    its memory, until a step has run out of it.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class VirtualStep:
         world: VirtualWorld,
         dim: int | Sequence[int | None],
         recompute: bool | None = False,
+        keeps_first: bool = False,
     ):
         self.loss, self.model, self.world, self.dim, self.recompute = loss, model, world, dim, recompute
+        self._keeps_first = keeps_first
         self._replicas: dict[int, Replica] = {}
         self._settings: Any = None
         self._grads: dict[Tensor, Tensor] = {}  # of the caller's parameters: the sum over ranks, times their number
@@ -97,27 +101,29 @@ class VirtualStep:
                 return results[0]
             self._pass_on(batch, shards, results)
             return results[0][0]
-        except ShardfieldError as error:
-            if self.recompute is None and _exceeds_budget(error):
-                self.recompute = True
-                self._replicas.clear()
-                return self(*batch)
-            raise
+        except (ShardfieldError, torch.OutOfMemoryError) as error:
+            if self.recompute is not None or not _exceeds_memory(error):
+                raise
         finally:
             self._grads.clear()
+        self.recompute = True
+        self._replicas.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return self(*batch)
 
     @contextmanager
     def _recomputing_first(self) -> Iterator[None]:
-        """Refuse to move tensors of a GPU while they could be recomputed instead."""
+        """Do not move tensors of a GPU while they could be recomputed instead."""
         pager = self.world.pager
-        if pager is None or self.recompute is not None or not torch.is_grad_enabled():
+        if pager is None or self.recompute is not None or _device(self.model).type not in RECOMPUTES_FIRST:
             yield
             return
-        pager.refuses = _device_type(self.model) in RECOMPUTES_FIRST
+        self.world.paging, pager.refuses = not self._keeps_first, torch.is_grad_enabled()
         try:
             yield
         finally:
-            pager.refuses = False
+            self.world.paging, pager.refuses = True, False
 
     def close(self) -> None:
         """End the virtual ranks."""
@@ -161,6 +167,7 @@ class VirtualStep:
             parts = [result[1][at] for result in results]
             if parts[0] is not None:
                 targets.append(item)
+                parts = [part.to(item.device) for part in parts]
                 grads.append(parts[0] if shards[0][at] is None else torch.cat(parts, shards[0][at][0]))
         if targets:
             torch.autograd.backward(targets, grads)
@@ -174,7 +181,8 @@ class VirtualStep:
             replica = self._replica(rank)
             with torch.no_grad():
                 replica.update(self.model)
-                local = [_shard(item, where, replica.mesh) for item, where in zip(batch, shards, strict=True)]
+                device = _device(self.model)
+                local = [_shard(item, where, replica.mesh, device) for item, where in zip(batch, shards, strict=True)]
             if not torch.is_grad_enabled():
                 return _collect(self.loss(replica.model, *local), outputs)
             items = [
@@ -201,7 +209,7 @@ class VirtualStep:
 
     def _replica(self, rank: int) -> Replica:
         if rank not in self._replicas:
-            mesh = init_device_mesh(_device_type(self.model), (dist.get_world_size(),), mesh_dim_names=("domain",))
+            mesh = init_device_mesh(_device(self.model).type, (dist.get_world_size(),), mesh_dim_names=("domain",))
             with torch.inference_mode(False):
                 self._replicas[rank] = Replica(self.model, mesh, bool(self.recompute), self._add_gradient)
         return self._replicas[rank]
@@ -234,26 +242,28 @@ class VirtualStep:
                     ahead.append(following)
 
 
-def _device_type(model: nn.Module) -> str:
+def _device(model: nn.Module) -> torch.device:
     tensor = next((t for t in [*model.parameters(), *model.buffers()]), None)
-    return "cpu" if tensor is None else tensor.device.type
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
-def _exceeds_budget(error: ShardfieldError) -> bool:
-    """Return whether a pager refused to move a page, on one rank or another."""
-    return any(isinstance(e, BudgetExceeded) for e in (error, *getattr(error, "errors", {}).values()))
+def _exceeds_memory(error: Exception) -> bool:
+    """Return whether a rank ran out of memory, or its pager refused to move a page."""
+    causes = (error, *getattr(error, "errors", {}).values())
+    return any(isinstance(e, (BudgetExceeded, torch.OutOfMemoryError)) for e in causes)
 
 
-def _shard(item: Any, where: tuple[int, int, int] | None, mesh: DeviceMesh) -> Any:
-    """Return a rank's shard of an item of the batch as a ShardTensor with memory of its own."""
+def _shard(item: Any, where: tuple[int, int, int] | None, mesh: DeviceMesh, device: torch.device) -> Any:
+    """Return a rank's shard of an item of the batch as a ShardTensor with memory of its own, on the model's device."""
     if not isinstance(item, Tensor):
         return item
     if where is None:
-        return wrap(item.detach().clone(), Layout.replicate(mesh, item.shape))
+        return wrap(item.detach().to(device, copy=True), Layout.replicate(mesh, item.shape))
     dim, start, size = where
     dims = [[DimSharding(n)] for n in item.shape]
     dims[dim] = [DimSharding(item.shape[dim], (0,), balanced(item.shape[dim], mesh.size()))]
-    local = item.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    local = item.detach().narrow(dim, start, size)
+    local = local.to(device, copy=True, memory_format=torch.contiguous_format)
     return wrap(local, Layout.make(mesh, dims))
 
 

@@ -84,6 +84,7 @@ class VirtualWorld:
         self._first = 0 if self._links is None else self._links.process * size
         self._world_size = size if self._links is None else self._links.processes * size
         self._store = None if self._links is None else dist.PrefixStore("shardfield/virtual", default_store())
+        self.paging = True  # False: the pager does not see the next run
         self.exchange = Exchange(self.pager, self._links)
         self._states = [ProcessState(rank, self.pager) for rank in range(size)]
         self._values: dict[str, bytes] = {}
@@ -107,6 +108,7 @@ class VirtualWorld:
         for state in self._states:
             state.begin()
         modes = _thread_modes()
+        self.exchange.pager = self.pager if self.paging else None
         calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
         try:
             with nullcontext() if self.pager is None else self.pager.watching_resizes():
@@ -164,7 +166,7 @@ class VirtualWorld:
         self.close()
 
     def _call(self, rank: int, modes: tuple[Any, ...], job: Callable[[], Any]) -> Any:
-        if self.pager is None:
+        if self.pager is None or not self.paging:
             return _call_in(modes, job)
         with PagedOperators(self.pager, rank), ExposedAddresses(self.pager):
             return _call_in(modes, job)

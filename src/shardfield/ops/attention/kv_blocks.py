@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...comm.ring import pack, unpack
 
 
@@ -18,6 +19,12 @@ def pack_pair(key: Tensor, value: Tensor) -> Tensor:
     """
     if key.shape != value.shape:
         return pack([key, value])
+    if key.is_cuda and runtime.active.tracer is None:  # torch.stack takes twice as long there for such strides
+        batch, heads, rows, features = key.shape
+        block = key.new_empty(rows, 2, batch, heads, features)
+        for number, tensor in enumerate((key, value)):
+            block[:, number].copy_(tensor.movedim(-2, 0))
+        return block.view(-1)
     return torch.stack([t.movedim(-2, 0) for t in (key, value)], 1).view(-1)
 
 
