@@ -33,8 +33,8 @@ def times(name: str) -> Callable[[], str]:
         by_rank = {f"size {int(s):,}": [(float(r), row[str(int(s))]) for r, row in found.items()] for s in sizes}
         plots = [
             Panel("by size", by_size, SIZES[name], "ms", log_x=True, log_y=True, x_ticks=sizes),
-            Panel("by ranks", by_rank, "ranks", "ms", log_x=True, log_y=True, x_ticks=[1.0, 2.0, 4.0]),
+            Panel("by ranks", by_rank, "ranks", "ms", log_x=True, log_y=True, x_ticks=[float(r) for r in found]),
         ]
-        return panels(f"Times of {name} on 1, 2 and 4 ranks", plots, size=(250, 190), columns=2)
+        return panels(f"Times of {name} on {', '.join(map(str, found))} ranks", plots, size=(250, 190), columns=2)
 
     return draw
