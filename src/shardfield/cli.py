@@ -104,7 +104,7 @@ def train(words: list[str]) -> int:
 
 
 def _run(recipe, config) -> int:
-    from .distributed import DistributedManager
+    from .distributed.session import process_world
     from .train.config import UsageError
     from .train.log import Log
     from .train.loggers import check_loggers
@@ -113,12 +113,7 @@ def _run(recipe, config) -> int:
     from .train.run_folder import check_writable
 
     begun = time.monotonic()
-    DistributedManager.initialize()
-    manager = DistributedManager()
-    alone = not torch.distributed.is_initialized()  # a single process without a launcher
-    if alone:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with process_world() as manager:
         config.check_ranks()
         check_writable(config.out)
         mesh = config.mesh(manager.device.type)
@@ -142,10 +137,6 @@ def _run(recipe, config) -> int:
             summary = ", ".join(f"{n} {v:.4f}" for n, v in results.items())
             log.print_line(f"done in {time.monotonic() - begun:.0f} s: {summary}; see {config.out}")
             return 0
-    finally:
-        DistributedManager.cleanup()
-        if alone:
-            torch.distributed.destroy_process_group()
 
 
 def _run_virtual(recipe, config) -> int:

@@ -139,6 +139,8 @@ def canonicalize(factors: Iterable[DimSharding]) -> tuple[DimSharding, ...]:
     (A sharded, B unsharded) is (AB sharded): the shards of A times all of B are contiguous in AB. The same holds if one
     rank holds all of a sharded B (for example if B has size 1), and if A has size 1.
     """
+    if type(factors) is tuple and len(factors) == 1:  # most dims
+        return factors
     found: list[DimSharding] = []
     for factor in factors:
         while found and (found[-1].size < 2 or sum(n > 0 for n in shard_sizes_of(factor)) < 2):

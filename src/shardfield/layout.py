@@ -236,6 +236,11 @@ class Layout:
         (factor,) = self.dims[dim]
         return factor.shard_sizes or (factor.size,)
 
+    @cached_property
+    def largest_shard(self) -> tuple[int, ...]:
+        """The shape of the largest shard along each dim of a simple layout."""
+        return tuple(max(self.shard_sizes(d)) for d in range(self.ndim))
+
     @property
     def bare(self) -> Layout:
         """The same layout without origins. Two layouts place data equally if they have the same `bare` one."""
@@ -268,7 +273,14 @@ class Layout:
 
     def with_partial(self, axes: Iterable[int], op: str = "sum") -> Layout:
         """Return the layout with the same dims, Partial over exactly `axes`."""
-        return Layout.make(self.mesh, self.dims, [(a, op) for a in axes])
+        partial = [(a, op) for a in axes]
+        if partial:
+            return Layout.make(self.mesh, self.dims, partial)
+        return self._without_partial if self.partial else self  # not cached: a layout must not refer to itself
+
+    @cached_property
+    def _without_partial(self) -> Layout:
+        return Layout.make(self.mesh, self.dims)
 
     def with_dim(self, dim: int, *factors: DimSharding) -> Layout:
         """Return the layout with one dim replaced."""

@@ -170,7 +170,7 @@ class MeshState:
 _OBSERVERS = (
     "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
     "transport_override", "before_collective", "promotion", "world_thread", "min_scattered", "virtual",
-    "attention_strategy",
+    "attention_strategy", "sharded_backward",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "written_storages", "reduce_hooks")
@@ -192,6 +192,7 @@ class Runtime:
         min_scattered: elements on a rank from which Partial values are scattered (`redistribute.without_partial`) and
         results that lost their sharding count. virtual: the messages between virtual ranks, in a rank of a
         `VirtualWorld`. attention_strategy: the one that attention must use (`ops.attention.attention_strategy`).
+        sharded_backward: the meshes of ShardTensors that backward was called on, on all of their ranks.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -212,6 +213,8 @@ class Runtime:
         capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
         written_meshes: meshes of tensors that were written after a call read them: ranks agree before backward.
+        recorded_groups: groups of backwards that recorded a graph (`create_graph`): ranks compare the next backward.
+        recorded_tokens: objects that live as long as such a graph, recorded_leaves: one for gradients of leaves.
         thread: the thread that has communicated, 0 before the first message. engine_thread: the thread of autograd's
         engine that has. messages: their number. stalls: the StallMonitor of this world.
     """
@@ -220,7 +223,8 @@ class Runtime:
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "plans_made", "forced_plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
         "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
-        "thread", "engine_thread", "messages", "stalls", "written_meshes", "__weakref__",
+        "thread", "engine_thread", "messages", "stalls", "written_meshes", "recorded_groups", "recorded_tokens",
+        "recorded_leaves", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -242,6 +246,7 @@ class Runtime:
         self.min_scattered = MIN_SCATTERED
         self.virtual: Any = None
         self.attention_strategy: str | None = None
+        self.sharded_backward: tuple[Any, ...] = ()
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.written_storages: WeakSet[Any] = WeakSet()
@@ -266,6 +271,9 @@ class Runtime:
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
         self.written_meshes: dict[Any, bool] = {}
+        self.recorded_groups: dict[dist.ProcessGroup, None] = {}
+        self.recorded_tokens: WeakSet[Any] = WeakSet()
+        self.recorded_leaves: Any = None
         self.thread = self.engine_thread = self.messages = 0
         self.stalls: Any = None
 

@@ -12,17 +12,18 @@ from ._compat import unwrap_functional, without_modes
 from ._compat.fake import drop_from_fake_memo, has_no_data
 
 
-@contextmanager
-def concrete() -> Iterator[None]:
+def concrete() -> AbstractContextManager[None]:
     """Use real tensors and real collectives inside the context, even while a program is traced.
 
     For values that follow from layouts and sizes and are the same in every run of the program: plans, tables,
     consensus.
     """
     rt = runtime.active
-    if rt.tracer is None and not rt.fake_tensors:
-        yield
-        return
+    return nullcontext() if rt.tracer is None and not rt.fake_tensors else _concrete(rt)
+
+
+@contextmanager
+def _concrete(rt: runtime.Runtime) -> Iterator[None]:
     before = rt.tracer, rt.fake_tensors
     rt.tracer, rt.fake_tensors = None, False
     try:

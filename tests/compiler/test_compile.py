@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,6 +27,7 @@ from shardfield.compiler.lowering import PASS_NAMES
 from shardfield.errors import ShardingError, Untraceable
 from shardfield.layout import Layout
 from shardfield.ops.stencil import conv as conv_rule
+from shardfield.planning import simulated
 from shardfield.testing import run_on_ranks
 from tests.harness import check_case, local_shard, to_full_tensor, world_mesh
 from tests.ops import case_tables
@@ -784,3 +785,28 @@ def test_weight_gradients_overlap_all_reduces():
         assert [bool(n) for n in counts] == [False, True, True, True], counts
     for counts in run_on_ranks(work_behind_sums, 2, ["buckets"]):
         assert not any(counts), counts
+
+
+def test_collectives_without_overlap_are_one_op():
+    """A start and a wait with nothing between them become one op, in the order and number of the messages sent."""
+    graphs: list[list[str]] = []
+
+    def look(graph, inputs):
+        graphs.append([n.target.name().partition("::")[2] for n in graph.graph.nodes if "shardfield" in str(n.target)])
+        return graph
+
+    torch.manual_seed(0)
+    with simulated(8, 4):
+        mesh = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("rows",))
+        x = ShardTensor.from_local(torch.randn(1, 2, 4, 6), mesh, [Shard(2)], "chunk", (1, 2, 32, 6))
+        model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3, padding=1))
+        with explain() as eager:
+            model(x).square().sum().backward()
+        fast = shardfield.compile(model, backend=look)
+        fast(x).square().sum().backward()
+        with explain() as compiled:
+            fast(x).square().sum().backward()
+    forward, backward = graphs
+    assert forward == ["exchange", "all_reduce", "exchange"]  # halo, statistics, halo: each is needed at once
+    assert backward.count("start_exchange") == backward.count("wait") == 1  # the weight's gradient overlaps with it
+    assert compiled.messages <= eager.messages

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from tests.harness.virtual import VirtualRanks
+
 from .execute import Verdict, judge
 from .generate import programs
 
@@ -29,7 +31,9 @@ class Failure(AssertionError):
     """A program whose result on the ranks is not that of one device."""
 
 
-def run_block(seed: int, size: int = BLOCK, timeout: float = 60.0, shrink: bool = True) -> Block:
+def run_block(
+    seed: int, size: int = BLOCK, timeout: float = 60.0, shrink: bool = True, virtual: VirtualRanks | None = None
+) -> Block:
     """Run `size` programs; stop at the first failure, shrunk."""
     block = Block()
     shrinking = [False]
@@ -48,10 +52,10 @@ def run_block(seed: int, size: int = BLOCK, timeout: float = 60.0, shrink: bool 
     @given(programs())
     def run(program):
         # A hang is shrunk with a shorter limit: each attempt that hangs takes all of it.
-        verdict: Verdict = judge(program, min(timeout, 20.0) if shrinking[0] else timeout)
+        verdict: Verdict = judge(program, min(timeout, 20.0) if shrinking[0] else timeout, virtual)
         if not shrinking[0] and (len(program.steps) >= 5 or verdict.kind in BAD):
             block.counts["failed" if verdict.kind in BAD else verdict.kind] += 1
-            block.counts["compiled"] += program.compiled and verdict.kind == "right"
+            block.counts["compiled"] += program.compiled and virtual is None and verdict.kind == "right"
             if verdict.kind == "refused":
                 block.refusals[verdict.why] += 1
         if verdict.kind in BAD:

@@ -13,7 +13,9 @@ import shardfield
 from shardfield import ShardingError, ShardTensor
 from shardfield.dispatch.registry import run_backward
 from shardfield.testing import RanksFailed, run_on_ranks
+from shardfield.virtual.scheduler import Aborted
 from tests.harness import describe_mismatch, to_full_tensor
+from tests.harness.virtual import VirtualRanks
 
 from .generate import Reference, reference, seeds
 from .program import Program
@@ -27,17 +29,26 @@ class Verdict:
     why: str = ""
 
 
-def judge(program: Program, timeout: float = 60.0) -> Verdict:
-    """Run a program on its ranks and return the verdict over all ranks and modes."""
-    modes = ("eager", "compiled") if program.compiled else ("eager",)
+def judge(program: Program, timeout: float = 60.0, virtual: VirtualRanks | None = None) -> Verdict:
+    """Run a program on its ranks and return the verdict over all ranks and modes. Virtual ranks run it eagerly."""
+    modes = ("eager", "compiled") if program.compiled and virtual is None else ("eager",)
     expected = reference(program)
     if expected is None:
         return Verdict("ill-conditioned")
     try:
-        found = run_on_ranks(run_modes, program.ranks, program, expected, modes, timeout=timeout)
+        if virtual is not None:
+            found = virtual.run(program.ranks, run_modes, program, expected, modes)
+        else:
+            found = run_on_ranks(run_modes, program.ranks, program, expected, modes, timeout=timeout)
+    except Aborted as blocked:
+        return Verdict("hang", str(blocked))
     except RanksFailed as failed:
         kinds = {error.kind for error in failed.errors.values()}
         return Verdict("hang" if "stuck" in kinds else "died" if "died" in kinds else "error", str(failed))
+    except Exception as error:
+        if virtual is None:
+            raise
+        return Verdict("error", f"{type(error).__name__}: {error}")
     for mode in range(len(found[0])):
         kinds = [verdicts[mode].kind for verdicts in found]
         bad = next((v[mode] for v in found if v[mode].kind == "wrong"), None)

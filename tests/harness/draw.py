@@ -6,15 +6,15 @@ import math
 import os
 import random
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardfield import ShardTensor
+from shardfield import ShardTensor, runtime
 from shardfield.layout import Layout
 from shardfield.redistribute import redistribute
 
@@ -24,11 +24,18 @@ from .cases import Case, T
 # all ranks share.
 DEVICE = os.environ.get("SHARDFIELD_DEVICE", "cpu")
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)] if DEVICE == "cpu" else [(1,), (1, 1), (2,), (4,), (2, 2)]
+_MESHES: WeakKeyDictionary[runtime.Runtime, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
-@lru_cache
 def world_mesh(shape: tuple[int, ...]):
     """Return a mesh over all ranks. A single rank uses its device's own backend; several on one GPU cannot."""
+    meshes = _MESHES.setdefault(runtime.active, {})  # virtual ranks share this module
+    if shape not in meshes:
+        meshes[shape] = _make_world_mesh(shape)
+    return meshes[shape]
+
+
+def _make_world_mesh(shape: tuple[int, ...]):
     names = ("h", "w", "d")[: len(shape)]
     if DEVICE != "cpu":
         torch.get_device_module(DEVICE).set_device(dist.get_rank() % torch.get_device_module(DEVICE).device_count())

@@ -16,7 +16,8 @@ parameters and buffers after three steps of gradient descent. All of them agree.
   shardings](bring-your-model.md#see-what-it-sends-explain-and-strict));
 - **balance**: how evenly the work is divided, relative to the input. It is the largest share of the work that a rank
   has, divided by the largest share of the input that a rank holds: 1 where the work is divided as the input is;
-- **redundancy**: the work of all ranks together, divided by the work of one device: 1 where nothing is computed twice;
+- **redundancy**: the work of all ranks together, divided by the work of one device: 1 where nothing is computed twice.
+  Both are of a step after the first: the first one also plans, and reads index tensors and tables once;
 - **bytes**, **messages**: what rank 0 sends in a forward and a backward pass.
 
 Work is the FLOPs of matrix products, convolutions, attention and Fourier transforms. Any other op counts one for each
@@ -25,7 +26,13 @@ indices and layers on a few rows show in balance and redundancy.
 
 By default a result of 8,192 elements or more on a rank counts as large. In the second table, 64 elements do. With the
 default, four models of this size keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3,
-LSNO 2.5, S2 transformer 2.9.
+LSNO and S2 transformer 2.0.
+
+Redundancy above 1.05 on these tiny fields has two causes. Every rank does the work that does not depend on the field:
+the bias tables of SwinV2, the embeddings of DiT and of anemoi's graph. And an exchange of rows has a few operations per
+edge, beside layers of 3 to 8 channels (GCN, SAGE, GAT). The rows "larger" at the end show from which size on a balance
+of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x 32 tokens of DiT), graphs with 128 channels, however
+few nodes. GraphUNet multiplies sparse matrices of all nodes, which gathers.
 
 ## At the size of a global weather field
 
@@ -56,12 +63,10 @@ Models that call `float()` in their layers (torch-harmonics, the_well's AFNO, Do
 compared in single precision.
 
 The ViT of 16,384 tokens takes one step instead of three. transformers' Llama also generates from a sharded prompt, with
-its own cache of keys and values (`tests/zoo/test_generation.py`). The rows of torch-harmonics' S2 transformer and of
-DoMINO were measured before the neighborhood attention of the first and the radius search of the second had rules: they
-gathered. What loses a sharding: the few modes that neuraloperator's FNO 1-D and UNO write into an empty spectrum of a
-tiny field. Windows of a few rows cannot be shared
-evenly (Swin, Pangu). torch_cluster, torch_scatter and natten are not in the table: they have no wheel for CPUs and the
-torch release of this environment.
+its own cache of keys and values (`tests/zoo/test_generation.py`). DoMINO's points and the grids around its geometry are
+sharded. What loses a sharding: the few modes that neuraloperator's FNO 1-D and UNO write into an empty spectrum of a
+tiny field. Windows of a few rows cannot be shared evenly (Swin, Pangu). torch_cluster, torch_scatter and natten are not
+in the table: they have no wheel for CPUs and the torch release of this environment.
 
 [Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
 test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).

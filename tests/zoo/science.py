@@ -58,10 +58,10 @@ class Aurora(nn.Module):
 class Anemoi(nn.Module):
     """ECMWF's anemoi: graph transformers from a grid to fewer hidden nodes, between those, and back to the grid."""
 
-    def __init__(self, nodes=43, hidden=17):
+    def __init__(self, nodes=43, hidden=17, channels=16):
         super().__init__()
         config = imported("omegaconf").OmegaConf.create
-        layers, here = "anemoi.models.layers", {"num_channels": 16, "num_heads": 2, "mlp_hidden_ratio": 2}
+        layers, here = "anemoi.models.layers", {"num_channels": channels, "num_heads": 2, "mlp_hidden_ratio": 2}
         here |= {"num_chunks": 1, "graph_attention_backend": "pyg", "sub_graph_edge_attributes": ["length"]}
         here |= {"trainable_size": 2, "layer_kernels": {}}
         forward = here | {"_target_": f"{layers}.mapper.GraphTransformerForwardMapper"}
@@ -297,13 +297,8 @@ MODELS: dict[str, Entry] = {
     "the_well_afno": Entry("the_well AFNO", (1, 64, 96, 3), (1, 2), (1, 2), SINGLE, package="the_well"),
     "the_well_refno": Entry("the_well ReFNO", (1, 32, 48, 3), (1, 2), (1, 2), package="the_well"),
     "the_well_dilated_resnet": Entry("the_well DilatedResNet", (1, 3, 32, 48), package="the_well"),
-    "torch_harmonics_lsno": Entry("torch-harmonics LSNO", (1, 3, 32, 64), tolerance=SINGLE, redundancy=1.7),
-    "torch_harmonics_s2transformer": Entry(
-        "torch-harmonics S2 transformer",
-        (1, 3, 32, 64),
-        tolerance=SINGLE,
-        redundancy=2.4,
-    ),  # fmt: skip
+    "torch_harmonics_lsno": Entry("torch-harmonics LSNO", (1, 3, 32, 64), tolerance=SINGLE),
+    "torch_harmonics_s2transformer": Entry("torch-harmonics S2 transformer", (1, 3, 32, 64), tolerance=SINGLE),
     "physicsnemo_pangu": Entry("PhysicsNeMo Pangu", (1, 72, 32, 64), package="physicsnemo", balance=1.4),
     "GeoTransolver": Entry("PhysicsNeMo GeoTransolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "PhysicsNeMoTransolver": Entry("PhysicsNeMo Transolver", (1, 37, 8), (1,), None, package="physicsnemo"),

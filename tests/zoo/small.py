@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardfield import runtime
-from tests.zoo import science, vision, zoo
+from tests.zoo import larger, science, vision, zoo
 
 ELEMENTS = 64
-TABLES = (zoo, vision, science)
+TABLES = (zoo, vision, science, larger)
 MODELS = {name: entry for table in TABLES for name, entry in table.MODELS.items()}
 
 

@@ -11,12 +11,12 @@ from tests.zoo.entry import SINGLE, Entry, imported
 class DiffusersDiT(nn.Module):
     """diffusers' DiT at one time step and class."""
 
-    def __init__(self):
+    def __init__(self, size=16, heads=2):
         super().__init__()
-        model = imported("diffusers").DiTTransformer2DModel
-        self.model = model(
-            num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=16, norm_num_groups=4
-        )
+        self.model = imported("diffusers").DiTTransformer2DModel(
+            num_attention_heads=heads, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=size,
+            norm_num_groups=4,
+        )  # fmt: skip
 
     def forward(self, x):
         return self.model(x, torch.tensor([3]), torch.tensor([1]), return_dict=False)[0]

@@ -201,24 +201,32 @@ def replace_function_apply(make: Callable[[Any], Any]) -> None:
     )
 
 
-def replace_engine_call(before_backward: Callable[[Any], None]) -> None:
-    """Declare the patch that calls `before_backward(outputs)`, and runs `create_graph=True` in the calling thread.
+def replace_engine_call(before_backward: Callable[[Any], None], run_engine: Callable) -> None:
+    """Declare the patch that calls `before_backward(outputs)` and `run_engine(run, ...)` for `run(...)`.
 
-    torch 2.11-2.15 run ready nodes in the order in which they were recorded, counted per thread. Nodes that a device's
-    own thread records in a first backward would have a position among those of the forward that differs from rank to
-    rank, and a second backward would issue its collectives in different orders. All entry points (`backward`, `grad`,
-    of ShardTensors or of a plain loss) call this, which has no public name.
+    `create_graph=True` runs in the calling thread: torch 2.11-2.15 run ready nodes in the order in which they were
+    recorded, counted per thread. Nodes that a device's own thread records in a first backward would have a position
+    among those of the forward that differs from rank to rank, and a second backward would issue its collectives in
+    different orders. All entry points (`backward`, `grad`, of ShardTensors or of a plain loss) call this, which has no
+    public name.
     """
 
     def make(run: Callable) -> Callable:
         def ordered(
-            outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *args: Any, **kwargs: Any
+            outputs: Any,
+            gradients: Any,
+            retain_graph: Any,
+            create_graph: Any,
+            inputs: Any = (),
+            allow_unreachable: bool = False,
+            accumulate_grad: bool = False,
         ) -> Any:
             before_backward(outputs)
+            args = run, outputs, gradients, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             if not create_graph:
-                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+                return run_engine(*args)
             with torch.autograd.set_multithreading_enabled(False):
-                return run(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
+                return run_engine(*args)
 
         return ordered
 

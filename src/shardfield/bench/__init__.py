@@ -21,6 +21,7 @@ BENCHMARKS = {
     "knn": "nearest neighbors against brute force and a k-d tree",
     "graph": "message passing on a sharded graph, against gathering all nodes",
     "points": "clouds of millions of points: a Transolver's step, nearest neighbors, planning",
+    "changing": "points and edges that change in every step: planning, neighbor lists, memory",
     "compile": "a compiled step: against torch.compile on plain tensors, and with delayed messages",
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
     "virtual": "virtual ranks in one process: memory and time by their number, and a field larger than the memory",

@@ -94,6 +94,7 @@ class Collective(torch.autograd.Function):
     """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
 
     apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
+    backward_sends = True  # messages; ranks that differentiate again compare those that do
     compute: Any  # `forward`, as a plain function
 
     def __init_subclass__(cls) -> None:
@@ -149,6 +150,8 @@ class ReplicateIn(Collective):
 
 
 class Reduce(Collective):
+    backward_sends = False
+
     @staticmethod
     def forward(ctx, groups, *tensors):
         ctx.groups = groups
@@ -160,6 +163,8 @@ class Reduce(Collective):
 
 
 class AttachReduced(Collective):
+    backward_sends = False
+
     @staticmethod
     def forward(ctx, tensor, reduced, groups):
         ctx.groups = groups
@@ -192,6 +197,8 @@ class MinMax(Collective):
 
 
 class Gather(Collective):
+    backward_sends = False
+
     @staticmethod
     def forward(ctx, tensor, dim, lengths, group):
         ctx.how = dim, lengths, group
@@ -258,7 +265,7 @@ class GatherAllReplicateIn(Collective):
 class Exchange(Collective):
     @staticmethod
     def forward(ctx, tensor, route, group, fill):
-        ctx.how = route, group
+        ctx.how, ctx.block = (route, group), tensor.shape
         return exchange_no_grad(tensor, route, group, fill)
 
     @staticmethod
@@ -302,6 +309,8 @@ class StartShift(Collective):
 
 
 class ToPartial(Collective):
+    backward_sends = False
+
     @staticmethod
     def forward(ctx, tensor, groups):
         ctx.groups = groups
@@ -315,6 +324,8 @@ class ToPartial(Collective):
 
 class ReplicateOut(Collective):
     """The adjoint of `ToPartial`. Forward: identity. Adjoint: `ToPartial`, since an all_reduce follows."""
+
+    backward_sends = False
 
     @staticmethod
     def forward(ctx, grad, groups):

@@ -191,15 +191,24 @@ def reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     return list(Reduce.apply(groups, *tensors)) if groups else list(tensors)
 
 
-def start_sum(tensors: Sequence[Tensor], groups: Groups, owned: bool = False) -> collectives.Pending[list[Tensor]]:
-    """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait.
+def sum_owned(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """Return the sums over all groups of tensors of one dtype, which may be overwritten: one message per group."""
+    if not groups or not tensors:
+        return list(tensors)
+    if runtime.active.tracer is not None:  # one flat message for any number of tensors, which graph passes recognize
+        return start_sum(tensors, groups).wait()
+    flat = flatten_tensors(tensors) if len(tensors) > 1 else tensors[0]
+    for group in groups:
+        flat = collectives.all_reduce_(flat, group)
+    return unpack(flat, tensors) if len(tensors) > 1 else [flat]
 
-    `owned`: the tensors may be overwritten.
-    """
+
+def start_sum(tensors: Sequence[Tensor], groups: Groups) -> collectives.Pending[list[Tensor]]:
+    """Start the sums of tensors of one dtype over all groups: one message for the first group, the others on wait."""
     if not groups or not tensors:
         return collectives.Pending((), (), lambda: list(tensors))
     flat = flatten_tensors(tensors)
-    pending = collectives.start_all_reduce(flat, groups[0], owned=owned or len(tensors) > 1)
+    pending = collectives.start_all_reduce(flat, groups[0], owned=len(tensors) > 1)
 
     def finish() -> list[Tensor]:
         total = pending.wait()

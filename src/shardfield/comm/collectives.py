@@ -8,6 +8,7 @@ this rank sent. A group of one rank sends nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,7 @@ _ACCUMULATE_DTYPES = {
 }
 
 _REDUCED_IN_PLACE = frozenset([torch.float32, torch.float64, torch.int32, torch.int64])
+_SUMMED_IN_PLACE = _REDUCED_IN_PLACE | {torch.complex64, torch.complex128}
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
@@ -134,8 +136,9 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned: bool = False) -> Pending[Tensor]:
     """Start an `all_reduce`. `owned`: the tensor may be overwritten, which saves a copy."""
     size, dtype = group.size(), tensor.dtype
-    if op == "sum" and dtype in _REDUCED_IN_PLACE and size > 1 and runtime.active.tracer is None and tensor.numel():
-        return _start_sum(tensor, group, size, owned)
+    in_place = dtype in _SUMMED_IN_PLACE if op == "sum" else op == "max" and dtype is torch.int64
+    if in_place and size > 1 and runtime.active.tracer is None and tensor.numel():
+        return _start_in_place(tensor, group, _OPS[op], size, owned)
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -173,12 +176,13 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
     return Pending(handles, work, finish, recv_buffers=work if in_place else None, group=group)
 
 
-def _start_sum(tensor: Tensor, group: ProcessGroup, size: int, owned: bool) -> Pending[Tensor]:
-    """Start a sum that backends compute in the dtype of the tensor: the common case, in few calls."""
+def _start_in_place(tensor: Tensor, group: ProcessGroup, op: Any, size: int, owned: bool) -> Pending[Tensor]:
+    """Start a reduction that backends compute in the dtype of the tensor: the common case, in few calls."""
     work = contiguous(tensor)
     if work is tensor and not owned:
         work = tensor.clone()
-    handles = transport_for(work, group).all_reduce(work, ReduceOp.SUM, group)
+    buffer = torch.view_as_real(work) if work.is_complex() else work
+    handles = transport_for(buffer, group).all_reduce(buffer, op, group)
     if runtime.active.meter is not None:
         _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
     return Pending(handles, work, None, recv_buffers=work, group=group)

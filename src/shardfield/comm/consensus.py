@@ -244,7 +244,7 @@ def any_rank(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool
 
 def start_max(values: Sequence[int], group: ProcessGroup) -> collectives.Pending[Tensor]:
     """Start the elementwise maximum of every rank's integers."""
-    return collectives.start_all_reduce(torch.tensor(values, device=group_device(group)), group, "max")
+    return collectives.start_all_reduce(torch.tensor(values, device=group_device(group)), group, "max", owned=True)
 
 
 def gather_ints(values: Sequence[int], over: ProcessGroup | DeviceMesh) -> list[list[int]]:

@@ -50,6 +50,8 @@ class Ring(NamedTuple):
         The rank `distance` coords back on `axis` had this block at its step `source`. The axis is the innermost one on
         which the owner has another coord. On a single axis `source` is always 0: the peer sends its own block.
         """
+        if stop and len(self.sizes) == 1:
+            return 0, 0, stop
         weight = 1
         for axis in reversed(range(len(self.sizes))):
             step = stop // weight % self.sizes[axis]
@@ -67,6 +69,8 @@ class Ring(NamedTuple):
 
     def owner(self, stop: int) -> int:
         """Return the position of the owner of the block at step `stop`."""
+        if len(self.sizes) == 1:
+            return (self.coords[0] - stop) % self.sizes[0]
         return self.position(self.offset(stop))
 
 
@@ -160,14 +164,14 @@ def _send_recv(
     """Start one group of messages: for each (step, length) of `peers`, send a block `step` coords ahead on an axis and
     receive one of `length` from `step` coords behind. Several blocks of one length are received as one tensor.
     """
-    size, coord = ring.sizes[axis], ring.coords[axis]
+    size, coord, length = ring.sizes[axis], ring.coords[axis], peers[0][1]
     sends = [((coord + step) % size, block) for block, (step, _) in zip(blocks, peers, strict=True)]
     receives = [((coord - step) % size, (length,)) for step, length in peers]
-    length = peers[0][1]
     if len(peers) == 1 or runtime.active.tracer is not None or any(n != length for _, n in peers):
         return collectives.start_sends(sends, receives, ring.groups[axis], blocks[0]).wait
     into = blocks[0].new_empty(len(peers), length)
-    pending = collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into.unbind())
+    packed = length > 0 and all(block.is_contiguous() and block.numel() for block in blocks)
+    pending = collectives.start_sends(sends, receives, ring.groups[axis], blocks[0], into.unbind(), packed)
 
     def receive() -> Tensor:
         pending.wait()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime
+from .._compat import is_zero_tensor
 from . import collectives
 from .route import Region, Route, Shapes
 from .route_split import RouteSplit
@@ -52,7 +53,9 @@ def start_route(
 
 def _splits(block: Tensor, split: RouteSplit) -> bool:
     """Return whether a block is exchanged by `split`: a sum is accumulated in its dtype, its memory format is kept."""
-    if runtime.active.tracer is not None or not block.is_contiguous():
+    if runtime.active.tracer is not None or not block.is_contiguous() or block.is_conj() or block.is_neg():
+        return False
+    if is_zero_tensor(block):
         return False
     return split.added is None or collectives.accumulate_dtype(block.dtype) is block.dtype
 
@@ -65,7 +68,7 @@ def _pack_split(block: Tensor, route: Route, split: RouteSplit) -> tuple[list[tu
     if route.equal_sends and block.device.type != "cpu":  # one kernel packs the messages to all peers
         packed = collectives.concatenate([parts[i] for i in chosen[: len(split.peers)]], new_dim=True)
         return list(zip(split.peers, packed.unbind(0), strict=True)), kept
-    return [(peer, collectives.contiguous(parts[i])) for peer, i in zip(split.peers, chosen, strict=False)], kept
+    return [(peer, parts[i].contiguous()) for peer, i in zip(split.peers, chosen, strict=False)], kept
 
 
 def _join_split(kept: Tensor, split: RouteSplit, received: Sequence[Tensor], owned: bool) -> Tensor:

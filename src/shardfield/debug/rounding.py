@@ -45,7 +45,7 @@ class OtherRounding(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         positions = self._linear.get(getattr(func, "_overloadpacket", None))
-        if positions is None or "out" in (kwargs or {}) or func._schema.is_mutable or not _is_float(args[0]):
+        if positions is None or "out" in (kwargs or {}) or func._schema.is_mutable or not _can_scale(args):
             return func(*args, **(kwargs or {}))
         given = list(args)
         for i in positions:
@@ -54,5 +54,9 @@ class OtherRounding(DispatchMode):
         return map_tensors(func(*given, **(kwargs or {})), lambda t: t / SCALE)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+def _can_scale(args: Any) -> bool:
+    """Return whether the first operand has floating-point numbers and no operand is sparse."""
+    first = args[0]
+    if not isinstance(first, Tensor) or not (first.is_floating_point() or first.is_complex()):
+        return False
+    return not any(isinstance(t, Tensor) and t.layout is not torch.strided for t in args)

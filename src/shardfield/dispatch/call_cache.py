@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import runtime
+from ..layout import Layout
 from ..tensor import ShardTensor
 
 PLAIN_TENSOR_TYPES = frozenset([Tensor, Parameter])
 # Values of these types are added to the key unchanged.
-CONSTANT_TYPES = frozenset([int, float, bool, str, complex, type(None), torch.dtype, torch.Size])
+CONSTANT_TYPES = frozenset([int, float, bool, str, complex, type(None), torch.dtype, torch.Size, Layout])
 INTS = frozenset([int])
 NON_TORCH_ARGUMENTS = frozenset(["pre_pad", "smoothing"])  # arguments of rules that torch's functions do not take
 

@@ -43,7 +43,7 @@ def connected(local: Callable, layouts: Iterable[Layout]) -> Callable:
         map_tensors(args, lambda t: operands.append(t) if t.requires_grad else None)
         if not operands:
             return local(*args)
-        zero = sum(map(_nothing, operands))
+        zero = sum(map(sum_of_nothing, operands))
         output_grads: list[Tensor] = []
         out = local(*map_tensors(args, lambda t: _enter(t, zero, output_grads) if t.requires_grad else t))
         return map_tensors(out, lambda t: _leave(t, output_grads) if t.requires_grad else t)
@@ -64,7 +64,7 @@ def _enter(operand: Tensor, zero: Any, output_grads: list[Tensor]) -> Tensor:
         if not torch.is_grad_enabled():
             return None
         grad = like.new_zeros(shape) if grad is None else grad
-        return grad + sum(map(_nothing, output_grads), zero).to(grad.dtype)
+        return grad + sum(map(sum_of_nothing, output_grads), zero).to(grad.dtype)
 
     entered.register_hook(connect)
     return entered
@@ -83,7 +83,7 @@ def _leave(out: Tensor, output_grads: list[Tensor]) -> Tensor:
     return out
 
 
-def _nothing(tensor: Tensor) -> Tensor:
+def sum_of_nothing(tensor: Tensor) -> Tensor:
     """Return the sum of no elements of a tensor, a real number 0 in its graph."""
     empty = tensor.reshape(-1)[:0]
     return (empty.real if empty.is_complex() else empty).sum()

@@ -29,7 +29,6 @@ from .arguments import write_out as write_out
 from .executor import Handler, make_handler
 from .fallback import gather_fallback as gather_fallback
 from .plan import process_groups
-from .saved_tensors import before_sharded_backward
 from .torch_aliases import aliases, function_name, torch_aliases
 
 ALIAS_OPS = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
@@ -223,8 +222,13 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
         local, seed = seed_gradient(output, gradient)
         locals_.append(local)
         seeds.append(seed)
-    before_sharded_backward(locals_)
-    torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
+    rt = runtime.active
+    before = rt.sharded_backward
+    rt.sharded_backward = tuple([t._layout.mesh for t in outputs if isinstance(t, ShardTensor)])
+    try:  # `runtime.observing`, written out: it takes as long as the rest of this function
+        torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
+    finally:
+        rt.sharded_backward = runtime.active.sharded_backward = before
 
 
 def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:

@@ -13,15 +13,14 @@ rank found one, all raise. Programs without such writes send nothing and search 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from .. import runtime
 from .._compat import in_backward, saved_names, saved_values
-from ..comm.adjoints import Collective
 from ..comm.consensus import any_rank, mesh_groups
 from ..errors import ShardingError
+from .recorded_backward import communicates, graph_nodes
 
 # What torch says of a saved tensor that was written: directly, or as the base of a view that a Function returned.
 WRITTEN = ("modified by an inplace operation", "has been modified inplace")
@@ -48,38 +47,15 @@ def _agree(outputs: Sequence[Tensor]) -> None:
 
 
 def before_engine_run(outputs: Sequence[Tensor]) -> None:
-    """Agree before a backward that sends messages, so that all ranks run it; its outputs may be plain tensors."""
-    if runtime.active.written_meshes and not in_backward() and _communicates(outputs):
+    """Agree before a backward from ShardTensors, or one that sends messages, so that all ranks run it."""
+    rt = runtime.active
+    if rt.written_meshes and not in_backward() and (rt.sharded_backward or communicates(outputs)):
         _agree(outputs)
-
-
-def before_sharded_backward(outputs: Sequence[Tensor]) -> None:
-    """Agree before a backward from ShardTensors that sends no message; `before_engine_run` covers all others."""
-    if runtime.active.written_meshes and not _communicates(outputs):
-        _agree(outputs)
-
-
-def _communicates(outputs: Sequence[Tensor]) -> bool:
-    """Return whether backward from `outputs` sends messages."""
-    return any(issubclass(getattr(type(node), "_forward_cls", object), Collective) for node in _nodes(outputs))
-
-
-def _nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph of `outputs`."""
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
 
 
 def _modified(outputs: Iterable[Tensor]) -> Iterator[str]:
     """Yield torch's error for each node that saved a tensor which was modified since."""
-    for node in _nodes(outputs):
+    for node in graph_nodes(outputs):
         for name in saved_names(type(node)):
             try:
                 saved_values(node, name)

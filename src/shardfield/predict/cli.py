@@ -28,7 +28,7 @@ from ..comm import collectives
 from ..comm.consensus import ask_first_rank
 from ..data.error_sync import run_with_error_sync
 from ..data.sharding import build_layout, local_slices
-from ..distributed import DistributedManager
+from ..distributed.session import process_world
 from ..errors import ShardfieldError
 from ..tensor import ShardTensor, wrap
 from ..train.checkpoint import Checkpoints, latest_checkpoint
@@ -48,20 +48,11 @@ from .store import Grid
 def command(words: list[str]) -> int:
     """Run `shardfield predict` on all ranks and return the exit code."""
     options = _parser().parse_args(words)
-    DistributedManager.initialize()
-    manager = DistributedManager()
-    alone = not dist.is_initialized()  # a single process without a launcher
-    if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_world() as manager:
         mesh = _mesh(options, manager.device.type)
         say = print if manager.rank == 0 else None
         _run(options, mesh, say)
         return 0
-    finally:
-        DistributedManager.cleanup()
-        if alone:
-            dist.destroy_process_group()
 
 
 def _parser() -> argparse.ArgumentParser:

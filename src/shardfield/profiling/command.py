@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..comm.consensus import gather_texts, raise_together
 from ..debug.parity import load
-from ..distributed import DistributedManager
+from ..distributed.session import process_world
 from ..train.config import TrainConfig, UsageError, expand_flags, suggest_name
 from ..train.log import Log
 from ..train.recipes import RECIPES
@@ -29,17 +29,9 @@ def command(words: list[str]) -> int:
     """Run `shardfield profile` with these arguments, on every rank. Return the exit code."""
     options, rest = _parser().parse_known_args(words)
     config = _config(options, rest)
-    DistributedManager.initialize()
-    alone = not dist.is_initialized()  # a single process without a launcher
-    if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        profile_ranks(options, config, DistributedManager().device.type)
+    with process_world() as manager:
+        profile_ranks(options, config, manager.device.type)
         return 0
-    finally:
-        DistributedManager.cleanup()
-        if alone:
-            dist.destroy_process_group()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -38,6 +38,8 @@ class Rows(NamedTuple):
 
 def supports(rows: Rows, values: Tensor, *parameters: Tensor | None) -> bool:
     """Return whether the kernels support these tensors: fp32 values, contiguous parameters."""
+    if not on_cuda(values):
+        return False
     small = max(rows.group, rows.rows // max(rows.channels, 1)) <= MAX_REDUCED
     given = [p for p in parameters if p is not None]
     ready = values.dtype is torch.float32 and all(p.is_floating_point() and p.is_contiguous() for p in given)

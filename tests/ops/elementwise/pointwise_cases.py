@@ -46,6 +46,11 @@ TOLERANCE |= {name: {"tolerance": 1e-6} for name in ("float", "cfloat")} | {"bfl
 FEW = {"layouts": 2, "no_messages": False}
 
 
+def cancelling(shape, generator):
+    """Return integers whose sum over rows has few digits, and whose rows have more than float32 has."""
+    return torch.tensor([[2**40, -(2**41)], [1 - 2**40, 2**41 + 5]])
+
+
 def over_one(shape, generator):
     return 2 + torch.rand(shape, dtype=torch.float64, generator=generator)
 
@@ -186,4 +191,15 @@ CASES += [
     case(through_complex, T(5, 6), T(5, 6)),
     case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), options=named("casts", tolerance=1e-6)),
     case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), options=named("comparisons")),
+    # partial sums of integers, which cancel, are added before they are rounded
+    *(
+        case(fn, T(2, 2, fill=cancelling), options=named(f"sum of integers {name}"))
+        for name, fn in {
+            "over 3": lambda i: i.sum(0) / 3,
+            "times 0.5": lambda i: i.sum(0) * 0.5,
+            "times a float": lambda i: i.sum(0).mul(torch.tensor(0.5)),
+            "plus a float": lambda i: i.sum(0) + (i * 1.0).sum(0),
+            "times 3": lambda i: i.sum(0) * 3,
+        }.items()
+    ),
 ]

@@ -74,6 +74,18 @@ CASES = [
         options=STRIDED,
     ),
     named(
+        "as_strided of a result",
+        lambda x: (x.t() * 2).as_strided((2, 3), (1, 4)),
+        T(3, 4),
+        options=STRIDED | {"layouts": 16},
+    ),
+    named(
+        "as_strided of a result in order",
+        lambda x: (x * 2).as_strided((2, 3), (4, 1)),
+        T(3, 4),
+        options=STRIDED,
+    ),
+    named(
         "as_strided of a slice",
         lambda x: x[:, 1:].as_strided((2, 3), (4, 1)),
         T(3, 4),

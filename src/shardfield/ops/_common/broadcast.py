@@ -57,6 +57,14 @@ def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
     return tuple((over, tuple(which)) for over, which in found.items())
 
 
+def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
+    """Return `torch.broadcast_shapes`, which takes longer than the rest of a plan where shapes change in every step."""
+    largest = max(shapes, key=lambda s: (len(s), s.numel()))
+    if all(s == largest[len(largest) - len(s) :] or s.numel() == 1 for s in shapes):
+        return largest
+    return torch.broadcast_shapes(*shapes)
+
+
 @runtime.memo
 def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
     """Choose a common layout: that of the largest sharded operand, with the shardings of the others on its free dims.
@@ -65,7 +73,7 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
     Other Partial operands are reduced into the common layout; on axes that no operand is sharded on, `without_partial`
     chooses it. Of two operands of one size, the one whose sharding was moved goes back to its former layout.
     """
-    shape = torch.broadcast_shapes(*(x.shape for x in layouts))
+    shape = _broadcast_shape([x.shape for x in layouts])
     mesh = layouts[0].mesh
     partial = layouts[keep_partial[0]].partial if keep_partial else ()
     used = {a for a, _ in partial}

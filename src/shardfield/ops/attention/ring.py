@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from ...comm.ring import Ring, Visit, gather_blocks, iterate_blocks, pack, sum_a
 from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
+from .._common.autocast import autocast_disabled
 from ..elementwise.random import uniform_at
 from . import block_kernels
-from .block_kernels import neg_inf_to_zero
+from .block_kernels import expand_heads, neg_inf_to_zero, reduce_heads
 from .causal_tiles import Spans, Tile, total_length
 from .kv_blocks import pack_pair, unpack_pair
 
@@ -63,6 +65,11 @@ class RingPlan:
         """Return the number of scores per head that this rank computes."""
         return sum(tile.area for tiles in self.tiles for tile in tiles)
 
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of keys of each ring position."""
+        return tuple(map(total_length, self.columns))
+
     def visit_columns(self, visit: Visit) -> Spans:
         """Return the global indices of the keys of a visit."""
         return tuple(span for step in visit for span in self.columns[self.ring.owner(step)])
@@ -91,7 +98,7 @@ def attend(
 class _RingAttention(adjoints.Collective):
     @staticmethod
     def forward(ctx, plan, q, k, v, mask, head_index, key):
-        with torch.autocast(q.device.type, enabled=False):
+        with autocast_disabled(q):
             out, lse = _forward(plan, q, k, v, mask, head_index, key)
         ctx.plan = plan
         # On one device the result need not be saved, so that it may be written; here a snapshot is taken before a
@@ -108,7 +115,7 @@ class _RingAttention(adjoints.Collective):
             if not keeps_graph():
                 ctx.out = None  # as torch frees saved tensors: the loss may keep this node alive
         needs_grad = ctx.needs_input_grad[1:5]
-        with torch.autocast(q.device.type, enabled=False):
+        with autocast_disabled(q):
             if torch.is_grad_enabled():  # create_graph=True: use a differentiable formula
                 grads = _double_backward(ctx.plan, grad, (q, k, v, mask), needs_grad, head_index, key)
             else:
@@ -129,7 +136,7 @@ def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
     yield k, v
     for visit, blocks in zip(plan.visits[1:], flat, strict=True):
         if isinstance(blocks, Tensor) and k.shape == v.shape:
-            columns = total_length(plan.visit_columns(visit))
+            columns = sum(plan.lengths[plan.ring.owner(step)] for step in visit)
             yield unpack_pair(blocks.view(-1), [[*t.shape[:-2], columns, t.shape[-1]] for t in (k, v)])
             continue
         pairs = [
@@ -141,28 +148,13 @@ def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _kv_shapes(plan: RingPlan, position: int, k: Tensor, v: Tensor) -> list[list[int]]:
-    columns = total_length(plan.columns[position])
-    return [[*t.shape[:-2], columns, t.shape[-1]] for t in (k, v)]
+    return [[*t.shape[:-2], plan.lengths[position], t.shape[-1]] for t in (k, v)]
 
 
 def _packed_sizes(plan: RingPlan, k: Tensor, v: Tensor) -> list[int]:
     """Return the size of each position's packed block."""
-    return [sum(map(math.prod, _kv_shapes(plan, p, k, v))) for p in range(plan.ring.num_steps)]
-
-
-def _expand_heads(t: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values for the heads and the batch of the queries."""
-    batch, heads = q.shape[:2]
-    if t.shape[1] != heads:
-        t = t.repeat_interleave(heads // t.shape[1], 1)
-    return t.expand(batch, -1, -1, -1)
-
-
-def _reduce_heads(grad: Tensor, like: Tensor) -> Tensor:
-    """Apply the adjoint of `_expand_heads`."""
-    if grad.shape[1] != like.shape[1]:
-        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-    return grad if grad.shape[0] == like.shape[0] else grad.sum(0, keepdim=True)
+    column = sum(math.prod(t.shape[:-2]) * t.shape[-1] for t in (k, v))
+    return [column * length for length in plan.lengths]
 
 
 def _mask_tile(mask: Tensor, plan: RingPlan, tile: Tile, columns: Spans) -> Tensor:
@@ -224,7 +216,7 @@ class _TileOperands:
     def __iter__(self) -> Iterator[tuple[Tile, block_kernels.Kernel, tuple]]:
         if not self.q.shape[0] or not self.q.shape[1]:
             return
-        k, v = (_expand_heads(t, self.q) for t in (self.k, self.v)) if self.tiles else (self.k, self.v)
+        k, v = (expand_heads(t, self.q) for t in (self.k, self.v)) if self.tiles else (self.k, self.v)
         for tile in self.tiles:
             bias = None
             if self.mask is not None:
@@ -319,7 +311,7 @@ def _backward(
             operands = _take(grad, -2, tile.rows), qt, kt, vt, _take(out, -2, tile.rows), _take(lse, -1, tile.rows)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
             _take(dq, -2, tile.rows).add_(grads_of_tile.query)
-            tile_dk, tile_dv = _reduce_heads(grads_of_tile.key, kb), _reduce_heads(grads_of_tile.value, vb)
+            tile_dk, tile_dv = reduce_heads(grads_of_tile.key, kb), reduce_heads(grads_of_tile.value, vb)
             if dk is None:
                 dk, dv = tile_dk, tile_dv
             else:
@@ -347,7 +339,7 @@ def _split_by_owner(plan: RingPlan, visit: Visit, dk: Tensor, dv: Tensor) -> lis
     """Return the gradients of the keys and values of each owner of a visit as one flat tensor."""
     if len(visit) == 1:
         return [pack_pair(dk, dv)]
-    sizes = [total_length(plan.columns[plan.ring.owner(step)]) for step in visit]
+    sizes = [plan.lengths[plan.ring.owner(step)] for step in visit]
     if dk.shape == dv.shape:
         rows = math.prod((*dk.shape[:-2], dk.shape[-1]))
         return list(pack_pair(dk, dv).split([2 * rows * size for size in sizes]))
@@ -376,7 +368,7 @@ def _autograd_attention(plan: RingPlan, q, k, v, mask, head_index, key) -> Tenso
     pairs = [unpack(b, _kv_shapes(plan, ring.owner(s), k, v)) for s, b in enumerate(blocks)]
     columns = tuple(span for s in range(ring.num_steps) for span in plan.columns[ring.owner(s)])
     dtype = collectives.accumulate_dtype(q.dtype)
-    ks, vs = (_expand_heads(torch.cat([p[i] for p in pairs], -2), q).to(dtype) for i in (0, 1))
+    ks, vs = (expand_heads(torch.cat([p[i] for p in pairs], -2), q).to(dtype) for i in (0, 1))
     rows, cols = _span_indices(plan.rows, q.device), _span_indices(columns, q.device)
     scores = (q.to(dtype) * plan.scale) @ ks.mT
     if mask is not None:

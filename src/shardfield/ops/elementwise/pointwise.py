@@ -6,7 +6,7 @@ partial. The adjoint of the alignment sums gradients over the axes along which a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,10 +76,12 @@ LINEAR = dict.fromkeys(
 QUOTIENT = {"div", "divide", "true_divide", "__truediv__", "div_", "__itruediv__"}
 
 
-def linear_partials(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
+def linear_partials(
+    name: str, tensors: Sequence[Tensor], layouts: tuple[Layout, ...], args: Any, kwargs: Any
+) -> tuple[int, ...]:
     """Return the positions of operands that may stay Partial, because the op is linear in them."""
     partials = [i for i, x in enumerate(layouts) if x.partial]
-    if not partials:
+    if not partials or _rounds_integers(name, [tensors[i] for i in partials], tensors, args):
         return ()
     kind = None if kwargs.get("rounding_mode") else LINEAR.get(name)
     scalars = any(isinstance(v, (int, float, complex)) for v in args)
@@ -93,6 +95,17 @@ def linear_partials(name: str, layouts: tuple[Layout, ...], args: Any, kwargs: A
     axes = set(layouts[partials[0]].partial_axes)
     conflict = any(axes & set(x.shard_axes) for x in layouts)
     return () if conflict else (partials[0],)
+
+
+def _rounds_integers(name: str, partials: list[Tensor], tensors: Sequence[Tensor], args: Any) -> bool:
+    """Return whether the op would round partial sums of integers to floating point.
+
+    A sum of integers is exact on one device: rounded partial sums that cancel would lose all of its digits.
+    """
+    if all(t.is_floating_point() or t.is_complex() for t in partials):
+        return False
+    inexact = any(t.is_floating_point() or t.is_complex() for t in tensors)
+    return inexact or name in QUOTIENT or any(isinstance(v, (float, complex)) for v in args)
 
 
 def pointwise(func, types, args, kwargs):
@@ -128,7 +141,7 @@ def pointwise(func, types, args, kwargs):
             write_out(target, value)
         return out
     locals_, layouts, put_back = collect_tensors(args, kwargs)
-    keep = linear_partials(func.__name__, layouts, args, kwargs)
+    keep = linear_partials(func.__name__, locals_, layouts, args, kwargs)
     alignment = align(layouts, keep)
     args, kwargs = put_back(alignment.redistribute(locals_, layouts))
     return wrap_results(func(*args, **kwargs), alignment.result)
@@ -152,7 +165,7 @@ def pointwise_inplace(func, types, args, kwargs):
         func(*_without_overlaps(plan.redistribute(values)), **kwargs)
         return target
     locals_, layouts, put_back = collect_tensors(args, kwargs)
-    keep = linear_partials(func.__name__, layouts, args, kwargs)
+    keep = linear_partials(func.__name__, locals_, layouts, args, kwargs)
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

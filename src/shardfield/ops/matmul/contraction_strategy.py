@@ -167,6 +167,7 @@ class _StrategySearch:
         """Return the labels an axis may shard: those it shards already first, larger operands before smaller ones."""
         current: list[Label] = []
         others: list[Label] = []
+        outer: dict[Label, int] = {}
         partials: list[KeepPartial] = []
         for i in self.by_size:
             term = self.terms[i]
@@ -179,12 +180,22 @@ class _StrategySearch:
                     others.append(label)
                 elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term):
                     others.append(label)
+                    if dim < term.layout.ndim - 1 and not self.sizes[label] % self.mesh.size(axis):
+                        outer.setdefault(label, dim)
         allowed = [x for x in dict.fromkeys(current) if self._may_shard(x)]
         allowed.sort(key=lambda x: x not in self.out_labels)
         new = [x for x in dict.fromkeys(others) if self._may_shard(x) and x not in allowed]
         former = {self.terms[i].labels[t[0]] for i, t in self._former(axis)}  # labels that the axis has sharded before
-        # A label that all operands have comes before one of a single operand: it divides the other operands too.
-        new.sort(key=lambda x: (x not in former, not all(x in t.labels for t in self.terms), -self.sizes[x]))
+        # A label that all operands have comes before one of a single operand: it divides the other operands too. A
+        # Partial operand is scattered along its first dim that divides evenly: samples and heads do not mix later.
+        new.sort(
+            key=lambda x: (
+                x not in former,
+                not all(x in t.labels for t in self.terms),
+                outer.get(x, math.inf),
+                -self.sizes[x],
+            )
+        )
         return [*allowed, *partials, *self.constant_labels[axis], *new[:MAX_NEW_LABELS], None]
 
     def _constant_labels(self, axis: int, constants: Collection[int]) -> list[Label]:

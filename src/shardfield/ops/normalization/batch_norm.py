@@ -170,8 +170,12 @@ def _plan_batch_norm(
     shared = ShardedNorm(scheme, eps, result, channels)
     unbiased = scheme.total / max(scheme.total - 1, 1)
 
+    tracked = running_mean is not None or running_var is not None
+
     def on_shards(input, weight, bias, running_mean, running_var):
-        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
+        if not native and not tracked:
+            return shared(input, *affine.redistribute(weight, bias))
+        value, mean, variance = shared.with_stats(input, *affine.redistribute(weight, bias))
         mine = running.redistribute(running_mean, running_var)
         update_running_stats(mine, [mean, variance * unbiased], momentum)
         running.store([running_mean, running_var], mine)
@@ -237,7 +241,7 @@ def _plan_instance_norm(
     samples, over = layout.shape[0], process_groups(layout, sharding_axes(layout, [0]))
 
     def on_shards(input, weight, bias, running_mean, running_var):
-        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
+        value, mean, variance = shared.with_stats(input, *affine.redistribute(weight, bias))
         if tracked:
             both = torch.stack([mean, variance * unbiased]).sum(1) / samples
             for group in over:

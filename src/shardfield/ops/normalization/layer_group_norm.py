@@ -63,9 +63,9 @@ def _plan_layer_norm(input: Operand, normalized_shape, weight, bias, eps: float,
     shared = ShardedNorm(RowStats(layout, number), eps, dtypes[0], affine.layout)
 
     def on_shards(input, weight, bias):
-        value, mean, variance = shared(input, *affine.redistribute(weight, bias))
         if len(dtypes) == 1:
-            return value
+            return shared(input, *affine.redistribute(weight, bias))
+        value, mean, variance = shared.with_stats(input, *affine.redistribute(weight, bias))
         pair = zip((mean, (variance + eps).rsqrt()), dtypes[1:], strict=True)
         return value, *(s.reshape(statistics.local_shape).to(dtype) for s, dtype in pair)
 
@@ -97,7 +97,7 @@ def rms_norm(input: Operand, normalized_shape, weight=None, eps=None, *, fn):
         affine.layout,
         centered=False,
     )
-    return norm_plan(lambda input, weight: shared(input, *affine.redistribute(weight, None))[0], input, layout, layout)
+    return norm_plan(lambda input, weight: shared(input, *affine.redistribute(weight, None)), input, layout, layout)
 
 
 # ---------------------------------------------------------------------- over groups of channels
@@ -146,7 +146,7 @@ def _plan_group_norm(input: Operand, weight, bias, number: int, eps: float, dtyp
     shared = ShardedNorm(scheme, eps, dtypes[0], affine.layout)
 
     def on_shards(input, weight, bias):
-        value = shared(input, *affine.redistribute(weight, bias))[0]
+        value = shared(input, *affine.redistribute(weight, bias))
         if len(dtypes) == 1:
             return value
         pair = zip(shared.statistics(shared.view(input))[:2], dtypes[1:], strict=True)  # differentiable, as in torch

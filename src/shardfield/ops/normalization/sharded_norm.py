@@ -23,15 +23,11 @@ from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...triton_kernels import norm_stats
 from .._common.autocast import HALF_DTYPES, autocast_disabled
-from .stat_groups import BatchStats, RowStats, StatGrouping
+from .stat_groups import BatchStats, GroupStats, InstanceStats, RowStats, StatGrouping
 
 
 class ShardedNorm:
-    """A planned normalization: call it with the local input, weight and bias (or None).
-
-    Returns the local result and the global mean and variance in fp64, in the shape of the scheme's statistics. Without
-    `centered` these are zeros and the mean square. Both have no gradient.
-    """
+    """A planned normalization: call it with the local input, weight and bias (or None). Returns the local result."""
 
     def __init__(self, scheme: StatGrouping, eps: float, result: torch.dtype, param_layout: Layout,
                  centered: bool = True):  # fmt: skip
@@ -47,8 +43,19 @@ class ShardedNorm:
             (layout.mesh.get_group(a), a in stat_axes, a in param_axes) for a in sorted(stat_axes | param_axes)
         ]
 
-    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return _ShardedNormFunction.apply(self, input, weight, bias)
+        # Of one sample, the sums of a channel give both those of its statistic and the gradients of its parameters.
+        alike = all(of_stats and of_params for _, of_stats, of_params in self.grad_sums)
+        self.joint = alike and isinstance(scheme, (GroupStats, InstanceStats)) and layout.shape[0] == 1
+
+    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return _ShardedNormFunction.apply((self, False), input, weight, bias)
+
+    def with_stats(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return also the global mean and variance in fp64, in the shape of the scheme's statistics.
+
+        Without `centered` these are zeros and the mean square. Both have no gradient.
+        """
+        return _ShardedNormFunction.apply((self, True), input, weight, bias)
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the scheme's view of a tensor, in the dtype of the computation."""
@@ -119,7 +126,7 @@ class ShardedNorm:
             return out if b is None else out.add_(b)
         scale = scale if w is None else scale * w
         b = shift * scale if b is None else torch.addcmul(b, shift, scale)
-        return off.mul_(scale).add_(b) if on_cpu(off) else torch.addcmul(b, off, scale, out=off)
+        return off.mul_(scale).add_(b) if prefers_two_calls(off) else torch.addcmul(b, off, scale, out=off)
 
     # ------------------------------------------------------------------ backward
 
@@ -141,6 +148,13 @@ class ShardedNorm:
                 grad_input = torch.addcmul(offset, off, slope, out=off).addcmul_(g, scale)
             return self.finish_grads(ctx, input, weight, grad_input, params)
         w = scheme.expand_param(weight, v.dtype)
+        if self.joint and want_input and (want_weight or want_bias) and not norm_stats.on_cuda(v):
+            params = self.norm_sums(g, by_off, shift, rstd)
+            for group, _, _ in self.grad_sums:
+                params = collectives.all_reduce_(params, group)
+            stats = scheme.sum_to_stats(params if w is None else params * w)
+            grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off)
+            return self.finish_grads(ctx, input, weight, grad_input, params)
         stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, rstd, w)
         stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
         grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off) if want_input else None
@@ -154,27 +168,31 @@ class ShardedNorm:
         `torch.utils.checkpoint` lets a backward read its saved tensors once, so they are passed on.
         """
         _, _, want_weight, want_bias = ctx.needs_input_grad
+        of_bias, of_weight = params.reshape(2, -1).unbind() if want_weight or want_bias else (None, None)
         return (
             None if grad_input is None else shaped(grad_input, input.shape, input.dtype),
-            shaped(params[1], weight.shape, weight.dtype) if want_weight else None,
-            shaped(params[0], *ctx.bias) if want_bias else None,
+            shaped(of_weight, weight.shape, weight.dtype) if want_weight else None,
+            shaped(of_bias, *ctx.bias) if want_bias else None,
         )
 
     def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, rstd: Tensor, w, into: Tensor) -> Tensor:
         """Return (g * w - level / n - (off + shift) * rstd * slope / n) * rstd, written to `into`."""
         spread = self.scheme.expand_stat
-        level, slope = stats.unbind()
         scale = spread(rstd)
         if w is not None and not self.rows:
             scale = scale * w
-        by = (scale if self.batch else rstd) * (-1 / self.scheme.total)
-        slope = spread((slope * rstd).mul_(by))
+        level, slope = (stats * ((scale if self.batch else rstd) * (-1 / self.scheme.total))).unbind()
+        slope = spread(slope * rstd)
+        if shift is not None and not self.rows and not prefers_two_calls(g):
+            return torch.addcmul(torch.addcmul(spread(level), slope, shift), off, slope, out=off).addcmul_(g, scale)
         out = torch.mul(g, scale, out=into)
         if self.rows and w is not None:
             out.mul_(w)
         if shift is not None:
-            out.add_(torch.addcmul(spread(level * by), slope, shift))
-        return out.add_(off * slope if shift is None else off.mul_(slope)) if on_cpu(g) else out.addcmul_(off, slope)
+            out.add_(torch.addcmul(spread(level), slope, shift))
+        if not prefers_two_calls(g):
+            return out.addcmul_(off, slope)
+        return out.add_(off * slope if shift is None else off.mul_(slope))
 
     def row_sums(self, g: Tensor, by_off: Tensor, shift, rstd: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return two stacked pairs: the sums of grad * weight and of that times the normalized value, for each row, and
@@ -187,14 +205,17 @@ class ShardedNorm:
 
     def channel_sums(self, g: Tensor, by_off: Tensor, shift, rstd: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of `row_sums` from sums per channel, per sample if samples do not share a mean."""
-        scheme = self.scheme
-        level, slope = scheme.sum_inner(g), scheme.sum_inner(by_off)
-        if shift is not None:
-            slope = torch.addcmul(slope, level, shift)
-        sums = torch.stack([level, slope * scheme.expand_stat(rstd)])
+        sums = self.norm_sums(g, by_off, shift, rstd)
         if self.batch:  # one statistic per channel: its sums are also the parameters' sums
             return sums, sums
-        return scheme.sum_to_stats(sums if w is None else sums * w), sums.sum(1)
+        return self.scheme.sum_to_stats(sums if w is None else sums * w), sums.sum(1)
+
+    def norm_sums(self, g: Tensor, by_off: Tensor, shift: Any, rstd: Tensor) -> Tensor:
+        """Return the sums of grad, and of grad times the normalized value, of each channel, stacked."""
+        level, slope = self.scheme.sum_inner(g), self.scheme.sum_inner(by_off)
+        if shift is not None:
+            slope = torch.addcmul(slope, level, shift)
+        return torch.stack([level, slope * self.scheme.expand_stat(rstd)])
 
     def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
@@ -271,8 +292,12 @@ class ShardedNorm:
         return grads[0], grads[1], grad_bias
 
 
-def on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+SMALL = 2048  # elements of a block for which the cost of a call exceeds that of its work
+
+
+def prefers_two_calls(values: Tensor) -> bool:
+    """Return whether a product and a sum take less time than `addcmul`, which CPUs do not vectorize here."""
+    return values.device.type == "cpu" and values.numel() > SMALL
 
 
 def shaped(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -285,11 +310,13 @@ class _ShardedNormFunction(Collective):
     """Forward: normalize with merged statistics. Adjoint: `ShardedNorm.backward`."""
 
     @staticmethod
-    def forward(ctx, norm, input, weight, bias):
-        ctx.norm = norm
+    def forward(ctx, norm_and_stats, input, weight, bias):
+        ctx.norm, stats = norm_and_stats
         ctx.set_materialize_grads(False)
         with autocast_disabled(input):
-            out, mean, variance = norm.forward(ctx, input, weight, bias)
+            out, mean, variance = ctx.norm.forward(ctx, input, weight, bias)
+        if not stats:
+            return detach_view(out)
         ctx.mark_non_differentiable(mean, variance)
         return detach_view(out), mean, variance
 

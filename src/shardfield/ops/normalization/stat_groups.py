@@ -66,7 +66,7 @@ class StatGrouping:
         return tensor
 
     def moments(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a center near the mean over `moment_dims`, `v` minus it, and mean and variance in fp64.
+        """Return a center near the mean over `moment_dims`, `v` minus it, the mean in fp64, and the variance.
 
         The mean is the center plus the center's rounding error: without it, deviations from a mean of 1000 that is
         rounded to fp32 would have only four digits.
@@ -78,11 +78,10 @@ class StatGrouping:
         if v.device.type != "cpu":  # one launch; its mean is as accurate as those of torch's norms there
             variance, center = torch.var_mean(v, dims, correction=0, keepdim=True)
             return center, v - center, center.double(), variance.double()
-        center = v.sum(dims, keepdim=True).mul_(1 / self.count)
+        center = v.mean(dims, True)
         off = v - center
-        pair = torch.stack([off.sum(dims, keepdim=True), (off * off).sum(dims, keepdim=True)])
-        error, squares = pair.double().mul_(1 / self.count).unbind()
-        return center, off, error + center, torch.addcmul(squares, error, error, value=-1)
+        error, squares = off.mean(dims, True), (off * off).mean(dims, True)
+        return center, off, center.double() + error, torch.addcmul(squares, error, error, value=-1)
 
     def merge(self, moments: Tensor) -> Tensor:
         """Sum moments, stacked along a new first dim, to one number per statistic."""

@@ -19,13 +19,14 @@ from ..._compat import function_apply, module_hook_function
 from ..._compat.patches import replace_engine_call, replace_function_apply
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
+from ...dispatch.recorded_backward import run_engine
 from ...dispatch.registry import as_operand, handler, map_tensors, run_backward, seed_gradient, to_full_tensor
-from ...dispatch.saved_tensors import before_engine_run, before_sharded_backward
+from ...dispatch.saved_tensors import before_engine_run
 from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .module_hooks import apply_hook_identity
 
-replace_engine_call(before_engine_run)
+replace_engine_call(before_engine_run, run_engine)
 
 
 @handler(torch.autograd.backward)
@@ -69,16 +70,17 @@ def _grad(
     # Inputs first: reading the local tensor of a sum in flight completes it.
     locals_ = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
     pairs = [seed_gradient(o, s) for o, s in zip(outputs, seeds, strict=True)]
-    before_sharded_backward([local for local, _ in pairs])
-    grads = torch.autograd.grad(
-        [local for local, _ in pairs],
-        locals_,
-        [seed for _, seed in pairs],
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=allow_unused,
-        materialize_grads=materialize_grads,
-    )
+    meshes = tuple(t._layout.mesh for t in (*outputs, *inputs) if isinstance(t, ShardTensor))
+    with runtime.observing(sharded_backward=meshes):
+        grads = torch.autograd.grad(
+            [local for local, _ in pairs],
+            locals_,
+            [seed for _, seed in pairs],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )
 
     def placed(t: Any, g: Any) -> Any:
         if g is None or not isinstance(t, ShardTensor):

@@ -16,17 +16,21 @@ from .._common.probe import probe
 from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
 
 
-def _linear_layout(input: Operand):
-    """Return the operand's layout for a linear reduction, which can be applied to partial sums."""
+def _linear_layout(input: Operand, result: torch.dtype):
+    """Return the operand's layout for a linear reduction, which can be applied to partial sums.
+
+    Partial sums of integers are not: rounded to floating point they may cancel and lose all digits.
+    """
     layout = input.layout
-    return layout if all(op == "sum" for _, op in layout.partial) else without_partial(layout)
+    exact = result.is_floating_point <= (input.dtype.is_floating_point or input.dtype.is_complex)
+    return layout if exact and all(op == "sum" for _, op in layout.partial) else without_partial(layout)
 
 
 @rule("sum", "nansum", partial=True, merged=True)
 def sum_nansum(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     """Sum the local shard; the result is Partial over the axes that shard a summed dim."""
-    probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype)
-    layout = without_partial(input.layout) if fn.__name__ == "nansum" else _linear_layout(input)
+    result = probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype).dtype
+    layout = without_partial(input.layout) if fn.__name__ == "nansum" else _linear_layout(input, result)
     dims = reduced_dims(layout.ndim, dim)
     return Plan(
         local=local_reduction(fn, layout.ndim, dims, keepdim, dtype),
@@ -51,7 +55,7 @@ def local_reduction(
 def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     """Sum the local shard and divide by the global count: exact for uneven and empty shards."""
     result = probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None, dtype=dtype).dtype
-    layout = _linear_layout(input)
+    layout = _linear_layout(input, result)
     dims = reduced_dims(layout.ndim, dim)
     count = math.prod(layout.shape[d] for d in dims)
     # Half precision is divided before it is rounded, as in torch's kernel.
@@ -60,8 +64,9 @@ def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     def divided(input):
         return (input.sum(dim=dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
+    by_count = count and sharding_axes(layout, dims)  # the mean of no elements is NaN, and its derivatives are not
     return Plan(
-        local=divided if sharding_axes(layout, dims) else local_reduction(fn, layout.ndim, dims, keepdim, dtype),
+        local=divided if by_count else local_reduction(fn, layout.ndim, dims, keepdim, dtype),
         operands={"input": layout},
         layout=reduced_layout(layout, dims, keepdim),
     )

@@ -2,13 +2,15 @@
 
 The tensor is gathered into memory with the strides that `stride()` reports, so that windows computed from them, as
 Longformer's overlapping chunks, are those of one device. Ranks compare the strides first. Refused are a slice, whose
-memory on one device has other elements in between, and a view with shards of size 0 or 1, which do not show the order
-of its dims. A result of a call on such a view, if no rank has a larger shard, is taken for contiguous.
+memory on one device has other elements in between, and shards of size 0 or 1 that do not show the order of the dims:
+those of a view on any rank, and, since the result of a call may have the order of a view, those of any other tensor
+that is not a leaf if no rank has a larger shard.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     problem = None
     if x._narrowed or not _fills_memory(x._local_tensor):
         problem = "it is a slice of a larger tensor; redistribute it to Replicate first"
-    elif x._local_tensor._is_view() and _hides_order(x._layout):
+    elif _hides_order(x._layout, min if x._local_tensor._is_view() else max) and not _is_made_contiguous(x):
         problem = (
             "a shard of size 0 or 1 does not show the order of the dims in memory; redistribute it to Replicate first"
         )
@@ -61,8 +63,14 @@ def _fills_memory(local: Tensor) -> bool:
     return True
 
 
-def _hides_order(layout: Layout) -> bool:
-    """Return whether a rank cannot tell the order of the dims in memory from its strides; equal on all ranks."""
-    smallest = [math.prod(min(shard_sizes_of(f), default=0) for f in factors) for factors in layout.dims]
-    long = [n for n, size in zip(smallest, layout.shape, strict=True) if size > 1]
+def _is_made_contiguous(x: ShardTensor) -> bool:
+    """Return whether a tensor is a leaf that a program made, not the result of a call."""
+    local = x._local_tensor
+    return local.is_leaf and local.requires_grad and not local._is_view()
+
+
+def _hides_order(layout: Layout, of_ranks: Callable[..., int]) -> bool:
+    """Return whether the rank with the smallest or largest shards (`of_ranks`) cannot tell the order of the dims."""
+    sizes = [math.prod(of_ranks(shard_sizes_of(f), default=0) for f in factors) for factors in layout.dims]
+    long = [n for n, size in zip(sizes, layout.shape, strict=True) if size > 1]
     return len(long) > 1 and min(long) <= 1

@@ -70,14 +70,17 @@ def logcumsumexp(input: Operand, dim, *, fn):
 
     def local(input):
         x = input.to(accumulate_dtype)
-        totals = blocks.all_gather_unit(_logsumexp(x, dim), dim, autograd_collectives.gather_replicate_in)
-        before = _logsumexp(totals.narrow(dim, 0, blocks.index), dim)
+        # An empty block sends 0, which no rank reads: behind its -inf, second derivatives of complex numbers are NaN.
+        total = _logsumexp(x, dim) if x.shape[dim] else x.sum(dim, keepdim=True)
+        totals = blocks.all_gather_unit(total, dim, autograd_collectives.gather_replicate_in)
+        filled = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
+        before = _logsumexp(totals[(slice(None),) * dim + (filled,)], dim)
         if x.is_complex():
             before = before + _complex_log_phase(x, before, dim, blocks, fn)
-            if not any(blocks.shard_sizes[: blocks.index]):
-                # The second derivative of torch's complex scan is NaN behind an entry of -inf. The sum of no elements
-                # keeps the all_gather in the graph, for derivatives of any order.
-                return fn(x, dim) + totals.square().narrow(dim, 0, 0).sum()
+            if not (filled and x.shape[dim]):
+                # The second derivative of torch's complex scan is NaN behind an entry of -inf, and where the gradient
+                # is 0. The sum of no elements keeps the all_gather in the graph, for derivatives of any order.
+                return fn(x, dim) + totals.narrow(dim, 0, 0).square().sum()
         return fn(torch.cat([before, x], dim), dim).narrow(dim, 1, input.shape[dim]).to(input.dtype)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)

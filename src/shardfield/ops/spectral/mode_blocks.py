@@ -21,8 +21,17 @@ def parse_block(shape: Sequence[int], index: Any) -> IndexRanges | None:
 
     Return None for any other index, for an empty block, and for the full spectrum.
     """
-    if basic_index_key(index) is None:
+    key = basic_index_key(index)
+    if key is None:
         return None
+    plans, entry = runtime.active.plans, (parse_block, tuple(shape), key)
+    found = plans[entry]
+    if found is None:
+        found = plans[entry] = (_parse_block(shape, index),)
+    return found[0]
+
+
+def _parse_block(shape: Sequence[int], index: Any) -> IndexRanges | None:
     items = parse_index(shape, index, torch.device("cpu")).items
     if len(items) != len(shape) or not all(isinstance(i, tuple) for i in items):
         return None

@@ -58,9 +58,12 @@ def choose_placement(
     grad_bytes: bytes of weights whose full gradient every rank needs in this backward.
     grad: a backward will follow.
     """
-    replicated, sharded = layout.with_partial(()), shard_modes(layout, dims)
-    block = itemsize * math.prod(max(layout.shard_sizes(d)) for d in range(layout.ndim))
-    if block < MIN_SHARDED_BYTES or sharded is replicated:
+    replicated = layout.with_partial(())
+    block = itemsize * math.prod(layout.largest_shard)
+    if block < MIN_SHARDED_BYTES:
+        return replicated
+    sharded = shard_modes(layout, dims)
+    if sharded is replicated:
         return replicated
     all_reduce = reduce_scatter = rest = 0.0  # bytes sent per byte; `rest`: all_reduce over the axes left unsharded
     local_share, shards = 1.0, 1

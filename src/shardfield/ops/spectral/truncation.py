@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ... import runtime
 from ...comm import autograd_collectives
 from ...comm.consensus import Consensus
 from ...comm.grad_deferral import defers_all
@@ -370,6 +371,11 @@ def _sum_modes(modes: Tensor, weight: Tensor) -> Tensor:
 
 def resized_layout(layout: Layout, dims: Sequence[int], sizes: Sequence[int]) -> Layout:
     """Return the layout of a field of other sizes, sharded in the same proportions."""
+    return _resized_layout(layout, tuple(dims), tuple(sizes))
+
+
+@runtime.memo
+def _resized_layout(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Layout:
     layout = layout.with_partial(())
     for dim, size in zip(dims, sizes, strict=True):
         (sharding,) = layout.dims[dim]

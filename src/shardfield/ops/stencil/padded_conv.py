@@ -9,7 +9,6 @@ in flight, which takes many more kernels. `prefers_joining` estimates which of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +75,8 @@ class PaddedConv:
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the rank's outputs."""
+        if not runtime.active.deferring_groups:
+            return _PaddedConvFunction.apply(self, self.grad_groups, block, weight, bias)[0]
         params = [weight] if bias is None else [weight, bias]
         params, groups = grad_deferral.defer_sums(params, self.grad_groups)
         return _PaddedConvFunction.apply(self, groups, block, params[0], None if bias is None else params[1])[0]
@@ -91,15 +92,14 @@ class PaddedConv:
 
     def start_adjoint(self, grad: Tensor) -> collectives.Pending[Tensor]:
         """Start sending the rows of the halo to their owners, without autograd; the gradient may be overwritten."""
-        pending = collectives.Pending((), (), lambda: grad)
+        pending: collectives.Pending[Tensor] | None = None
         for step in reversed(self.steps):
-            grad = pending.wait()
+            grad = grad if pending is None else pending.wait()
             if isinstance(step, ExchangedDim):
                 pending = route_messages.start_route(grad, step.route.transposed, step.group, owned=True)
             else:
-                received = step.apply_adjoint(grad)
-                pending = collectives.Pending((), (), partial(_same, received))
-        return pending
+                grad, pending = step.apply_adjoint(grad), None
+        return collectives.Pending((), (), None, grad) if pending is None else pending
 
     def run(self, joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_empty:
@@ -121,10 +121,6 @@ class PaddedConv:
             )
             return [None if z is None else z + none for z in zeros]
         return self.call.grads(grad, joined, weight, [weight.shape[0]], self.padding, needs_grad)
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
 
 
 class _PaddedConvFunction(adjoints.Collective):
@@ -172,7 +168,7 @@ class _PaddedConvFunction(adjoints.Collective):
             if differentiable:
                 params = autograd_collectives.reduce_all(params, groups)
             else:
-                params = autograd_collectives.start_sum(params, groups, owned=True).wait()
+                params = autograd_collectives.sum_owned(params, groups)
             summed = iter(params)
             weight_grad, bias_grad = next(summed) if need_weight else None, next(summed) if need_bias else None
         return None, None, block_grad if pending is None else pending.wait(), weight_grad, bias_grad
