@@ -23,6 +23,7 @@ aten = torch.ops.aten
 
 MAX_SMALL_BYTES = 1 << 20  # largest all_reduce that is coalesced
 BUCKET_BYTES = 4 << 20  # largest coalesced all_reduce
+MAX_JOINED_BYTES = 4 << 20  # largest result of a collective that is started and waited for by one op
 MAX_MOVE = 400  # number of nodes by which a wait is postponed at most
 MAX_OVERLAP_OPS = 2  # number of compute ops that one collective overlaps with at most
 COMPUTE_OPS = {
@@ -322,12 +323,18 @@ def _sink(graph: Graph, wait: Node) -> None:
 
 
 def join_waits(graph: Graph) -> None:
-    """Replace a start and its wait by one op where no computation stands between them. The last of all passes."""
+    """Replace a start and its wait by one op where no computation stands between them. The last of all passes.
+
+    The next collective takes the result as its token, so that it occupies memory until then: large ones are left alone.
+    """
     for start in find_starts(graph):
         waits = find_waits(start)
         if start.target not in AT_ONCE or len(waits) != 1:
             continue
         (wait,) = waits
+        value = wait.meta["val"]
+        if value.numel() * value.element_size() > MAX_JOINED_BYTES:
+            continue
         node = start.next
         while node is not wait and (node.target in VIEWS or node.op != "call_function"):
             node = node.next
