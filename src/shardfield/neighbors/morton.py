@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import collectives
+from ..comm import collectives, consensus
 from ..errors import ShardingError
 from ..layout import DimSharding, Layout
 from ..ops._common.blockwise import nested_balanced
@@ -24,7 +24,8 @@ def partition_points(points: Tensor, mesh: DeviceMesh | None = None) -> tuple[Te
     If `points` is a ShardTensor, the results are sharded over the mesh axes that shard the points, or over all axes if
     none does. Shard sizes differ by at most one point, and each shard is a compact region, so that neighbors are mostly
     on the same rank. `order` has the same sharding: `features[order]` moves other data of the points to the same ranks.
-    A plain tensor must be equal on all ranks; with `mesh`, each rank takes its shard and nothing is sent.
+    A plain tensor must be equal on all ranks; with `mesh`, each rank takes its shard, after the ranks have compared the
+    number of points and a checksum.
 
     >>> order, sorted_points = partition_points(torch.tensor([[0.0, 0.0], [9.0, 9.0], [1.0, 0.0], [8.0, 9.0]]))
     >>> order.tolist()
@@ -34,13 +35,26 @@ def partition_points(points: Tensor, mesh: DeviceMesh | None = None) -> tuple[Te
         raise ValueError("partition_points: points must be a floating point tensor (number, features)")
     if isinstance(points, ShardTensor):
         return _partition_sharded(points, mesh)
-    order = morton_codes(points.detach(), *_global_bounds(points.detach(), ())).argsort(stable=True)
     if mesh is None:
+        order = morton_codes(points.detach(), *_global_bounds(points.detach(), ())).argsort(stable=True)
         return order, points[order]
+    order = _agreed_codes(points.detach(), mesh).argsort(stable=True)
     replicated = Layout.replicate(mesh, order.shape)
     sharded = _evenly_sharded(replicated, range(mesh.ndim))
     local_order = wrap(redistribute(order, replicated, sharded), sharded)
     return local_order, wrap(points, Layout.replicate(mesh, points.shape))[local_order]
+
+
+def _agreed_codes(points: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the codes of points that all ranks have; raise on all ranks if they differ or one is not finite."""
+    codes, problem = points.new_zeros(0, dtype=torch.int64), None
+    try:
+        codes = morton_codes(points, *_global_bounds(points, ()))
+    except ValueError as error:
+        problem = str(error).partition(": ")[2]
+    claim = {"points": tuple(points.shape), "dtype": points.dtype, "checksum": int(codes.sum())}
+    consensus.check_arguments("partition_points", mesh, claim, problem=problem)
+    return codes
 
 
 def _partition_sharded(points: ShardTensor, mesh: DeviceMesh | None) -> tuple[Any, Any]:
