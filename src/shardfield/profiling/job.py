@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -114,9 +115,12 @@ def measure(trainer: ProfiledTrainer, steps: int, warmup: int) -> Measured:
         parts = next(batches)
         with watch() as seen:
             trainer.run_step(parts)
-        own = (made.seconds - made.waiting - made.parts["data"]) / steps * (min(seconds) / (made.seconds / steps))
+        # A step takes as long as the rank with the most work of its own; its share of the profiled steps is applied to
+        # the median step without the profiler, with which the prediction is compared.
+        own = torch.tensor((1 - made.waiting / made.seconds) * statistics.median(seconds))
+        dist.all_reduce(own, dist.ReduceOp.MAX)
         # The device only distributes the measured seconds over the calls.
-        predicted = predict(seen, DEVICES["h200"], network_of(measure_links(2)), own)
+        predicted = predict(seen, DEVICES["h200"], network_of(measure_links(2)), own.item())
     return Measured(seconds, made, predicted, report)
 
 
