@@ -39,6 +39,7 @@ from shardfield.distributed.utils import (
     split_tensor_along_dim,
     truncate_helper,
 )
+from shardfield.domain_parallel import distribute_module
 from shardfield.errors import ShardingError, WorldError
 from shardfield.shard_utils import HaloConfig, RingPassingConfig, halo_padding, perform_ring_iteration_async
 from shardfield.testing import run_on_ranks
@@ -528,3 +529,19 @@ def test_every_difference_of_the_page_is_tested():
     section = page.split("## What differs")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", section, re.M)[1:]
     assert set(rows) - {"SLURM's and Open MPI's variables, both set"} == set(DIFFERS)  # that one: test_launch.py
+
+
+def distributed_module():
+    """Return what the two `distribute_module` make of a module whose weights differ from rank to rank."""
+    mesh = world_mesh((2,))
+    torch.manual_seed(dist.get_rank())
+    layer = distribute_module(nn.Linear(3, 2), device_mesh=mesh)
+    weights = [torch.empty_like(layer.weight) for _ in range(2)]
+    dist.all_gather(weights, layer.weight.detach())
+    partitioned = distribute_module(nn.Linear(3, 2), mesh, lambda name, module, mesh: None)
+    return type(layer.weight) is nn.Parameter, torch.equal(*weights), isinstance(partitioned.weight, DTensor)
+
+
+def test_distribute_module_leaves_parameters_plain():
+    """torch's FSDP cannot wrap DTensors where its mesh axis has one rank."""
+    assert run_on_ranks(distributed_module, 2) == [(True, True, True)] * 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import distribute_module as distribute_as_dtensors
 
 from .comm import collectives
 from .errors import ShardingError
@@ -94,6 +96,18 @@ def sync_module_over_mesh(
         if found := [held[i][0] for i in _differing(digests, mesh, src_mesh_rank)]:
             raise ShardingError(f"sync_module_over_mesh: after the broadcast, ranks hold other values of {found}")
     return module
+
+
+def distribute_module(module: nn.Module, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replicate a module over a mesh, as torch's `distribute_module` does, with parameters that stay plain tensors.
+
+    Calls on ShardTensors sum the gradients of plain parameters over the mesh. torch's own function makes DTensors of
+    them, which FSDP cannot wrap where its mesh axis has one rank. With a `partition_fn`, `input_fn` or `output_fn`,
+    torch's function is called.
+    """
+    if device_mesh is None or args or any(value is not None for value in kwargs.values()):
+        return distribute_as_dtensors(module, device_mesh, *args, **kwargs)
+    return sync_module_over_mesh(module, device_mesh)
 
 
 def _digest(data: bytes) -> int:

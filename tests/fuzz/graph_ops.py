@@ -94,7 +94,9 @@ def recompute(g, x):
 
 @op("graph")
 def derivative(g, x):
-    return "tests.fuzz.graph_ops:slope", (x, g.pick(list(SMOOTH)), g.int(1, 2))
+    name = g.pick(list(SMOOTH))
+    # torch's third derivative of layer_norm, which backward through the second one computes, is wrong on one device
+    return "tests.fuzz.graph_ops:slope", (x, name, 1 if name == "layer_norm" else g.int(1, 2))
 
 
 @op("graph")

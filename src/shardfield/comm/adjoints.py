@@ -330,7 +330,7 @@ class ReplicateOut(Collective):
     @staticmethod
     def forward(ctx, grad, groups):
         ctx.groups = groups
-        return grad
+        return grad.data  # not `grad` itself, of which C++ would return a view: it could not be written in place
 
     @staticmethod
     def backward(ctx, grad):

@@ -35,6 +35,12 @@ def slope(fn, **kwargs):
     return call
 
 
+def written_slope(x):
+    """Differentiate, and write into the gradient."""
+    (grad,) = torch.autograd.grad(x.sin().square().sum(), x, create_graph=True)
+    return grad.mul_(2)
+
+
 CASES = [
     case(slope(torch.sum, dim=0), T(5, 4), options=FEW),
     case(slope(torch.mean, dim=0), T(5, 4), options=FEW),
@@ -58,4 +64,6 @@ CASES = [
     case(slope(F.mse_loss), T(5, 4), T(5, 4), options=FEW),
     case(slope(F.cross_entropy), T(5, 4), T(5, fill="ints", high=4), options=FEW),
     case(slope(F.cosine_similarity), T(5, 4), T(5, 4), options=FEW),
+    # a gradient that is written in place, of a Partial tensor too
+    case(written_slope, T(5, 4), options={"name": "slope, written"}),
 ]
