@@ -14,9 +14,17 @@ per kernel, and a rank 45 to 65 us, of which the launch is a third and Python th
 launches each), 35 % the convolutions (12 more launches each). The Transolver's kernels take as long as plain torch's;
 its host time is that of 57 messages, 40 of them for gradients of parameters, which `parallelize` defers. The ViT visits
 the keys of all other ranks together, and its kernels take 23 ms, plain torch's 20; 217 messages, their buffers and
-copies take the host. A CUDA graph removes the host time. The figures of the H200 are older than those of CPUs, where
+copies take the host. The figures of the H200 are older than those of CPUs, where
 forward, sum and backward of a norm take 53 to 60 torch calls and about 250 calls of Python and built-in functions; a
 convolution 31 and 230; the sum alone 8 and 90. One torch call takes 1 us by itself and 2 to 3 us among others.
+
+Compiled, the 64 x 512 UNet of a rank of 8 has 122 Triton kernels, 22 convolutions and 28 messages; plain torch has 85
+and 16. The rest of the host time over `torch.compile` (12.6 ms against 4.3) is that of the messages: 42 to 44 us each
+if called in a loop, 100 to 150 us inside the step, where their torch calls find cold caches. The gradient of a weight
+is a call of its own, so that it overlaps with the message of a halo. 22 of the messages have nothing to overlap with
+and are one op since; this has not been measured on a device yet. `CUDA graph` is the whole step, captured as plain
+torch's is: 1.20 ms against 1.55, with 0.25 ms on the host. `compile(graphs=True)` leaves zero_grad, guards, the loss
+and copies of the gradients to the host: 1.9 ms.
 """
 
 from __future__ import annotations
