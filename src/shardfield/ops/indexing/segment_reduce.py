@@ -1,7 +1,8 @@
-"""`torch.segment_reduce` along the first dim: rows of consecutive segments, which ranks may share.
+"""`torch.segment_reduce` and torch_scatter's `segment_csr` along the first dim: rows of segments that ranks may share.
 
 Each row is added to the row of its segment by `index_add`, or compared with it by `index_reduce`, so that the result is
-sharded as theirs. Products, segments along other dims, and segments that leave rows out gather.
+sharded as theirs. Products, segments along other dims, and segments that leave rows out gather. The operators of
+torch_scatter are found by name, so that it need not be installed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime, trace_state
 from ...dispatch.registry import gather_fallback, handler, mesh_of, to_full_tensor
 from ...layout import Layout
 from ...tensor import ShardTensor, wrap
@@ -65,3 +66,17 @@ def _reduce(data: Tensor, reduce: str, segment: Tensor, lengths: Tensor, initial
         return total
     counts = lengths.to(data.dtype) if initial is None else lengths.clamp(min=1).to(data.dtype)
     return total / counts.view(-1, *[1] * (data.ndim - 1))
+
+
+def segment_csr(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """Run `segment_sum_csr(src, indptr, out=None)` of torch_scatter, or the mean, which is 0 in an empty segment."""
+    src, indptr, out = (*args, None, None)[:3]
+    given = {"data": src, "offsets": indptr}
+    if kwargs or out is not None or not src.is_floating_point() or _lengths(given) is None:
+        return gather_fallback(func, types, args, kwargs)
+    reduce = "sum" if "segment_sum" in str(func) else "mean"
+    return segment_reduce(torch.segment_reduce, types, (src, reduce), {"offsets": indptr, "initial": 0.0})
+
+
+for _reduce_name in ("sum", "mean"):
+    runtime.active.registry.register_named(f"torch_scatter.segment_{_reduce_name}_csr.default", segment_csr)
