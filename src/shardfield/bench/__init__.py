@@ -26,5 +26,6 @@ BENCHMARKS = {
     "train": "a training step on a sharded field: scaling, reading data, and memory limits",
     "virtual": "virtual ranks in one process: memory and time by their number, and a field larger than the memory",
     "predict": "a forecast written while it is computed: against no output, and against gathering to one rank",
+    "sfno": "a spherical model at 721 x 1440: one rank against plain torch, and 60 days of steps",
     "faults": "killed ranks: time lost, equal losses; how long a checkpoint blocks",
 }

@@ -8,9 +8,9 @@ rank over the mean of all ranks. One rank: a ShardTensor against plain torch. A 
 simulated as in `bench rank`, against the fastest single call with the same queries and keys. A causal share is compared
 per score that is computed. TFLOP/s count the two products with scores; backward counts 2.5 times as many.
 
-What is found. A rank's share of a ring of 8 on an H200 reaches 600 TFLOP/s forward and 520 with backward, a single call
-of cuDNN's kernel 684 and 603, of flash attention 351 and 323. A causal share computes half the scores, in more and
-smaller tiles and after an exchange into zigzag order, and takes about as long as a full one.
+What is found. A rank's share of a ring of 8 on an H200 reaches 611 TFLOP/s forward and 556 with backward, a single call
+of cuDNN's kernel 681 and 585, of flash attention 348 and 323. A causal share computes half the scores, in more and
+smaller tiles and after an exchange into zigzag order: its forward is host-bound.
 """
 
 from __future__ import annotations
