@@ -127,7 +127,7 @@ class Bench:
                 seconds.append(time.perf_counter() - start)
             peak = torch.cuda.max_memory_reserved()
             return {"n": n, "voxels": self.voxels(n), "seconds": min(seconds), "peak": peak, "loss": float(loss)}
-        except (torch.OutOfMemoryError, ShardfieldError) as error:
+        except (RuntimeError, ShardfieldError) as error:
             if not _does_not_fit(error):
                 raise
             why = " ".join(str(error).split())[:160]
@@ -177,7 +177,8 @@ class Bench:
 
 def _does_not_fit(error: BaseException) -> bool:
     texts = [str(error), *(str(e) for e in getattr(error, "errors", {}).values())]
-    return any("out of memory" in text.lower() or "no host memory" in text for text in texts)
+    signs = ("out of memory", "no host memory", "unable to find an engine")
+    return any(sign in text.lower() for text in texts for sign in signs)
 
 
 def show(**figures: Any) -> None:

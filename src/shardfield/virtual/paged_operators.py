@@ -83,7 +83,9 @@ def _expose_components(pager: Pager, tensor: Tensor) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    # cuDNN finds no engine if the memory is too small for the workspace of any.
+    texts = ("can't allocate memory", "unable to find an engine")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

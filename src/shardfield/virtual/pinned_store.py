@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ShardfieldError
 
-CHUNK = 1 << 30  # bytes of host memory that are pinned at once
+CHUNK, LARGEST_CHUNK = 1 << 30, 1 << 33  # bytes of host memory that are pinned at once
 ALIGNMENT = 512
 HOST_RESERVE = 0.06  # of the host memory stays free
 
@@ -76,10 +76,12 @@ class PinnedArena:
 
     def grow(self, nbytes: int) -> bool:
         """Allocate a chunk that has room for `nbytes`; return False if the host has no memory for it."""
-        size = max(CHUNK, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        least = max(CHUNK, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         limit = available_host_memory() if self._limit is None else self._limit - self.size
-        if size > limit:
+        if least > limit:
             return False
+        # Large chunks lose less at their ends: a page of 0.6 GiB fits a chunk of 1 GiB once, one of 8 GiB 13 times.
+        size = min(max(least, min(self.size, LARGEST_CHUNK)), limit // ALIGNMENT * ALIGNMENT)
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:
