@@ -31,10 +31,10 @@ from ..errors import ShardingError
 from .empty_shards import sum_of_nothing
 
 _TOKEN = "shardfield"  # key of a node's metadata
-# Nodes of torch that only raise: derivatives that it has not. The second one stands for a backward that found a value
+# Nodes of torch that only raise: derivatives that it has not. `Error` stands for a backward that found a value
 # for which there is none.
 _MISSING = (
-    "NotImplemented",
+    "torch::autograd::NotImplemented",
     "torch::autograd::Error",
     "CdistBackwardBackward",
     "PdistBackwardBackward",
