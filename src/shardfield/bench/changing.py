@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from ..neighbors import knn
 from ..tensor import ShardTensor
 from .graph import mlp
-from .measure import interleave, max_over_ranks
+from .measure import interleave, max_over_ranks, thread_seconds
 from .ranks import domain_mesh, measure_on_ranks, rank_label
 from .table import Table
 
@@ -98,14 +98,6 @@ def other_sizes(atoms: int, steps: int, random: torch.Generator) -> list[int]:
     reach = max(atoms // 10, 1)
     drawn = torch.randint(-reach, reach + 1, (steps // 2,), generator=random).tolist()
     return [atoms + d for some in drawn for d in (some, -some)]
-
-
-def thread_seconds(call: Callable[[], Any]) -> float:
-    """Return the CPU seconds of this thread: waiting, and the threads of gloo that poll, do not count."""
-    dist.barrier()
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
 
 
 def measure_times(device: str, settings: Settings, atoms: int) -> dict[str, Any]:

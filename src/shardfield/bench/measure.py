@@ -79,6 +79,14 @@ def rank_seconds(call: Callable[[], Any], device: str) -> float:
     return rank_times(call, device)[0]
 
 
+def thread_seconds(call: Callable[[], Any]) -> float:
+    """Return the CPU seconds of this thread: waiting, and the threads of gloo that poll, do not count."""
+    dist.barrier()
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
 def busy_seconds(call: Callable[[], Any], device: str, repeats: int = 1) -> float:
     """Return the seconds per call in a process that does not communicate.
 
