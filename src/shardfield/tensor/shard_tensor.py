@@ -293,8 +293,11 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
         if self._consumed:
             note_write(self._local_tensor, self._layout.mesh)
         observers = runtime.active.write_observers
-        for observer in list(observers) if observers else ():
-            observer.before_write(self._local_tensor)
+        # Read once: an observer may turn this tensor into a deferred value, and to read that one communicates, on the
+        # ranks that have further observers alone.
+        local = self._local_tensor if observers else None
+        for observer in list(observers) if local is not None else ():
+            observer.before_write(local)
         if self._copied_view and write_is_lost(self._copied_view):
             raise ShardingError(
                 "writing into this tensor would be lost, or reach its source on some ranks only: on one device it is "
