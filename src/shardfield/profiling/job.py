@@ -117,8 +117,8 @@ def measure(trainer: ProfiledTrainer, steps: int, warmup: int) -> Measured:
             trainer.run_step(parts)
         # A step takes as long as the rank with the most work of its own; its share of the profiled steps is applied to
         # the median step without the profiler, with which the prediction is compared.
-        own = torch.tensor((1 - made.waiting / made.seconds) * statistics.median(seconds))
-        dist.all_reduce(own, dist.ReduceOp.MAX)
+        share = torch.tensor((1 - made.waiting / made.seconds) * statistics.median(seconds))
+        own = collectives.all_reduce(share, dist.group.WORLD, "max")
         # The device only distributes the measured seconds over the calls.
         predicted = predict(seen, DEVICES["h200"], network_of(measure_links(2)), own.item())
     return Measured(seconds, made, predicted, report)
