@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
-from .._compat import flatten_tensors, function_apply, unflatten_tensors
+from .._compat import flatten_tensors, function_apply, has_saved_tensor_hooks, unflatten_tensors
 from . import collectives
 from .route import Region
 from .route_messages import exchange_no_grad
@@ -91,7 +91,14 @@ class _NoContext:
 
 
 class Collective(torch.autograd.Function):
-    """Base of the collectives: messages of a backward are attributed to the call that issued its forward."""
+    """Base of the collectives: messages of a backward are attributed to the call that issued its forward.
+
+    Inside `torch.utils.checkpoint`, backward computes the forward again, with its messages, when the first saved tensor
+    is read, and stops after the last one. Which local tensors torch saves depends on the shard. So each collective
+    whose backward sends saves one and reads it first: all ranks recompute, before the same message, as far as the last
+    such collective. (The result of one whose backward sends nothing may be cached in its operand, so that it is not
+    recomputed.)
+    """
 
     apply = function_apply  # torch's own: these Functions need no bridge for ShardTensors
     backward_sends = True  # messages; ranks that differentiate again compare those that do
@@ -103,11 +110,19 @@ class Collective(torch.autograd.Function):
         def tagged_forward(ctx, *args):
             ctx.tag = runtime.active.tag
             out = forward(ctx, *args)
-            return out if runtime.active.tracer is None else _clone_if_aliased(out, args)
+            ctx.recomputed = False
+            if runtime.active.tracer is not None:
+                return _clone_if_aliased(out, args)
+            if cls.backward_sends and has_saved_tensor_hooks() and ctx.to_save is None:
+                ctx.recomputed = True
+                ctx.save_for_backward(torch.empty(0))
+            return out
 
         def tagged_backward(ctx, *grads):
             rt = runtime.active
             before, rt.tag = rt.tag, ctx.tag
+            if ctx.recomputed:
+                ctx.saved_tensors  # noqa: B018
             try:
                 return backward(ctx, *grads)
             finally:

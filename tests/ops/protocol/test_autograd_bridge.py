@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -143,6 +144,29 @@ def checkpointing(mesh, placements, lengths, reentrant):
     close(w.grad, v.grad)
 
 
+# Functions with messages whose local part saves nothing where a shard is short, or after the last message.
+RECOMPUTED = {
+    "avg_pool": lambda p: F.avg_pool1d(p[None].square(), 2)[0] * 2,
+    "max_pool": lambda p: F.max_pool2d(p[None, None].sin(), 3, 2)[0, 0] * 2,
+    "conv": lambda p: F.conv2d(p[None, None], torch.ones(1, 1, 3, 3, dtype=p.dtype), padding=1)[0, 0],
+    "roll": lambda p: p.roll((1, 1), (0, 1)) * p.sin(),
+    "softmax": lambda p: p.softmax(0) * p.softmax(1),
+    "norm": lambda p: F.layer_norm(p, (6,)) + F.group_norm(p[None, None], 1)[0, 0],
+    "slice": lambda p: p[:2, 4:].exp().sum() * 2,
+    "fft": lambda p: torch.fft.irfft2(torch.fft.rfft2(p)[:2, :2], s=p.shape),
+}
+
+
+def recomputing(mesh, placements, lengths):
+    r = full_input().requires_grad_()
+    for function in RECOMPUTED.values():
+        x, grads = on(mesh, placements, lengths), []
+        for a in (x, r):
+            y = checkpoint(function, a * 1, use_reentrant=False)
+            grads += torch.autograd.grad((y * y).sum(), a)
+        close(*grads)
+
+
 def accumulation(mesh, placements, lengths):
     x, r = on(mesh, placements, lengths), full_input().requires_grad_()
     for a in (x, r):
@@ -177,6 +201,11 @@ def test_autograd(what, mesh, placements, lengths):
 @pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
 def test_checkpoint(mesh, placements, lengths, reentrant):
     run_on_ranks(checkpointing, torch.Size(mesh).numel(), mesh, placements, lengths, reentrant)
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
+def test_checkpointed_messages(mesh, placements, lengths):
+    run_on_ranks(recomputing, torch.Size(mesh).numel(), mesh, placements, lengths)
 
 
 # ---------------------------------------------------------------------- full backward hooks of modules
