@@ -143,9 +143,19 @@ def case(fn: Callable, *args: Any, options: dict | None = None, **kwargs: Any) -
 
 
 def raises(
-    type: type[Exception], text: str, ours: str = "", signature: bool = False, device_asserts: bool = False
+    type: type[Exception],
+    text: str,
+    ours: str = "",
+    signature: bool = False,
+    device_asserts: bool = False,
+    since_2_15: type[Exception] | None = None,
 ) -> dict:
-    """Build the options that declare an error: `options=FEW | raises(RuntimeError, "negative padding")`."""
+    """Build the options that declare an error: `options=FEW | raises(RuntimeError, "negative padding")`.
+
+    `since_2_15`: the type of the error from torch 2.15 on.
+    """
+    if since_2_15 is not None and torch.__version__ >= "2.15":
+        type, signature = since_2_15, True
     return {"raises": Raises(type, text, ours, signature), "device_asserts": device_asserts}
 
 

@@ -9,6 +9,7 @@ from tests.harness import T, case, double_backward, raises
 
 FEW = {"layouts": 4}
 FIELD = {"layouts": 12}
+NO_CUBIC_VOLUMES = raises(RuntimeError, "bicubic interpolation only supports 4D input")  # before torch 2.15
 
 
 def anywhere(shape, generator):
@@ -217,7 +218,7 @@ CASES = [
         T(1, 2, 2, 5, 3, fill=anywhere),
         mode="bicubic",
         align_corners=False,
-        options=FEW | raises(RuntimeError, "bicubic interpolation only supports 4D input"),
+        options=FEW | (NO_CUBIC_VOLUMES if torch.__version__ < "2.15" else {}),
     ),
     case(
         F.grid_sample,
