@@ -15,8 +15,9 @@ SRC = Path(__file__).parents[1] / "src"
 # down. The longest matching name decides the row; a package's name stands for all its modules.
 LAYERS = [
     {"_compat", "_moved", "_version"},
-    {"errors", "triton_kernels", "dim_sharding"},
+    {"errors", "caches", "dim_sharding"},
     {"runtime"},
+    {"triton_kernels"},
     {"trace_state"},
     {"testing"},
     {"layout", "distributed", "dispatch.torch_aliases", "dispatch.__init__", "debug.__init__"},

@@ -280,7 +280,6 @@ ALLOWED = {
     "ops/protocol/method_install.py ShardTensor.<name>": "methods of our own class, at import",
     "shard_utils/halo_blocks.py _dim_ranges": "pure function of ints, bounded",
     "ops/stencil/decorators.py module.<key>": "rebind=True: the user replaces a function of a library",
-    "testing/_run.py _close_pools": "ends the rank processes at exit",
     "testing/_run.py _lock": "guards the pools",
     "testing/_run.py _pools": "rank processes live for the whole test run",
     "triton_kernels/jit.py jit": "kernels of this package's functions, bounded",

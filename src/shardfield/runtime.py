@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from ._compat.world import clear_dtensor_caches
+from .caches import Cache as Cache
+from .caches import PlanCache as PlanCache
 from .errors import ShardingError
 
 F = TypeVar("F", bound=Callable)
@@ -32,56 +34,6 @@ PLANS = 2048  # size of one generation of the plan cache, which holds two
 # A Partial value with fewer elements on a rank (statistics, a loss) is all-reduced, in one message. If it were
 # reduce-scattered, combining it with a sharded field would need a second message.
 MIN_SCATTERED = 1 << 13
-
-
-class Cache(dict):
-    """A bounded dict with two generations: `cache[key]` returns the entry or None.
-
-    New and used entries are in the dict itself. When it is full it becomes the old generation, and the previous old
-    generation is dropped. A lookup in the old generation moves the entry up. So entries in use stay, a hit costs one
-    dict lookup, and memory is bounded when every key is new. Entries must be pure: a miss may not communicate.
-    """
-
-    __slots__ = ("size", "old")
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-        self.old: dict = {}
-
-    def __missing__(self, key: Hashable) -> Any:
-        found = self.old.get(key)
-        if found is not None:
-            self[key] = found
-        return found
-
-    def __setitem__(self, key: Hashable, value: Any) -> None:
-        if len(self) >= self.size:
-            self.old = self.copy()
-            self.clear()
-        super().__setitem__(key, value)
-
-    def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Remove all entries whose key is `unwanted`."""
-        for table in (self, self.old):
-            for key in [key for key in table if unwanted(key)]:
-                del table[key]
-
-
-class PlanCache(Cache):
-    """The plan cache of a runtime, which counts the plans that were made."""
-
-    __slots__ = ("_runtime",)
-
-    def __init__(self, size: int, runtime: Runtime):
-        super().__init__(size)
-        self._runtime = ref(runtime)
-
-    def __setitem__(self, key: Hashable, value: Any) -> None:
-        runtime = self._runtime()
-        if runtime is not None:
-            runtime.plans_made += 1
-        super().__setitem__(key, value)
 
 
 class Registry:
@@ -170,7 +122,7 @@ class MeshState:
 _OBSERVERS = (
     "observer", "strict_depth", "strict_sharding", "meter", "tag", "on_send", "tracer", "fake_tensors", "bridge_depth",
     "transport_override", "before_collective", "promotion", "world_thread", "min_scattered", "virtual",
-    "attention_strategy", "sharded_backward",
+    "attention_strategy", "sharded_backward", "message_log",
 )  # fmt: skip
 # Keyed weakly by tensors, which may outlive a world.
 _BY_TENSOR = ("write_observers", "exposed_storages", "written_storages", "reduce_hooks")
@@ -193,6 +145,7 @@ class Runtime:
         results that lost their sharding count. virtual: the messages between virtual ranks, in a rank of a
         `VirtualWorld`. attention_strategy: the one that attention must use (`ops.attention.attention_strategy`).
         sharded_backward: the meshes of ShardTensors that backward was called on, on all of their ranks.
+        message_log: what a virtual rank receives in a segment of its model that is recomputed in backward.
 
     Tables by tensor, kept over worlds:
         write_observers: lazy values that alias a tensor and take a snapshot before it is written.
@@ -213,8 +166,8 @@ class Runtime:
         capture_streams: device index -> stream on which CUDA graphs are captured.
         in_flight: token -> message of a compiled program. warned: functions whose fallback was warned about.
         written_meshes: meshes of tensors that were written after a call read them: ranks agree before backward.
-        recorded_groups: groups of backwards that recorded a graph (`create_graph`): ranks compare the next backward.
-        recorded_tokens: objects that live as long as such a graph, recorded_leaves: one for gradients of leaves.
+        recorded: the graphs of gradients (`create_graph`) that are alive, a `dispatch.recorded_backward.Recorded`; None
+        before the first one.
         thread: the thread that has communicated, 0 before the first message. engine_thread: the thread of autograd's
         engine that has. messages: their number. stalls: the StallMonitor of this world.
     """
@@ -223,8 +176,7 @@ class Runtime:
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "plans_made", "forced_plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
         "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
-        "thread", "engine_thread", "messages", "stalls", "written_meshes", "recorded_groups", "recorded_tokens",
-        "recorded_leaves", "__weakref__",
+        "thread", "engine_thread", "messages", "stalls", "written_meshes", "recorded", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -247,6 +199,7 @@ class Runtime:
         self.virtual: Any = None
         self.attention_strategy: str | None = None
         self.sharded_backward: tuple[Any, ...] = ()
+        self.message_log: Any = None
         self.write_observers: WeakSet[Any] = WeakSet()
         self.exposed_storages: WeakSet[Any] = WeakSet()
         self.written_storages: WeakSet[Any] = WeakSet()
@@ -271,9 +224,7 @@ class Runtime:
         self.tokens = itertools.count(1)
         self.warned: set[str] = set()
         self.written_meshes: dict[Any, bool] = {}
-        self.recorded_groups: dict[dist.ProcessGroup, None] = {}
-        self.recorded_tokens: WeakSet[Any] = WeakSet()
-        self.recorded_leaves: Any = None
+        self.recorded: Any = None
         self.thread = self.engine_thread = self.messages = 0
         self.stalls: Any = None
 

@@ -51,7 +51,7 @@ def gradients_of_an_empty_shard() -> tuple[bool, float, bool]:
     full = x.full_tensor().detach().requires_grad_()
     (plain,) = torch.autograd.grad(torch.cummax(full, 0)[0].pow(3).sum(), full, create_graph=True)
     (expected,) = torch.autograd.grad(plain.sum(), full)
-    return same, float((curvature.full_tensor() - expected).abs().max()), bool(runtime.active.recorded_groups)
+    return same, float((curvature.full_tensor() - expected).abs().max()), bool(runtime.active.recorded.groups)
 
 
 def test_second_derivative_with_an_empty_shard():

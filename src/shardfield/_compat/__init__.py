@@ -45,8 +45,8 @@ function_apply: Any = classmethod(_apply) if isinstance(_torch_apply, classmetho
 flatten_tensors = torch._C._nn.flatten_dense_tensors
 unflatten_tensors = torch._C._nn.unflatten_dense_tensors
 
-# torch 2.11-2.15: multiply each tensor of a list, set each to zero, in one kernel. No public names.
-multiply_all, zero_all = torch._foreach_mul, torch._foreach_zero_
+# torch 2.11-2.15: multiply each tensor of a list, set each to zero, add one to each, in one kernel. No public names.
+multiply_all, zero_all, add_to_all = torch._foreach_mul, torch._foreach_zero_, torch._foreach_add_
 
 # torch 2.11-2.15: constructor of a tensor subclass that has a shape but no storage of its own. No public name.
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -140,13 +140,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return storage_of(unwrap_functional(tensor))._cdata
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return whether other code has saved-tensor hooks active, or has disabled them.
+# torch 2.11-2.15: the state that `torch.autograd.graph.saved_tensors_hooks` reads; no public name.
+_saved_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+_top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-    torch 2.11-2.15: the state that `torch.autograd.graph.saved_tensors_hooks` reads; no public name.
-    """
-    state = torch._C._autograd
-    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether other code has saved-tensor hooks active, or has disabled them."""
+    return not _saved_hooks_enabled() or _top_saved_hooks(False) is not None
 
 
 @contextmanager

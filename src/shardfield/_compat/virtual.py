@@ -27,14 +27,18 @@ class RankState(c10d._World):  # type: ignore[name-defined]
     group_count = 0
 
 
-def swap_rank_state(state: Any, isolated: bool) -> Any:
-    """Make `state` that of torch.distributed, and return the previous one. `isolated`: names of groups are per thread.
+def current_world() -> Any:
+    """Return the state of torch.distributed. torch 2.11-2.15; no public name."""
+    return c10d._world
+
+
+def set_rank_state(state: Any, isolated: bool) -> None:
+    """Make `state` that of torch.distributed. `isolated`: names of groups are per thread.
 
     torch 2.11-2.15: as torch's own tests with several ranks in one process do.
     """
-    before, c10d._world = c10d._world, state
+    c10d._world = state
     torch._C._distributed_c10d._set_thread_isolation_mode(isolated)
-    return before
 
 
 def register_threaded_backend(create: Callable[..., dist.ProcessGroup]) -> None:

@@ -105,15 +105,14 @@ class Collective(torch.autograd.Function):
     compute: Any  # `forward`, as a plain function
 
     def __init_subclass__(cls) -> None:
-        forward, backward = cls.forward, cls.backward
+        forward, backward, sends = cls.forward, cls.backward, cls.backward_sends
 
         def tagged_forward(ctx, *args):
-            ctx.tag = runtime.active.tag
+            ctx.tag, ctx.recomputed = runtime.active.tag, False
             out = forward(ctx, *args)
-            ctx.recomputed = False
-            if runtime.active.tracer is not None:
+            if runtime.active.tracer is not None:  # of this rank: a virtual one may have waited in between
                 return _clone_if_aliased(out, args)
-            if cls.backward_sends and has_saved_tensor_hooks() and ctx.to_save is None:
+            if sends and has_saved_tensor_hooks() and ctx.to_save is None:
                 ctx.recomputed = True
                 ctx.save_for_backward(torch.empty(0))
             return out

@@ -44,7 +44,10 @@ def _ranks(group: ProcessGroup) -> Ranks:
 def has_deferred(groups: Iterable[ProcessGroup]) -> bool:
     """Return whether some wrapper averages gradients over all these groups.
 
-    For plans that are built before the parameter is used with them.
+    For placements that are chosen before the parameter is known. The groups are those of all models of this world, also
+    of models that no longer exist: when a model is freed depends on each rank's garbage collector, and ranks whose
+    answers differed would choose different placements. After such a model, modes that meet a plain weight are placed
+    as if its gradient were averaged later: equal numbers, other bytes.
     """
     return runtime.active.deferring_groups.issuperset(map(_ranks, groups))
 

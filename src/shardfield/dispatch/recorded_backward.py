@@ -14,7 +14,9 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,18 @@ class _Alive:
     """Live as long as the node that holds it."""
 
 
+@dataclass
+class Recorded:
+    """The graphs of gradients of one world: `groups` of the backwards that recorded them, while `tokens` live.
+
+    `leaves` holds the token of the gradients of leaves, whose nodes are not known.
+    """
+
+    groups: dict[ProcessGroup, None] = field(default_factory=dict)
+    tokens: WeakSet[_Alive] = field(default_factory=WeakSet)
+    leaves: _Alive | None = None
+
+
 def run_engine(
     run: Callable[..., Any],
     outputs: Sequence[Tensor],
@@ -59,21 +73,24 @@ def run_engine(
 ) -> Any:
     """Call torch's engine; of a backward through gradients, compare the ranks before and after."""
     rt = runtime.active
-    if not create_graph and not rt.recorded_groups:
+    recorded = rt.recorded
+    if not create_graph and (recorded is None or not recorded.groups):
         return run(outputs, gradients, keep, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
+    if recorded is None:
+        recorded = rt.recorded = Recorded()
     nested = in_backward() or rt.tracer is not None
-    sharded = not nested and bool(rt.recorded_groups or create_graph) and _on_all_ranks(outputs)
-    checked = sharded and bool(rt.recorded_groups) and _agree(outputs, inputs)
+    sharded = not nested and _on_all_ranks(outputs)
+    checked = sharded and bool(recorded.groups) and _agree(recorded, outputs, inputs)
     if create_graph and sharded:
-        rt.recorded_groups.update(dict.fromkeys(_groups(outputs)))
-    recorded = bool(create_graph and sharded and rt.recorded_groups)
-    compared = (checked or recorded) and not accumulate_grad
+        recorded.groups.update(dict.fromkeys(_groups(outputs)))
+    records = bool(create_graph and sharded and recorded.groups)
+    compared = (checked or records) and not accumulate_grad
     unreachable = compared or allow_unreachable
     found = run(outputs, gradients, keep, create_graph, inputs, unreachable, accumulate_grad=accumulate_grad)
     if compared:
-        found = _equal_on_all_ranks(found, inputs, allow_unreachable)
-    if recorded:
-        _keep_alive(found)
+        found = _equal_on_all_ranks(found, inputs, allow_unreachable, list(recorded.groups))
+    if records:
+        _keep_alive(recorded, found)
     return found
 
 
@@ -106,23 +123,22 @@ def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
                 stack.append(following)
 
 
-def _agree(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+def _agree(recorded: Recorded, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     """Raise on all ranks unless all are about to issue the same collectives; return whether to compare the results."""
-    rt = runtime.active
     nodes = _executed(outputs, inputs)
-    names, pairs = _messages(nodes)
+    names, pairs = _messages(nodes, recorded.groups)
     # torch has no second derivative of some functions. Its error comes in the middle of backward, where data is.
     missing = int(any(node.name().startswith(_MISSING) for node in nodes))
-    alive, differs = int(len(rt.recorded_tokens) > 0), 0
+    alive, differs = int(len(recorded.tokens) > 0), 0
     with trace_state.concrete():
-        for group in rt.recorded_groups:
+        for group in recorded.groups:
             code = _hash(names[group], 7)
             sent = torch.tensor([code, -code, alive, missing, differs], device=group_device(group))
             high, low, alive, missing, differs = collectives.all_reduce(sent, group, "max").tolist()
             differs |= high != -low
             pairs = int(collectives.all_reduce(torch.tensor([pairs], device=sent.device), group).item())
     if not alive:  # no rank has a graph of gradients any more
-        rt.recorded_groups.clear()
+        recorded.groups.clear()
     if missing:
         raise ShardingError("backward: the derivative of a gradient (create_graph=True) is not implemented in torch")
     if differs or pairs:
@@ -136,13 +152,13 @@ def _agree(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     return bool(alive)
 
 
-def _messages(nodes: Iterable[Any]) -> tuple[dict[ProcessGroup, list[str]], int]:
-    """Return the collectives of each group, and a number for the messages between two ranks.
+def _messages(nodes: Iterable[Any], recorded: Iterable[ProcessGroup]) -> tuple[dict[ProcessGroup, list[str]], int]:
+    """Return the collectives of each group, the recorded ones first, and a number for the messages between two ranks.
 
     Only ranks that exchange something need a node for it. Each message adds a number on one of its ranks and subtracts
     the same on the other, so that the sum over all ranks is 0 if every message has both.
     """
-    names: dict[ProcessGroup, list[str]] = {group: [] for group in runtime.active.recorded_groups}
+    names: dict[ProcessGroup, list[str]] = {group: [] for group in recorded}
     pairs, between = 0, Counter[tuple[int, ...]]()
     for function, node in ((type(n)._forward_cls, n) for n in nodes if is_collective(n)):
         groups = list(_groups_of(node))
@@ -185,11 +201,11 @@ def _executed(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
 
 
 def _equal_on_all_ranks(
-    found: Sequence[Tensor | None], inputs: Sequence[Tensor], allow_unused: bool
+    found: Sequence[Tensor | None], inputs: Sequence[Tensor], allow_unused: bool, groups: Sequence[ProcessGroup]
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that exist and require grad on all ranks or on none. Raise torch's error if one is missing."""
     facts = [fact for g in found for fact in (g is not None, g is not None and g.requires_grad)]
-    agreed = any_rank(facts, list(runtime.active.recorded_groups))
+    agreed = any_rank(facts, groups)
     exist, require_grad = agreed[::2], agreed[1::2]
     if not (allow_unused or all(exist)):
         raise RuntimeError(
@@ -233,13 +249,12 @@ def _process_groups(node: Any) -> Iterator[ProcessGroup]:
             stack += value
 
 
-def _keep_alive(found: Sequence[Tensor | None] | None) -> None:
+def _keep_alive(recorded: Recorded, found: Sequence[Tensor | None] | None) -> None:
     """Note that the graph of these gradients may be differentiated while one of them, or a result of it, exists."""
-    rt = runtime.active
     token = _Alive()
-    rt.recorded_tokens.add(token)
+    recorded.tokens.add(token)
     if found is None:  # gradients of leaves, which are not known here
-        rt.recorded_leaves = token
+        recorded.leaves = token
         return
     for gradient in found:
         if gradient is not None and gradient.grad_fn is not None:

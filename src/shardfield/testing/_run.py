@@ -1,7 +1,7 @@
 """Call a function on every rank of a cached world."""
 
-import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -66,7 +66,10 @@ def run_on_ranks(
         if pool is not None and not pool.usable():
             pool.close()
             pool = None
-        pool = pool or Pool(world_size)
+        if pool is None:
+            # Not atexit: a process of multiprocessing waits for its children before it runs what atexit registered.
+            multiprocessing.util.Finalize(None, _close_pools, exitpriority=10)
+            pool = Pool(world_size)
         try:
             return pool.call(name, head, body, timeout)
         finally:
@@ -74,7 +77,6 @@ def run_on_ranks(
                 _pools[key] = pool
 
 
-@atexit.register
 def _close_pools() -> None:
     for key in [key for key in _pools if key[0] == os.getpid()]:
         _pools.pop(key).close()

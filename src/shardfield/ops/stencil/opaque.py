@@ -267,7 +267,8 @@ def _probe(
         passed.append(made.clone())  # torch refuses a write into a leaf with an error of its own
         return passed[-1]
 
-    with torch.enable_grad():
+    # Hooks of the caller (a checkpoint) must not see what is saved here: a recomputation finds the plan cached.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         given = {
             name: replace(value, _probe_shape(call, layouts[name]) if name in layouts else None)
             for name, value in bound.items()
