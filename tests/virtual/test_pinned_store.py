@@ -89,14 +89,14 @@ def test_auto_recomputes_before_it_moves(monkeypatch):
 
 
 def test_auto_keeps_tensors_until_memory_runs_out(monkeypatch):
-    """Without a budget, the pager sees nothing before a rank has run out of memory; then the step begins again."""
+    """Without a budget, a step that runs out of memory begins again: it recomputes, and then the pager sees it."""
     monkeypatch.setattr(sys.modules["shardfield.virtual.virtualize"], "RECOMPUTES_FIRST", frozenset(["cpu"]))
     x, model, plain, full = torch.randn(1, 1, 61, 200, dtype=torch.float64), network(), network(), []
 
     def loss(model, x, y):
         found = mse(model, x, y)
         if dist.get_rank() == 1 and full:
-            full.clear()
+            full.pop()
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
@@ -105,9 +105,19 @@ def test_auto_keeps_tensors_until_memory_runs_out(monkeypatch):
         step(x, 2 * x)
         assert step.recompute is None and step.world.pager.peak == 0
         full.append(1)
+        step(x, 2 * x)
+        assert step.recompute and step.world.pager.peak == 0 and not full
+        full.append(1)
         model.zero_grad()
         step(x, 2 * x)
-        assert step.recompute and step.world.pager.peak > 0 and not full
+        assert step.world.pager.peak > 0 and not full
+        step.world.pager.peak = 0
+        step(x, x)
+        assert step.world.pager.peak == 0  # nothing was moved on a batch of this kind
+        full.append(1)
+        model.zero_grad()
+        step(x, 2 * x)
+        assert step.world.pager.peak > 0  # it needed more this time
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-12)
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,6 +164,25 @@ def draw(seed):
 def test_each_rank_has_its_own_random_numbers():
     with VirtualWorld(2) as world:
         assert world.run(draw, 3) == run_on_ranks(draw, 2, 3)
+
+
+def draw_from_numpy():
+    drawn = []
+    for _ in range(3):  # normal numbers come in pairs: one stays in reserve during the wait
+        drawn.append(np.random.randn() if dist.get_rank() != 1 else np.random.rand())
+        dist.barrier()
+    return drawn
+
+
+def test_each_rank_has_its_own_numbers_of_numpy():
+    np.random.seed(0)
+    normal = np.random.randn(5).tolist()
+    np.random.seed(0)
+    uniform = np.random.rand(3).tolist()
+    np.random.seed(0)
+    with VirtualWorld(3) as world:
+        assert world.run(draw_from_numpy) == [normal[:3], uniform, normal[:3]]
+    assert np.random.randn(2).tolist() == normal[3:]  # the caller goes on after rank 0
 
 
 def flags_around_waits():

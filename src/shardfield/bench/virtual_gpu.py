@@ -4,18 +4,21 @@ python -m shardfield.bench.virtual_gpu --model unet3d --memory 8
 
 The memory that this process may allocate on the device is limited, in GiB. Plain torch, plain torch that recomputes the
 children of the model, and virtual ranks compute loss and gradients on fields of growing size. The peaks of two small
-fields predict the largest one, which a run confirms. Each result is printed at once, as one line of JSON.
+fields predict the largest one, which a run confirms. The largest field of plain torch is then computed on several
+numbers of virtual ranks; `--profile` samples where the host is meanwhile. Each result is printed at once, as one line
+of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from ..errors import ShardfieldError
 from ..virtual import virtualize
 from ..virtual.replica import blocks_of
 from .models import token_mixer, unet
+from .sampling import sampled
 
 GIB = 1 << 30
 USABLE = 0.6  # of the device memory beside the parameters: what the pages of virtual ranks may take
@@ -115,6 +119,7 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = _allocator_counts({})
         seconds = []
         try:
             x, y = self.fields(n, device)
@@ -126,7 +131,8 @@ class Bench:
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
             peak = torch.cuda.max_memory_reserved()
-            return {"n": n, "voxels": self.voxels(n), "seconds": min(seconds), "peak": peak, "loss": float(loss)}
+            found = {"n": n, "voxels": self.voxels(n), "seconds": min(seconds), "peak": peak, "loss": float(loss)}
+            return found | {"allocated": torch.cuda.max_memory_allocated(), **_allocator_counts(before)}
         except (RuntimeError, ShardfieldError) as error:
             if not _does_not_fit(error):
                 raise
@@ -135,9 +141,7 @@ class Bench:
             return None
 
     def plain(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(self.model, x, y)
-        loss.backward()
-        return loss.detach()
+        return _plain(self.model, x, y)
 
     def recomputing(self, x: Tensor, y: Tensor) -> Tensor:
         with recomputed(self.model):
@@ -175,6 +179,19 @@ class Bench:
         return found
 
 
+def _allocator_counts(before: dict[str, int]) -> dict[str, int]:
+    """Return how often the allocator has asked the device for memory since `before`, given it back, and ran out."""
+    stats = torch.cuda.memory_stats()
+    names = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+    return {name: stats.get(name, 0) - before.get(name, 0) for name in names}
+
+
+def _plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    return loss.detach()
+
+
 def _does_not_fit(error: BaseException) -> bool:
     texts = [str(error), *(str(e) for e in getattr(error, "errors", {}).values())]
     signs = ("out of memory", "no host memory", "unable to find an engine")
@@ -185,29 +202,87 @@ def show(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=PROBLEMS, required=True)
-    parser.add_argument("--memory", type=float, default=8, metavar="GiB")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--times", type=float, default=16, help="voxels of the first try of virtual ranks, over plain")
-    args = parser.parse_args()
-    bench = Bench(PROBLEMS[args.model], int(args.memory * GIB))
-    plain = bench.largest(bench.plain)
-    show(what="plain", **plain)
-    n = bench.size_of(args.times * plain["voxels"] * 1.0001)
-    if bench.voxels(n) < args.times * plain["voxels"]:
+def same_size(bench: Bench, plain: dict[str, Any], ranks: Sequence[int], profile: bool) -> None:
+    """Show the time of virtual ranks on the largest field of plain torch."""
+    for count in ranks:
+        with sampled(profile and count == ranks[-1]) as places:
+            found = bench.virtual(plain["n"], count, 3, large=False)
+        if found is not None:
+            show(what="same size", ratio=found["seconds"] / plain["seconds"], **found)
+        if places:
+            show(what="profile", ranks=count, places=places.most_common(30))
+
+
+def enlarged(bench: Bench, plain: dict[str, Any], ranks: int, times: float) -> None:
+    """Show a field of `times` the voxels of plain torch, or the largest of the smaller ones that are tried."""
+    n = bench.size_of(times * plain["voxels"] * 1.0001)
+    if bench.voxels(n) < times * plain["voxels"]:
         n += bench.problem.unit
     for _ in range(ATTEMPTS):
-        found = bench.virtual(n, args.ranks or bench.problem.ranks, 1, large=True)
+        found = bench.virtual(n, ranks, 1, large=True)
         if found is not None:
-            show(what="virtual", **found)
+            show(what="virtual", times=found["voxels"] / plain["voxels"], **found)
             break
         n = bench.size_of(0.75 * bench.voxels(n))
+
+
+def check(device: str) -> None:
+    """Show how far loss, gradients and buffers of virtual ranks are from plain torch, in fp64, for each policy."""
+    norms = [nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.GELU(), nn.Conv3d(8, 1, 3, padding=1)]
+    models: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
+        "unet": (unet(8, 3), (1, 3, 40, 8, 8), 2),
+        "norms": (nn.Sequential(*norms), (2, 1, 22, 6, 6), 2),
+        "vit": (token_mixer(64, 2), (1, 110, 64), 1),
+    }
+    for name, (model, shape, dim) in models.items():
+        model.double().to(device)
+        start = {key: value.clone() for key, value in model.state_dict().items()}
+        x = torch.sin(torch.arange(math.prod(shape), dtype=torch.float64, device=device)).view(shape)
+        expected = _two_steps(model, functools.partial(_plain, model), x, start)
+        for memory in ("keep", "recompute", "offload", "auto"):
+            budget = 100_000 if memory in ("recompute", "auto") else None
+            with virtualize(loss_of, model, 3, dim=dim, memory=memory, budget=budget) as step:  # type: ignore[arg-type]
+                if step.world.pager is not None:
+                    step.world.pager.minimum = 512
+                found = _two_steps(model, step, x, start)
+            pairs = zip(found, expected, strict=True)  # the gradient of a bias before a norm is 0 but for rounding
+            far = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) for a, b in pairs)
+            show(what="check", model=name, memory=memory, difference=far, right=far < 1e-12)
+
+
+def _two_steps(model: nn.Module, step: Callable[[Tensor, Tensor], Any], x: Tensor, start: dict[str, Tensor]) -> list:
+    """Return losses, summed gradients and buffers of two steps, and restore the model."""
+    found = [step(x, 0.5 * x) for _ in range(2)]
+    found += [p.grad for p in model.parameters()] + [b.clone() for b in model.buffers()]
+    model.load_state_dict(start)
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=PROBLEMS, default="unet3d")
+    parser.add_argument("--check", action="store_true", help="compare with plain torch instead, in fp64")
+    parser.add_argument("--memory", type=float, default=8, metavar="GiB")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="on plain torch's largest field")
+    parser.add_argument("--size", type=int, help="of the field that is compared, instead of plain torch's largest")
+    parser.add_argument("--large-ranks", type=int, help="on the field of so many times the voxels")
+    parser.add_argument("--times", type=float, default=16, help="voxels of the first try of virtual ranks, over plain")
+    parser.add_argument("--profile", action="store_true", help="sample the host on the last of the numbers of ranks")
+    args = parser.parse_args()
+    if args.check:
+        check("cuda" if torch.cuda.is_available() else "cpu")
+        return
+    bench = Bench(PROBLEMS[args.model], int(args.memory * GIB))
+    plain = bench.largest(bench.plain) if args.size is None else bench.measure(args.size, bench.plain, 3)
+    if plain is None:
+        return
+    show(what="plain", **plain)
+    same_size(bench, plain, args.ranks, args.profile)
+    if args.size is not None:
+        return
     show(what="checkpointed", **bench.largest(bench.recomputing))
-    found = bench.virtual(plain["n"], 2, 3, large=False)
-    if found is not None:
-        show(what="same size", **found)
+    enlarged(bench, plain, args.large_ranks or bench.problem.ranks, args.times)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from .. import runtime
 from .._compat.virtual import Work, name_of_group, ranks_of_group
 from ..errors import WorldError
+from .message_log import LoggedCall
 from .messages import Exchange, Message, Part, PendingCollective
 from .reduction import reduce
 
@@ -23,10 +25,14 @@ class Handle(Work):
     def __init__(self, exchange: Exchange, messages: Sequence[Message | PendingCollective], result: Any = None):
         super().__init__()
         self._exchange, self._messages, self._result = exchange, messages, result
+        self._logged: list[tuple[LoggedCall, Sequence[Tensor]]] = []
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for message in self._messages:
             self._exchange.wait(message)
+        for entry, tensors in self._logged:
+            entry.store(tensors)
+        self._logged = []
         return True
 
     def is_completed(self) -> bool:
@@ -98,9 +104,21 @@ class VirtualGroup(dist.ProcessGroup):
         finish: Callable[[Sequence[Part]], None],
         result: Any = None,
     ) -> Handle:
+        log = runtime.active.message_log
+        if log is not None and log.replaying:
+            log.receive((self._key, what), receives)
+            return Handle(self._exchange, [], result)
         key = self._key, self._exchange.next_number(self._key, self._coord)
         pending = self._exchange.take_part(key, self._ranks, self._coord, what, Part(sends, receives), finish)
-        return Handle(self._exchange, [pending], result)
+        handle = Handle(self._exchange, [pending], result)
+        if log is not None:
+            handle._logged = [(log.record((self._key, what)), receives)]
+        return handle
+
+    def _joined(self, handles: Sequence[Handle], result: Any) -> Handle:
+        joined = Handle(self._exchange, [m for handle in handles for m in handle._messages], result)
+        joined._logged = [entry for handle in handles for entry in handle._logged]
+        return joined
 
     # Reductions.
 
@@ -142,7 +160,7 @@ class VirtualGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         handles = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return Handle(self._exchange, [m for handle in handles for m in handle._messages], outputs)
+        return self._joined(handles, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -174,13 +192,13 @@ class VirtualGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         handles = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return Handle(self._exchange, [m for handle in handles for m in handle._messages], outputs)
+        return self._joined(handles, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         handles = [self.allgather([[o[i] for o in outputs]], [t]) for i, t in enumerate(inputs)]
-        return Handle(self._exchange, [m for handle in handles for m in handle._messages], outputs)
+        return self._joined(handles, outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Handle:
         def finish(parts: Sequence[Part]) -> None:
@@ -217,13 +235,23 @@ class VirtualGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Handle:
+        log = runtime.active.message_log
+        if log is not None and log.replaying:
+            return Handle(self._exchange, [], tensors)
         at = self._key, self._coord, target, tag
         sent = [self._exchange.send(at, t, self._ranks[target]) for t in tensors]
         return Handle(self._exchange, sent, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Handle:
-        received = [self._exchange.receive((self._key, source, self._coord, tag), t) for t in tensors]
-        return Handle(self._exchange, received, tensors)
+        log, key = runtime.active.message_log, (self._key, source, self._coord, tag)
+        call = (*key, *(t.shape for t in tensors))
+        if log is not None and log.replaying:
+            log.receive(call, tensors)
+            return Handle(self._exchange, [], tensors)
+        handle = Handle(self._exchange, [self._exchange.receive(key, t) for t in tensors], tensors)
+        if log is not None:
+            handle._logged = [(log.record(call), tensors)]
+        return handle
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Handle:
         raise WorldError("virtual ranks receive from a rank that is named: recv() without a source is not supported")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import random
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import runtime
-from .._compat.virtual import RankState, swap_rank_state
+from .._compat.virtual import RankState, current_world, set_rank_state
 from ..distributed.manager import DistributedManager
 from .paging import Pager
 
@@ -37,59 +41,103 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
         )
     ),
 )
+MT19937_BYTES = 625 * 4  # 624 words and a position
 _OF_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")  # what `warnings.catch_warnings` replaces
 
 
 class ProcessState:
-    """The state of the process while one rank runs."""
+    """The state of the process while one rank runs.
 
-    def __init__(self, rank: int, pager: Pager | None):
-        self.rank, self._pager = rank, pager
+    Ranks follow each other without the state of the caller in between: `caller_state` stores and restores that. Reading
+    the state of numpy's generator takes longer than the rest together, so it is read when its memory has changed.
+    `shown` is the one that numpy has, shared by all ranks of a world.
+    """
+
+    def __init__(self, rank: int, pager: Pager | None, shown: NumpyState):
+        self.rank, self._pager, self._shown = rank, pager, shown
         self.torch_world: Any = RankState()
         self.runtime = runtime.active.successor()
         self.manager: dict[str, Any] = {}
-        self._outside: tuple[Any, ...] = ()
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, generators: Generators) -> None:
         """Take over the random numbers and flags of the caller, at the beginning of a run."""
-        self.generators, self.flags, self.warnings = get_generators(), _flags(), _warning_state()
+        self.generators, self.flags, self.warnings = generators, _flags(), _warning_state()
 
     def enter(self) -> None:
         """Make this rank's state that of the process."""
-        outside_world = swap_rank_state(self.torch_world, True)
-        self._outside = outside_world, runtime.active, DistributedManager._shared_state
-        self._callers = get_generators(), _flags(), _warning_state()
+        set_rank_state(self.torch_world, True)
         runtime.active = self.runtime
         DistributedManager._shared_state = self.manager
-        _restore(self.generators, self.flags, self.warnings)
+        _restore(self.generators, self.flags, self.warnings, self._shown)
 
     def leave(self) -> None:
-        """Store this rank's state and restore that of the process."""
+        """Store this rank's state."""
         if self._pager is not None:
             self._pager.rank_parks(self.rank)
-        self.generators, self.flags, self.warnings = get_generators(), _flags(), _warning_state()
+        self.generators, self.flags, self.warnings = get_generators(self.generators.numpy), _flags(), _warning_state()
+        self._shown.value = self.generators.numpy
         self.runtime = runtime.active
-        outside_world, runtime.active, DistributedManager._shared_state = self._outside
-        self.torch_world = swap_rank_state(outside_world, False)
-        self._outside = ()
-        _restore(*self._callers)
 
 
-def get_generators() -> tuple[Any, ...]:
-    """Return the states of the default generators of torch, numpy and `random`."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), devices, random.getstate(), np.random.get_state()
+@contextmanager
+def caller_state(states: Sequence[ProcessState], shown: NumpyState) -> Iterator[None]:
+    """Begin a run of ranks with the state of the caller; restore it at the end."""
+    generators, flags, of_warnings = get_generators(), _flags(), _warning_state()
+    shown.value = generators.numpy
+    for state in states:
+        state.begin(generators)
+    active, manager = runtime.active, DistributedManager._shared_state
+    world = current_world()
+    try:
+        yield
+    finally:
+        set_rank_state(world, False)
+        runtime.active, DistributedManager._shared_state = active, manager
+        _restore(generators, flags, of_warnings, shown)
 
 
-def set_generators(states: tuple[Any, ...]) -> None:
-    """Restore the states of the default generators."""
-    host, devices, python, numpy = states
-    torch.set_rng_state(host)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    random.setstate(python)
-    np.random.set_state(numpy)
+class NumpyState:
+    """The state that numpy's generator has: a value of `Generators.numpy`."""
+
+    value: Any = None
+
+
+class Generators(NamedTuple):
+    """The states of the default generators. numpy: the memory of its generator, and its state."""
+
+    host: Tensor
+    devices: list[Tensor]
+    python: tuple[Any, ...]
+    numpy: tuple[bytes, Any]
+
+
+def get_generators(before: tuple[bytes, Any] | None = None) -> Generators:
+    """Return the states of the default generators of torch, numpy and `random`. `before`: an earlier one of numpy."""
+    devices = [g.get_state() for g in torch.cuda.default_generators] if torch.cuda.is_initialized() else []
+    memory = _numpy_memory()
+    if before is None or memory != before[0] or before[1][3]:  # [3]: it has a normal number in reserve
+        before = memory, np.random.get_state()
+    return Generators(torch.get_rng_state(), devices, random.getstate(), before)
+
+
+def set_generators(states: Generators, shown: NumpyState | None = None) -> None:
+    """Restore the states of the default generators. `shown`: what numpy has."""
+    torch.set_rng_state(states.host)
+    for generator, state in zip(torch.cuda.default_generators, states.devices, strict=False):
+        generator.set_state(state)
+    random.setstate(states.python)
+    if shown is None or shown.value is not states.numpy:
+        np.random.set_state(states.numpy[1])
+    if shown is not None:
+        shown.value = states.numpy
+
+
+def _numpy_memory() -> bytes:
+    """Return the memory of numpy's global generator: its key and the position in it, if it is numpy's own."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is not np.random.MT19937:
+        return os.urandom(16)  # counts as changed
+    return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
 
 
 def _flags() -> list[Any]:
@@ -100,8 +148,8 @@ def _warning_state() -> dict[str, Any]:
     return {name: getattr(warnings, name, None) for name in _OF_WARNINGS}
 
 
-def _restore(generators: tuple[Any, ...], flags: list[Any], of_warnings: dict[str, Any]) -> None:
-    set_generators(generators)
+def _restore(generators: Generators, flags: list[Any], of_warnings: dict[str, Any], shown: NumpyState) -> None:
+    set_generators(generators, shown)
     for (get, change), value in zip(_FLAGS, flags, strict=True):
         if get() != value:
             change(value)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint
 
 from ..comm.grad_deferral import defer_to_average
 from ..errors import ShardfieldError
+from .segment import recomputed
 
 _PLAIN = (int, float, complex, str, bool, type(None))
 
@@ -44,7 +44,7 @@ class Replica:
             parameter.register_post_accumulate_grad_hook(lambda mine, of=original: on_grad(of, mine))
         if recompute:
             for block in blocks_of(self.model):
-                block.forward = _recomputed(block)  # type: ignore[method-assign]
+                block.forward = recomputed(block)  # type: ignore[method-assign]
 
     def update(self, model: nn.Module) -> None:
         """Take over the caller's parameters, buffers and training modes."""
@@ -83,36 +83,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         else:
             found.append(child)
     return found
-
-
-def _recomputed(block: nn.Module) -> Callable:
-    """Return the forward of a block that is recomputed in backward, with the buffers that the first call has found."""
-    forward = block.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = [(m._buffers, name, b, b._version, b.clone()) for m in block.modules() for name, b in _buffers_of(m)]
-        first = True
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal first, found
-            if first:
-                first = False
-                out = forward(*args, **kwargs)
-                found = [entry for entry in found if entry[2]._version != entry[3]]  # those that it has written
-                return out
-            now = [table[name] for table, name, *_ in found]
-            try:
-                for table, name, _, _, before in found:
-                    table[name] = before.clone()
-                return forward(*args, **kwargs)
-            finally:
-                for (table, name, *_), buffer in zip(found, now, strict=True):
-                    table[name] = buffer
-
-        return checkpoint(call, *args, use_reentrant=False, **kwargs)
-
-    return run
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]

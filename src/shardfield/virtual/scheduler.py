@@ -45,7 +45,7 @@ class _Rank(threading.Thread):
     def __init__(self, scheduler: Scheduler, number: int, context: RankContext):
         super().__init__(name=f"virtual-rank-{number}", daemon=True)
         self.scheduler, self.number, self.context = scheduler, number, context
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.job: Callable[[], Any] | None = None
         self.result: Any = None
         self.error: BaseException | None = None
@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, contexts: Sequence[RankContext], first: int = 0):
         self.ranks = [_Rank(self, i, context) for i, context in enumerate(contexts, first)]
         self._parked: list[_Rank] = []  # the one that parked last is at the end
-        self._finished = threading.Semaphore(0)
+        self._finished = _closed()
         self._abort: str | None = None
         self._current: _Rank | None = None
         self.switches = 0
@@ -200,6 +200,13 @@ class Scheduler:
         if not isinstance(first, Exception):  # KeyboardInterrupt, SystemExit
             raise first
         raise Failures(errors, len(self.ranks)) from first
+
+
+def _closed() -> threading.Lock:
+    """Return a lock that is held: `acquire` waits until another thread calls `release`. Faster than a semaphore."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _always() -> bool:

@@ -45,7 +45,9 @@ def virtualize(
     memory: "keep", "offload" or "auto", as of `VirtualWorld`. "recompute" recomputes the activations inside the
     children of the model in backward; what is left is moved out above `budget` bytes, if a budget is passed. On a GPU
     "auto" recomputes from the first step on that exceeds the budget, since computing is faster there than moving: that
-    step begins again. Without a budget, it keeps all tensors until a step runs out of memory.
+    step begins again. Without a budget, it keeps all tensors until a step runs out of memory, then recomputes, and
+    moves tensors only if that runs out of memory too. Operators are not watched in steps on batches of the same shapes
+    as one in which no tensor had to be moved.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
     >>> step = virtualize(lambda model, x, y: (model(x) - y).square().mean(), model, 4, dim=2)
@@ -64,8 +66,8 @@ def virtualize(
 class VirtualStep:
     """A step on virtual ranks; see `virtualize`. `world` runs them, `world.pager` has figures of memory.
 
-    recompute: None recomputes once a step on a GPU has exceeded the budget. keeps_first: the budget of a GPU is all of
-    its memory, until a step has run out of it.
+    recompute: None recomputes once a step on a GPU has exceeded the budget. keeps_first: no tensor of a GPU is moved,
+    until a step that recomputes has run out of memory.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class VirtualStep:
         self._keeps_first = keeps_first
         self._replicas: dict[int, Replica] = {}
         self._settings: Any = None
+        self._fitting: set[Any] = set()  # kinds of batches whose step moved no tensor
         self._grads: dict[Tensor, Tensor] = {}  # of the caller's parameters: the sum over ranks, times their number
 
     def __call__(self, *batch: Any) -> Any:
@@ -88,12 +91,14 @@ class VirtualStep:
         settings = settings_of(self.model)
         if settings != self._settings:
             self._replicas.clear()
+            self._fitting.clear()
             self._settings = settings
         self._grads.clear()
         outputs: dict[int, Tensor] = {}
         jobs = [self._job(rank, batch, shards[rank], outputs) for rank in range(self.world.size)]
+        kind = _kind(batch), torch.is_grad_enabled(), self.model.training
         try:
-            with self._recomputing_first():
+            with self._moving(kind):
                 results = self.world.run_each(jobs)
             with torch.no_grad():
                 self._replicas[0].return_buffers(self.model)
@@ -102,28 +107,44 @@ class VirtualStep:
             self._pass_on(batch, shards, results)
             return results[0][0]
         except (ShardfieldError, torch.OutOfMemoryError) as error:
-            if self.recompute is not None or not _exceeds_memory(error):
+            if not _exceeds_memory(error) or not self._take_less(kind):
                 raise
         finally:
             self._grads.clear()
-        self.recompute = True
-        self._replicas.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return self(*batch)
 
     @contextmanager
-    def _recomputing_first(self) -> Iterator[None]:
-        """Do not move tensors of a GPU while they could be recomputed instead."""
+    def _moving(self, kind: Any) -> Iterator[None]:
+        """Have the pager see the operators of a run, unless it need not: they take three times as long then."""
         pager = self.world.pager
-        if pager is None or self.recompute is not None or _device(self.model).type not in RECOMPUTES_FIRST:
+        if pager is None:
             yield
             return
-        self.world.paging, pager.refuses = not self._keeps_first, torch.is_grad_enabled()
+        fast = _device(self.model).type in RECOMPUTES_FIRST
+        self.world.paging = not (self._keeps_first and fast) and kind not in self._fitting
+        pager.refuses = fast and self.recompute is None and torch.is_grad_enabled()
+        before = pager.moved_out
         try:
             yield
+            if self.world.paging and pager.moved_out == before:
+                self._fitting.add(kind)
         finally:
             self.world.paging, pager.refuses = True, False
+
+    def _take_less(self, kind: Any) -> bool:
+        """Recompute, then move tensors, in the steps that follow one that exceeded the memory. Return False at last."""
+        if kind in self._fitting:  # another step on such a batch needed less
+            self._fitting.clear()
+        elif self.recompute is None:
+            self.recompute = True
+            self._replicas.clear()
+        elif self._keeps_first:
+            self._keeps_first = False
+        else:
+            return False
+        return True
 
     def close(self) -> None:
         """End the virtual ranks."""
@@ -245,6 +266,11 @@ class VirtualStep:
 def _device(model: nn.Module) -> torch.device:
     tensor = next((t for t in [*model.parameters(), *model.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _kind(batch: Sequence[Any]) -> tuple[Any, ...]:
+    """Return shapes, dtypes and devices of a batch: steps on batches of one kind take the same memory."""
+    return tuple((x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in batch)
 
 
 def _exceeds_memory(error: Exception) -> bool:

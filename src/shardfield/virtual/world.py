@@ -25,7 +25,7 @@ from .links import Links
 from .messages import Exchange
 from .paged_operators import ExposedAddresses, PagedOperators
 from .paging import Pager
-from .process_state import ProcessState, set_generators
+from .process_state import NumpyState, ProcessState, caller_state, set_generators
 from .scheduler import Scheduler
 
 Memory = Literal["keep", "offload", "auto"]
@@ -35,8 +35,16 @@ BUDGET = 0.7  # of the memory that is free, if no budget is named: operators nee
 def default_budget() -> int:
     """Return the bytes that pages may take by default: a part of the free memory of the device."""
     if torch.cuda.is_available():
-        return int(BUDGET * torch.cuda.mem_get_info()[0])
+        return int(BUDGET * free_device_memory())
     return int(BUDGET * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def free_device_memory() -> int:
+    """Return the bytes of the current GPU that this process may still allocate."""
+    free, total = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    limit = int(torch.cuda.get_per_process_memory_fraction() * total)
+    return min(free + held, limit) - torch.cuda.memory_allocated()
 
 
 class VirtualWorld:
@@ -86,7 +94,8 @@ class VirtualWorld:
         self._store = None if self._links is None else dist.PrefixStore("shardfield/virtual", default_store())
         self.paging = True  # False: the pager does not see the next run
         self.exchange = Exchange(self.pager, self._links)
-        self._states = [ProcessState(rank, self.pager) for rank in range(size)]
+        self._shown = NumpyState()
+        self._states = [ProcessState(rank, self.pager, self._shown) for rank in range(size)]
         self._values: dict[str, bytes] = {}
         self.scheduler = self.exchange.scheduler = Scheduler(self._states, self._first)
         if self._links is not None:
@@ -105,8 +114,6 @@ class VirtualWorld:
             clear_dtensor_caches()
             self._run_jobs([functools.partial(self._start_rank, rank) for rank in range(self.size)])
             self._started = True
-        for state in self._states:
-            state.begin()
         modes = _thread_modes()
         self.exchange.pager = self.pager if self.paging else None
         calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
@@ -140,7 +147,8 @@ class VirtualWorld:
         return results
 
     def _run_here(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        results = self.scheduler.run(jobs)
+        with caller_state(self._states, self._shown):
+            results = self.scheduler.run(jobs)
         left = self.exchange.unfinished()
         if left:
             raise WorldError(f"the virtual ranks have ended, and messages have not: {'; '.join(left[:4])}")

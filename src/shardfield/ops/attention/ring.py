@@ -98,8 +98,12 @@ def attend(
 class _RingAttention(adjoints.Collective):
     @staticmethod
     def forward(ctx, plan, q, k, v, mask, head_index, key):
+        log = runtime.active.message_log
         with autocast_disabled(q):
-            out, lse = _forward(plan, q, k, v, mask, head_index, key)
+            if log is None:
+                out, lse = _forward(plan, q, k, v, mask, head_index, key)
+            else:  # the results take less memory than the blocks of all ranks
+                out, lse = log.compute("attention", lambda: _forward(plan, q, k, v, mask, head_index, key))
         ctx.plan = plan
         # On one device the result need not be saved, so that it may be written; here a snapshot is taken before a
         # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it.
