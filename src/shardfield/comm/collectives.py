@@ -101,15 +101,19 @@ _ACCUMULATE_DTYPES = {
     torch.uint32: torch.int64,
 }
 
+_HALF_DTYPES = frozenset([torch.float16, torch.bfloat16])
 _REDUCED_IN_PLACE = frozenset([torch.float32, torch.float64, torch.int32, torch.int64])
 _SUMMED_IN_PLACE = _REDUCED_IN_PLACE | {torch.complex64, torch.complex128}
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Return the reduction over all ranks, on every rank. Half precision is summed in fp32; max and min keep NaN."""
-    if op == "sum" and tensor.dtype in _REDUCED_IN_PLACE and runtime.active.tracer is None and tensor.numel():
-        buffer = contiguous(tensor)
-        return all_reduce_(buffer.clone() if buffer is tensor else buffer, group) if group.size() > 1 else tensor
+    if op == "sum" and runtime.active.tracer is None and tensor.numel():
+        if tensor.dtype in _REDUCED_IN_PLACE:
+            buffer = contiguous(tensor)
+            return all_reduce_(buffer.clone() if buffer is tensor else buffer, group) if group.size() > 1 else tensor
+        if tensor.dtype in _HALF_DTYPES and group.size() > 1:
+            return all_reduce_(contiguous(tensor.float()), group).to(tensor.dtype)
     return start_all_reduce(tensor, group, op).wait()
 
 
@@ -118,8 +122,8 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
 
     A maximum may ignore NaN: backends differ.
     """
-    size = group.size()
-    if runtime.active.tracer is not None or size == 1 or buffer.dtype not in _REDUCED_IN_PLACE:
+    size, rt = group.size(), runtime.active
+    if rt.tracer is not None or size == 1 or buffer.dtype not in _REDUCED_IN_PLACE:
         return all_reduce(buffer, group, op)
     if not buffer.is_contiguous() or not buffer.numel():
         return all_reduce(buffer, group, op)
@@ -291,10 +295,15 @@ def start_sends(
     """
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.exchange(sends, receives, group, like))
-    received = [like.new_empty(shape) for _, shape in receives] if into is None else list(into)
-    if packed:
-        kept, incoming = list(sends), [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]
+    kept: Sequence[tuple[int, Tensor]]
+    if packed and into is None:
+        kept, incoming = sends, [(peer, like.new_empty(shape)) for peer, shape in receives]
+        received = [buffer for _, buffer in incoming]
+    elif packed:
+        kept, received = sends, list(into or ())
+        incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]
     else:
+        received = [like.new_empty(shape) for _, shape in receives] if into is None else list(into)
         kept = [(peer, contiguous(tensor)) for peer, tensor in sends if tensor.numel()]
         incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True) if buffer.numel()]
     outgoing = kept

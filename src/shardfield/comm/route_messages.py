@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from .._compat import is_zero_tensor
+from .._compat import add_to_all, is_zero_tensor
 from . import collectives
 from .route import Region, Route, Shapes
 from .route_split import RouteSplit
@@ -78,8 +78,7 @@ def _join_split(kept: Tensor, split: RouteSplit, received: Sequence[Tensor], own
     dim, sizes, chosen = split.added
     out = kept if owned else kept.clone(memory_format=torch.contiguous_format)
     parts = out.split_with_sizes(sizes, dim)
-    for i, part in zip(chosen, received, strict=True):
-        parts[i].add_(part)
+    add_to_all([parts[i] for i in chosen], received)
     return out
 
 

@@ -27,6 +27,7 @@ from ..errors import ShardingError
 from . import stalls
 
 UNUSED_TAG = 7331  # no rank sends a message with this tag
+_SUM = ReduceOp.SUM
 PeerTensors = Sequence[tuple[int, Tensor]]  # (coord of a peer, contiguous tensor)
 
 
@@ -157,17 +158,18 @@ class NullTransport:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[tuple[int, torch.dtype], Tensor] = {}  # a number as an operand takes torch twice as long
+        # Sizes of groups, by group and dtype, as tensors: a number as an operand takes torch twice as long.
+        self._sizes: dict[tuple[ProcessGroup, torch.dtype], Tensor] = {}
 
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[Handle]:
-        if op == ReduceOp.SUM:
-            size: int | Tensor = group.size()
-            if buffer.__class__ is Tensor and buffer.device.type == "cpu":
-                key = group.size(), buffer.dtype
-                if key not in self._sizes:
-                    self._sizes[key] = torch.tensor(size, dtype=buffer.dtype, device="cpu")
-                size = self._sizes[key]
-            buffer.mul_(size)
+        if op is _SUM or op == _SUM:
+            key = group, buffer.dtype
+            if buffer.__class__ is not Tensor:  # a traced program reads no memory
+                buffer.mul_(group.size())
+                return []
+            if key not in self._sizes:
+                self._sizes[key] = torch.tensor(group.size(), dtype=buffer.dtype, device="cpu")
+            buffer.mul_(self._sizes[key])
         elif op == ReduceOp.PRODUCT:
             buffer.pow_(group.size())
         return []

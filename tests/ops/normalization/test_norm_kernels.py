@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from shardfield import ShardTensor, runtime
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
-from shardfield.triton_kernels import norm_stats
+from shardfield.triton_kernels import jit, norm
 from tests import triton_interpreter
 from tests.harness import local_shard, to_full_tensor, world_mesh
 
@@ -31,7 +31,7 @@ def gradients(call, x, parameters, scale):
     return [to_full_tensor(t) if isinstance(t, ShardTensor) else t for t in (out.detach(), *grads)]
 
 
-def compare_norms(mesh_shape, placements, sizes):
+def compare_norms(mesh_shape, placements, sizes, chunk):
     """Return, on each rank, the cases that differ from one device, and how often kernels were launched."""
     mesh, failures, launched = world_mesh(mesh_shape), [], [0]
     generator = torch.Generator().manual_seed(3)
@@ -45,9 +45,12 @@ def compare_norms(mesh_shape, placements, sizes):
         return triton_interpreter.jit(kernel)
 
     with pytest.MonkeyPatch.context() as patch, runtime.fresh():
-        patch.setattr(norm_stats, "on_cuda", lambda *tensors: True)
-        patch.setattr(norm_stats, "jit", counting)
-        patch.setattr(norm_stats, "tl", None)
+        patch.setattr(norm, "supports", lambda *tensors: True)
+        patch.setattr(jit, "jit", counting)
+        patch.setattr(norm, "tl", None)
+        if chunk:
+            patch.setattr(norm, "CHUNK", chunk)
+            patch.setattr(norm, "PARTS", 4)
         for name, call in NORMS.items():
             for which, chosen in PARAMETERS.items():
                 values = [torch.randn(6, generator=generator) for _ in chosen]
@@ -75,18 +78,18 @@ def held(value, layout):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements", "sizes"),
+    ("mesh", "placements", "sizes", "chunk"),  # None: a row is one chunk
     [
-        ((2,), [Shard(2)], {2: (3, 7)}),
-        ((3,), [Shard(2)], {2: (4, 0, 6)}),  # an empty shard takes part without kernels
-        ((2, 2), [Shard(2), Shard(0)], None),
-        ((2, 2), [Shard(2), Shard(1)], None),
+        ((2,), [Shard(2)], {2: (3, 7)}, None),
+        ((3,), [Shard(2)], {2: (4, 0, 6)}, 8),  # an empty shard takes part without kernels
+        ((2, 2), [Shard(2), Shard(0)], None, 4),
+        ((2, 2), [Shard(2), Shard(1)], None, 4),
     ],
     ids=str,
 )
-def test_norms_with_kernels(mesh, placements, sizes):
+def test_norms_with_kernels(mesh, placements, sizes, chunk):
     for rank, (failures, launched) in enumerate(
-        run_on_ranks(compare_norms, torch.Size(mesh).numel(), mesh, placements, sizes, timeout=90)
+        run_on_ranks(compare_norms, torch.Size(mesh).numel(), mesh, placements, sizes, chunk, timeout=90)
     ):
         assert not failures
         assert bool(launched) == (sizes is None or sizes[2][rank] > 0)

@@ -12,11 +12,13 @@ from torch import Tensor
 from .probe import HALF_DTYPES as HALF_DTYPES
 from .probe import probe, stand_in
 
+UNCHANGED = nullcontext()
+
 
 def autocast_disabled(tensor: Tensor) -> AbstractContextManager[Any]:
     """Switch autocast off on the tensor's device: dtypes are chosen already."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else UNCHANGED
 
 
 def autocast_to_fp32(*tensors: Any) -> list[Any]:

@@ -11,6 +11,7 @@ and the statistics are saved. A double backward differentiates the same function
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups
 from ...layout import Layout
-from ...triton_kernels import norm_stats
+from ...triton_kernels import norm as kernels
 from .._common.autocast import HALF_DTYPES, autocast_disabled
-from .stat_groups import BatchStats, GroupStats, InstanceStats, RowStats, StatGrouping
+from .stat_groups import SMALL, BatchStats, GroupStats, InstanceStats, RowStats, StatGrouping
 
 
 class ShardedNorm:
@@ -46,6 +47,7 @@ class ShardedNorm:
         # Of one sample, the sums of a channel give both those of its statistic and the gradients of its parameters.
         alike = all(of_stats and of_params for _, of_stats, of_params in self.grad_sums)
         self.joint = alike and isinstance(scheme, (GroupStats, InstanceStats)) and layout.shape[0] == 1
+        self.alike, self._kernels = alike, dict[tuple[bool, bool], kernels.NormKernels]()
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return _ShardedNormFunction.apply((self, False), input, weight, bias)
@@ -55,7 +57,8 @@ class ShardedNorm:
 
         Without `centered` these are zeros and the mean square. Both have no gradient.
         """
-        return _ShardedNormFunction.apply((self, True), input, weight, bias)
+        value, *stats = _ShardedNormFunction.apply((self, True), input, weight, bias)
+        return value, *(t.view(self.scheme.stat_shape) if t.ndim == 1 else t for t in stats)
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the scheme's view of a tensor, in the dtype of the computation."""
@@ -82,10 +85,11 @@ class ShardedNorm:
         return center, self.sum_over_ranks(scheme.merge(deviations) * share)[0].clamp_min_(0)
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
-        scheme, v = self.scheme, self.view(input)
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        if self.has_kernels(v, weight, bias):
-            return self.forward_fused(ctx, input, v, weight, bias)
+        ctx.kernels = self.kernels_for(input, weight, bias)
+        if ctx.kernels is not None:
+            return self.forward_by_kernels(ctx, input, weight, bias)
+        scheme, v = self.scheme, self.view(input)
         center = shift = None
         if self.centered:
             center, off, mean, variance = scheme.moments(v)
@@ -96,25 +100,46 @@ class ShardedNorm:
             off, variance = v, self.sum_over_ranks(scheme.sum_inner(v * v).double() / scheme.total)
             mean = torch.zeros_like(variance)
         rstd = (variance + self.eps).rsqrt_().to(v.dtype)
+        ctx.saves_normalized = shift is not None and not self.rows and is_small(v)
+        if ctx.saves_normalized:  # fewer calls, here and in backward
+            normalized = off.add_(shift).mul_(scheme.expand_stat(rstd))
+            ctx.save_for_backward(input, weight, normalized, None, rstd)
+            w, b = scheme.expand_param(weight, v.dtype), scheme.expand_param(bias, v.dtype)
+            if w is None:
+                out = normalized.clone() if b is None else normalized + b
+            else:
+                out = normalized * w if b is None else torch.addcmul(b, normalized, w)
+            return shaped(out, input.shape, self.result), mean, variance
         ctx.save_for_backward(input, weight, center, shift, rstd)
         out = self.apply_affine(off, shift, rstd, weight, bias)
         return shaped(out, input.shape, self.result), mean, variance
 
-    def has_kernels(self, v: Tensor, *parameters: Tensor | None) -> bool:
-        """Return whether Triton kernels do the small computations: fewer launches, the same messages."""
+    def kernels_for(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> kernels.NormKernels | None:
+        """Return the Triton kernels of this norm if they support the tensors: fewer launches, the same messages."""
         rows = self.scheme.kernel_rows
-        return rows is not None and v.numel() > 0 and norm_stats.supports(rows, v, *parameters)
+        if rows is None or self.scheme.is_empty or not kernels.supports(input, weight, bias):
+            return None
+        given = weight is not None, bias is not None
+        if given not in self._kernels:
+            self._kernels[given] = kernels.NormKernels(rows, self.eps, *given)
+        return self._kernels[given]
 
-    def forward_fused(self, ctx: Any, input: Tensor, v: Tensor, weight: Tensor | None, bias: Tensor | None):
-        rows = self.scheme.kernel_rows
-        assert rows is not None
-        variance, center = torch.var_mean(v, self.scheme.moment_dims, correction=0, keepdim=True)
-        sums = self.sum_over_ranks(norm_stats.pack_moments(rows, center, variance, self.scheme.count))
-        finished = norm_stats.finish_moments(rows, sums, center, weight, bias, self.eps)
-        mean, variance, shift, rstd, scale, offset = finished
-        ctx.save_for_backward(input, weight, center, shift, rstd)
-        off = v - center
-        return shaped(torch.addcmul(offset, off, scale, out=off), input.shape, self.result), mean, variance
+    def forward_by_kernels(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
+        values, out = collectives.contiguous(input), torch.empty_like(input, dtype=self.result)
+        moments = self.sum_over_ranks(ctx.kernels.moments(values))
+        variance, table = ctx.kernels.normalize(values, moments, weight, bias, out)
+        ctx.save_for_backward(input, weight, table)
+        return out, moments, variance  # the first moments are the means
+
+    def backward_by_kernels(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, table = ctx.saved_tensors
+        _, want_input, want_weight, want_bias = ctx.needs_input_grad
+        values, grad, grad_input = collectives.contiguous(input), collectives.contiguous(grad), None
+        sums = ctx.kernels.grad_sums(values, grad, table, weight)
+        sums, *params = self.all_reduce_packed(ctx.kernels, sums, want_input, want_weight or want_bias)
+        if want_input:
+            grad_input = ctx.kernels.grad_input(values, grad, table, sums, weight)
+        return self.finish_grads(ctx, input, weight, grad_input, params)
 
     def apply_affine(self, off: Tensor, shift: Tensor | None, rstd: Tensor, weight, bias) -> Tensor:
         """Return (off + shift) * rstd * weight + bias, written to `off` if there is a shift."""
@@ -126,71 +151,69 @@ class ShardedNorm:
             return out if b is None else out.add_(b)
         scale = scale if w is None else scale * w
         b = shift * scale if b is None else torch.addcmul(b, shift, scale)
-        return off.mul_(scale).add_(b) if prefers_two_calls(off) else torch.addcmul(b, off, scale, out=off)
+        return torch.addcmul(b, off, scale, out=off) if off.device.type != "cpu" else off.mul_(scale).add_(b)
 
     # ------------------------------------------------------------------ backward
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kernels is not None:
+            return self.backward_by_kernels(ctx, grad)
         input, weight, center, shift, rstd = ctx.saved_tensors
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
-        scheme, v = self.scheme, self.view(input)
-        g = self.view(grad if grad.dtype is v.dtype else grad.to(v.dtype))
-        off = v if center is None else v - center
+        scheme, dtype = self.scheme, rstd.dtype
+        g = self.view(grad if grad.dtype is dtype else grad.to(dtype))
+        if ctx.saves_normalized:
+            off, unit = center, None
+        else:
+            v, unit = self.view(input), rstd
+            off = v if center is None else v - center
         by_off = g * off
-        if center is not None and self.has_kernels(v, weight):
-            rows = scheme.kernel_rows
-            assert rows is not None
-            sums = norm_stats.pack_sums(rows, scheme.sum_inner(g), scheme.sum_inner(by_off), shift, rstd, weight)
-            stats, params = self.all_reduce_packed(sums, want_input, want_weight or want_bias)
-            grad_input = None
-            if want_input:
-                scale, slope, offset = norm_stats.spread_sums(rows, stats, shift, rstd, weight)
-                grad_input = torch.addcmul(offset, off, slope, out=off).addcmul_(g, scale)
-            return self.finish_grads(ctx, input, weight, grad_input, params)
-        w = scheme.expand_param(weight, v.dtype)
-        if self.joint and want_input and (want_weight or want_bias) and not norm_stats.on_cuda(v):
-            params = self.norm_sums(g, by_off, shift, rstd)
+        w = scheme.expand_param(weight, dtype)
+        if self.joint and want_input and (want_weight or want_bias):
+            params = self.norm_sums(g, by_off, shift, unit)
             for group, _, _ in self.grad_sums:
                 params = collectives.all_reduce_(params, group)
             stats = scheme.sum_to_stats(params if w is None else params * w)
-            grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off)
-            return self.finish_grads(ctx, input, weight, grad_input, params)
-        stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, rstd, w)
+            grad_input = self.grad_input(g, off, stats, shift, unit, rstd, w, by_off)
+            return self.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
+        stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, unit, w)
         stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
-        grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off) if want_input else None
-        return self.finish_grads(ctx, input, weight, grad_input, params)
+        grad_input = self.grad_input(g, off, stats, shift, unit, rstd, w, by_off) if want_input else None
+        return self.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
 
     def finish_grads(
-        self, ctx: Any, input: Tensor, weight: Any, grad_input: Tensor | None, params: Tensor
+        self, ctx: Any, input: Tensor, weight: Any, grad_input: Tensor | None, params: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """Return the wanted gradients in the shapes and dtypes of their tensors.
 
         `torch.utils.checkpoint` lets a backward read its saved tensors once, so they are passed on.
         """
         _, _, want_weight, want_bias = ctx.needs_input_grad
-        of_bias, of_weight = params.reshape(2, -1).unbind() if want_weight or want_bias else (None, None)
+        of_bias, of_weight = params
         return (
             None if grad_input is None else shaped(grad_input, input.shape, input.dtype),
             shaped(of_weight, weight.shape, weight.dtype) if want_weight else None,
             shaped(of_bias, *ctx.bias) if want_bias else None,
         )
 
-    def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, rstd: Tensor, w, into: Tensor) -> Tensor:
-        """Return (g * w - level / n - (off + shift) * rstd * slope / n) * rstd, written to `into`."""
+    def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, unit, rstd: Tensor, w, into: Tensor) -> Tensor:
+        """Return (g * w - level / n - (off + shift) * unit * slope / n) * rstd, written to `into`."""
         spread = self.scheme.expand_stat
         scale = spread(rstd)
         if w is not None and not self.rows:
             scale = scale * w
         level, slope = (stats * ((scale if self.batch else rstd) * (-1 / self.scheme.total))).unbind()
-        slope = spread(slope * rstd)
-        if shift is not None and not self.rows and not prefers_two_calls(g):
+        if unit is None:
+            return torch.addcmul(spread(level), off, spread(slope)).addcmul_(g, scale)
+        slope, fused = spread(slope * unit), g.device.type != "cpu"
+        if shift is not None and not self.rows and fused:
             return torch.addcmul(torch.addcmul(spread(level), slope, shift), off, slope, out=off).addcmul_(g, scale)
         out = torch.mul(g, scale, out=into)
         if self.rows and w is not None:
             out.mul_(w)
         if shift is not None:
             out.add_(torch.addcmul(spread(level), slope, shift))
-        if not prefers_two_calls(g):
+        if fused:
             return out.addcmul_(off, slope)
         return out.add_(off * slope if shift is None else off.mul_(slope))
 
@@ -203,19 +226,22 @@ class ShardedNorm:
         pair = [g, normalized] if w is None else [g * w, normalized.mul_(w)]
         return torch.stack([t.sum(1, keepdim=True) for t in pair]), params
 
-    def channel_sums(self, g: Tensor, by_off: Tensor, shift, rstd: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    def channel_sums(self, g: Tensor, by_off: Tensor, shift, unit, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of `row_sums` from sums per channel, per sample if samples do not share a mean."""
-        sums = self.norm_sums(g, by_off, shift, rstd)
+        sums = self.norm_sums(g, by_off, shift, unit)
         if self.batch:  # one statistic per channel: its sums are also the parameters' sums
             return sums, sums
         return self.scheme.sum_to_stats(sums if w is None else sums * w), sums.sum(1)
 
-    def norm_sums(self, g: Tensor, by_off: Tensor, shift: Any, rstd: Tensor) -> Tensor:
-        """Return the sums of grad, and of grad times the normalized value, of each channel, stacked."""
+    def norm_sums(self, g: Tensor, by_off: Tensor, shift: Any, unit: Tensor | None) -> Tensor:
+        """Return the sums of grad, and of grad times the normalized value, of each channel, stacked.
+
+        `unit`: the factor from `off + shift` to the normalized value, None if `off` is that value.
+        """
         level, slope = self.scheme.sum_inner(g), self.scheme.sum_inner(by_off)
         if shift is not None:
             slope = torch.addcmul(slope, level, shift)
-        return torch.stack([level, slope * self.scheme.expand_stat(rstd)])
+        return torch.stack([level, slope if unit is None else slope * self.scheme.expand_stat(unit)])
 
     def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
@@ -231,19 +257,16 @@ class ShardedNorm:
                 values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
         return values
 
-    def all_reduce_packed(self, sums: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
-        """Apply `all_reduce_sums` to the buffer of `norm_stats.pack_sums`."""
-        rows = self.scheme.kernel_rows
-        assert rows is not None
-        if self.batch:
-            both = self.all_reduce_sums(sums.view(2, -1), sums, True, True)[0]
-            return [both, both]
-        number = 2 * rows.stats
-        if want_stats and want_params and all(of_stats and of_params for _, of_stats, of_params in self.grad_sums):
+    def all_reduce_packed(self, launches: kernels.NormKernels, sums: Tensor, want_stats: bool, want_params: bool):
+        """Apply `all_reduce_sums` to the buffer of `grad_sums`; return sums of statistics, of bias and of weight."""
+        stats, channels = 2 * launches.stats, launches.rows.channels
+        if self.batch or (want_stats and want_params and self.alike):
             for group, _, _ in self.grad_sums:
                 sums = collectives.all_reduce_(sums, group)
-            return [sums[:number], sums[number:].view(2, -1)]
-        return self.all_reduce_sums(sums[:number], sums[number:].view(2, -1), want_stats, want_params)
+            skipped = 0 if self.batch else stats
+            return sums, *sums.split_with_sizes((skipped, channels, channels))[1:]
+        of_stats, params = self.all_reduce_sums(sums[:stats], sums[stats:], want_stats, want_params)
+        return of_stats, *params.split_with_sizes((channels, channels))
 
     # ------------------------------------------------------------------ composed of autograd collectives
 
@@ -292,12 +315,9 @@ class ShardedNorm:
         return grads[0], grads[1], grad_bias
 
 
-SMALL = 2048  # elements of a block for which the cost of a call exceeds that of its work
-
-
-def prefers_two_calls(values: Tensor) -> bool:
-    """Return whether a product and a sum take less time than `addcmul`, which CPUs do not vectorize here."""
-    return values.device.type == "cpu" and values.numel() > SMALL
+def is_small(values: Tensor) -> bool:
+    """Return whether a block is so small that the number of calls matters and not their work."""
+    return values.device.type == "cpu" and values.numel() <= SMALL
 
 
 def shaped(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -317,6 +337,8 @@ class _ShardedNormFunction(Collective):
             out, mean, variance = ctx.norm.forward(ctx, input, weight, bias)
         if not stats:
             return detach_view(out)
+        if ctx.kernels is not None:
+            mean = mean[: variance.numel()]
         ctx.mark_non_differentiable(mean, variance)
         return detach_view(out), mean, variance
 

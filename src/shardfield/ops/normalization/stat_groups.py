@@ -21,17 +21,19 @@ import torch
 from torch import Tensor
 
 from ...layout import DimSharding, Layout, starts
-from ...triton_kernels.norm_stats import Rows
+from ...triton_kernels.norm import Rows
 from ..reduction.common import sharding_axes
+
+SMALL = 2048  # elements of a block on a CPU for which the cost of a call exceeds that of its work
 
 
 class StatGrouping:
     """The elements that share a statistic, and how many of them there are.
 
-    kernel_rows: how `triton_kernels.norm_stats` numbers channels and statistics; None if it cannot.
-
+    kernel_rows: the rows that share statistics, for `triton_kernels.norm`; None if it does not support them.
     sum_dims: the dims of the view that are summed first.
     moment_dims: the dims of the view over which a rank computes moments.
+    stat_shape: the shape of statistics over `moment_dims`.
     total: elements of all ranks per statistic.
     axes: the mesh axes, of more than one rank, that shard these elements.
     count: elements of this rank over `moment_dims`.
@@ -45,18 +47,13 @@ class StatGrouping:
         self.shape = self.view_shape(tuple(layout.local_shape))
         self.count = math.prod(self.shape[d] for d in self.moment_dims)
         self.is_empty = 0 in layout.local_shape
+        self.stat_shape = torch.Size(1 if d in self.moment_dims else n for d, n in enumerate(self.shape))
         self.param_shape = self.shape[1], *[1] * (len(self.shape) - 2)
         self.kernel_rows: Rows | None = None
 
-    def _number_rows(self) -> Rows:
-        stats, rows = (
-            tuple(1 if d in dims else n for d, n in enumerate(self.shape)) for dims in (self.moment_dims, self.sum_dims)
-        )
-        number, count = math.prod(stats), math.prod(rows)
-        shared = 0 in self.sum_dims
-        return Rows(
-            stats, rows, number, count, math.prod(self.param_shape), count // max(number, 1), self.total, shared
-        )
+    def _rows(self, group: int = 1, shared: bool = False) -> Rows:
+        samples, channels, *inner = self.layout.local_shape
+        return Rows(samples, channels, math.prod(inner), group, self.total, shared)
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the view of a tensor of this shape."""
@@ -78,6 +75,10 @@ class StatGrouping:
         if v.device.type != "cpu":  # one launch; its mean is as accurate as those of torch's norms there
             variance, center = torch.var_mean(v, dims, correction=0, keepdim=True)
             return center, v - center, center.double(), variance.double()
+        if v.numel() <= SMALL:
+            variance, mean = torch.var_mean(v.double(), dims, correction=0, keepdim=True)
+            center = mean.to(v.dtype)
+            return center, v - center, mean, variance
         center = v.mean(dims, True)
         off = v - center
         error, squares = off.mean(dims, True), (off * off).mean(dims, True)
@@ -132,7 +133,7 @@ class BatchStats(StatGrouping):
         self.sum_dims = self.moment_dims = (0, *range(2, layout.ndim))
         total = math.prod(layout.shape[d] for d in self.sum_dims)
         super().__init__(layout, total, sharding_axes(layout, self.sum_dims))
-        self.kernel_rows = self._number_rows()
+        self.kernel_rows = self._rows(shared=True)
 
 
 class InstanceStats(StatGrouping):
@@ -141,7 +142,7 @@ class InstanceStats(StatGrouping):
     def __init__(self, layout: Layout):
         self.sum_dims = self.moment_dims = tuple(range(2, layout.ndim))
         super().__init__(layout, math.prod(layout.shape[2:]), sharding_axes(layout, self.sum_dims))
-        self.kernel_rows = self._number_rows()
+        self.kernel_rows = self._rows()
 
 
 def group_stats(layout: Layout, groups: int) -> GroupStats | SplitGroupStats:
@@ -161,7 +162,7 @@ class GroupStats(StatGrouping):
         places = sharding_axes(layout, range(2, layout.ndim))
         super().__init__(layout, self.group_size * math.prod(layout.shape[2:]), places)
         self.param_shape = self.local_groups, self.group_size, *[1] * len(self.sum_dims)
-        self.kernel_rows = self._number_rows()
+        self.kernel_rows = self._rows(self.group_size)
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[0], self.local_groups, self.group_size, *shape[2:]
