@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 
 class Origin(NamedTuple):
@@ -111,6 +112,46 @@ def rescale(shard_sizes: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(bounds))
 
 
+def snapped(shard_sizes: Sequence[int], unit: int) -> tuple[int, ...]:
+    """Return how many units of `unit` indices each shard has after every boundary has moved to one between two units.
+
+    A boundary moves to the nearest one. Where this makes the largest shard larger, boundaries move up or down such that
+    the largest shard becomes as small as possible: 11 + 5 rows are two windows of four rows each, not three and one.
+
+    >>> snapped([13, 3], 4), snapped([11, 5], 4), snapped([110, 50], 4)
+    ((3, 1), (2, 2), (27, 13))
+    """
+    if not shard_sizes:
+        return ()
+    bounds = tuple(accumulate(shard_sizes, initial=0))
+    marks = [(bound + unit // 2) // unit for bound in bounds]
+    if max(b - a for a, b in pairwise(marks)) * unit > max(shard_sizes):
+        marks = _balanced_marks(bounds, unit)
+    return tuple(b - a for a, b in pairwise(marks))
+
+
+def _balanced_marks(bounds: Sequence[int], unit: int) -> list[int]:
+    """Return the unit below or above each boundary, such that the largest shard is smallest and moves are short."""
+    paths: list[tuple[tuple[int, int], Any]] = [((0, 0), (0, None))]  # cost, and marks from the last to the first
+    for bound in bounds[1:]:
+        paths = [
+            min(
+                (
+                    ((max(largest, mark - last[0]), moved + abs(mark * unit - bound)), (mark, last))
+                    for (largest, moved), last in paths
+                    if last[0] <= mark
+                ),
+                key=itemgetter(0),
+            )
+            for mark in sorted({bound // unit, -(-bound // unit)})
+        ]
+    node, marks = min(paths, key=itemgetter(0))[1], []
+    while node:
+        marks.append(node[0])
+        node = node[1]
+    return marks[::-1]
+
+
 def starts(shard_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the index at which each shard begins."""
     return tuple(accumulate(shard_sizes, initial=0))[:-1]
@@ -169,7 +210,7 @@ def regroup(
     """Return the same sharding as dims of other `sizes` with the same product, or None if a shard would split an index.
 
     This is the effect of a view on a layout: an unsharded factor may be split anywhere, a sharded one only where every
-    shard is a multiple of the inner size. With `snap`, other shard boundaries are moved to the nearest such index.
+    shard is a multiple of the inner size. With `snap`, other shard boundaries are moved to such an index (`snapped`).
 
     >>> regroup([DimSharding(6, (0,), (2, 4))], [3, 2])
     [(DimSharding(size=3, axes=(0,), shard_sizes=(1, 2)),), (DimSharding(size=2, axes=(), shard_sizes=()),)]
@@ -192,8 +233,7 @@ def regroup(
             inner, over = divmod(factor.size, need)
             if over or (not snap and any(n % inner for n in factor.shard_sizes)):
                 return None
-            marks = [(start + inner // 2) // inner for start in (*starts(factor.shard_sizes), factor.size)]
-            split = DimSharding(need, factor.axes, tuple(b - a for a, b in pairwise(marks)) if factor.axes else ())
+            split = DimSharding(need, factor.axes, snapped(factor.shard_sizes, inner))
             taken.append(split.with_origins(factor.origins))
             rest.insert(0, DimSharding(inner).with_origins(factor.origins))
             need = 1

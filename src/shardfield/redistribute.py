@@ -43,16 +43,17 @@ class Step(NamedTuple):
 
 
 @runtime.memo
-def without_partial(layout: Layout) -> Layout:
+def without_partial(layout: Layout, numel: int = 0) -> Layout:
     """Choose the layout in which a Partial value enters an op that is not linear in it. Pure.
 
     A small value is all-reduced: Partial axes become Replicate. A value of at least `Runtime.min_scattered` elements on
     a rank is reduce-scattered, which sends half the bytes and leaves each rank its share: every Partial axis shards a
     dim. That is the dim that the axis sharded before, if an op moved its sharding; else the first of `_scatter_order`.
+    `numel` is the size of the op's result, if that decides: a small value may become a large one.
     """
     now = layout.with_partial(())
     share = math.prod(now.mesh.size(a) for a in now.shard_axes)
-    if layout.numel < runtime.active.min_scattered * share:
+    if max(layout.numel, numel) < runtime.active.min_scattered * share:
         return now
     for axis in layout.nontrivial_axes(layout.partial_axes):
         former = now.former_shardings.get(frozenset([axis]))

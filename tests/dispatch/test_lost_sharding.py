@@ -136,6 +136,27 @@ def test_pending_shares():
     run_on_ranks(pending_shares, 2)
 
 
+def grown_partial():
+    """A Partial of few elements whose transform has many is reduce-scattered before it: half the bytes, no loss."""
+    mesh = world_mesh((2,))
+    half = runtime.MIN_SCATTERED // 32 - 1  # 32 x half complex numbers are few, 32 x 2 x (half - 1) real ones are many
+    x = ShardTensor.from_local(torch.randn(32, half, dtype=torch.complex128), mesh, [Partial()]).requires_grad_()
+    with strict(), explain() as report:
+        made = torch.fft.irfft(x)
+        made.square().sum().backward()
+    full = x.detach().full_tensor().requires_grad_()
+    expected = torch.fft.irfft(full)
+    expected.square().sum().backward()
+    torch.testing.assert_close(made.full_tensor(), expected)
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+    sent = next(r for r in report.rows if r.op == "fft_irfft").bytes
+    assert made.placements == (Shard(0),) and sent <= 32 * half * 16 // 2, (made._layout, sent)
+
+
+def test_grown_partial():
+    run_on_ranks(grown_partial, 2)
+
+
 class Of:
     """A tensor of a layout alone."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, compile, explain, strict
+from shardfield.dim_sharding import snapped
 from shardfield.layout import Layout
 from shardfield.planning import simulated, watch, without_data
 from shardfield.testing import run_on_ranks
@@ -275,3 +277,15 @@ def step_memory(ranks: int, model: Callable[[], nn.Module]) -> int:
 @pytest.mark.parametrize("model", [lambda: AFNOBlock(128), lambda: SpectralMLP(128)], ids=["AFNO", "fft, MLP"])
 def test_a_rank_of_eight_needs_an_eighth_of_the_memory(model):
     assert step_memory(8, model) <= 0.16 * step_memory(1, model)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 7])
+@pytest.mark.parametrize("sizes", [(11, 5), (0, 13), (5, 0, 0, 23), (3, 1, 1, 2, 21), (7, 7, 7, 7), (1,) * 28])
+def test_boundaries_between_windows(sizes, unit):
+    """Check that boundaries move by less than a window, and no further than needed for the smallest largest shard."""
+    sizes = (*sizes, -sum(sizes) % unit)
+    found = snapped(sizes, unit)
+    bounds, marks = (list(itertools.accumulate(n, initial=0)) for n in (sizes, found))
+    assert marks[-1] * unit == bounds[-1] and min(found) >= 0
+    assert all(abs(mark * unit - bound) < unit for mark, bound in zip(marks, bounds, strict=True))
+    assert max(found) <= -(-max(sizes) // unit)

@@ -50,6 +50,8 @@ def dit_32():
     return vision.DiffusersDiT(size=32, heads=4)
 
 
+swinunetr_64 = zoo.monai_swinunetr
+
 # The bars of the models page.
 BARS = {"balance": 1.25, "redundancy": 1.05}
 MODELS: dict[str, Entry] = {
@@ -62,5 +64,6 @@ MODELS: dict[str, Entry] = {
     "anemoi_400": Entry(
         "anemoi graph transformer, larger", (1, 2, 1, 400, 3), (3,), None, package="anemoi.models", **BARS
     ),
+    "swinunetr_64": Entry("MONAI SwinUNETR, larger", (1, 1, 64, 128), package="monai", steps=1, **BARS),
     "dit_32": Entry("diffusers DiT, larger", (1, 4, 32, 32), package="diffusers", **BARS),
 }

@@ -299,7 +299,7 @@ MODELS: dict[str, Entry] = {
     "the_well_dilated_resnet": Entry("the_well DilatedResNet", (1, 3, 32, 48), package="the_well"),
     "torch_harmonics_lsno": Entry("torch-harmonics LSNO", (1, 3, 32, 64), tolerance=SINGLE),
     "torch_harmonics_s2transformer": Entry("torch-harmonics S2 transformer", (1, 3, 32, 64), tolerance=SINGLE),
-    "physicsnemo_pangu": Entry("PhysicsNeMo Pangu", (1, 72, 32, 64), package="physicsnemo", balance=1.4),
+    "physicsnemo_pangu": Entry("PhysicsNeMo Pangu", (1, 72, 32, 64), package="physicsnemo"),
     "GeoTransolver": Entry("PhysicsNeMo GeoTransolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "PhysicsNeMoTransolver": Entry("PhysicsNeMo Transolver", (1, 37, 8), (1,), None, package="physicsnemo"),
     "physicsnemo_domino": Entry(

@@ -119,6 +119,8 @@ MATMUL = [
     case(torch.trace, T(7, 4, fill="ints"), options=no_messages(layouts=5)),
     case(torch.cross, T(4, 3, 3), T(4, 3, 3), dim=1),
     case(torch.cross, T(5, 3), T(5, 3), dim=1),
+    case(torch.cross, T(5, 3), T(1, 3)),
+    case(torch.cross, T(1, 4, 3), T(3, 4, 3)),
     case(torch.linalg.cross, T(5, 3), T(1, 3)),
     case(torch.linalg.cross, T(3, 4), T(3, 4), dim=0),
     case(torch.linalg.cross, T(3), T(3), options=FEW),

@@ -273,9 +273,9 @@ def cross(input: Operand, other: Operand, dim: int | None = None, *, fn):
     """Unshard the dim of size 3; its sharding moves to the largest other dim."""
     if dim is None and fn is torch.linalg.cross:
         dim = -1
-    probe(fn, *(stand_in(x, [min(n, 3) for n in x.shape]) for x in (input, other)), dim=dim)
+    probe(fn, *(stand_in(x, [min(n, 4) for n in x.shape]) for x in (input, other)), dim=dim)
     shape = torch.broadcast_shapes(input.shape, other.shape)
-    dim = shape.index(3) if dim is None else dim  # torch.cross takes the first dim of three
+    dim = input.shape.index(3) if dim is None else dim  # torch.cross takes the first dim of three of its first operand
     labels = batch_labels(len(shape))
     three = labels[dim]
     terms = [make_term(input, batch_labels(input.ndim)), make_term(other, batch_labels(other.ndim))]

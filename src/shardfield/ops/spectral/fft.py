@@ -16,6 +16,7 @@ from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, handler_of, register, rule
 from ...layout import DimSharding
+from ...redistribute import without_partial
 from ...tensor import ShardTensor
 from .._common.autocast import HALF_DTYPES
 from .._common.blockwise import move_shard_off, moved_origins
@@ -39,7 +40,7 @@ OUT_LENGTH = {
 }
 
 
-@rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft)
+@rule(fft.fft, fft.ifft, fft.rfft, fft.irfft, fft.hfft, fft.ihfft, partial=True)
 def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
     """Transform one dim; if it is sharded, its sharding is first moved to another dim."""
     if not -input.ndim <= dim < input.ndim or 0 in input.shape:
@@ -48,12 +49,11 @@ def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
         raise RuntimeError(f"Invalid number of data points ({n}) specified")
     dim %= input.ndim
     length = OUT_LENGTH[fn.__name__](n, input.shape[dim])
-    source = (
-        move_shard_off(input.layout, dim, allow_empty=True)
-        if input.layout.is_sharded(dim)
-        else input.layout.unshard([dim])
-    )
-    if source is None or length < 1:
+    if length < 1:
+        return None
+    layout = without_partial(input.layout, input.layout.numel // input.shape[dim] * length)
+    source = move_shard_off(layout, dim, allow_empty=True) if layout.is_sharded(dim) else layout.unshard([dim])
+    if source is None:
         return None
     return Plan(
         local=lambda input: _apply(fn, input, n, dim, norm, length),
