@@ -18,13 +18,13 @@ from .program import Input, Program, Ref, Sharding, Step
 MESHES = [(2,), (3,), (2, 2), (4,), (2,)]
 MAX_NUMEL, MAX_DIMS, MAX_VALUE = 600, 5, 1e3
 PERTURBATION = 1e-12
-COMPILED = 6  # one program in so many is compiled too: that takes ten times as long
 
 
 class Draw:
     """Draw the arguments of ops, and keep the values that the program has computed on one device so far."""
 
-    def __init__(self, draw: Any, mesh: tuple[int, ...]):
+    def __init__(self, draw: Any, mesh: tuple[int, ...], compiled: bool = False):
+        self.compiled = compiled
         self._draw, self.mesh = draw, mesh
         self.inputs: list[Input] = []
         self.drawn = 0  # inputs, those of steps that were rejected included
@@ -192,7 +192,8 @@ class Draw:
         call = make(self, x)
         if call is not None:
             fn, args, kwargs, pick = (*call, *((), {}, None)[len(call) - 1 :])
-            self._add(Step(f"t{len(self.steps)}", fn, args, kwargs, pick))
+            if not (self.compiled and fn.startswith(graph_ops.__name__)):  # those are eager only
+                self._add(Step(f"t{len(self.steps)}", fn, args, kwargs, pick))
         used = {r for s in self.steps for r in references((s.args, s.kwargs))}
         self.inputs[before:] = [i for i in self.inputs[before:] if i.name in used]
         for name in {n for n in self.env if n.startswith("x")} - leaves - used:
@@ -321,11 +322,10 @@ def reference(program: Program) -> Reference | None:
 
 
 @st.composite
-def programs(draw, min_steps: int = 5, max_steps: int = 20) -> Program:
+def programs(draw, compiled: bool = False, min_steps: int = 5, max_steps: int = 20) -> Program:
     """Draw a program that one device runs, with gradients that rounding does not decide."""
     mesh = draw(st.sampled_from(MESHES))
-    g = Draw(draw, mesh)
-    compiled = g.int(0, COMPILED - 1) == 1
+    g = Draw(draw, mesh, compiled)
     for _ in range(draw(st.integers(1, 2))):
         ndim = draw(st.sampled_from([4, 3, 2, 1, 5]))
         g.input(tuple(draw(st.integers(1, 7 if ndim < 5 else 3)) for _ in range(ndim)), plain=False)
@@ -337,5 +337,4 @@ def programs(draw, min_steps: int = 5, max_steps: int = 20) -> Program:
         g.try_step()
     assume(g.steps)
     used = {r for s in g.steps for r in references((s.args, s.kwargs))}
-    compiled = compiled and not any(s.fn.startswith(graph_ops.__name__) for s in g.steps)  # eager only
     return Program(mesh, tuple(x for x in g.inputs if x.name in used), tuple(g.steps), compiled)
