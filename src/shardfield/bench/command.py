@@ -7,6 +7,9 @@ import dataclasses
 import difflib
 import importlib
 import os
+import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -36,8 +39,13 @@ def load_benchmark(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
 
-def run_benchmark(name: str, device: str = "cpu", quick: bool = False, **overrides: Any) -> Table:
-    """Run one benchmark. `overrides` take precedence over its settings for a quick run and for the device."""
+def run_benchmark(
+    name: str, device: str = "cpu", quick: bool = False, on_row: Callable[[str], None] | None = None, **overrides: Any
+) -> Table:
+    """Run one benchmark. `overrides` take precedence over its settings for a quick run and for the device.
+
+    on_row: called with the text of each row as soon as it is measured.
+    """
     kind = load_benchmark(name).Settings
     fields: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}
     for key in overrides:
@@ -54,7 +62,7 @@ def run_benchmark(name: str, device: str = "cpu", quick: bool = False, **overrid
     for key, value in dataclasses.asdict(settings).items():
         if any(isinstance(v, int) and v < 1 for v in (value if isinstance(value, tuple) else [value])):
             raise ShardfieldError(f"{name}: --{key} {value} should be 1 or more")
-    table = Table(name, dataclasses.asdict(settings), device, quick)
+    table = Table(name, dataclasses.asdict(settings), device, quick, on_row=on_row)
     load_benchmark(name).run(settings, device, table)
     return table
 
@@ -92,7 +100,9 @@ def command(words: list[str]) -> int:
     for name, value in QUIET_ENV.items():
         os.environ.setdefault(name, value)
     for name in names:
-        table = run_benchmark(name, device, options.quick, **overrides[name])
+        # Rows as they come go to stderr: a run that is stopped early has told what it measured.
+        tell = partial(print, file=sys.stderr, flush=True)
+        table = run_benchmark(name, device, options.quick, tell, **overrides[name])
         print(table, end="\n\n", flush=True)
         if options.out is not None:
             table.write(options.out)

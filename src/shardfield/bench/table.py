@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class Table:
     commit: str | None = field(default_factory=machine_info.commit)
     machine: dict[str, Any] = field(default_factory=machine_info.machine)
     versions: dict[str, str] = field(default_factory=machine_info.versions)
+    on_row: Callable[[str], None] | None = None  # called with the text of each row when it is added
 
     # ------------------------------------------------------------------ filling
 
@@ -128,11 +129,16 @@ class Table:
     def add_skipped(self, candidate: str, reason: str, case: str = "") -> None:
         """Add a candidate that cannot be measured on this machine, and the reason."""
         self.skipped.append({"case": case, "candidate": candidate, "why": reason})
+        if self.on_row is not None:
+            self.on_row(f"skipped: {format_skip(self.skipped[-1])}")
 
     def _add(self, row: Row) -> None:
         if self.quick:  # bars are set for the default sizes
             row.bar = row.met = None
         self.rows.append(row)
+        if self.on_row is not None:
+            against = f" of {row.against}" if row.against else ""
+            self.on_row(f"{row.case}: {row.candidate}  {row.format_value()}  {row.format_ratio()}{against}")
 
     # ------------------------------------------------------------------ printing and writing
 
