@@ -466,7 +466,7 @@ def fused():
     assert isinstance(mean, list) and float(mean[0]) == 1.0
     assert float(utils.fused_all_reduce(torch.tensor(float(rank)), op=dist.ReduceOp.MAX)) == 2.0
     mixed = {"n": torch.tensor(3), "x": torch.tensor(0.5)}
-    with pytest.raises(ValueError, match="torch.int64 together with torch.float32"):
+    with pytest.raises(ValueError, match=r"integers \(torch.int64\) together with torch.float32"):
         utils.fused_all_reduce(mixed)
     wide = utils.fused_all_reduce(mixed, buffer_dtype=torch.float64, device="cpu")
     assert wide["n"].dtype == torch.int64 and int(wide["n"]) == 9 and float(wide["x"]) == 1.5

@@ -116,7 +116,7 @@ def _buffer_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
         exact = [leaf.dtype for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex())]
         if exact:
             raise ValueError(
-                f"fused_all_reduce: {exact[0]} together with {dtype} would be rounded; pass buffer_dtype= or reduce it "
-                "separately"
+                f"fused_all_reduce: integers ({exact[0]}) together with {dtype} would be rounded; pass buffer_dtype= "
+                "or reduce them separately"
             )
     return collectives.accumulate_dtype(dtype)
