@@ -65,8 +65,9 @@ def pdist(input: Operand, p=2.0, *, fn):
     layout, points = input.layout, input.shape[0]
     total = pairs_before(points, points)
     axes = layout.nontrivial_axes(layout.shard_axes)
-    if not axes:
-        return Plan(local=lambda input: fn(input, p), layout=Layout.replicate(layout.mesh, (total,)))
+    operands = {"input": Layout.replicate(layout.mesh, input.shape)}
+    if not axes or not total:  # without pairs, torch supports other dtypes than cdist
+        return Plan(local=lambda input: fn(input, p), operands=operands, layout=Layout.replicate(layout.mesh, (total,)))
     ranks = math.prod(layout.mesh.size(axis) for axis in axes)
     first = [bisect_left(range(points), i * total / ranks, key=lambda n: pairs_before(n, points)) for i in range(ranks)]
     first.append(points)
@@ -79,7 +80,6 @@ def pdist(input: Operand, p=2.0, *, fn):
         distance = torch.cdist(input[start:stop], input[start + 1 :], p=p, compute_mode=MODES[2])
         return distance[tuple(torch.triu_indices(*distance.shape, device=distance.device))]
 
-    operands = {"input": Layout.replicate(layout.mesh, input.shape)}
     return Plan(local=local, operands=operands, layout=Layout.make(layout.mesh, [[DimSharding(total, axes, sizes)]]))
 
 
