@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch.utils.checkpoint
+
 from shardfield._compat.patches import CodePatch, patches, safe_globals
 
 SAFE_GLOBALS = "torch._weights_only_unpickler._marked_safe_globals_set"  # torch 2.13
@@ -116,5 +118,8 @@ def test_import_changes_nothing_and_patches_can_be_removed():
 
 def test_the_architecture_page_lists_the_patches():
     section = PAGE.read_text().split("## What is patched in torch\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == sorted(patch.path for patch in patches)
+    listed = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    if not hasattr(torch.utils.checkpoint._CheckpointFrame, "save_inputs"):  # torch 2.11
+        listed = [name for name in listed if "_CheckpointFrame" not in name]
+    assert sorted(listed) == sorted(patch.path for patch in patches)
     assert all(patch.reason for patch in patches)

@@ -1,7 +1,8 @@
 """Every private torch name that the package uses: which versions have it, why it is needed, when it can go.
 
 This module has the names for tensors and calls, `world` those for groups and meshes, `fake` those for tensors without
-data, `aot` those for traces and compilers, `patches` the attributes of torch that are replaced. No other module may use
+data, `aot` those for traces and compilers, `saved` those for tensors saved for backward, `patches` the attributes of
+torch that are replaced. No other module may use
 a private name of torch (a test checks this).
 """
 
@@ -220,22 +221,6 @@ def materialize_zeros(tensor: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return tensor
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) + 0 if is_zero_tensor(tensor) else tensor
-
-
-def saved_names(node_type: type) -> tuple[str, ...]:
-    """Return the names of the tensors that nodes of this type save for backward, as `saved_values` takes them."""
-    return tuple(name[4:] for name in dir(node_type) if name.startswith("_raw_saved_"))
-
-
-def saved_values(node: Any, name: str) -> None:
-    """Read a saved tensor (or several) of a node, which raises if it was modified in place.
-
-    torch 2.11-2.15. A tensor with hooks (a checkpoint, an offload) is not read: torch does not check it, and its hook
-    may compute.
-    """
-    raw = getattr(node, f"_raw{name}")
-    if all(getattr(saved, "unpack_hook", None) is None for saved in (raw if isinstance(raw, tuple) else (raw,))):
-        getattr(node, "saved_tensors" if name == "_saved_tensors" and hasattr(node, "saved_tensors") else name)
 
 
 def keeps_graph() -> bool:

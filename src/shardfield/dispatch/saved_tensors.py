@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from .. import runtime
-from .._compat import in_backward, saved_names, saved_values
+from .._compat import in_backward
+from .._compat.saved import saved_names, saved_values
 from ..comm.consensus import any_rank, mesh_groups
 from ..errors import ShardingError
 from .recorded_backward import communicates, graph_nodes
@@ -58,7 +59,9 @@ def _modified(outputs: Iterable[Tensor]) -> Iterator[str]:
     for node in graph_nodes(outputs):
         for name in saved_names(type(node)):
             try:
-                saved_values(node, name)
+                for saved_input in saved_values(node, name):
+                    if hasattr(saved_input, "check_unmodified"):
+                        saved_input.check_unmodified()
             except RuntimeError as error:
                 if any(text in str(error) for text in WRITTEN):
                     yield str(error).split(" Hint:")[0].split(" This view was created")[0]

@@ -30,6 +30,7 @@ from .normalization import batch_norm as batch_norm
 from .normalization import layer_group_norm as layer_group_norm
 from .protocol import autograd_bridge as autograd_bridge
 from .protocol import metadata as metadata
+from .protocol import recomputation as recomputation
 from .protocol import torchscript as torchscript
 from .reduction import compare as compare
 from .reduction import histogram as histogram

@@ -17,6 +17,7 @@ from torch import Tensor
 from ... import runtime
 from ..._compat import function_apply, module_hook_function
 from ..._compat.patches import replace_engine_call, replace_function_apply
+from ..._compat.saved import recorded_by_cpp, replace_saved_tensors
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
 from ...dispatch.recorded_backward import run_engine
@@ -119,13 +120,13 @@ class _ToWrapper(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local, source):
-        ctx.layout = source._grad_layout
+        ctx.layout, ctx.groups = source._grad_layout, process_groups(source._layout, source._layout.partial_axes)
         return wrap(source._local_tensor, source._layout)
 
     @staticmethod
     def backward(ctx, grad):
         local, layout = as_operand(grad, ctx.layout.mesh)
-        return redistribute(local, layout, ctx.layout), None
+        return autograd_collectives.replicate_in([redistribute(local, layout, ctx.layout)], ctx.groups)[0], None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -135,12 +136,12 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, wrapper):
-        ctx.layout = wrapper._grad_layout
+        ctx.layout, ctx.groups = wrapper._grad_layout, process_groups(wrapper._layout, wrapper._layout.partial_axes)
         return wrapper._local_tensor.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return wrap(grad, ctx.layout)
+        return wrap(autograd_collectives.replicate_out(grad, ctx.groups), ctx.layout)
 
 
 class _ToPlain(torch.autograd.Function):
@@ -191,12 +192,25 @@ def apply(function: Any, plain: Callable, *args: Any, **kwargs: Any) -> Any:
             return _ToPlain.apply(value)
         return value
 
+    replace_saved_tensors(function, with_graph)
     runtime.active.bridge_depth += 1
     try:
         out = plain(*[record(a) for a in args], **kwargs)
     finally:
         runtime.active.bridge_depth -= 1
     return map_tensors(out, lambda t: wrap(_ToLocal.apply(t), t._layout) if isinstance(t, ShardTensor) else t)
+
+
+def with_graph(saved: Any) -> Any:
+    """Return a tensor that a Function saved, with its graph on the local tensor.
+
+    Of a result, and of an operand that went through saved-tensor hooks, torch restores the graph of the wrapper only: a
+    checkpoint inside would not see that it requires grad, and second derivatives would lack its part.
+    """
+    if not isinstance(saved, ShardTensor) or saved.requires_grad or not recorded_by_cpp(saved):
+        return saved
+    with torch.enable_grad():
+        return wrap(_ToLocal.apply(saved), saved._layout)
 
 
 replace_function_apply(make_apply)

@@ -1,0 +1,162 @@
+"""Checkpoints inside checkpoints, their inputs, and tensors that users' Functions save, on ShardTensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from shardfield import ShardingError, ShardTensor
+from shardfield.testing import run_on_ranks
+from tests.harness.virtual import VirtualRanks
+
+from .test_autograd_bridge import LAYOUTS, RECOMPUTED, close, full_input, on, weight
+
+# (outer, inner): whether a checkpoint is reentrant. torch warns of two reentrant ones.
+NESTED = [(False, False), (False, True), (True, False)]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with VirtualRanks() as found:
+        yield found
+
+
+def nested(mesh, placements, lengths, outer, inner, early_stop) -> list[str]:
+    """Compare gradients of a checkpoint in a checkpoint, for each function with messages."""
+    r, v, wrong = full_input().requires_grad_(), weight(), []
+    for name, function in RECOMPUTED.items():
+        x, w, grads = on(mesh, placements, lengths), weight(), []
+        for a, b in ((x, w), (r, v)):
+            with set_checkpoint_early_stop(early_stop):
+                y = checkpoint(block, function, inner, a * 1, b, use_reentrant=outer)
+                grads.append(backward(y, a, b))
+        try:
+            for got, ref in zip(*grads, strict=True):
+                close(got, ref)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
+def block(function, reentrant, p, q):
+    """Pass a field through an inner checkpoint, between calls that save tensors."""
+    p = checkpoint(function, (p * q).sin(), use_reentrant=reentrant)
+    return (p * q.sum()).tanh()
+
+
+def backward(y, *leaves):
+    """Return the gradients of leaves by `backward`: a reentrant checkpoint refuses `autograd.grad`."""
+    (y * y).sum().backward()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
+def test_nested_checkpoints(ranks, mesh, placements, lengths):
+    for outer, inner in NESTED:
+        for early_stop in (True,) if outer else (True, False):
+            args = mesh, placements, lengths, outer, inner, early_stop
+            assert ranks.check(torch.Size(mesh).numel(), nested, *args) == [], args
+
+
+class Exp(torch.autograd.Function):
+    """Function that saves its result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * grad
+
+
+class Square(torch.autograd.Function):
+    """Function that saves its operand."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def offloaded(function, x):
+    with save_on_cpu():
+        return function(x)
+
+
+HOOKS = {
+    "none": lambda function, x: function(x),
+    "offload": offloaded,
+    "checkpoint": lambda function, x: checkpoint(function, x * 1, use_reentrant=False),
+    "nested": lambda function, x: checkpoint(HOOKS["checkpoint"], function, x * 1, use_reentrant=False),
+}
+
+
+def second_derivatives(mesh, placements, lengths) -> list[str]:
+    """Compare gradients, and gradients of gradients, of users' Functions under saved-tensor hooks."""
+    wrong = []
+    for hooks, call in HOOKS.items():
+        for kind in (Exp, Square):
+            found = []
+            for a in (on(mesh, placements, lengths), full_input().requires_grad_()):
+                y = call(lambda p, kind=kind: kind.apply(p / 2), a)
+                (first,) = torch.autograd.grad((y * y).sum(), a, create_graph=True)
+                found.append((first.detach(), *torch.autograd.grad(first.sin().sum(), a)))
+            try:
+                for got, ref in zip(*found, strict=True):
+                    close(got, ref)
+            except AssertionError as error:
+                wrong.append(f"{kind.__name__} with hooks {hooks}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
+def test_second_derivatives_of_saved_tensors(ranks, mesh, placements, lengths):
+    assert ranks.check(torch.Size(mesh).numel(), second_derivatives, mesh, placements, lengths) == []
+
+
+def written(mesh, placements, lengths) -> list[str]:
+    """Write into the input of a checkpoint before backward: all ranks raise, as one device does."""
+    for a in (on(mesh, placements, lengths), full_input().requires_grad_()):
+        x = a * 1
+        y = checkpoint(lambda p: p.sin() * p, x, use_reentrant=False)
+        with torch.no_grad():
+            x.mul_(2)
+        kind = ShardingError if isinstance(a, ShardTensor) else RuntimeError
+        with pytest.raises(kind, match="modified by an inplace operation"):
+            y.sum().backward()
+    return []
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
+def test_written_input(ranks, mesh, placements, lengths):
+    assert ranks.check(torch.Size(mesh).numel(), written, mesh, placements, lengths) == []
+
+
+def on_processes(layouts) -> list[str]:
+    """Run nested checkpoints on processes, where a rank that sends other messages than its peers would block."""
+    wrong = []
+    for layout in layouts:
+        for outer, inner in NESTED:
+            wrong += nested(*layout, outer, inner, True)
+        wrong += second_derivatives(*layout)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_processes(size):
+    layouts = [layout for layout in LAYOUTS if torch.Size(layout[0]).numel() == size]
+    assert sum(run_on_ranks(on_processes, size, layouts), []) == []
