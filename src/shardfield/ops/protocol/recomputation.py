@@ -22,7 +22,7 @@ class CheckpointInput:
         value._consumed = True  # ranks agree before backward on a write into it
         self._kept = None if has_saved_tensor_hooks() else value
         self._layout = value._layout
-        self._flags = {name: getattr(value, name) for name in ("_copied_view", "_narrowed", "_pending_shares")}
+        self._flags = value._copied_view, value._narrowed, value._pending_shares
         # A deferred value that is kept takes a snapshot before a write.
         deferred = self._kept is not None and value._deferred is not None
         self._local = None if deferred else make_saved_tensor(value._local_tensor)
@@ -33,8 +33,7 @@ class CheckpointInput:
         if self._kept is not None:
             return self._kept
         made = wrap(local, self._layout)
-        for name, flag in self._flags.items():
-            setattr(made, name, flag)
+        made._copied_view, made._narrowed, made._pending_shares = self._flags
         made._consumed = True
         return made
 
