@@ -120,7 +120,7 @@ setup: $(VENV)/.dev
 
 # torch goes first and alone, so that no other package's range decides which build is taken. The two packages without
 # their dependencies: one pulls in hundreds of megabytes that its models never import (what they import is in the extra
-# "recipes"), the other asks for one torch release and runs on those we support.
+# "recipe-imports"), the other asks for one torch release and runs on those we support.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { \
 		test -n "$(PYTHON)" || { echo "shardfield needs Python 3.11 or newer with venv; set PYTHON=..." >&2; exit 1; }; \
@@ -128,25 +128,25 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "installing shardfield and its development tools into $(VENV)"
 	@$(PIP) torch
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipe-imports,meshes,models]'
 	@$(PIP) --no-deps neuraloperator torch-harmonics
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	@echo "installing the documentation tools into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,docs]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipe-imports,meshes,models,docs]'
 	@touch $@
 
 $(VENV)/.zoo: $(VENV)/.dev
 	@echo "installing the models into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,zoo]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipe-imports,meshes,models,zoo]'
 	@$(PIP) --no-deps timm vit-pytorch microsoft-aurora miles-credit the-well nvidia-physicsnemo \
 		anemoi-models anemoi-graphs anemoi-utils
 	@touch $@
 
 $(VENV)/.integrations: $(VENV)/.dev
 	@echo "installing training loops and loggers into $(VENV)"
-	@$(PIP) --no-build-isolation --editable '.[dev,recipes,meshes,models,integrations]'
+	@$(PIP) --no-build-isolation --editable '.[dev,recipe-imports,meshes,models,integrations]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check wandb mlflow-skinny
 	@touch $@
 

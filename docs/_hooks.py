@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 FIGURES = Path(__file__).parent / "figures"
+PATH = re.compile(r"<code>([^<\s]+/[^<\s]+)</code>")
 IMAGE = re.compile(r'<p>\s*<img alt="[^"]*" src="(?:\.\./)*figures/([\w-]+)\.svg"\s*/?>\s*</p>')
 
 
@@ -19,10 +20,14 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    """Put SVG pictures into the page: as images they could not see whether it is light or dark."""
+    """Put SVG pictures into the page: as images they could not see whether it is light or dark.
+
+    Paths may break after a slash, so that those in tables do not widen their column.
+    """
 
     def inline(image: re.Match) -> str:
         picture = (FIGURES / f"{image[1]}.svg").read_text()
         return f'<figure class="sf-figure">{re.sub("<style>.*</style>", "", picture)}</figure>'
 
+    html = PATH.sub(lambda path: f"<code>{path[1].replace('/', '/<wbr>')}</code>", html)
     return IMAGE.sub(inline, html)

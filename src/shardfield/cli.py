@@ -121,7 +121,8 @@ def _run(recipe, config) -> int:
         log = Log(config.out, manager.rank == 0, config.log_every, config.logger, config.as_json())
         with closing(log):
             shape = f"{mesh.size(0)} x {' x '.join(map(str, config.domain))}"
-            log.print_line(f"{mesh.size()} ranks, {shape} (data x domain), on {manager.device.type}")
+            ranks = "1 rank" if mesh.size() == 1 else f"{mesh.size()} ranks"
+            log.print_line(f"{ranks}, {shape} (data x domain), on {manager.device.type}")
             try:
                 task = recipe(config, mesh, log)
             except ValueError as error:  # an error of the data or the model about an option

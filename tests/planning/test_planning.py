@@ -283,6 +283,8 @@ def test_command(capsys):
         (["cnn", "--gpus", "7", "--height", "4", "--width", "4"], "no mesh of 7 GPUs"),
         (["torch.nn:Nothing"], "plan: 'torch.nn:Nothing'"),
         (["torch.nn:Identity"], "--shape is needed"),
+        (["torch.nn:Identity", "--shape", "4,3,8,8"], "the model has no parameters"),
+        (["swe_sfno"], "swe_sfno: the result of a call depends on tensor values"),
         (["vit", "--patch", "7"], "--patch 7 must divide"),
     ],
 )

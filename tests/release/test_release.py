@@ -10,7 +10,9 @@ import shardfield
 from tests.distributions import build
 from tests.launch import ROOT, clean_env
 
-OPTIONS = ["--epochs", "1", "--n-train", "32", "--n-test", "8", "--batch-size", "8", "--height", "8", "--width", "8"]
+SIZES = ["--epochs", "1", "--n-train", "32", "--n-test", "8", "--batch-size", "8"]
+TFNO = [*SIZES, "--resolution", "16", "--fine", "31", "--test-resolutions", "16", "--modes", "4", "--width", "8"]
+CNN = ["cnn", *SIZES, "--height", "8", "--width", "8"]
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -38,8 +40,8 @@ def test_a_release_trains_outside_the_repository(kind, tmp_path):
     assert str(tmp_path / "venv") in told and told.split()[-1] == shardfield.__version__
     assert f"shardfield {shardfield.__version__}" in run(tmp_path / "venv/bin/shardfield", "info", cwd=place)
     if kind == "wheel":
-        out = run(tmp_path / "venv/bin/shardfield", "train", "cnn", *OPTIONS, cwd=place)
-        assert "test/wrong" in out and (place / "runs/cnn/curve.png").exists()
+        out = run(tmp_path / "venv/bin/shardfield", "train", *TFNO, "--cache", place / "cache", cwd=place)
+        assert "16x16/l2" in out and (place / "runs/darcy_tfno/prediction.png").exists()
         launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        words = ["-m", "shardfield", "train", "cnn", "--domain", "2", "--out", "two", *OPTIONS]
+        words = ["-m", "shardfield", "train", *CNN, "--domain", "2", "--out", "two"]
         assert "test/wrong" in run(*launcher, *words, cwd=place)

@@ -4,7 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-HEAD = """# Models that run unmodified
+HEAD = """---
+hide: [toc]
+---
+
+# Models that run unmodified
 
 The tables below list public models in small configurations. Each runs unmodified on unevenly sharded fields, in
 float64, and is compared with the same model on one device: outputs, the gradients of input and parameters, and the

@@ -91,7 +91,7 @@ def image(name: str, text: str) -> str:
 
 
 def pictures(name: str, tables: list[Table]) -> str:
-    """Return the plots of a benchmark: ratios and curves, and folded below them the medians."""
+    """Return the plots of a benchmark: ratios and curves, and folded below them, if there are any, the medians."""
     texts = {
         f"perf-{name}": f"{name}: ratios",
         SCALING: "Speed by number of ranks",
@@ -100,7 +100,9 @@ def pictures(name: str, tables: list[Table]) -> str:
     found = list(plots_of(name, tables))
     values = [n for n in found if n not in texts]
     text = "\n".join(image(n, texts[n]) for n in found if n in texts)
-    if values:
+    if values and not text:
+        text = "\n".join(image(n, f"{name}: medians") for n in values)
+    elif values:
         text += "\n" + folded("Medians as plots", "\n".join(image(n, f"{name}: medians") for n in values))
     return text
 

@@ -210,5 +210,6 @@ def _print(options: argparse.Namespace, findings: list[Finding], times: list[Lin
         lines += ["", "exchanges between pairs of ranks, all pairs at once", *link_table(times)]
     problems = sum(f.level == "problem" for f in findings)
     warnings = sum(f.level == "warning" for f in findings)
-    lines += ["", f"{problems} problems, {warnings} warnings" if problems or warnings else "nothing is wrong"]
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((problems, "problem"), (warnings, "warning"))]
+    lines += ["", ", ".join(counts) if problems or warnings else "nothing is wrong"]
     print("\n".join(lines), flush=True)

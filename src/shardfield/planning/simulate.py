@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,23 @@ from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, balanced
 from ..tensor import ShardTensor, wrap
 from ..train.complex_params import real_pairs
-from ..train.config import DOMAIN_AXES
+from ..train.config import DOMAIN_AXES, UsageError
 from ..train.loop import to_full_tensor
 from ..train.parallel import LocalGrads, Strategy, parallelize
 from ..train.task import TaskSpec
 from .fake_world import simulated, without_data
 from .recorder import Seen, watch
+
+
+@contextmanager
+def values_refused(name: str) -> Iterator[None]:
+    """Turn the error of a call that depends on values, in a model's __init__ or in a step, into one line."""
+    try:
+        yield
+    except data_dependent_errors() as error:
+        raise ShardfieldError(
+            f"{name}: the result of a call depends on tensor values, and planning runs without data: {error}"
+        ) from error
 
 
 @dataclass
@@ -43,7 +54,7 @@ class Subject:
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of the dims that may be sharded."""
         if not self.field:
-            with without_data():
+            with values_refused(self.name), without_data():
                 self.field = next(iter(self.outline().sample_shapes.values()))
         return tuple(self.field[d] for d in self.dims)
 
@@ -61,6 +72,8 @@ class Step:
             outline = subject.outline()
         finally:
             torch.set_default_dtype(before)
+        if next(outline.model.parameters(), None) is None:
+            raise UsageError(f"{subject.name}: the model has no parameters, so there is no training step to plan")
         self.loss = outline.loss
         self.model: nn.Module = parallelize(
             real_pairs(outline.model).train(),
@@ -127,13 +140,8 @@ def record_step(subject: Subject, shape: Sequence[int]) -> Seen:
 
 def count(subject: Subject, shape: Sequence[int], rank: int) -> Seen:
     """Simulate a step of one rank of a mesh (data, domain, ...) without data. Return its record."""
-    try:
-        with simulated(torch.Size(shape).numel(), rank):
-            return record_step(subject, shape)
-    except data_dependent_errors() as error:
-        raise ShardfieldError(
-            f"{subject.name}: the result of a call depends on tensor values, and planning runs without data: {error}"
-        ) from error
+    with values_refused(subject.name), simulated(torch.Size(shape).numel(), rank):
+        return record_step(subject, shape)
 
 
 def time_step(

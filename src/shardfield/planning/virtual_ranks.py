@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._compat import DispatchMode
-from .._compat.fake import data_dependent_errors
 from ..comm.grad_deferral import defer_to_average
-from ..errors import ShardfieldError
 from .cost import Device, Link, Network, predict
 from .fake_world import simulated, without_data
 from .mesh_search import HEADROOM
 from .recorder import watch
-from .simulate import Subject, make_batch
+from .simulate import Subject, make_batch, values_refused
 
 OPTIMIZER_STATES = 2  # of Adam, each as large as the parameters
 
@@ -67,15 +65,11 @@ class LargestOperator(DispatchMode):
 def count_virtual(subject: Subject, ranks: int, device: Device, memory: float) -> VirtualOption:
     """Count a step of `virtualize` on `ranks` virtual ranks, by the largest of its first, middle and last rank."""
     counted = []
-    try:
+    with values_refused(subject.name):
         for rank in sorted({0, ranks // 2, ranks - 1}):
             with simulated(ranks, rank):
                 counted.append(_count(subject, ranks, device, memory))
-        return max(counted, key=lambda option: option.operator)
-    except data_dependent_errors() as error:
-        raise ShardfieldError(
-            f"{subject.name}: the result of a call depends on tensor values, and planning runs without data: {error}"
-        ) from error
+    return max(counted, key=lambda option: option.operator)
 
 
 def _count(subject: Subject, ranks: int, device: Device, memory: float) -> VirtualOption:

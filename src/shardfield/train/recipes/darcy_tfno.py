@@ -46,8 +46,7 @@ def task_spec(config: DarcyTFNOConfig) -> TaskSpec:
         from neuralop.models import TFNO
     except ImportError as error:
         raise UsageError(
-            f"the recipe darcy_tfno needs neuraloperator ({error}): pip install 'shardfield[recipes]', then "
-            f"pip install --no-deps neuraloperator"
+            f"the recipe darcy_tfno needs neuraloperator ({error}): pip install 'shardfield[recipes]'"
         ) from None
     if config.modes > config.resolution:
         raise UsageError(f"--modes {config.modes}: a field of {config.resolution} points has no more modes")
