@@ -100,7 +100,7 @@ def test_layers_that_write_their_argument():
             return F.silu(x, inplace=True) * 2
 
     model = nn.Sequential(conv(), Writes(), conv(4)).double()
-    with pytest.raises(ShardfieldError, match="an argument of .* a Writes of the model was written after the call"):
+    with pytest.raises(ShardfieldError, match="an argument of a Writes of the model was written after the call"):
         grads(model, mean_square, x, "recompute")
 
 

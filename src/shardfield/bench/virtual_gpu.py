@@ -6,7 +6,7 @@ The memory that this process may allocate on the device is limited, in GiB. Plai
 children of the model, and virtual ranks compute loss and gradients on fields of growing size. The peaks of two small
 fields predict the largest one, which a run confirms. The largest field of plain torch is then computed on several
 numbers of virtual ranks; `--profile` samples where the host is meanwhile. Each result is printed at once, as one line
-of JSON.
+of JSON. `--parts` chooses among the comparisons; with `--size` the largest field of plain torch is not searched for.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .sampling import sampled
 GIB = 1 << 30
 USABLE = 0.6  # of the device memory beside the parameters: what the pages of virtual ranks may take
 ATTEMPTS = 4
+PARTS = ("same", "checkpointed", "enlarged")
 
 
 class Problem(NamedTuple):
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="of the field that is compared, instead of plain torch's largest")
     parser.add_argument("--large-ranks", type=int, help="on the field of so many times the voxels")
     parser.add_argument("--times", type=float, default=16, help="voxels of the first try of virtual ranks, over plain")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", help='all, or "same" with --size')
     parser.add_argument("--profile", action="store_true", help="sample the host on the last of the numbers of ranks")
     args = parser.parse_args()
     if args.check:
@@ -278,11 +280,13 @@ def main() -> None:
     if plain is None:
         return
     show(what="plain", **plain)
-    same_size(bench, plain, args.ranks, args.profile)
-    if args.size is not None:
-        return
-    show(what="checkpointed", **bench.largest(bench.recomputing))
-    enlarged(bench, plain, args.large_ranks or bench.problem.ranks, args.times)
+    parts = args.parts or (PARTS if args.size is None else PARTS[:1])
+    if "same" in parts:
+        same_size(bench, plain, args.ranks, args.profile)
+    if "checkpointed" in parts:
+        show(what="checkpointed", **bench.largest(bench.recomputing))
+    if "enlarged" in parts:
+        enlarged(bench, plain, args.large_ranks or bench.problem.ranks, args.times)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from .. import runtime
 from .._compat import function_apply, multiply_all
+from ..errors import ShardfieldError
 
 # Groups are compared by their ranks: two equal meshes have different ProcessGroup objects over the same ranks.
 Ranks = tuple[int, ...]
@@ -34,6 +35,15 @@ def defer_to_average(parameter: nn.Parameter, groups: Iterable[ProcessGroup]) ->
     """Declare that a wrapper averages the gradient of a parameter over the ranks of all these groups."""
     parameter._averaged_later = frozenset(map(_ranks, groups))
     runtime.active.deferring_groups.update(parameter._averaged_later)
+
+
+def refuse_shares(inputs: Iterable[Tensor]) -> None:
+    """Refuse `autograd.grad` with respect to parameters of `virtualize`, which sums their gradients after all ranks."""
+    if any(getattr(tensor, "_summed_by_virtualize", False) for tensor in inputs):
+        raise ShardfieldError(
+            "virtualize: autograd.grad with respect to a parameter of the model: a rank has its share of this gradient,"
+            " and the sum is taken after the step; compute it from parameter.grad after the step, or use a VirtualWorld"
+        )
 
 
 @runtime.memo

@@ -28,6 +28,7 @@ from .._compat import in_backward
 from ..comm import collectives
 from ..comm.adjoints import Collective, Exchange
 from ..comm.consensus import any_rank, group_device, mesh_groups
+from ..comm.grad_deferral import refuse_shares
 from ..comm.route import Route
 from ..errors import ShardingError
 from .empty_shards import sum_of_nothing
@@ -73,6 +74,8 @@ def run_engine(
 ) -> Any:
     """Call torch's engine; of a backward through gradients, compare the ranks before and after."""
     rt = runtime.active
+    if rt.virtual is not None and inputs and not accumulate_grad:
+        refuse_shares(inputs)
     recorded = rt.recorded
     if not create_graph and (recorded is None or not recorded.groups):
         return run(outputs, gradients, keep, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad)

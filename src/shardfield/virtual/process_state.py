@@ -61,7 +61,7 @@ class ProcessState:
 
     def begin(self, generators: Generators) -> None:
         """Take over the random numbers and flags of the caller, at the beginning of a run."""
-        self.generators, self.flags, self.warnings = generators, _flags(), _warning_state()
+        self.generators, self.flags, self.warnings = generators, get_flags(), _warning_state()
 
     def enter(self) -> None:
         """Make this rank's state that of the process."""
@@ -74,7 +74,8 @@ class ProcessState:
         """Store this rank's state."""
         if self._pager is not None:
             self._pager.rank_parks(self.rank)
-        self.generators, self.flags, self.warnings = get_generators(self.generators.numpy), _flags(), _warning_state()
+        self.generators = get_generators(self.generators.numpy)
+        self.flags, self.warnings = get_flags(), _warning_state()
         self._shown.value = self.generators.numpy
         self.runtime = runtime.active
 
@@ -82,7 +83,7 @@ class ProcessState:
 @contextmanager
 def caller_state(states: Sequence[ProcessState], shown: NumpyState) -> Iterator[None]:
     """Begin a run of ranks with the state of the caller; restore it at the end."""
-    generators, flags, of_warnings = get_generators(), _flags(), _warning_state()
+    generators, flags, of_warnings = get_generators(), get_flags(), _warning_state()
     shown.value = generators.numpy
     for state in states:
         state.begin(generators)
@@ -140,8 +141,16 @@ def _numpy_memory() -> bytes:
     return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
 
 
-def _flags() -> list[Any]:
+def get_flags() -> list[Any]:
+    """Return the flags of torch that a program may set for a while."""
     return [get() for get, _ in _FLAGS]
+
+
+def set_flags(flags: list[Any]) -> None:
+    """Restore flags of torch."""
+    for (get, change), value in zip(_FLAGS, flags, strict=True):
+        if get() != value:
+            change(value)
 
 
 def _warning_state() -> dict[str, Any]:
@@ -150,9 +159,7 @@ def _warning_state() -> dict[str, Any]:
 
 def _restore(generators: Generators, flags: list[Any], of_warnings: dict[str, Any], shown: NumpyState) -> None:
     set_generators(generators, shown)
-    for (get, change), value in zip(_FLAGS, flags, strict=True):
-        if get() != value:
-            change(value)
+    set_flags(flags)
     for name, value in of_warnings.items():
         if value is not None:
             setattr(warnings, name, value)

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.grad_deferral import defer_to_average
 from ..errors import ShardfieldError
+from ..tensor import ShardTensor
 from .segment import recomputed
 
 _PLAIN = (int, float, complex, str, bool, type(None))
@@ -40,7 +41,10 @@ class Replica:
         self.model = copy.deepcopy(model, memo)
         for name, parameter in self.parameters.items():
             defer_to_average(parameter, [mesh.get_group()])  # no message in backward: the caller sums
+            parameter._summed_by_virtualize = True  # type: ignore[attr-defined]
             original = self.originals[name]
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(lambda mine, of=original: on_grad(of, mine))
         if recompute:
             for block in blocks_of(self.model):
@@ -51,11 +55,17 @@ class Replica:
         for name, original in self.originals.items():
             mine = self.parameters[name]
             mine.data, mine.grad = original.data, None
-            mine.requires_grad_(original.requires_grad)
         for mine, theirs in zip(self.model.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
         for copied, module in zip(self.model.modules(), model.modules(), strict=True):
             copied.training = module.training
+
+    def gather_buffers(self) -> None:
+        """Make plain tensors of buffers that the model has replaced by ShardTensors. Every rank calls it."""
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if isinstance(buffer, ShardTensor):
+                    module._buffers[name] = buffer.detach().full_tensor()
 
     def return_buffers(self, model: nn.Module) -> None:
         """Give the caller's model the buffers of this rank, which are those of every rank."""
@@ -65,13 +75,25 @@ class Replica:
 
 def settings_of(model: nn.Module) -> list[Any]:
     """Return what a model is made of except for the values of its tensors: replicas are made anew when it changes."""
-    found: list[Any] = [sorted((name, id(p)) for name, p in model.named_parameters(remove_duplicate=False))]
+    parameters = model.named_parameters(remove_duplicate=False)
+    found: list[Any] = [sorted((name, id(p), p.requires_grad) for name, p in parameters)]
     for name, module in model.named_modules():
-        plain = {k: v for k, v in vars(module).items() if k != "training" and isinstance(v, _PLAIN)}
+        plain = {k: _copied(v) for k, v in vars(module).items() if k != "training" and _is_setting(v)}
         hooks = {k: list(v) for k, v in vars(module).items() if k.endswith("_hooks") and v}
         buffers = [(k, b.shape, b.dtype) for k, b in module.named_buffers(recurse=False)]
         found.append((name, id(module), plain, hooks, buffers))
     return found
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether an attribute is a number, a text, a function, or a list of these."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_setting, value))
+    return isinstance(value, _PLAIN) or callable(value)
+
+
+def _copied(value: Any) -> Any:
+    return [_copied(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

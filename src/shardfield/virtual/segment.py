@@ -19,9 +19,9 @@ from .. import runtime
 from ..dispatch.arguments import map_tensors
 from ..errors import WorldError
 from ..tensor import ShardTensor, wrap
+from .block_state import BlockState
 from .message_log import MessageLog
 
-Buffers = list[tuple[dict[str, Tensor | None], str, Tensor]]  # (table of a module, name, value before the forward)
 INSTEAD = 'memory="keep", "offload" or a larger budget computes it once'
 
 
@@ -60,32 +60,25 @@ class Segment:
         self._versions: list[tuple[Tensor, int]] = []
         self._log = MessageLog()
         self._saved: list[weakref.ref[_Saved]] = []
-        self._values: dict[int, Tensor] = {}  # what was recomputed and has not been read
-        self._generators = _generators()
-        self._autocast = _autocast()
-        self._buffers: Buffers = []
+        self._values: dict[int, tuple[Tensor, int]] = {}  # what was recomputed and has not been read, with its version
+        self._state = BlockState(block)
 
     def run(self) -> Any:
         """Compute the block without saving its activations."""
-        found = [(m._buffers, k, b, b._version, b.clone()) for m in self._block.modules() for k, b in _buffers_of(m)]
         args, kwargs = self._given
-        again = map_tensors((args, kwargs), self._without_later_caches)
+        again = map_tensors((args, kwargs), self._remember)
         with _logging(self._log), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             out = self._forward(*args, **kwargs)
         self._arguments, self._given = again, ((), {})
-        self._buffers = [(table, name, was) for table, name, b, version, was in found if b._version != version]
+        self._state.forward_ends()
         return out
 
-    def _without_later_caches(self, value: Tensor) -> Tensor:
-        """Return an argument without what a call may cache in it: a recomputation makes the calls of the forward."""
-        local = value._local_tensor if isinstance(value, ShardTensor) else value
+    def _remember(self, value: Tensor) -> Tensor:
+        """Return an argument for a recomputation, and note its version."""
+        local = _local(value)
         if not local.is_inference():
             self._versions.append((local, local._version))
-        if not isinstance(value, ShardTensor):
-            return value
-        again = wrap(local, value._layout)
-        again._reduced_cache = value._reduced_cache
-        return again
+        return _without_later_caches(value)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved), (tensor.shape, tensor.dtype))
@@ -95,53 +88,42 @@ class Segment:
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.number not in self._values:
             self._recompute()
-        value = self._values.pop(saved.number, None)
+        value, version = self._values.pop(saved.number, (None, 0))
         if value is None or (value.shape, value.dtype) != saved.kind:
-            raise WorldError(f"{self._describe()} saves other tensors when it is recomputed; {INSTEAD}")
+            raise WorldError(f"virtual ranks: {self._describe()} saves other tensors when it is recomputed; {INSTEAD}")
+        if _local(value)._version != version:
+            raise WorldError(f"virtual ranks: {self._describe()} writes a tensor in place that its backward reads")
         return value
 
     def _recompute(self) -> None:
         """Compute the block again, as far as the last tensor that is still needed."""
         if self._arguments is None:
-            raise WorldError(f"{self._describe()} computes gradients in its forward, which is recomputed; {INSTEAD}")
+            raise WorldError(f"virtual ranks: {self._describe()} computes gradients in its forward; {INSTEAD}")
         if any(tensor._version != version for tensor, version in self._versions):
-            raise WorldError(f"an argument of {self._describe()} was written after the call; {INSTEAD}")
+            raise WorldError(f"virtual ranks: an argument of {self._describe()} was written after the call; {INSTEAD}")
+        if self._state.parameters_written:
+            raise WorldError(f"virtual ranks: a parameter of {self._describe()} was written before its gradient")
         last = max(number for number, saved in enumerate(self._saved) if saved() is not None)
         count = 0
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal count
             number, count = count, count + 1
-            tensor = tensor.detach()  # or else the graph of a saved result would hold itself
+            kept = tensor.detach()  # or else the graph of a saved result would hold itself
             if number < len(self._saved) and self._saved[number]() is not None:
-                self._values[number] = tensor
+                self._values[number] = kept, _local(kept)._version
             if number == last:
                 raise _AllSaved
-            return tensor
+            return kept
 
-        now = [table[name] for table, name, _ in self._buffers]
-        generators = _generators()
         self._log.replay()
-        args, kwargs = map_tensors(self._arguments, self._without_later_caches)
-        try:
-            for table, name, was in self._buffers:
-                table[name] = was.clone()
-            _set_generators(self._generators)
-            with contextlib.ExitStack() as stack:
-                for context in _changes(self._autocast):
-                    stack.enter_context(torch.autocast(**context))
-                stack.enter_context(_logging(self._log))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-                stack.enter_context(torch.enable_grad())
-                with contextlib.suppress(_AllSaved):
-                    self._forward(*args, **kwargs)
-        finally:
-            _set_generators(generators)
-            for (table, name, _), buffer in zip(self._buffers, now, strict=True):
-                table[name] = buffer
+        args, kwargs = map_tensors(self._arguments, _without_later_caches)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with self._state.restored(), _logging(self._log), hooks, torch.enable_grad(), contextlib.suppress(_AllSaved):
+            self._forward(*args, **kwargs)
 
     def _describe(self) -> str:
-        return f"virtual ranks: a {type(self._block).__name__} of the model"
+        return f"a {type(self._block).__name__} of the model"
 
 
 @contextlib.contextmanager
@@ -158,35 +140,14 @@ def _logging(log: MessageLog) -> Iterator[None]:
         runtime.active.message_log, runtime.active.meter = before, meter
 
 
-def _generators() -> list[tuple[torch.Generator, Tensor]]:
-    """Return torch's default generators and their states."""
-    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
+def _without_later_caches(value: Tensor) -> Tensor:
+    """Return an argument without what a call may cache in it: a recomputation makes the calls of the forward."""
+    if not isinstance(value, ShardTensor):
+        return value
+    again = wrap(value._local_tensor, value._layout)
+    again._reduced_cache = value._reduced_cache
+    return again
 
 
-def _set_generators(states: list[tuple[torch.Generator, Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
-
-
-def _autocast() -> list[dict[str, Any]]:
-    """Return the arguments of autocast, for each kind of device."""
-    cache = torch.is_autocast_cache_enabled()
-    return [
-        {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": cache,
-        }
-        for kind in ("cpu", "cuda")
-    ]
-
-
-def _changes(autocast: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the kinds that differ from what they are now."""
-    return [then for then, now in zip(autocast, _autocast(), strict=True) if then != now]
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor

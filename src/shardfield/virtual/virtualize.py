@@ -205,7 +205,9 @@ class VirtualStep:
                 device = _device(self.model)
                 local = [_shard(item, where, replica.mesh, device) for item, where in zip(batch, shards, strict=True)]
             if not torch.is_grad_enabled():
-                return _collect(self.loss(replica.model, *local), outputs)
+                found = _collect(self.loss(replica.model, *local), outputs)
+                replica.gather_buffers()
+                return found
             items = [
                 x.requires_grad_() if isinstance(x, Tensor) and item.requires_grad else x
                 for x, item in zip(local, batch, strict=True)
@@ -219,6 +221,7 @@ class VirtualStep:
                 )
             self._check_leaves(value, {*replica.parameters.values()}, items)
             value.backward()
+            replica.gather_buffers()
             of_items = [
                 _local(x.grad) if isinstance(x, Tensor) and x.requires_grad and x.grad is not None else None
                 for x in items
