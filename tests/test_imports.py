@@ -41,6 +41,7 @@ LAYERS = [
     {"shard_utils", "neighbors"},
     {"distributed.shard_tensor", "distributed.shard_utils", "domain_parallel"},
     {"compiler"},
+    {"torch_compile"},
     {"models", "data", "metrics"},
     {"train"},
     {"virtual", "predict", "doctor"},

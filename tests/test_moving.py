@@ -451,6 +451,18 @@ def partial_gradients(_):
     assert x.grad.placements == (Replicate(),) and x.grad.to_local().eq(3).all()
 
 
+@differs("the gradient that a hook of a replicated tensor gets")
+def gradient_of_a_hook(_):
+    mesh = world_mesh((2,))
+    rows = scatter_tensor(field(), 0, mesh, [Shard(0)])
+    scale = ShardTensor.from_local(torch.ones(3, requires_grad=True), mesh, [Replicate()]) * 2
+    seen = []
+    scale.register_hook(seen.append)
+    (rows * scale).sum().backward()
+    assert seen[0].placements == (Replicate(),)
+    assert torch.equal(seen[0].to_local(), field().sum(0))
+
+
 @differs("`x.offsets()`, `x._spec.offsets()`")
 def offsets(_):
     x = scatter_tensor(field(), 0, world_mesh((1, 2)), [Replicate(), Shard(1)])
@@ -479,6 +491,22 @@ def more_parts_than_rows(_):
     assert [len(part) for part in split_tensor_along_dim(field(2), 0, 3)] == [0, 0, 2]
     with manager(model_parallel=2):
         assert len(scatter_to_parallel_region(field(1), 0, "model_parallel")) == dist.get_rank()
+
+
+@differs("`fused_all_reduce` of a tensor that is in no container")
+def fused_all_reduce_of_a_tensor(_):
+    assert fused_all_reduce(torch.tensor(1.0 + dist.get_rank())) == 3
+
+
+@differs("`torch.compile(fullgraph=True)` of attention over a sharded sequence")
+def compiled_attention(_):
+    mesh = world_mesh((2,))
+    full = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    attention = torch.compile(
+        lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v), fullgraph=True, backend="aot_eager"
+    )
+    result = attention(*[scatter_tensor(x, 0, mesh, [Shard(2)]) for x in full])
+    torch.testing.assert_close(result.full_tensor(), nn.functional.scaled_dot_product_attention(*full))
 
 
 @differs("seeds in `DistributedManager.initialize()`")

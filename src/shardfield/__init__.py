@@ -6,6 +6,7 @@ from typing import Any as _Any
 
 from . import _moved, _version
 from . import ops as ops
+from . import torch_compile as _torch_compile  # noqa: F401  (declares a patch)
 from ._compat.patches import uninstall as uninstall
 from .debug.explain import explain as explain
 from .debug.explain import strict as strict

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -386,8 +386,52 @@ def by_torch_alone():
             torch.testing.assert_close(a, b)
 
 
+def three_rows(x, *, scale):
+    a, b, c = torch.unbind(x[:, :3], 1)
+    return {"rows": (a * scale["by"] + b * b + c,), "mean": x.mean(2)}
+
+
+class Replicated(nn.Module):
+    """Redistributes its input over a mesh that it keeps."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, self.norm = mesh, nn.GroupNorm(1, 3)
+
+    def forward(self, x):
+        return self.norm(x).redistribute(self.mesh, [Replicate()])
+
+
+def by_torch_in_one_graph():
+    """`torch.compile(fullgraph=True)` is `shardfield.compile` for ShardTensors, and torch's own for plain tensors."""
+    mesh = world_mesh((2,))
+    torch.manual_seed(0)
+    whole = {"fullgraph": True, "backend": "aot_eager"}
+    for model in (Replicated(mesh).double(), three_rows):
+        compiled = torch.compile(copy.deepcopy(model) if isinstance(model, nn.Module) else model, **whole)
+        extra = {} if isinstance(model, nn.Module) else {"scale": {"by": torch.tensor(2.0, dtype=torch.float64)}}
+        for rows in (8, 5, 8):  # the last one runs the program of the first
+            seen = []
+            x = field(mesh, 2, 3, rows, 12)
+            for run in (model, compiled):
+                mine = x.detach().requires_grad_()
+                out = torch.utils._pytree.tree_leaves(run(mine, **extra))
+                sum((part**2).sum() for part in out).backward()
+                seen.append([part.full_tensor() for part in (*out, mine.grad)])
+            for a, b in zip(*seen, strict=True):
+                torch.testing.assert_close(a, b)
+    plain = torch.randn(2, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(compiled(plain, **extra), three_rows(plain, **extra))
+    counted = torch.compile(lambda x: x.sum().item(), **whole)
+    with pytest.raises(Untraceable, match="item"):
+        counted(field(mesh, 2, 3, 8, 12))
+    with pytest.raises(Exception, match="disable"):  # options that shardfield.compile does not have are torch's
+        torch.compile(lambda x: x.sum(), fullgraph=True, backend="aot_eager", dynamic=True)(field(mesh, 2, 3, 8, 12))
+
+
 def test_torch_compile_on_shard_tensors():
     run_on_ranks(by_torch_alone, 2, timeout=120)
+    run_on_ranks(by_torch_in_one_graph, 2, timeout=120)
 
 
 # ---------------------------------------------------------------------- unsupported steps

@@ -1,7 +1,8 @@
 """What shardfield changes in torch: declared at import, installed with the first Layout.
 
 Importing shardfield changes nothing in torch. `Layout.make` installs the patches, before any ShardTensor can exist, and
-`uninstall` puts torch's own attributes back. `DistributedManager` installs `safe_globals` earlier, for `torch.load`.
+`uninstall` puts torch's own attributes back. `DistributedManager` calls `install_early`, for what a script does before it
+has a ShardTensor: `torch.load`, `torch.compile`.
 docs/architecture.md lists the patches; a test compares that list with `patches`.
 """
 
@@ -143,6 +144,7 @@ class Patches:
         self._installed = False
         self._all: list[Patch | CodePatch | SafeGlobals] = list(patches)
         self._of_code: list[CodePatch] = []  # those that may have to wait for an import
+        self._early: list[CodePatch | SafeGlobals] = list(patches)  # those that a script needs before the first Layout
 
     def __iter__(self) -> Iterator[Patch | CodePatch | SafeGlobals]:
         return iter(self._all)
@@ -157,10 +159,19 @@ class Patches:
         self._all.append(Patch(path, make, reason))
         self._installed = False
 
-    def declare_code(self, path: str, make: Callable[[Any, Any], Callable], reason: str) -> None:
+    def declare_code(
+        self, path: str, make: Callable[[Any, Any], Callable], reason: str, *, early: bool = False
+    ) -> None:
         """Add a patch of a function's code. It is installed with the first Layout after the import of its module."""
         self._of_code.append(CodePatch(path, make, reason))
         self._all.append(self._of_code[-1])
+        if early:
+            self._early.append(self._of_code[-1])
+
+    def install_early(self) -> None:
+        """Install the patches of functions that scripts call before they have a ShardTensor."""
+        for patch in self._early:
+            patch.install()
 
     def install(self) -> None:
         """Install the declared patches that are not in place."""
@@ -302,4 +313,26 @@ def replace_flex_attention(call: Callable, kind: type) -> None:
         "torch.nn.attention.flex_attention.flex_attention",
         make,
         "it compiles itself before any override is called; names imported from its module must reach the rule too",
+    )
+
+
+def replace_torch_compile(route: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """Declare the patch by which `torch.compile(model, **options)` returns `route(compiled, model, options)`.
+
+    torch 2.11-2.15: Dynamo traces the override of a tensor subclass, which is Python code with messages in it. Can go
+    when a subclass can choose the compiler of a call.
+    """
+
+    def make(plain: Callable, module: Any) -> Callable:
+        def replacement(model: Any = None, **options: Any) -> Any:
+            compiled = plain(model, **options)  # without a model: a decorator, which calls torch.compile again
+            return compiled if model is None else route(compiled, model, options)
+
+        return replacement
+
+    patches.declare_code(
+        "torch.compile",
+        make,
+        "Dynamo cannot trace calls on ShardTensors: with `fullgraph=True` they are compiled by `shardfield.compile`",
+        early=True,
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import runtime
-from .._compat.patches import safe_globals
+from .._compat.patches import patches
 from .._compat.world import set_group_timeout, uncounted_group
 from ..errors import UndefinedGroupError, UninitializedManagerError, WorldError
 from . import launch as launching
@@ -310,7 +310,7 @@ class DistributedManager(NamedGroups):
     def _set_world(world: worlds.World) -> None:
         """Fill the shared state: from here on the manager is initialized, and this thread communicates."""
         runtime.active.world_thread, runtime.active.thread = threading.get_ident(), 0
-        safe_globals.install()  # a script may load ShardTensors before it makes one
+        patches.install_early()  # a script may load ShardTensors, and compile its model, before it makes one
         DistributedManager._shared_state.update(
             _world=world,
             _broadcast_buffers=False,
