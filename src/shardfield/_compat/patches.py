@@ -1,9 +1,9 @@
 """What shardfield changes in torch: declared at import, installed with the first Layout.
 
 Importing shardfield changes nothing in torch. `Layout.make` installs the patches, before any ShardTensor can exist, and
-`uninstall` puts torch's own attributes back. `DistributedManager` calls `install_early`, for what a script does before it
-has a ShardTensor: `torch.load`, `torch.compile`.
-docs/architecture.md lists the patches; a test compares that list with `patches`.
+`uninstall` puts torch's own attributes back. `DistributedManager` calls `install_early`, for what a script does before
+it has a ShardTensor: `torch.load`, `torch.compile`. docs/architecture.md lists the patches; a test compares that list
+with `patches`.
 """
 
 from __future__ import annotations
