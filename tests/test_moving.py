@@ -200,13 +200,15 @@ def sync_module(_):
     sync_module_over_mesh(module, mesh, src_mesh_rank=1, verify=True)
     assert module.weight.eq(1).all()
     for bad in (-1, 2):
-        with pytest.raises(ValueError, match="not on a mesh"):
+        with pytest.raises(ValueError, match="src_mesh_rank=.* is not on a mesh"):
             sync_module_over_mesh(module, mesh, bad)
     distributed = nn.Module()
     distributed.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
-    with pytest.raises(RuntimeError, match="is a ShardTensor or DTensor already"):
+    with pytest.raises(RuntimeError, match="none of it is plain"):
         sync_module_over_mesh(distributed, mesh)
     sync_module_over_mesh(nn.ReLU(), mesh)
+    with pytest.raises(RuntimeError, match="metadata differs between ranks"):
+        sync_module_over_mesh(nn.Linear(2, 2 + dist.get_rank()), mesh, verify=True)
     with pytest.raises(RuntimeError, match="are not on a 'cpu' device"):
         sync_module_over_mesh(nn.Linear(2, 2, device="meta" if dist.get_rank() else "cpu"), mesh)
     # Values that do not arrive as they were sent are found.
@@ -461,6 +463,50 @@ def gradient_of_a_hook(_):
     (rows * scale).sum().backward()
     assert seen[0].placements == (Replicate(),)
     assert torch.equal(seen[0].to_local(), field().sum(0))
+
+
+@differs("the gradient of a Replicate ShardTensor that was used with sharded data")
+def replicated_leaf(_):
+    mesh = world_mesh((2,))
+    x = scatter_tensor(field(), 0, mesh, [Shard(0)])
+    weight = scatter_tensor(torch.ones(3), 0, mesh, [Replicate()], requires_grad=True)
+    (x * weight).full_tensor().sum().backward()
+    assert weight.grad.placements == (Replicate(),)
+    torch.testing.assert_close(weight.grad.to_local(), field().sum(0))
+
+
+@differs("`torch.unbind` of a pending sum, `x[index]` with a replicated index")
+def pending_results(_):
+    mesh = world_mesh((2,))
+    pending = ShardTensor.from_local(field(), mesh, [Partial()])
+    index = torch.tensor([[4, 0], [-1, 4]])
+    rows = scatter_tensor(field(), 0, mesh, [Shard(0)])[scatter_tensor(index, 0, mesh, [Replicate()])]
+    for result, expected in ((torch.unbind(pending, 1)[2], 2 * field()[:, 2]), (rows, field()[index])):
+        assert result.placements == (Partial(),)
+        torch.testing.assert_close(result.full_tensor(), expected)
+        torch.testing.assert_close(result.abs().to_local(), expected.abs())
+
+
+@differs("`torch.ops.aten.detach_(x)`")
+def detached_in_place(_):
+    y = scatter_tensor(field(), 0, world_mesh((2,)), [Shard(0)], requires_grad=True) * 2
+    same_one = torch.ops.aten.detach_(y)
+    assert not y.requires_grad and y.grad_fn is None and not same_one.requires_grad
+    assert torch.equal(same_one.full_tensor(), 2 * field())
+
+
+@differs("`cross` along a sharded dim; `x[index]` with an index sharded along dim 1, or on a mesh of several axes")
+def computed_here(_):
+    for mesh, places in ((world_mesh((2,)), [Shard(0)]), (world_mesh((1, 2)), [Shard(1), Shard(0)])):
+        a = torch.arange(12.0).reshape(3, 4) ** 2
+        b = scatter_tensor(a.flip(1), 0, mesh, places)
+        torch.testing.assert_close(
+            torch.linalg.cross(scatter_tensor(a, 0, mesh, places), b, dim=0).full_tensor(),
+            torch.linalg.cross(a, a.flip(1), dim=0),
+        )
+        index = torch.tensor([[2, 0, 1], [-1, 2, 2]])
+        moved = scatter_tensor(index, 0, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(1)])
+        assert torch.equal(scatter_tensor(a, 0, mesh, places)[moved].full_tensor(), a[index])
 
 
 @differs("`x.offsets()`, `x._spec.offsets()`")

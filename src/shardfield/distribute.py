@@ -73,21 +73,21 @@ def sync_module_over_mesh(
     A mesh may have any number of axes.
     """
     if not 0 <= src_mesh_rank < mesh.size():
-        raise ShardingError(f"sync_module_over_mesh: position {src_mesh_rank} is not on a mesh of {mesh.size()} ranks")
+        raise ShardingError(f"sync_module_over_mesh: {src_mesh_rank=} is not on a mesh of {mesh.size()} ranks")
     named = [*module.named_parameters(), *module.named_buffers()]
     held = [(n, t) for n, t in named if not isinstance(t, (ShardTensor, DTensor))]
     away = any(t.device.type != mesh.device_type for _, t in held)
     if _max_over([bool(named) and not held], mesh).item():
         raise ShardingError(
-            "sync_module_over_mesh: every parameter and buffer of the module is a ShardTensor or DTensor already; call "
-            "it before they are distributed"
+            "sync_module_over_mesh: the module has parameters or buffers, but none of it is plain: every one is a "
+            "ShardTensor or DTensor already. Call it before they are distributed"
         )
     if _max_over([away], mesh).item():
         raise ShardingError(f"sync_module_over_mesh: parameters or buffers are not on a {mesh.device_type!r} device")
     if verify:
         lines = "\n".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in held)
         if _differing([_digest(lines.encode())], mesh, src_mesh_rank):
-            raise ShardingError("sync_module_over_mesh: ranks hold modules of different names, shapes or dtypes")
+            raise ShardingError("sync_module_over_mesh: metadata differs between ranks: names, shapes or dtypes")
     with torch.no_grad():
         for _, tensor in held:
             tensor.copy_(collectives.broadcast_over(tensor, mesh, src_mesh_rank))
