@@ -110,7 +110,7 @@ class Bench:
     def size_of(self, voxels: float) -> int:
         """Return the largest size with at most so many voxels."""
         unit = self.problem.unit
-        return max(unit, int(voxels ** (1 / self.problem.power) / unit + 1e-6) * unit)
+        return max(unit, int(max(voxels, 1.0) ** (1 / self.problem.power) / unit + 1e-6) * unit)
 
     def measure(
         self, n: int, step: Callable[[Tensor, Tensor], Any], repeats: int = 2, device: str = "cuda"
@@ -195,7 +195,7 @@ def _plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _does_not_fit(error: BaseException) -> bool:
     texts = [str(error), *(str(e) for e in getattr(error, "errors", {}).values())]
-    signs = ("out of memory", "no host memory", "unable to find an engine")
+    signs = ("out of memory", "no host memory", "unable to find an engine", "alloc_failed")
     return any(sign in text.lower() for text in texts for sign in signs)
 
 

@@ -61,7 +61,7 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
     try:
         out = func(*args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error) or func._schema.is_mutable:  # operands may have been written in part
+        if not is_out_of_memory(error) or func._schema.is_mutable:  # operands may have been written in part
             raise
         pager.evict_all(used)
         if torch.cuda.is_initialized():
@@ -82,9 +82,10 @@ def _expose_components(pager: Pager, tensor: Tensor) -> None:
         pager.expose(getattr(tensor, name)())
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an operator had too little memory: for its results, or for the workspace of its kernel."""
     # cuDNN finds no engine if the memory is too small for the workspace of any.
-    texts = ("can't allocate memory", "unable to find an engine")
+    texts = ("can't allocate memory", "unable to find an engine", "STATUS_ALLOC_FAILED", "CUDA error: out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 

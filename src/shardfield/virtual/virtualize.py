@@ -16,6 +16,7 @@ from ..dispatch.arguments import map_tensors
 from ..errors import ShardfieldError
 from ..layout import DimSharding, Layout, balanced
 from ..tensor import ShardTensor, wrap
+from .paged_operators import is_out_of_memory
 from .paging import BudgetExceeded
 from .replica import Replica, settings_of
 from .world import VirtualWorld
@@ -106,7 +107,7 @@ class VirtualStep:
                 return results[0]
             self._pass_on(batch, shards, results)
             return results[0][0]
-        except (ShardfieldError, torch.OutOfMemoryError) as error:
+        except (ShardfieldError, RuntimeError) as error:
             if not _exceeds_memory(error) or not self._take_less(kind):
                 raise
         finally:
@@ -279,7 +280,7 @@ def _kind(batch: Sequence[Any]) -> tuple[Any, ...]:
 def _exceeds_memory(error: Exception) -> bool:
     """Return whether a rank ran out of memory, or its pager refused to move a page."""
     causes = (error, *getattr(error, "errors", {}).values())
-    return any(isinstance(e, (BudgetExceeded, torch.OutOfMemoryError)) for e in causes)
+    return any(isinstance(e, BudgetExceeded) or is_out_of_memory(e) for e in causes)
 
 
 def _shard(item: Any, where: tuple[int, int, int] | None, mesh: DeviceMesh, device: torch.device) -> Any:
