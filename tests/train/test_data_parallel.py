@@ -142,3 +142,40 @@ def train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]):
 def test_three_steps(strategy, shape):
     names = ("replica", "data", "spatial")[3 - len(shape) :]
     run_on_ranks(train, torch.Size(shape).numel(), strategy, shape, names, timeout=90)
+
+
+class Branches(nn.Module):
+    """Use one of two branches per call, and return the result in a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x, left):
+        return {"out": [(self.left if left else self.right)(x), x]}
+
+
+def train_branches(how: str):
+    """Compare the gradients of a DDP model with those of a plain model on the full field."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    alone, model = Branches().double(), Branches().double()
+    model.load_state_dict(alone.state_dict())
+    model = DDP(model, **{how: True})
+    for step, left in enumerate((True, False, True) if how == "find_unused_parameters" else (True, True, True)):
+        x, y = data(step, 2)
+        losses = []
+        for net, field, target in ((alone, x, y), (model, sharded(x, mesh), sharded(y, mesh))):
+            net.zero_grad()
+            losses.append(nn.functional.mse_loss(net(field, left)["out"][0], target))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[1].full_tensor(), losses[0])
+        for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (name.startswith("left") != left), name
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad)
+
+
+@pytest.mark.parametrize("how", ["find_unused_parameters", "static_graph"])
+def test_ddp_finds_the_parameters_behind_sharded_results(how):
+    run_on_ranks(train_branches, 2, how)

@@ -336,3 +336,24 @@ def replace_torch_compile(route: Callable[[Any, Any, dict[str, Any]], Any]) -> N
         "Dynamo cannot trace calls on ShardTensors: with `fullgraph=True` they are compiled by `shardfield.compile`",
         early=True,
     )
+
+
+def replace_ddp_outputs(kind: type, graph_of: Callable[[Any], torch.Tensor]) -> None:
+    """Declare the patch by which DDP looks for used parameters in the graph of `graph_of(x)`, for results of `kind`.
+
+    torch 2.11-2.15: with `find_unused_parameters=True`, DDP walks the C++ graph of the tensors in a result. That of a
+    wrapper is empty: all parameters would count as unused, and their gradients would arrive unexpectedly. Can go when
+    DDP asks a tensor for its `grad_fn` in Python.
+    """
+
+    def make(plain: Callable, module: Any) -> Callable:
+        def replacement(obj: Any) -> Any:
+            return [graph_of(obj)] if isinstance(obj, kind) else plain(obj)
+
+        return replacement
+
+    patches.declare_code(
+        "torch.nn.parallel.distributed._find_tensors",
+        make,
+        "DDP with `find_unused_parameters=True` walks the C++ graph of the wrapper, which is empty",
+    )

@@ -2,7 +2,7 @@
 
 torch passes a module's inputs and outputs through an identity Function, finds the node of that Function by its name and
 hooks it. Here an identity of the same name is recorded on the local tensors, and its hooks are wrapped so that they get
-ShardTensors with the layouts of the inputs or outputs.
+ShardTensors with the layouts of the inputs or outputs. DDP, too, is told where the graph of a module's outputs is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat import function_apply, set_node_hook
-from ..._compat.patches import check_legacy_backward_hooks
+from ..._compat.patches import check_legacy_backward_hooks, replace_ddp_outputs
 from ...dispatch.registry import as_operand, map_tensors, to_full_tensor
 from ...dispatch.write_tracking import set_copied_view
 from ...errors import ShardingError
@@ -100,3 +100,4 @@ def _refuse_old_hooks(module: nn.Module, inputs: Any, result: Any) -> None:
 
 set_node_hook(BackwardHookFunction, lambda node, hook: _wrap_hook(node.layouts, hook))
 check_legacy_backward_hooks(_refuse_old_hooks)
+replace_ddp_outputs(ShardTensor, lambda result: result._local_tensor)
