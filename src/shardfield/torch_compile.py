@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat import call_of_module, module_of_call
 from ._compat.patches import replace_torch_compile
 from .tensor import ShardTensor
 
@@ -33,6 +34,9 @@ def route(compiled: Any, model: Any, options: dict[str, Any]) -> Any:
     def sharded() -> Callable:
         from .compiler import compile
 
+        module = module_of_call(model)  # of `module.compile(fullgraph=True)`
+        if module is not None:
+            return call_of_module(compile(module, backend=backend, fullgraph=True))
         return compile(model, backend=backend, fullgraph=True)
 
     if isinstance(model, nn.Module):

@@ -422,6 +422,13 @@ def by_torch_in_one_graph():
                 torch.testing.assert_close(a, b)
     plain = torch.randn(2, 3, 5, dtype=torch.float64)
     torch.testing.assert_close(compiled(plain, **extra), three_rows(plain, **extra))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU()).double()
+    expected = model(x).full_tensor()
+    called = []
+    model.register_forward_hook(lambda *_: called.append(1))
+    model.compile(**whole)  # in place, inside the module's hooks
+    torch.testing.assert_close([model(x).full_tensor(), model(x).full_tensor()], [expected, expected])
+    assert called == [1, 1]
     counted = torch.compile(lambda x: x.sum().item(), **whole)
     with pytest.raises(Untraceable, match="item"):
         counted(field(mesh, 2, 3, 8, 12))

@@ -177,6 +177,19 @@ def dynamo_disable(function: F) -> F:
     return function
 
 
+def module_of_call(function: Any) -> Any:
+    """Return the module if a function is the method by which a module calls its hooks and `forward`, else None.
+
+    torch 2.11-2.15: `nn.Module.compile` passes it to `torch.compile`, and calls the result from then on.
+    """
+    return function.__self__ if getattr(function, "__func__", None) is torch.nn.Module._call_impl else None
+
+
+def call_of_module(module: torch.nn.Module) -> Callable:
+    """Return the method of `module_of_call`, which does not call what `nn.Module.compile` has stored."""
+    return module._call_impl
+
+
 def without_override_check(func: Any) -> Any:
     """Return a Python function of torch without its `__torch_function__` check, so that the calls inside it dispatch.
 
