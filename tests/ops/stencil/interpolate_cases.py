@@ -35,6 +35,11 @@ def spoiled(shape, generator):
     return field
 
 
+def down_and_up(x, size):
+    """Resample to half the size and to another one: the result has the proportions of the original sharding."""
+    return F.interpolate(F.interpolate(x, scale_factor=0.5), size=size)
+
+
 MODES = [
     ("nearest", {}),
     ("nearest-exact", {}),
@@ -48,6 +53,7 @@ MODES = [
 ]
 
 CASES = [
+    *(case(down_and_up, spatial(1, 2, n), size, options=FIELD) for n, size in [(2, 4), (4, 8), (6, 7)]),
     # ---- every mode: down, up, to sizes without a common divisor with the field's
     *(
         case(F.interpolate, spatial(1, 2, 8, 7), size=size, mode=mode, **kwargs, options=FEW)

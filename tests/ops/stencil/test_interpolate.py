@@ -11,7 +11,8 @@ from shardfield import ShardTensor, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.stencil.resample_weights import ANTIALIASED_TAPS, TAPS, Taps, nearest
 from shardfield.testing import run_on_ranks
-from tests.harness import local_shard, world_mesh
+from tests.harness import local_shard, to_full_tensor, world_mesh
+from tests.harness.virtual import VirtualRanks
 
 SIZES = [1, 2, 3, 5, 8, 9, 12, 30]
 RESULTS = [{"size": n} for n in (1, 2, 3, 5, 8, 13, 24, 45, 100)] + [
@@ -175,3 +176,23 @@ def reach(shift: float) -> int:
 )
 def test_nearby_points_fetch_few_rows(shift, rows):
     assert run_on_ranks(reach, 3, shift, timeout=60) == [n * BYTES for n in rows]
+
+
+def down_and_up(mesh, sizes) -> list[str]:
+    """Shard a dim over two axes: at half the size one rank has all cells, at the end two have."""
+    full = torch.arange(float(sum(sizes)), dtype=torch.float64).reshape(1, 1, -1)
+    layout = Layout.of(world_mesh(mesh), [Shard(2)] * len(mesh), full.shape, {2: sizes})
+    grads = []
+    for x in (ShardTensor(local_shard(full, layout), layout), full.clone()):
+        x.requires_grad_()
+        out = F.interpolate(F.interpolate(x, scale_factor=0.5), scale_factor=4.0)
+        (out * out).sum().backward()
+        grads += [to_full_tensor(out.detach()), to_full_tensor(x.grad)]
+    return [] if torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[3]) else [str(grads)]
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 0, 0], [2, 0, 1, 1], [0, 3, 0, 1]])
+def test_a_dim_sharded_over_two_axes_that_needs_a_halo(sizes):
+    """Outputs have the proportions of the original resolution, so that ranks read cells of others."""
+    with VirtualRanks() as ranks:
+        assert ranks.check(4, down_and_up, (2, 2), sizes) == []

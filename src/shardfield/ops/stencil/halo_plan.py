@@ -109,7 +109,9 @@ class HaloPlan:
         for dim, range_of in self.ranges.items():
             (sharding,) = layout.dims[dim]
             padding = self.dim_paddings.get(dim)
-            group = layout.mesh.get_group(layout.nontrivial_axes(sharding.axes)[0]) if layout.is_sharded(dim) else None
+            axes = layout.nontrivial_axes(sharding.axes)
+            assert len(axes) <= 1, f"dim {dim} of {layout} needs a halo over several mesh axes"  # ranks would block
+            group = layout.mesh.get_group(axes[0]) if axes else None
             boundary = () if padding is None else (padding.before, padding.source_runs)
             coord = layout.index(sharding.axes)
             halos.append(Halo.plan(dim, shard_sizes_of(sharding), range_of, coord, group, *boundary))

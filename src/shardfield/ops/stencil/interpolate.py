@@ -22,7 +22,7 @@ from ...layout import DimSharding, shard_sizes_of
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
-from .halo_plan import HaloPlan, is_subspan
+from .halo_plan import HaloPlan, is_subspan, sharding_of_outputs
 from .resample_weights import ANTIALIASED_TAPS, CHANNELS_LAST, TAPS, Taps, nearest
 from .window import shard_spans
 
@@ -141,7 +141,7 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
     taps = call.taps(input.shape, out, dtype, input.device)
     layout = shard_by_one_axis(
         input.layout,
-        [d for d in taps if not needs_no_halo(taps[d], shard_sizes_of(input.layout.dims[d][0]))],
+        [d for d in taps if not needs_no_halo(taps[d], input.layout.dims[d][0])],
         field=range(2, input.ndim),
     )
     windows: Any = taps  # Taps has the methods of Window that HaloPlan uses
@@ -150,11 +150,13 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
     return Plan(local=resample, takes=["input"], operands={"input": layout}, layout=halo_plan.result(layout))
 
 
-def needs_no_halo(taps: Taps, shard_sizes: Sequence[int]) -> bool:
+def needs_no_halo(taps: Any, sharding: DimSharding) -> bool:
     """Return whether every shard contains all the inputs that its outputs read."""
+    held = shard_sizes_of(sharding)
+    outputs = shard_sizes_of(sharding_of_outputs(taps, sharding, held))
     return all(
-        is_subspan(taps.input_range(*owned), held)
-        for owned, held in zip(shard_spans(taps.owned(shard_sizes)), shard_spans(shard_sizes), strict=True)
+        is_subspan(taps.input_range(*owned), span)
+        for owned, span in zip(shard_spans(outputs), shard_spans(held), strict=True)
     )
 
 
