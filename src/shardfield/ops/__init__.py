@@ -11,6 +11,7 @@ from .elementwise import pointwise as pointwise
 from .elementwise import random as random
 from .elementwise import recurrent as recurrent
 from .indexing import basic_index as basic_index
+from .indexing import cluster_search as cluster_search
 from .indexing import embedding as embedding
 from .indexing import embedding_bag as embedding_bag
 from .indexing import gather_rows as gather_rows

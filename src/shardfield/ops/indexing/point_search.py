@@ -36,7 +36,7 @@ def radius_search(
     if max_points is None or points.ndim != queries.ndim or not 2 <= points.ndim <= 3:
         return None
     made = probe(fn, points, queries, radius, max_points, return_dists, return_points, meta=True)
-    target = _sharded_queries(points.layout, queries.layout)
+    target = sharded_queries(points.layout, queries.layout)
     layouts = tuple(_result_layout(target, out.shape) for out in made)
 
     def local(points, queries):
@@ -61,7 +61,7 @@ def _result_layout(queries: Layout, shape: Sequence[int]) -> Layout:
     return Layout.make(queries.mesh, [*known, *((DimSharding(n),) for n in shape[len(known) :])])
 
 
-def _sharded_queries(points: Layout, queries: Layout) -> Layout:
+def sharded_queries(points: Layout, queries: Layout) -> Layout:
     """Return the layout of queries during the search: theirs, and divided over the other mesh axes of the points."""
     queries = queries.unshard([-1])
     dim, mesh = queries.ndim - 2, queries.mesh
