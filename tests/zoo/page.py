@@ -69,8 +69,8 @@ compared in single precision.
 The ViT of 16,384 tokens takes one step instead of three. transformers' Llama also generates from a sharded prompt, with
 its own cache of keys and values (`tests/zoo/test_generation.py`). DoMINO's points and the grids around its geometry are
 sharded. What loses a sharding: the few modes that neuraloperator's FNO 1-D and UNO write into an empty spectrum of a
-tiny field. torch_cluster, torch_scatter and natten are not in the table: they have no wheel for CPUs and the torch release
-of this environment. Operators with their names stand in for them in the tests.
+tiny field. torch_cluster, torch_scatter and natten are not in the table: they have no wheel for CPUs and the torch
+release of this environment. Operators with their names stand in for them in the tests.
 
 [Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
 test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).
