@@ -246,6 +246,8 @@ def collectives():
     dist.all_to_all_single(swapped, torch.arange(size) + 10.0 * rank)
     reduced = torch.full((3,), 2.0 + rank)
     dist.reduce(reduced, 0, dist.ReduceOp.PRODUCT)
+    viewed = torch.ones(4).view(2, 2) if rank else torch.ones(4)  # backends compare the number of elements
+    dist.all_reduce(viewed)
     collected = [torch.zeros(1) for _ in range(size)] if rank == 2 else None
     dist.gather(torch.full((1,), -1.0 * rank), collected, dst=2)
     if rank == 0:
@@ -257,6 +259,7 @@ def collectives():
         objects,
         scattered.tolist(),
         swapped.tolist(),
+        viewed.tolist(),
         (reduced.tolist() if rank == 0 else [float(c) for c in collected or ()]),
     )
 
@@ -322,9 +325,14 @@ def unequal_sizes():
         dist.recv(torch.ones(3), 0)
 
 
+def unequal_counts():
+    dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+
 @pytest.mark.parametrize(
     ("program", "error", "text"),
     [
+        (unequal_counts, WorldError, "different calls: all_reduce"),
         (wait_for_nobody, WorldError, "ended before: rank 1"),
         (different_calls, WorldError, "different calls: all_reduce"),
         (fail_on_one, shardfield.ShardfieldError, "rank 1: KeyError: 'only here'"),

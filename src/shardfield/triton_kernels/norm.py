@@ -40,6 +40,11 @@ class Rows(NamedTuple):
         return self.channels if self.shared else self.samples * self.channels // self.group
 
 
+def on_device(values: Tensor) -> bool:
+    """Return whether other ranks may use the kernels, whose messages this rank must send without them too."""
+    return values.device.type == "cuda"
+
+
 def supports(values: Tensor, *parameters: Tensor | None) -> bool:
     """Return whether the kernels support these tensors: contiguous, not in double precision."""
     if not on_cuda(values) or values.dtype not in DTYPES or not values.is_contiguous():

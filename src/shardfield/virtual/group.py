@@ -131,7 +131,9 @@ class VirtualGroup(dist.ProcessGroup):
                 for part in parts:
                     part.receive(i, total)
 
-        return self._collective(f"all_reduce of {_shapes(tensors)}", tensors, tensors, finish, tensors)
+        # As on other backends, ranks need as many elements, whatever their shapes.
+        what = f"all_reduce of {_shapes([t.reshape(-1) for t in tensors])}"
+        return self._collective(what, tensors, tensors, finish, tensors)
 
     allreduce_coalesced = allreduce
 

@@ -31,12 +31,13 @@ def gradients(call, x, parameters, scale):
     return [to_full_tensor(t) if isinstance(t, ShardTensor) else t for t in (out.detach(), *grads)]
 
 
-def compare_norms(mesh_shape, placements, sizes, chunk):
+def compare_norms(mesh_shape, placements, sizes, chunk, samples):
     """Return, on each rank, the cases that differ from one device, and how often kernels were launched."""
     mesh, failures, launched = world_mesh(mesh_shape), [], [0]
     generator = torch.Generator().manual_seed(3)
     # A mean of 30 standard deviations: sums of squares in fp32 would lose three digits.
-    full = torch.randn((4, 6, 10, 3), generator=generator) + 30 * torch.randn((4, 6, 1, 1), generator=generator)
+    shape = samples, 6, 10, 3
+    full = torch.randn(shape, generator=generator) + 30 * torch.randn((samples, 6, 1, 1), generator=generator)
     scale = torch.randn(full.shape, generator=generator)
     layout = Layout.of(mesh, placements, full.shape, sizes)
 
@@ -46,6 +47,7 @@ def compare_norms(mesh_shape, placements, sizes, chunk):
 
     with pytest.MonkeyPatch.context() as patch, runtime.fresh():
         patch.setattr(norm, "supports", lambda *tensors: True)
+        patch.setattr(norm, "on_device", lambda tensor: True)
         patch.setattr(jit, "jit", counting)
         patch.setattr(norm, "tl", None)
         if chunk:
@@ -78,18 +80,19 @@ def held(value, layout):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements", "sizes", "chunk"),  # None: a row is one chunk
+    ("mesh", "placements", "sizes", "chunk", "samples"),  # None: a row is one chunk
     [
-        ((2,), [Shard(2)], {2: (3, 7)}, None),
-        ((3,), [Shard(2)], {2: (4, 0, 6)}, 8),  # an empty shard takes part without kernels
-        ((2, 2), [Shard(2), Shard(0)], None, 4),
-        ((2, 2), [Shard(2), Shard(1)], None, 4),
+        ((2,), [Shard(2)], {2: (3, 7)}, None, 3),
+        ((3,), [Shard(2)], {2: (4, 0, 6)}, 8, 2),  # an empty shard takes part without kernels
+        ((3,), [Shard(2)], {2: (4, 0, 6)}, 8, 1),
+        ((2, 2), [Shard(2), Shard(0)], None, 4, 3),
+        ((2, 2), [Shard(2), Shard(1)], None, 4, 2),
     ],
     ids=str,
 )
-def test_norms_with_kernels(mesh, placements, sizes, chunk):
+def test_norms_with_kernels(mesh, placements, sizes, chunk, samples):
     for rank, (failures, launched) in enumerate(
-        run_on_ranks(compare_norms, torch.Size(mesh).numel(), mesh, placements, sizes, chunk, timeout=90)
+        run_on_ranks(compare_norms, torch.Size(mesh).numel(), mesh, placements, sizes, chunk, samples, timeout=90)
     ):
         assert not failures
         assert bool(launched) == (sizes is None or sizes[2][rank] > 0)

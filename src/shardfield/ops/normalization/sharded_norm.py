@@ -169,7 +169,7 @@ class ShardedNorm:
             off = v if center is None else v - center
         by_off = g * off
         w = scheme.expand_param(weight, dtype)
-        if self.joint and want_input and (want_weight or want_bias):
+        if self.joint and want_input and (want_weight or want_bias) and not kernels.on_device(g):
             params = self.norm_sums(g, by_off, shift, unit)
             for group, _, _ in self.grad_sums:
                 params = collectives.all_reduce_(params, group)
