@@ -283,6 +283,7 @@ ALLOWED = {
     "testing/_run.py _lock": "guards the pools",
     "testing/_run.py _pools": "rank processes live for the whole test run",
     "triton_kernels/jit.py jit": "kernels of this package's functions, bounded",
+    "triton_kernels/fold.py _launch": "pure function of shapes and strides, bounded",
     "virtual/process_state.py warnings.<name>": "filters of the running virtual rank, restored when it stops",
 }
 # Places whose patches are inside context managers that restore them.

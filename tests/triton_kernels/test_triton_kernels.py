@@ -20,6 +20,7 @@ class Traced(torch.Tensor):
 @pytest.fixture
 def by_text(monkeypatch):
     monkeypatch.setattr(fold, "jit", texts.jit)
+    monkeypatch.setattr(jit, "jit", texts.jit)
     monkeypatch.setattr(fold, "on_cuda", lambda *tensors: True)
     monkeypatch.setattr(fold, "tl", None)  # replaced by the interpreter, restored afterwards
 

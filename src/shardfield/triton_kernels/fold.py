@@ -6,12 +6,13 @@ mean weighted by exp(lse).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .jit import jit, on_cuda
+from .jit import Launch, jit, on_cuda
 
 tl: Any = None  # see jit.py
 
@@ -29,15 +30,17 @@ def supports(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> bool:
 
 def accumulate_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a block into `out` (batch, heads, rows, features) and `lse` (batch, heads, rows) in place."""
-    batch, heads, rows, features = out.shape
-    if not out.numel():
-        return
-    with torch.cuda.device(out.device if out.is_cuda else -1):
-        jit(_accumulate_kernel)[(-(-rows // ROWS), batch * heads)](
-            out, lse, part, part_lse, heads, rows, features,
-            *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride(),
-            ROWS=ROWS, WIDTH=max(16, 1 << (features - 1).bit_length()),
-        )  # fmt: skip
+    if out.numel():
+        strides = *out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride()
+        _launch(out.shape, strides)(out, lse, part, part_lse)
+
+
+@lru_cache(maxsize=256)
+def _launch(shape: tuple[int, ...], strides: tuple[int, ...]) -> Launch:
+    batch, heads, rows, features = shape
+    width = max(16, 1 << (features - 1).bit_length())
+    grid = -(-rows // ROWS), batch * heads
+    return Launch(_accumulate_kernel, grid, heads, rows, features, *strides, ROWS=ROWS, WIDTH=width)
 
 
 def _accumulate_kernel(

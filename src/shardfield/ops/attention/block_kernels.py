@@ -74,8 +74,11 @@ def select_kernel(
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
         half = q.dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
-        if half and ampere and bias is None and q.shape[-1] == v.shape[-1] <= 256:
-            return CudnnCuda() if _prefers_cudnn(q, v) else FlashCuda()
+        if half and ampere and q.shape[-1] == v.shape[-1] <= 256:
+            if _prefers_cudnn(q, v, bias):
+                return CudnnCuda()
+            if bias is None:
+                return FlashCuda()
         if half or q.dtype is torch.float32:
             return EfficientCuda()
     return MathKernel()
@@ -137,33 +140,49 @@ class FlashCuda:
         return BlockGrads(*grads)
 
 
-def _prefers_cudnn(q: Tensor, v: Tensor) -> bool:
-    """Return whether torch would use cuDNN's attention: on Hopper, where it is faster than flash attention."""
+def _prefers_cudnn(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Return whether torch would use cuDNN's attention: on Hopper, where it is faster than flash attention.
+
+    With a bias, its backward returns NaN for some rows if the last tile of 128 columns is not full, and it reads a bias
+    of another dtype as if it had the dtype of the queries (torch 2.11 to 2.13).
+    """
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled()
-    return hopper and q.shape[-1] <= 128 and not (q.shape[-2] % 64 or v.shape[-2] % 64)
+    tile = 64 if bias is None else 128
+    same_dtype = bias is None or bias.dtype is q.dtype
+    return hopper and same_dtype and q.shape[-1] <= 128 and not (q.shape[-2] % tile or v.shape[-2] % tile)
 
 
 class CudnnCuda:
-    """cuDNN's attention for GPUs: half precision, no bias; rows and columns in multiples of 64."""
+    """cuDNN's attention for GPUs: half precision; rows and columns in multiples of 64, of 128 with a bias."""
 
     def forward(self, q, k, v, bias, causal, scale):
-        out, lse, *_ = cudnn_cuda(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse.view(q.shape[:-1])
+        out, lse, *_ = cudnn_cuda(q, k, v, self._align_bias(bias, q, k), True, 0.0, causal, False, scale=scale)
+        return _clear_masked_rows(out, lse.view(q.shape[:-1]), bias)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
         rows, columns = q.shape[-2], k.shape[-2]
         lse = lse.contiguous().unsqueeze(-1)
+        bias = self._align_bias(bias, q, k)
         grads = cudnn_cuda_backward(
-            grad, q, k, v, out, lse, state, state, None, None, None, rows, columns, 0.0, causal, scale=scale
+            grad, q, k, v, out, lse, state, state, bias, None, None, rows, columns, 0.0, causal, scale=scale
         )
         return BlockGrads(*grads)
+
+    @staticmethod
+    def _align_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """Return a bias with rows and columns in memory, broadcast over batch and heads alone."""
+        if bias is None:
+            return None
+        bias = bias.expand(*bias.shape[:-2], q.shape[-2], k.shape[-2]).contiguous()
+        return bias.expand(*q.shape[:-1], -1)
 
 
 class EfficientCuda:
     """torch's memory-efficient attention for GPUs: half precision and fp32, with a bias.
 
-    Half precision with a bias is computed in fp32: torch 2.11's backward returned NaN for it (bf16, on an H200).
+    Half precision with a bias that cuDNN does not take is computed in fp32: torch 2.11's backward returned NaN for it
+    (bf16, on an H200).
     """
 
     def forward(self, q, k, v, bias, causal, scale):

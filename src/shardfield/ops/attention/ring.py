@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -265,9 +264,7 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Te
 def accumulate_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Combine a block's output with the earlier blocks, in place: a mean weighted by exp(lse)."""
     if fused.supports(out, lse, block_out, block_lse):
-        virtual = runtime.active.virtual
-        with nullcontext() if virtual is None else virtual.in_memory(out, lse, block_out, block_lse):
-            return fused.accumulate_block(out, lse, block_out, block_lse)
+        return fused.accumulate_block(out, lse, block_out, block_lse)
     weight = torch.sigmoid(block_lse - lse).nan_to_num_(0)  # NaN if neither attends to any column
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
