@@ -75,9 +75,12 @@ def methods():
         x[0]
     assert [n.strip("_") for n in mode.names if n not in ("__get__", "size", "dim")][:1] == ["sum"]
     assert {"mul", "getitem"} <= {n.strip("_") for n in mode.names}
-    loud = torch.Tensor._make_wrapper_subclass(Loud, x.shape, dtype=x.dtype)
-    loud.__dict__.update(vars(x))
+    loud = Loud(x._local_tensor, x._spec)
+    assert type(loud) is Loud and type(loud * 2) is ShardTensor and type(loud.detach()) is ShardTensor
     assert torch.equal(loud.sum().full_tensor(), full_value.sum()) and "sum" in Loud.seen
+    marked = Loud(x.detach()._local_tensor.clone(), x._spec, requires_grad=True)
+    (marked * full_value).sum().backward()
+    assert torch.equal(marked.grad.full_tensor(), full_value)
     with no_torch_function(), pytest.raises(ShardingError, match="reached torch's dispatcher"):
         x.requires_grad_().sum()
     other = field()

@@ -140,7 +140,10 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
                 f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's shard of {layout}, which has "
                 f"shape {tuple(layout.local_shape)}"
             )
-        return wrap(expose_local(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
+        made = wrap(expose_local(local_tensor.requires_grad_() if requires_grad else local_tensor), layout)
+        if cls is not ShardTensor:
+            made.__class__ = cls  # a subclass; what ops return are ShardTensors
+        return made
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
