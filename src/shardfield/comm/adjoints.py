@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
 from .._compat import flatten_tensors, function_apply, has_saved_tensor_hooks, unflatten_tensors
+from .._compat.engine import DirectBackward
 from . import collectives
 from .route import Region
 from .route_messages import exchange_no_grad
@@ -23,7 +23,7 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def local_slice(tensor: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    coord = dist.get_rank(group)
+    coord = group.rank()
     return tensor.narrow(dim, sum(lengths[:coord]), lengths[coord])
 
 
@@ -90,7 +90,7 @@ class _NoContext:
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-class Collective(torch.autograd.Function):
+class Collective(torch.autograd.Function, metaclass=DirectBackward):
     """Base of the collectives: messages of a backward are attributed to the call that issued its forward.
 
     Inside `torch.utils.checkpoint`, backward computes the forward again, with its messages, when the first saved tensor
@@ -112,7 +112,7 @@ class Collective(torch.autograd.Function):
             out = forward(ctx, *args)
             if runtime.active.tracer is not None:  # of this rank: a virtual one may have waited in between
                 return _clone_if_aliased(out, args)
-            if sends and has_saved_tensor_hooks() and ctx.to_save is None:
+            if sends and ctx.to_save is None and has_saved_tensor_hooks():
                 ctx.recomputed = True
                 ctx.save_for_backward(torch.empty(0))
             return out
@@ -292,7 +292,7 @@ class Shift(Collective):
     @staticmethod
     def forward(ctx, tensor, shape, step, group):
         ctx.how = tensor.shape, -step, group
-        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        size, coord = group.size(), group.rank()
         if size == 1:
             return tensor.clone()
         to, source = (coord + step) % size, (coord - step) % size
@@ -308,7 +308,7 @@ class StartShift(Collective):
     def forward(ctx, tensor, into, step, group, started):
         ctx.how = tensor.shape, -step, group
         ctx.mark_dirty(into)
-        size, coord = dist.get_world_size(group), dist.get_rank(group)
+        size, coord = group.size(), group.rank()
         to, source = (coord + step) % size, (coord - step) % size
         if to == coord:
             into.copy_(tensor)
@@ -328,7 +328,7 @@ class ToPartial(Collective):
     @staticmethod
     def forward(ctx, tensor, groups):
         ctx.groups = groups
-        first = all(dist.get_rank(g) == 0 for g in groups)
+        first = all(g.rank() == 0 for g in groups)
         return tensor.clone() if first else torch.zeros_like(tensor)
 
     @staticmethod

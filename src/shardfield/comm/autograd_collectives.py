@@ -75,17 +75,18 @@ def reduce(tensor: Tensor, groups: Groups) -> Tensor:
     return Reduce.apply(groups, tensor)[0] if groups else tensor
 
 
-def start_reduce(tensor: Tensor, groups: Groups) -> collectives.Pending[Tensor]:
+def start_reduce(tensor: Tensor, groups: Groups, owned: bool = False) -> collectives.Pending[Tensor]:
     """Start to reduce Partial -> Replicate, without autograd; `attach_reduced` adds it.
 
     Every message is started here, so that a rank alone may wait. Over several groups, all but the last are waited for.
+    `owned`: the tensor may be overwritten.
     """
     tensor = tensor.detach()
     if len(groups) == 1:
-        return collectives.start_all_reduce(tensor, groups[0])
+        return collectives.start_all_reduce(tensor, groups[0], "sum", owned)
     for group in groups[:-1]:
         tensor = collectives.all_reduce(tensor, group)
-    return collectives.start_all_reduce(tensor, groups[-1])
+    return collectives.start_all_reduce(tensor, groups[-1], "sum", owned)
 
 
 def attach_reduced(tensor: Tensor, reduced: Tensor, groups: Groups) -> Tensor:

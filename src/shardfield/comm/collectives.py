@@ -8,7 +8,6 @@ this rank sent. A group of one rank sends nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,7 +141,15 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
     size, dtype = group.size(), tensor.dtype
     in_place = dtype in _SUMMED_IN_PLACE if op == "sum" else op == "max" and dtype is torch.int64
     if in_place and size > 1 and runtime.active.tracer is None and tensor.numel():
-        return _start_in_place(tensor, group, _OPS[op], size, owned)
+        # Backends compute it in the dtype of the tensor: the common case, in few calls.
+        work = contiguous(tensor)
+        if work is tensor and not owned:
+            work = tensor.clone()
+        buffer = torch.view_as_real(work) if dtype.is_complex else work
+        handles = transport_for(buffer, group).all_reduce(buffer, _OPS[op], group)
+        if runtime.active.meter is not None:
+            _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
+        return Pending(handles, work, None, work, group)
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -178,18 +185,6 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
 
     in_place = work.dtype == dtype and not ordered and op != "avg"
     return Pending(handles, work, finish, recv_buffers=work if in_place else None, group=group)
-
-
-def _start_in_place(tensor: Tensor, group: ProcessGroup, op: Any, size: int, owned: bool) -> Pending[Tensor]:
-    """Start a reduction that backends compute in the dtype of the tensor: the common case, in few calls."""
-    work = contiguous(tensor)
-    if work is tensor and not owned:
-        work = tensor.clone()
-    buffer = torch.view_as_real(work) if work.is_complex() else work
-    handles = transport_for(buffer, group).all_reduce(buffer, op, group)
-    if runtime.active.meter is not None:
-        _record_sent("all_reduce", 1, 2 * (size - 1) / size * _nbytes(work))
-    return Pending(handles, work, None, recv_buffers=work, group=group)
 
 
 def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -47,7 +47,7 @@ class BoundPlan:
         "layout",
         "first_layout",
         "arg_style",
-        "finish",
+        "is_view",
         "sum_groups",
         "single_rank",
         "direct",
@@ -57,11 +57,12 @@ class BoundPlan:
         self.plan, self.local = plan, plan.local
         self.layout: Any = plan.layout
         returns_new = plan.view.returns is Returns.NEW
-        self.finish: Any = None if returns_new else BoundPlan._wrap_view  # instead of `wrap`
-        self.sum_groups: tuple[ProcessGroup, ...] = ()
+        self.is_view = not returns_new
+        # The sum of a single number over ranks starts at once, so that a rank alone may read it: `if rank == 0: print`.
+        self.sum_groups: tuple[ProcessGroup, ...] | None = None
         if returns_new and is_single_sum(plan.layout):
             partial = cast(Layout, plan.layout)
-            self.finish, self.sum_groups = BoundPlan._start_sum, process_groups(partial, partial.partial_axes)
+            self.sum_groups = process_groups(partial, partial.partial_axes)
             self.layout = partial.with_partial(())
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and returns_new
@@ -104,7 +105,7 @@ class BoundPlan:
         # One new tensor or started sum of operands that keep their layouts: `run_direct` runs it.
         self.direct = (
             self.arg_style == "each" and not self.targets and not self.single_rank
-            and self.finish is not BoundPlan._wrap_view and self.layout.__class__ is Layout
+            and not self.is_view and self.layout.__class__ is Layout
         )  # fmt: skip
 
     def _find_arg_style(self, count: int) -> tuple[str, tuple]:
@@ -143,7 +144,7 @@ class BoundPlan:
             entered = autograd_collectives.replicate_in([locals_[i] for i in which], over)
             for i, tensor in zip(which, entered, strict=True):
                 locals_[i] = tensor
-        return self._wrap_result(self.local(*locals_, *self.extra_args), self.layout, locals_[0], None)
+        return self._wrap_new(self.local(*locals_, *self.extra_args), self.layout)
 
     def run_unprepared(
         self, reader: ArgumentReader, func: Any, locals_: list[Tensor], args: tuple, kwargs: dict
@@ -176,18 +177,16 @@ class BoundPlan:
         return type(out)(parts) if isinstance(out, (tuple, list)) else tuple(parts)
 
     def _wrap_result(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None = None) -> Any:
-        assert out.shape == layout.local_shape, (
-            f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
-        )
-        if self.finish is not None:
-            return self.finish(self, out, layout, base, source, index)
+        return self._wrap_view(out, layout, base, source, index) if self.is_view else self._wrap_new(out, layout)
+
+    def _wrap_new(self, out: Tensor, layout: Layout) -> ShardTensor:
+        """Wrap a result that torch returns as a new tensor."""
+        assert out.shape == layout.local_shape, _mismatch(out, layout)
+        if self.sum_groups is not None:
+            return wrap_sum(out, layout, self.sum_groups, self.plan.unshared)
         if not out.numel() and out._is_view():  # a write into an empty view of a leaf would raise on this rank alone
             out = out.clone()
         return wrap(out, layout)
-
-    def _start_sum(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
-        """Start the sum over ranks of a single number, so that a rank alone may read it: `if rank == 0: print`."""
-        return wrap_sum(out, layout, self.sum_groups)
 
     def _view_again(self, source: ShardTensor, index: int | None) -> ShardTensor:
         """Run the plan again on the present value of `source`."""
@@ -200,6 +199,7 @@ class BoundPlan:
 
     def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
         """Wrap a result that torch returns as a view, and record whether a write into it would be lost."""
+        assert out.shape == layout.local_shape, _mismatch(out, layout)
         kind = self.plan.view
         of_shards = source.__class__ is ShardTensor
         before = source._copied_view if of_shards else False
@@ -223,6 +223,10 @@ class BoundPlan:
         if narrowed:
             result._narrowed = True
         return result
+
+
+def _mismatch(out: Tensor, layout: Layout) -> str:
+    return f"local result {tuple(out.shape)}, planned {layout.local_shape} of {layout}"
 
 
 def _copy_empty_operands(local: Callable) -> Callable:

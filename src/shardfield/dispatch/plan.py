@@ -96,6 +96,7 @@ class Plan:
     saves_views: backward of `local` may save a view of an operand where strides allow one, a copy elsewhere. A rank
         with an empty operand, whose strides allow any view, computes with a copy of it.
     own: `local` differs from torch's function even on a mesh of one rank, as for random numbers by global index.
+    unshared: nothing but the caller of `local` refers to its result, not even the graph, so that it may be overwritten.
     """
 
     local: Callable[..., Any]
@@ -106,6 +107,7 @@ class Plan:
     takes: Sequence[str] = ()
     saves_views: bool = False
     own: bool = False
+    unshared: bool = False
 
 
 def process_groups(layout: Layout, axes: Sequence[int]) -> tuple[ProcessGroup, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import runtime
 from .._compat import OpOverload, OpOverloadPacket, select_overload, without_override_check
+from .._compat.engine import backward
 from ..comm import autograd_collectives
 from ..errors import ShardingError
 from ..redistribute import redistribute
@@ -226,7 +227,7 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
     before = rt.sharded_backward
     rt.sharded_backward = tuple([t._layout.mesh for t in outputs if isinstance(t, ShardTensor)])
     try:  # `runtime.observing`, written out: it takes as long as the rest of this function
-        torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=inputs)
+        backward(locals_, seeds, retain_graph, create_graph, inputs)
     finally:
         rt.sharded_backward = runtime.active.sharded_backward = before
 

@@ -363,9 +363,9 @@ class StartedSum(Deferred):
 
     graph_local: Tensor
 
-    def __init__(self, part: Tensor, layout: Layout, groups: autograd_collectives.Groups):
+    def __init__(self, part: Tensor, layout: Layout, groups: autograd_collectives.Groups, owned: bool):
         self.graph_local, self.layout, self._groups = part, layout, groups
-        self._pending = autograd_collectives.start_reduce(part, groups)
+        self._pending = autograd_collectives.start_reduce(part, groups, owned)
 
     @property
     def requires_grad(self) -> bool:
@@ -390,9 +390,12 @@ def _is_capturing(device: torch.device) -> bool:
     return getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)()
 
 
-def wrap_sum(part: Tensor, layout: Layout, groups: autograd_collectives.Groups) -> ShardTensor:
-    """Return the sum of a single number over the groups, in `layout`. Its message starts here."""
+def wrap_sum(part: Tensor, layout: Layout, groups: autograd_collectives.Groups, owned: bool = False) -> ShardTensor:
+    """Return the sum of a single number over the groups, in `layout`. Its message starts here.
+
+    `owned`: the number may be overwritten, which saves a copy.
+    """
     device = part.device
     if not groups or runtime.active.tracer is not None or (device.type != "cpu" and _is_capturing(device)):
         return wrap(autograd_collectives.reduce(part, groups), layout)
-    return wrap_deferred(StartedSum(part, layout, groups), part.dtype, device)
+    return wrap_deferred(StartedSum(part, layout, groups, owned), part.dtype, device)

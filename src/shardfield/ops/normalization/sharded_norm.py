@@ -24,7 +24,8 @@ from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...triton_kernels import norm as kernels
 from .._common.autocast import HALF_DTYPES, autocast_disabled
-from .stat_groups import SMALL, BatchStats, GroupStats, InstanceStats, RowStats, StatGrouping
+from .small_norm import SmallNorm, is_small
+from .stat_groups import BatchStats, GroupStats, InstanceStats, RowStats, StatGrouping
 
 
 class ShardedNorm:
@@ -48,6 +49,7 @@ class ShardedNorm:
         alike = all(of_stats and of_params for _, of_stats, of_params in self.grad_sums)
         self.joint = alike and isinstance(scheme, (GroupStats, InstanceStats)) and layout.shape[0] == 1
         self.alike, self._kernels = alike, dict[tuple[bool, bool], kernels.NormKernels]()
+        self.small = SmallNorm(self) if centered and not self.rows else None
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return _ShardedNormFunction.apply((self, False), input, weight, bias)
@@ -86,9 +88,13 @@ class ShardedNorm:
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.kernels = self.kernels_for(input, weight, bias)
+        ctx.kernels, ctx.small = self.kernels_for(input, weight, bias), None
         if ctx.kernels is not None:
             return self.forward_by_kernels(ctx, input, weight, bias)
+        if self.small is not None and is_small(input):
+            ctx.small = self.small
+            out, mean, variance = self.small.forward(ctx, input, weight, bias)
+            return shaped(out, input.shape, self.result), mean, variance
         scheme, v = self.scheme, self.view(input)
         center = shift = None
         if self.centered:
@@ -100,16 +106,6 @@ class ShardedNorm:
             off, variance = v, self.sum_over_ranks(scheme.sum_inner(v * v).double() / scheme.total)
             mean = torch.zeros_like(variance)
         rstd = (variance + self.eps).rsqrt_().to(v.dtype)
-        ctx.saves_normalized = shift is not None and not self.rows and is_small(v)
-        if ctx.saves_normalized:  # fewer calls, here and in backward
-            normalized = off.add_(shift).mul_(scheme.expand_stat(rstd))
-            ctx.save_for_backward(input, weight, normalized, None, rstd)
-            w, b = scheme.expand_param(weight, v.dtype), scheme.expand_param(bias, v.dtype)
-            if w is None:
-                out = normalized.clone() if b is None else normalized + b
-            else:
-                out = normalized * w if b is None else torch.addcmul(b, normalized, w)
-            return shaped(out, input.shape, self.result), mean, variance
         ctx.save_for_backward(input, weight, center, shift, rstd)
         out = self.apply_affine(off, shift, rstd, weight, bias)
         return shaped(out, input.shape, self.result), mean, variance
@@ -158,27 +154,23 @@ class ShardedNorm:
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.kernels is not None:
             return self.backward_by_kernels(ctx, grad)
+        if ctx.small is not None:
+            return ctx.small.backward(ctx, grad)
         input, weight, center, shift, rstd = ctx.saved_tensors
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
         scheme, dtype = self.scheme, rstd.dtype
         g = self.view(grad if grad.dtype is dtype else grad.to(dtype))
-        if ctx.saves_normalized:
-            off, unit = center, None
-        else:
-            v, unit = self.view(input), rstd
-            off = v if center is None else v - center
+        v = self.view(input)
+        off = v if center is None else v - center
         by_off = g * off
         w = scheme.expand_param(weight, dtype)
-        if self.joint and want_input and (want_weight or want_bias) and not kernels.on_device(g):
-            params = self.norm_sums(g, by_off, shift, unit)
-            for group, _, _ in self.grad_sums:
-                params = collectives.all_reduce_(params, group)
-            stats = scheme.sum_to_stats(params if w is None else params * w)
-            grad_input = self.grad_input(g, off, stats, shift, unit, rstd, w, by_off)
-            return self.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
-        stats, params = (self.row_sums if self.rows else self.channel_sums)(g, by_off, shift, unit, w)
-        stats, params = self.all_reduce_sums(stats, params, want_input, want_weight or want_bias)
-        grad_input = self.grad_input(g, off, stats, shift, unit, rstd, w, by_off) if want_input else None
+        want_params = want_weight or want_bias
+        if self.rows:
+            stats, params = self.all_reduce_sums(*self.row_sums(g, by_off, shift, rstd, w), want_input, want_params)
+        else:
+            sums = self.channel_sums(g, by_off, shift, rstd)
+            stats, params = self.reduce_channel_sums(sums, w, want_input, want_params)
+        grad_input = self.grad_input(g, off, stats, shift, rstd, w, by_off) if want_input else None
         return self.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
 
     def finish_grads(
@@ -196,16 +188,14 @@ class ShardedNorm:
             shaped(of_bias, *ctx.bias) if want_bias else None,
         )
 
-    def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, unit, rstd: Tensor, w, into: Tensor) -> Tensor:
-        """Return (g * w - level / n - (off + shift) * unit * slope / n) * rstd, written to `into`."""
+    def grad_input(self, g: Tensor, off: Tensor, stats: Tensor, shift, rstd: Tensor, w, into: Tensor) -> Tensor:
+        """Return (g * w - level / n - (off + shift) * rstd * slope / n) * rstd, written to `into`."""
         spread = self.scheme.expand_stat
         scale = spread(rstd)
         if w is not None and not self.rows:
             scale = scale * w
         level, slope = (stats * ((scale if self.batch else rstd) * (-1 / self.scheme.total))).unbind()
-        if unit is None:
-            return torch.addcmul(spread(level), off, spread(slope)).addcmul_(g, scale)
-        slope, fused = spread(slope * unit), g.device.type != "cpu"
+        slope, fused = spread(slope * rstd), g.device.type != "cpu"
         if shift is not None and not self.rows and fused:
             return torch.addcmul(torch.addcmul(spread(level), slope, shift), off, slope, out=off).addcmul_(g, scale)
         out = torch.mul(g, scale, out=into)
@@ -226,36 +216,41 @@ class ShardedNorm:
         pair = [g, normalized] if w is None else [g * w, normalized.mul_(w)]
         return torch.stack([t.sum(1, keepdim=True) for t in pair]), params
 
-    def channel_sums(self, g: Tensor, by_off: Tensor, shift, unit, w: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of `row_sums` from sums per channel, per sample if samples do not share a mean."""
-        sums = self.norm_sums(g, by_off, shift, unit)
-        if self.batch:  # one statistic per channel: its sums are also the parameters' sums
-            return sums, sums
-        return self.scheme.sum_to_stats(sums if w is None else sums * w), sums.sum(1)
-
-    def norm_sums(self, g: Tensor, by_off: Tensor, shift: Any, unit: Tensor | None) -> Tensor:
+    def channel_sums(self, g: Tensor, by_off: Tensor, shift: Any, rstd: Tensor) -> Tensor:
         """Return the sums of grad, and of grad times the normalized value, of each channel, stacked.
 
-        `unit`: the factor from `off + shift` to the normalized value, None if `off` is that value.
+        They are per sample if samples do not share a mean.
         """
         level, slope = self.scheme.sum_inner(g), self.scheme.sum_inner(by_off)
         if shift is not None:
             slope = torch.addcmul(slope, level, shift)
-        return torch.stack([level, slope if unit is None else slope * self.scheme.expand_stat(unit)])
+        return torch.stack([level, slope * self.scheme.expand_stat(rstd)])
 
-    def all_reduce_sums(self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool) -> list[Tensor]:
+    def reduce_channel_sums(
+        self, sums: Tensor, w: Tensor | None, want_stats: bool, want_params: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the two pairs of `row_sums`, summed over ranks, from those of channels (overwritten)."""
+        if self.batch or (self.joint and want_stats and want_params and not kernels.on_device(sums)):
+            for group, _, _ in self.grad_sums:
+                sums = collectives.all_reduce_(sums, group)
+            if self.batch:  # one statistic per channel: its sums are also the parameters' sums
+                return sums, sums
+            return self.scheme.sum_to_stats(sums if w is None else sums * w), sums
+        stats = self.scheme.sum_to_stats(sums if w is None else sums * w)
+        return self.all_reduce_sums(stats, sums.sum(1), want_stats, want_params)
+
+    def all_reduce_sums(
+        self, stats: Tensor, params: Tensor, want_stats: bool, want_params: bool
+    ) -> tuple[Tensor, Tensor]:
         """Sum over all ranks that share a statistic or a parameter: one message per axis."""
         values = [stats, params]
         for group, of_stats, of_params in self.grad_sums:
-            if self.batch:
-                values[0] = values[1] = collectives.all_reduce_(values[0], group)
-                continue
             chosen = [i for i, send in enumerate((want_stats and of_stats, want_params and of_params)) if send]
             if len(chosen) == 1:
                 values[chosen[0]] = collectives.all_reduce_(values[chosen[0]], group)
             elif chosen:
                 values = unpack(collectives.all_reduce_(flatten_tensors(values), group), values)
-        return values
+        return values[0], values[1]
 
     def all_reduce_packed(self, launches: kernels.NormKernels, sums: Tensor, want_stats: bool, want_params: bool):
         """Apply `all_reduce_sums` to the buffer of `grad_sums`; return sums of statistics, of bias and of weight."""
@@ -313,11 +308,6 @@ class ShardedNorm:
             shape, dtype = ctx.bias
             grad_bias = autograd_collectives.reduce(sums, self.param_groups).view(shape).to(dtype)
         return grads[0], grads[1], grad_bias
-
-
-def is_small(values: Tensor) -> bool:
-    """Return whether a block is so small that the number of calls matters and not their work."""
-    return values.device.type == "cpu" and values.numel() <= SMALL
 
 
 def shaped(value: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,7 @@ def sum_nansum(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
         local=local_reduction(fn, layout.ndim, dims, keepdim, dtype),
         operands={"input": layout},
         layout=reduced_layout(layout, dims, keepdim),
+        unshared=True,
     )
 
 
@@ -69,6 +70,7 @@ def mean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
         local=divided if by_count else local_reduction(fn, layout.ndim, dims, keepdim, dtype),
         operands={"input": layout},
         layout=reduced_layout(layout, dims, keepdim),
+        unshared=True,
     )
 
 
