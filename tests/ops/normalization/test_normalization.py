@@ -100,7 +100,20 @@ FAR = {
     "group_norm with groups split between ranks": (lambda x: F.group_norm(x.transpose(1, 2), 2), (4, 20, 6, 30)),
     "instance_norm": (lambda x: F.instance_norm(x), (4, 6, 40, 30)),
     "layer_norm": (lambda x: F.layer_norm(x, x.shape[1:]), (40, 6, 40, 10)),
+    # blocks of at most `SMALL` elements, on one rank and on both, take other calls and send the same messages
+    "batch_norm, a small block": (
+        lambda x: F.batch_norm(x, None, None, scales(x), scales(x), training=True),
+        (2, 6, 8, 64),
+    ),
+    "group_norm, a small block": (lambda x: F.group_norm(x, 2, scales(x), scales(x)), (1, 6, 16, 64)),
+    "batch_norm, small blocks": (lambda x: F.batch_norm(x, None, None, training=True), (2, 6, 8, 20)),
+    "group_norm, small blocks": (lambda x: F.group_norm(x, 2), (2, 6, 8, 20)),
+    "instance_norm, small blocks": (lambda x: F.instance_norm(x), (2, 6, 8, 20)),
 }
+
+
+def scales(x):
+    return torch.arange(1, 7, dtype=x.dtype)
 
 
 def errors(name: str, dtype: torch.dtype) -> list[float]:
