@@ -12,6 +12,9 @@ from ._compat import unwrap_functional, without_modes
 from ._compat.fake import drop_from_fake_memo, has_no_data
 
 
+_UNCHANGED = nullcontext()
+
+
 def concrete() -> AbstractContextManager[None]:
     """Use real tensors and real collectives inside the context, even while a program is traced.
 
@@ -19,7 +22,7 @@ def concrete() -> AbstractContextManager[None]:
     consensus.
     """
     rt = runtime.active
-    return nullcontext() if rt.tracer is None and not rt.fake_tensors else _concrete(rt)
+    return _UNCHANGED if rt.tracer is None and not rt.fake_tensors else _concrete(rt)
 
 
 @contextmanager

@@ -139,6 +139,8 @@ def _sequence_key(values: Sequence[Any], given: list[Tensor]) -> tuple | None:
             given.append(value)
         elif kind in CONSTANT_TYPES:
             key.append(value)
+        elif kind is tuple and INTS.issuperset(map(type, value)):  # its own key
+            key.append(value)
         elif kind is list or kind is tuple:
             inner = _sequence_key(value, given)
             if inner is None:
