@@ -11,7 +11,6 @@ from . import _compat, runtime
 from ._compat import unwrap_functional, without_modes
 from ._compat.fake import drop_from_fake_memo, has_no_data
 
-
 _UNCHANGED = nullcontext()
 
 
