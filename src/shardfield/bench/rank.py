@@ -14,9 +14,17 @@ per kernel, and a rank 45 to 65 us, of which the launch is a third and Python th
 launches each), 35 % the convolutions (12 more launches each). The Transolver's kernels take as long as plain torch's;
 its host time is that of 57 messages, 40 of them for gradients of parameters, which `parallelize` defers. The ViT visits
 the keys of all other ranks together, and its kernels take 23 ms, plain torch's 20; 217 messages, their buffers and
-copies take the host. The figures of the H200 are older than those of CPUs, where
-forward, sum and backward of a norm take 53 to 60 torch calls and about 250 calls of Python and built-in functions; a
-convolution 31 and 230; the sum alone 8 and 90. One torch call takes 1 us by itself and 2 to 3 us among others.
+copies take the host. The figures of the H200 are older than those of CPUs.
+
+On a CPU, forward, sum and backward of a group norm take 45 torch calls (plain torch: 9) and 195 calls of Python and
+built-in functions; a batch norm 39 and 190, a convolution 29 and 195, a softmax 19 and 130, a truncated transform 53
+and 610. The sum is 5 of these torch calls in all rows: its value is on its way to every rank before it is read.
+A torch call takes 1 us in a loop and 2 to 3 us among others, whose code and data it finds no longer in the caches. In a
+loop, the torch calls of a group norm alone take a quarter of its time, those of a halo exchange 70 % of the
+exchange. This is the limit of separate torch calls: at 2 us each, the 45 calls of a group norm are the time that its
+bar allows, before any Python. For the bars of 3 and 4, a norm and a halo exchange would each have to be one compiled
+call, forward and backward, and the package has no compiled code. The times of CPUs below are older than the changes
+that the last section of this page lists for a rank of 8: they were measured on a machine with other load.
 
 Compiled, the 64 x 512 UNet of a rank of 8 has 122 Triton kernels, 22 convolutions and 28 messages; plain torch has 85
 and 16. The rest of the host time over `torch.compile` (12.6 ms against 4.3) is that of the messages: 42 to 44 us each
