@@ -237,7 +237,7 @@ def synced(mesh, source):
     assert sync_module_over_mesh(module, mesh, source, verify=True) is module
     wrong = torch.nn.Linear(2, 2 + dist.get_rank() % 2)
     if mesh.size() > 1:
-        with pytest.raises(ShardingError, match="different"):
+        with pytest.raises(ShardingError, match="metadata differs"):
             sync_module_over_mesh(wrong, mesh, verify=True)
     return module.weight[0].item()
 
