@@ -30,27 +30,40 @@ def route(compiled: Any, model: Any, options: dict[str, Any]) -> Any:
     if not options.get("fullgraph") or tuned or backend is None or compiled is model:  # compiled is model: disable=True
         return compiled
 
-    @functools.cache  # the compiler is imported with the first call on a ShardTensor
-    def sharded() -> Callable:
-        from .compiler import compile
-
-        module = module_of_call(model)  # of `module.compile(fullgraph=True)`
-        if module is not None:
-            return call_of_module(compile(module, backend=backend, fullgraph=True))
-        return compile(model, backend=backend, fullgraph=True)
-
+    sharded = _Sharded(model, backend)
     if isinstance(model, nn.Module):
         compiled.forward = _choose(compiled.forward, sharded)
         return compiled
     return _choose(compiled, sharded)
 
 
-def _choose(plain: Callable, sharded: Callable[[], Callable]) -> Callable:
+class _Sharded:
+    """`shardfield.compile(model)`, made with the first call: the compiler takes long to import."""
+
+    def __init__(self, model: Callable, backend: str | Callable):
+        self._model, self._backend = model, backend
+        self._compiled: Callable | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self._compile()
+        return self._compiled(*args, **kwargs)
+
+    def _compile(self) -> Callable:
+        from .compiler import compile
+
+        module = module_of_call(self._model)  # of `module.compile(fullgraph=True)`
+        if module is not None:
+            return call_of_module(compile(module, backend=self._backend, fullgraph=True))
+        return compile(self._model, backend=self._backend, fullgraph=True)
+
+
+def _choose(plain: Callable, sharded: Callable) -> Callable:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Inside another compiled function Dynamo traces this one, too.
         if not torch.compiler.is_compiling() and (_has_shards(args) or _has_shards(kwargs)):
-            return sharded()(*args, **kwargs)
+            return sharded(*args, **kwargs)
         return plain(*args, **kwargs)
 
     return call
