@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -133,6 +135,39 @@ def test_parallelize(strategy):
     assert all(abs(a - b) < 1e-12 for a, b in zip(found[1][0], losses, strict=True))
     for ours, plain in zip(found[2][1][1:], held, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+def fsdp1():
+    """Train with torch's FullyShardedDataParallel over the data axis of a mesh of 2 x 2, with sharded fields."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "domain"))
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({nn.Conv2d})
+    on = {"device_mesh": mesh["data"], "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(dropout().eval(), auto_wrap_policy=policy, **on)
+    first = dist.get_process_group_ranks(mesh["domain"].get_group())[0]
+    x = shardfield.scatter_tensor(torch.ones(1, 1, 11, 6), first, mesh["domain"], (Shard(2),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [t.clone() for t in model.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated
+@pytest.mark.parametrize("options", [{}, {"memory": "auto", "budget": 0}], ids=["kept", "moved"])
+def test_fsdp1(options):
+    with VirtualWorld(4, **options) as world:
+        found = world.run(fsdp1)
+    torch.manual_seed(0)
+    model, x = dropout().eval(), torch.ones(1, 1, 11, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    for ours in found:
+        torch.testing.assert_close(ours, list(model.state_dict().values()), rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_program_and_world_of_the_process():

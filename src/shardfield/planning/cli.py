@@ -203,9 +203,7 @@ def _progress(text: str) -> None:
 
 def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) -> int:
     """Print what numbers of virtual ranks need on one device. Return the exit code, which is 1 if none fits."""
-    if options.device == "measured":
-        raise UsageError("--virtual predicts the time from published figures: --device measured is not supported")
-    device = _find_device(options.device)
+    device = None if options.device == "measured" else _find_device(options.device)
     if options.virtual == "auto":
         found = smallest_that_fits(subject, device, memory)
     else:
@@ -214,7 +212,8 @@ def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) 
     if options.json:
         print(json.dumps({"name": subject.name, "options": [dataclasses.asdict(o) for o in found]}, indent=1))
         return 0 if smallest else 1
-    print(f"{subject.name}, {subject.batch} samples a step, {device.name} with {_format_bytes(memory)}\n")
+    name = "this machine" if device is None else device.name
+    print(f"{subject.name}, {subject.batch} samples a step, {name} with {_format_bytes(memory)}\n")
     print("\n".join(_virtual_table(found)))
     print(f"\nvirtual ranks that fit, at least: {smallest}" if smallest else "\nno number of virtual ranks fits")
     return 0 if smallest else 1
@@ -222,10 +221,10 @@ def _plan_virtual(options: argparse.Namespace, subject: Subject, memory: float) 
 
 def _virtual_table(options: Sequence[VirtualOption]) -> list[str]:
     rows: list[tuple[str, ...]] = [
-        ("ranks", "fits", "needs", "stays", "largest call", "all tensors", "moved at least", "computing")
+        ("ranks", "fits", "needs", "stays", "largest call", "all tensors", "recomputed", "moved at least", "computing")
     ]
     for o in options:
-        sizes = [_format_bytes(n) for n in (o.memory, o.stays, o.operator, o.everything, o.moved)]
+        sizes = [_format_bytes(n) for n in (o.memory, o.stays, o.operator, o.everything, o.recomputed, o.moved)]
         rows.append((str(o.ranks), "yes" if o.fits else "no", *sizes, _format_seconds(o.seconds)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]

@@ -3,25 +3,34 @@
 Virtual ranks keep in memory what the running operator needs; everything else can be moved out (`shardfield.virtual`).
 So a step fits if the tensors that stay (parameters, gradients, optimizer state, buffers, the batch) and the tensors of
 the largest operator do. Both are counted, on tensors without data.
+
+Ranks wait for each other's messages, so that all of them are at the same place of the program but for one message: in
+memory are the tensors of all ranks at their peaks. A rank that recomputes holds the activations of one block, and what
+it has received.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._compat import DispatchMode
 from ..comm.grad_deferral import defer_to_average
+from ..tensor import ShardTensor
+from ..train.task import TaskSpec
+from ..virtual.replica import blocks_of
+from ..virtual.segment import recomputed
 from .cost import Device, Link, Network, predict
 from .fake_world import simulated, without_data
 from .mesh_search import HEADROOM
-from .recorder import watch
+from .recorder import Seen, watch
 from .simulate import Subject, make_batch, values_refused
 
 OPTIMIZER_STATES = 2  # of Adam, each as large as the parameters
@@ -31,13 +40,15 @@ OPTIMIZER_STATES = 2  # of Adam, each as large as the parameters
 class VirtualOption:
     """A number of virtual ranks: bytes that stay, of the largest operator, and of everything; seconds of computing.
 
-    `moved` is what is moved out and in again at least, in bytes.
+    `recomputed`: bytes of everything if the children of the model are recomputed. `moved` is what is moved out and in
+    again at least, in bytes, if they are not.
     """
 
     ranks: int
     stays: int
     operator: int
     everything: int
+    recomputed: int
     seconds: float
     fits: bool
     moved: int
@@ -62,55 +73,115 @@ class LargestOperator(DispatchMode):
         return out
 
 
-def count_virtual(subject: Subject, ranks: int, device: Device, memory: float) -> VirtualOption:
-    """Count a step of `virtualize` on `ranks` virtual ranks, by the largest of its first, middle and last rank."""
-    counted = []
+@dataclass
+class Run:
+    """A step of one rank. kept: bytes that it holds after its forward; extra: those at its peak beyond."""
+
+    model: nn.Module
+    fields: int
+    kept: int
+    extra: int
+    operator: int
+    seen: Seen
+
+
+def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: float) -> VirtualOption:
+    """Count a step of `virtualize` on `ranks` virtual ranks, by the largest of its first, middle and last rank.
+
+    device: None measures the seconds of computing on this machine.
+    """
     with values_refused(subject.name):
+        runs = []
         for rank in sorted({0, ranks // 2, ranks - 1}):
             with simulated(ranks, rank):
-                counted.append(_count(subject, ranks, device, memory))
-    return max(counted, key=lambda option: option.operator)
-
-
-def _count(subject: Subject, ranks: int, device: Device, memory: float) -> VirtualOption:
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
-    largest = LargestOperator()
-    with without_data(), watch() as seen:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(subject.dtype)
-        try:
-            outline = subject.outline()
-        finally:
-            torch.set_default_dtype(before)
-        model = outline.model.train()
-        for parameter in model.parameters():
-            defer_to_average(parameter, [mesh.get_group()])
-        shapes = {name: (subject.batch, *shape) for name, shape in outline.sample_shapes.items()}
-        batch = {n: make_batch(mesh, s, subject, n in outline.integer_keys) for n, s in shapes.items()}
-        seen.restart()
-        held = seen.memory.now
-        with largest:
-            outline.loss(model(next(iter(batch.values()))), batch).backward()
-        activations = seen.peak - held
-    parameters = sum(_nbytes(p) for p in model.parameters())
-    fields = sum(math.prod(s) * subject.dtype.itemsize for s in shapes.values())
-    buffers = sum(_nbytes(b) for b in model.buffers())
-    stays = (2 + OPTIMIZER_STATES) * parameters + fields + (1 + ranks) * buffers
-    everything = stays + ranks * activations
+                runs.append(_run(subject, ranks))
+        with simulated(ranks, ranks // 2):
+            again = _run(subject, ranks, recompute=True)
+    run = max(runs, key=lambda each: each.operator)
+    parameters = sum(_nbytes(p) for p in run.model.parameters())
+    buffers = sum(_nbytes(b) for b in run.model.buffers())
+    stays = (2 + OPTIMIZER_STATES) * parameters + run.fields + (1 + ranks) * buffers
+    everything = stays + ranks * (run.kept + run.extra)
     available = HEADROOM * memory
     return VirtualOption(
         ranks=ranks,
         stays=stays,
-        operator=largest.bytes,
+        operator=run.operator,
         everything=everything,
-        seconds=ranks * predict(seen, device, Network(Link(0.0, math.inf))).compute,
-        fits=stays + largest.bytes <= available,
+        recomputed=stays + ranks * (again.kept + again.extra),
+        seconds=time_virtual(subject, ranks) if device is None else ranks * _computing(run.seen, device),
+        fits=stays + run.operator <= available,
         moved=max(0, int(everything - available)),
     )
 
 
+def _computing(seen: Seen, device: Device) -> float:
+    return predict(seen, device, Network(Link(0.0, math.inf))).compute
+
+
+def time_virtual(
+    subject: Subject, ranks: int, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the seconds of a step of `virtualize(memory="keep")`, from timed steps of its first, middle and last rank.
+
+    The steps run on real tensors and without messages.
+    """
+    found: dict[int, float] = {}
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        with simulated(ranks, rank):
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
+            outline, batch = _prepare(subject, mesh)
+            times = []
+            for _ in range(repeats + 1):
+                start = clock()
+                outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
+                times.append(clock() - start)
+            found[rank] = min(times[1:])  # rules plan in the first step
+    return sum(found.get(rank, found[ranks // 2]) for rank in range(ranks))
+
+
+def _prepare(subject: Subject, mesh: DeviceMesh) -> tuple[TaskSpec, dict[str, ShardTensor]]:
+    """Return the model of a rank and its loss, and a batch of ones."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(subject.dtype)
+    try:
+        outline = subject.outline()
+    finally:
+        torch.set_default_dtype(before)
+    for parameter in outline.model.train().parameters():
+        defer_to_average(parameter, [mesh.get_group()])
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # it is added to that of all ranks
+    shapes = {name: (subject.batch, *shape) for name, shape in outline.sample_shapes.items()}
+    return outline, {n: make_batch(mesh, s, subject, n in outline.integer_keys) for n, s in shapes.items()}
+
+
+def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
+    """Run a step of this rank of a simulated world."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
+    largest = LargestOperator()
+    with without_data(), watch() as seen:
+        outline, batch = _prepare(subject, mesh)
+        model = outline.model
+        for block in blocks_of(model) if recompute else ():
+            block.forward = recomputed(block)  # type: ignore[method-assign]
+        seen.restart()
+        held = seen.memory.now
+        with largest:
+            loss = outline.loss(model(next(iter(batch.values()))), batch)
+            kept = seen.memory.now - held
+            received = seen.bytes if recompute else 0  # the log has copies of about as much as the rank sends
+            loss.backward()
+        extra = max(0, seen.peak - held - kept)
+    fields = sum(math.prod(x.shape) * subject.dtype.itemsize for x in batch.values())
+    return Run(model, fields, kept + received, extra, largest.bytes, seen)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
 def smallest_that_fits(
-    subject: Subject, device: Device, memory: float, show: Callable[[str], None] = lambda text: None
+    subject: Subject, device: Device | None, memory: float, show: Callable[[str], None] = lambda text: None
 ) -> list[VirtualOption]:
     """Return the options that were tried, by number of ranks; the first that fits is the smallest, if one does."""
     tried: dict[int, VirtualOption] = {}

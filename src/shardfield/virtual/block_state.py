@@ -9,30 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .process_state import get_flags, get_generators, set_flags, set_generators
+from .process_state import Generators, equal, get_flags, get_generators, set_flags, set_generators
 
 
 class BlockState:
     """The state before a call of a block: attributes and buffers of its modules, random numbers, flags of torch.
 
     Attributes are stored by reference: what is changed inside a list or another object of the caller is not seen.
-    Buffers that the forward writes are stored as copies.
+    Buffers that the forward writes are stored as copies. `numpy`: an earlier state of its generator, to compare with.
     """
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, numpy: Any = None):
         self._modules = _attributes(block)
         found = [(m, name, buffer) for m, _, buffers in self._modules for name, buffer in _present(buffers)]
         self._candidates = [(m._buffers, name, b, b._version, b.clone()) for m, name, b in found]
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # those that the forward has written
         self._parameters = [(p, p._version) for p in block.parameters() if not p.is_inference()]
-        self._generators, self._flags, self._autocast = get_generators(), get_flags(), _autocast()
-        self._block = block
+        self._flags, self._autocast, self._block = get_flags(), _autocast(), block
+        self.generators: Generators | None = get_generators(numpy)  # None once the forward has drawn no number
 
     def forward_ends(self) -> None:
-        """Drop the copies of buffers that the forward has not written."""
+        """Drop the copies of buffers that the forward has not written, and the generators if it has drawn no number."""
         found = self._candidates
         self._buffers = [(table, name, was) for table, name, b, version, was in found if b._version != version]
         self._candidates = []
+        if self.generators is not None and equal(get_generators(self.generators.numpy), self.generators):
+            self.generators = None  # setting them takes longer than the rest
 
     @property
     def parameters_written(self) -> bool:
@@ -42,12 +44,14 @@ class BlockState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state for a recomputation, and the present one at its end."""
-        now, generators, flags = _attributes(self._block), get_generators(self._generators.numpy), get_flags()
+        now, flags = _attributes(self._block), get_flags()
+        generators = None if self.generators is None else get_generators(self.generators.numpy)
         try:
             _set_attributes(self._modules)
             for table, name, was in self._buffers:
                 table[name] = was.clone()
-            set_generators(self._generators)
+            if self.generators is not None:
+                set_generators(self.generators)
             set_flags(self._flags)
             with contextlib.ExitStack() as stack:
                 for then, current in zip(self._autocast, _autocast(), strict=True):
@@ -55,7 +59,8 @@ class BlockState:
                         stack.enter_context(torch.autocast(**then))
                 yield
         finally:
-            set_generators(generators)
+            if generators is not None:
+                set_generators(generators)
             set_flags(flags)
             _set_attributes(now)
 

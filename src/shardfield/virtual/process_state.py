@@ -121,6 +121,13 @@ def get_generators(before: tuple[bytes, Any] | None = None) -> Generators:
     return Generators(torch.get_rng_state(), devices, random.getstate(), before)
 
 
+def equal(a: Generators, b: Generators) -> bool:
+    """Return whether two states of the generators are the same. numpy's: `b.numpy` was passed when `a` was read."""
+    tensors = zip((a.host, *a.devices), (b.host, *b.devices), strict=False)
+    same = a.numpy is b.numpy and a.python == b.python and len(a.devices) == len(b.devices)
+    return same and all(torch.equal(x, y) for x, y in tensors)
+
+
 def set_generators(states: Generators, shown: NumpyState | None = None) -> None:
     """Restore the states of the default generators. `shown`: what numpy has."""
     torch.set_rng_state(states.host)

@@ -40,12 +40,15 @@ class _AllSaved(BaseException):
 
 def recomputed(block: nn.Module) -> Callable:
     """Return the forward of a block as a segment. A layer that writes its argument in place is left as it is."""
-    forward = block.forward
+    forward, numpy = block.forward, None
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal numpy
         if runtime.active.message_log is not None or not torch.is_grad_enabled():  # a part of another segment
             return forward(*args, **kwargs)
-        return Segment(block, forward, args, kwargs).run()
+        state = BlockState(block, numpy)
+        numpy = None if state.generators is None else state.generators.numpy
+        return Segment(block, forward, args, kwargs, state).run()
 
     return forward if getattr(block, "inplace", False) else run
 
@@ -53,7 +56,7 @@ def recomputed(block: nn.Module) -> Callable:
 class Segment:
     """One call of a block. It lives as long as the autograd graph that needs it."""
 
-    def __init__(self, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any], state: BlockState):
         self._block, self._forward = block, forward
         self._given = args, kwargs
         self._arguments: tuple[tuple, dict[str, Any]] | None = None  # those of a recomputation, after the forward
@@ -61,7 +64,7 @@ class Segment:
         self._log = MessageLog()
         self._saved: list[weakref.ref[_Saved]] = []
         self._values: dict[int, tuple[Tensor, int]] = {}  # what was recomputed and has not been read, with its version
-        self._state = BlockState(block)
+        self._state = state
 
     def run(self) -> Any:
         """Compute the block without saving its activations."""
