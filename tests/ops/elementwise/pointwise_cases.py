@@ -46,6 +46,15 @@ TOLERANCE |= {name: {"tolerance": 1e-6} for name in ("float", "cfloat")} | {"bfl
 FEW = {"layouts": 2, "no_messages": False}
 
 
+def write_into_source(x, name):
+    """Write into a tensor after a call that returns the tensor itself: its result changes too."""
+    total = x.sum(0)
+    same = getattr(total, name)()
+    with torch.no_grad():
+        total.sin_()
+    return same.detach() * 1
+
+
 def cancelling(shape, generator):
     """Return integers whose sum over rows has few digits, and whose rows have more than float32 has."""
     return torch.tensor([[2**40, -(2**41)], [1 - 2**40, 2**41 + 5]])
@@ -191,6 +200,7 @@ CASES += [
     case(through_complex, T(5, 6), T(5, 6)),
     case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), options=named("casts", tolerance=1e-6)),
     case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), options=named("comparisons")),
+    *(case(write_into_source, T(5, 3), name) for name in ("contiguous", "double", "resolve_conj", "positive")),
     # partial sums of integers, which cancel, are added before they are rounded
     *(
         case(fn, T(2, 2, fill=cancelling), options=named(f"sum of integers {name}"))

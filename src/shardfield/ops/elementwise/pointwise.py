@@ -140,6 +140,10 @@ def pointwise(func, types, args, kwargs):
         for target, value in zip(out, result, strict=True) if isinstance(out, (tuple, list)) else [(out, result)]:
             write_out(target, value)
         return out
+    # A write into a Partial tensor replaces its memory, so that a second ShardTensor of that memory would not see it.
+    if func.__name__ in NO_OPS and first.__class__ is ShardTensor and len(args) == 1:
+        if func(first._local_tensor) is first._local_tensor:
+            return first
     locals_, layouts, put_back = collect_tensors(args, kwargs)
     keep = linear_partials(func.__name__, locals_, layouts, args, kwargs)
     alignment = align(layouts, keep)
@@ -293,6 +297,8 @@ def wrap_results(out: Any, layout: Layout) -> Any:
 
 
 CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf".split())
+# Return their operand where there is nothing to do.
+NO_OPS = CASTS | {"contiguous", "positive", "__pos__", "resolve_conj", "resolve_neg"}
 LINEAR_UNARY = [
     "neg",
     "negative",
