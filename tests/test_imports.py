@@ -33,7 +33,7 @@ LAYERS = [
     {"dispatch.arguments", "dispatch.copied_views"},
     {"dispatch.empty_shards"},
     {"dispatch.recorded_backward"},
-    {"dispatch.fallback", "dispatch.call_cache", "dispatch.saved_tensors", "debug.lockstep"},
+    {"dispatch.fallback", "dispatch.binding", "dispatch.call_cache", "dispatch.saved_tensors", "debug.lockstep"},
     {"dispatch.executor"},
     {"dispatch.registry"},
     {"ops", "distribute"},

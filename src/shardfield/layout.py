@@ -39,6 +39,7 @@ class Layout:
     """Mesh, global shape and sharding of every dim. Build with `Layout.of`, `Layout.replicate` or a transform."""
 
     mesh: DeviceMesh
+    axis_sizes: tuple[int, ...]  # of the mesh: `mesh.size(axis)` takes ten times as long as this attribute
     shape: torch.Size
     dims: tuple[tuple[DimSharding, ...], ...]
     partial: tuple[tuple[int, str], ...]
@@ -63,7 +64,7 @@ class Layout:
         found = state.layouts.get(key)
         if found is None:
             found = object.__new__(Layout)
-            found.mesh = state.mesh
+            found.mesh, found.axis_sizes = state.mesh, state.sizes
             found.dims, found.partial, found.has_origins = canonical, key[1], bool(key[2])
             found.shape = torch.Size(math.prod(f.size for f in d) for d in found.dims)
             found._check()
@@ -124,7 +125,7 @@ class Layout:
                 if used & set(axes):
                     raise ShardingError(f"a mesh axis is used twice by the layout of shape {tuple(self.shape)}")
                 used |= set(axes)
-                parts = math.prod(self.mesh.size(a) for a in axes)
+                parts = math.prod(self.axis_sizes[a] if 0 <= a < self.mesh.ndim else self.mesh.size(a) for a in axes)
                 if len(lengths) != parts:
                     raise ShardingError(f"dim {dim}: {len(lengths)} shard sizes {lengths} for {parts} ranks")
                 if sum(lengths) != size or min(lengths) < 0:
@@ -160,7 +161,7 @@ class Layout:
         coords = self.coords if coords is None else coords
         flat = 0
         for axis in axes:
-            flat = flat * self.mesh.size(axis) + coords[axis]
+            flat = flat * self.axis_sizes[axis] + coords[axis]
         return flat
 
     def span(self, dim: int, coords: Sequence[int] | None = None) -> Span:
@@ -200,6 +201,11 @@ class Layout:
         return tuple(sorted(a for d in self.dims for f in d for a in f.axes))
 
     @cached_property
+    def is_sharded_over_all_axes(self) -> bool:
+        """True if every mesh axis of more than one rank shards a dim."""
+        return set(self.nontrivial_axes(range(self.mesh.ndim))) <= set(self.shard_axes)
+
+    @cached_property
     def partial_axes(self) -> tuple[int, ...]:
         """The mesh axes with a pending reduction."""
         return tuple(a for a, _ in self.partial)
@@ -216,7 +222,7 @@ class Layout:
 
     def nontrivial_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those of `axes` that have more than one rank."""
-        return tuple(a for a in axes if self.mesh.size(a) > 1)
+        return tuple(a for a in axes if self.axis_sizes[a] > 1)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """Return the mesh axes that shard a dim, outermost first."""

@@ -110,10 +110,11 @@ class Registry:
 class MeshState:
     """The layouts of one mesh in one world. Equal meshes share it; `mesh` is the first of them."""
 
-    __slots__ = ("mesh", "layouts", "replicated")
+    __slots__ = ("mesh", "sizes", "layouts", "replicated")
 
     def __init__(self, mesh: Any):
         self.mesh = mesh
+        self.sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
         self.layouts: WeakValueDictionary[tuple, Any] = WeakValueDictionary()  # (dims, partial) -> Layout
         self.replicated = Cache(1024)  # shape -> Layout
 

@@ -249,6 +249,7 @@ def test_zero_distance_has_zero_gradient():
     [
         (torch.zeros(4, 3), torch.zeros(2, 3), 5, "k = 5 neighbors of 4 points"),
         (torch.zeros(4, 3), torch.zeros(2, 3), 0, "k must be from 1 to 4"),
+        (torch.zeros(0, 3), torch.zeros(2, 3), 1, "there are no points"),
         (torch.zeros(4, 3), torch.zeros(2, 2), 1, "3 features and queries 2"),
         (torch.zeros(4), torch.zeros(2, 2), 1, r"points is \(4,\)"),
         (torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.int64), 1, "floating point"),

@@ -24,6 +24,7 @@ from ..redistribute import redistribute
 from ..tensor import ShardTensor, is_single_sum, wrap, wrap_sum
 from ..trace_state import same_memory
 from .arguments import as_operand, map_tensors, mark_consumed, mesh_of, write_out
+from .binding import make_binder, parameter_names
 from .call_cache import ArgumentReader, is_inplace, make_reader
 from .copied_views import CopiedView
 from .fallback import gather_fallback
@@ -68,7 +69,7 @@ class BoundPlan:
         self.single_rank = single_rank and not plan.own and returns_new
         self.first_layout = tensors[0].layout if tensors else None
         self.slots: list[tuple[bool, Any]] = []
-        for name in plan.takes or inspect.signature(plan.local).parameters:
+        for name in plan.takes or parameter_names(plan.local):
             value = bound[name]
             if isinstance(value, Operand):
                 self.slots.append((True, value.position))
@@ -249,6 +250,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
     functions only, so a mesh of one rank may call the function on the local tensors.
     """
     signature = inspect.signature(planner)
+    bind = make_binder(signature)
     wants_fn = "fn" in signature.parameters and signature.parameters["fn"].kind is inspect.Parameter.KEYWORD_ONLY
 
     def run(func, types, args, kwargs):
@@ -290,7 +292,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
         if ready is None:
             alone = is_torch_function and mesh.size() == 1
             try:
-                ready = _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, alone)
+                ready = _build_plan(planner, bind, wants_fn, func, args, kwargs, locals_, layouts, alone)
             except (TypeError, RuntimeError) as error:
                 numbers = None if isinstance(error, ShardingError) else _scalar_tensors_to_numbers(args, kwargs)
                 if numbers is None or mesh_of(*numbers) is None:  # the ShardTensor itself became a number
@@ -332,11 +334,7 @@ def _collect_operands(
             key.append((value.start, value.stop, value.step) if value.__class__ is slice else value)
 
 
-# torch also accepts numpy's names of these arguments
-_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-
-
-def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layouts, single_rank) -> BoundPlan | None:
+def _build_plan(planner, bind, wants_fn, func, args, kwargs, locals_, layouts, single_rank) -> BoundPlan | None:
     pairs = zip(locals_, layouts, strict=True)
     tensors = [Operand(layout, local.dtype, local.device, i) for i, (local, layout) in enumerate(pairs)]
     left = iter(tensors)
@@ -350,21 +348,21 @@ def _build_plan(planner, signature, wants_fn, func, args, kwargs, locals_, layou
         return int(value) if isinstance(value, np.integer) else value
 
     positional = [swap(v) for v in args]
-    named = {k if k in signature.parameters else _NUMPY_NAMES.get(k, k): swap(v) for k, v in kwargs.items()}
-    extra = {"fn": func} if wants_fn else {}
-    try:
-        bound = signature.bind(*positional, **named, **extra)
-    except TypeError:
+    named = {k: swap(v) for k, v in kwargs.items()}
+    if wants_fn:
+        named["fn"] = func
+    bound = bind(positional, named)
+    if bound is None:
         return None  # the rule does not take these arguments: the fallback runs torch on the gathered operands
-    bound.apply_defaults()
+    arguments, given, by_name = bound
     try:
         with trace_state.concrete():  # a plan depends on layouts only, not on traced values
-            plan = planner(*bound.args, **bound.kwargs)
+            plan = planner(*given, **by_name)
     except ShardingError as error:
         raise ShardingError(f"{function_name(func)}: {error}\n  operands: {tensors}") from None
     if plan is None:
         return None
-    return BoundPlan(plan, dict(bound.arguments), tensors, single_rank, is_inplace(func))
+    return BoundPlan(plan, arguments, tensors, single_rank, is_inplace(func))
 
 
 def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -55,7 +55,7 @@ def shares_of(operands: Iterable[Any]) -> dict[int, int]:
             for axis in layout.nontrivial_axes(factor.axes)
         ]
         if axes:
-            share = -(-layout.numel // math.prod(map(layout.mesh.size, axes)))
+            share = -(-layout.numel // math.prod(layout.axis_sizes[a] for a in axes))
             for axis in axes:
                 found[axis] = max(found.get(axis, 0), share)
         for axis, share in (tensor._pending_shares or {}).items():
@@ -71,9 +71,9 @@ def lost_axes(shares: Mapping[int, int], result: Any) -> tuple[list[int], dict[i
     """
     layout: Layout = result._layout
     lost, pending = [], {}
-    is_small = layout.numel < runtime.active.min_scattered * math.prod(map(layout.mesh.size, layout.shard_axes))
+    is_small = layout.numel < runtime.active.min_scattered * math.prod(layout.axis_sizes[a] for a in layout.shard_axes)
     for axis, share in shares.items():
-        if layout.numel < max(share, layout.mesh.size(axis)) or axis in layout.shard_axes:
+        if layout.numel < max(share, layout.axis_sizes[axis]) or axis in layout.shard_axes:
             continue
         if axis in layout.partial_axes or result._deferred is not None:
             pending[axis] = share
@@ -84,6 +84,14 @@ def lost_axes(shares: Mapping[int, int], result: Any) -> tuple[list[int], dict[i
 
 def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
     """Record, warn of or refuse the sharding that the results of a call on ShardTensors have lost."""
+    layout: Layout | None = getattr(out, "_layout", None)
+    if (
+        layout is not None
+        and layout.is_sharded_over_all_axes
+        and out._pending_shares is None
+        and not (kwargs and "out" in kwargs)
+    ):
+        return  # most results: no axis is left to be lost
     name = function_name(func)
     shares = shares_of(sharded_tensors(args[:1] if name in OF_FIRST else (args, kwargs)))
     if not shares or name in UNRELATED:

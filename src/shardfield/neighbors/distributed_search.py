@@ -23,7 +23,8 @@ from ..ops.sorting.samplesort import plan_exchanges
 from .local import LocalPoints
 from .metric import NO_NEIGHBOR, bounding_boxes, max_distance_to_boxes, min_distance_to_boxes, select_nearest
 
-BOX_DEPTH = 4  # a shard is described by 2 ** BOX_DEPTH boxes
+MAX_BOX_DEPTH = 4  # a shard is described by at most 2 ** MAX_BOX_DEPTH boxes
+POINTS_PER_BOX = 64  # at least, in the largest shard: the boxes of a small one cost more than they save
 MAX_INCOMING_BYTES = 1 << 28  # bytes of queries that may arrive at one rank in one exchange
 
 
@@ -35,7 +36,8 @@ class DistributedPoints:
         if blocks.count == 1:  # no other rank has points
             return
         self.shard_sizes = torch.tensor(blocks.shard_sizes, device=points.device)
-        boxes, counts = bounding_boxes(points, BOX_DEPTH)
+        depth = min(MAX_BOX_DEPTH, (max(blocks.shard_sizes) // (2 * POINTS_PER_BOX)).bit_length())
+        boxes, counts = bounding_boxes(points, depth)
         # One message for boxes and counts. float32 is exact up to the clamp; a lower count only weakens the bound.
         row = torch.cat([boxes.flatten(1), counts.clamp_max(1 << 24)[:, None].to(points.dtype)], 1)
         gathered = blocks.all_gather_unit(row[None], 0).flatten(0, 1)
@@ -54,7 +56,7 @@ class DistributedPoints:
             min_squared = min_squared.masked_fill(min_squared.sqrt() > reach, torch.inf)
         best = NearestSoFar(queries, k, self._upper_bound(queries, k))
         rows = (min_squared[:, coord] <= best.bound).nonzero().flatten()
-        best.update(rows, *self._to_global_index(self.local_points.nearest(queries[rows], k, reach), coord))
+        best.begin(rows, *self._to_global_index(self.local_points.nearest(queries[rows], k, reach), coord))
 
         def remaining() -> Tensor:
             return (min_squared <= best.bound[:, None]) & min_squared.isfinite()
@@ -169,6 +171,11 @@ class NearestSoFar:
         self.bound = bound
         self.squares = queries.new_full((len(queries), k), torch.inf)
         self.index = torch.full((len(queries), k), NO_NEIGHBOR, device=queries.device)
+
+    def begin(self, rows: Tensor, squares: Tensor, index: Tensor) -> None:
+        """Store the first candidates of the queries `rows`: k of each, nearest first."""
+        self.squares[rows], self.index[rows] = squares, index
+        self.bound[rows] = torch.minimum(self.bound[rows], squares[:, -1])
 
     def update(self, rows: Tensor, squares: Tensor, index: Tensor) -> None:
         """Merge candidates for the queries `rows`."""

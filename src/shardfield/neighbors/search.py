@@ -60,9 +60,10 @@ def knn(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"knn: k is {k!r}; it must be an integer")
     if not 1 <= k <= search.n:
-        raise ValueError(f"knn: k = {k} neighbors of {search.n} points; k must be from 1 to {search.n}")
+        allowed = f"k must be from 1 to {search.n}" if search.n else "there are no points"
+        raise ValueError(f"knn: k = {k} neighbors of {search.n} points; {allowed}")
     squares, index = search.nearest(k, None)
-    return search.results(squares, index)[:2]
+    return search.results(squares, index, counted=False)[:2]
 
 
 @_dispatched
@@ -196,14 +197,14 @@ class _NeighborSearch:
                 largest = collectives.all_reduce(largest, self.search_layout.mesh.get_group(axis), "max")
         return int(largest)
 
-    def results(self, squares: Tensor, index: Tensor) -> tuple[Any, Any, Any]:
-        """Return (indices, distances, counts) in the layout of the queries, with gradients if needed."""
+    def results(self, squares: Tensor, index: Tensor, counted: bool = True) -> tuple[Any, Any, Any]:
+        """Return (indices, distances, counts or None) in the layout of the queries, with gradients if needed."""
         exists = squares.isfinite()
         index = torch.where(exists, index, -1)
-        parts: list[Any] = [index, squares.sqrt(), exists.sum(1)]
+        parts: list[Any] = [index, squares.sqrt(), *([exists.sum(1)] if counted else [])]
         if self.sharded:
             parts = [self._to_query_layout(x) for x in parts]
-        index, distance, counts = parts
+        index, distance, counts = parts if counted else (*parts, None)
         needed = self.n and torch.is_grad_enabled() and (self.points.requires_grad or self.queries.requires_grad)
         return index, (self._with_gradient(index, distance) if needed else distance).to(self.dtype), counts
 

@@ -154,6 +154,8 @@ def slice_bounds(s: slice, size: int) -> tuple[int, int, int]:
 
 def broadcast_index_shapes(shapes: Sequence[Sequence[int]]) -> torch.Size:
     """Return the common shape of several index tensors, or raise torch's IndexError if they do not broadcast."""
+    if all(shape == shapes[0] for shape in shapes):
+        return torch.Size(shapes[0])  # `broadcast_shapes` takes as long as the rest of a plan
     try:
         return torch.broadcast_shapes(*shapes)
     except RuntimeError:

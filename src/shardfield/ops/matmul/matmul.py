@@ -146,6 +146,9 @@ for _name, _more in ADD_PRODUCTS.items():
 @rule("linear", partial=True, merged=True, around=AROUND_SPARSE["linear"])
 def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     """Run locally if features are unsharded; else the product is a partial sum, and one coord adds the bias."""
+    if _is_local_linear(input, weight, bias):
+        result = input.layout.with_dims([*input.layout.dims[:-1], weight.layout.dims[0]])
+        return Plan(local=fn, takes=("input", "weight", "bias"), layout=result, saves_views=True)
     probe(fn, input, weight, bias)
     batch = batch_labels(input.ndim - 1)
     out = ("o",) if weight.ndim == 2 else ()
@@ -154,6 +157,24 @@ def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     if bias is not None:
         operands["bias"] = addend_layout(plan.result, bias)
     return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=plan.result, saves_views=True)
+
+
+def _is_local_linear(input: Operand, weight: Operand, bias: Operand | None) -> bool:
+    """Return True if `linear` is valid and sends nothing: most calls, whose plan then needs no search and no probe."""
+    params = [weight] if bias is None else [weight, bias]
+    return (
+        input.ndim > 1
+        and weight.ndim == 2
+        and input.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and not input.layout.partial
+        and not input.layout.axes_of(-1)
+        and len(input.layout.dims[-1]) == 1
+        and not any(p.layout.partial or p.layout.shard_axes or p.layout.has_origins for p in params)
+        and input.dtype.is_floating_point
+        and all(p.dtype is input.dtype and p.device == input.device for p in params)
+        and not torch.is_autocast_enabled(input.device.type)
+    )
 
 
 @rule("bilinear", partial=True, merged=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +96,38 @@ def choose_cat_sharding(rows: Sequence[CatOperand], axes: tuple[int, ...], parts
     return min(allowed, key=lambda f: sum(r.rows_moved(f) for r in rows))
 
 
+class Concatenated(NamedTuple):
+    """Shape and dtype of a concatenation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def _cat_alike(tensors: Any, dim: Any) -> Concatenated | None:
+    """Return the result of operands of one dtype whose sizes match; None for all others, also those that torch refuses.
+
+    torch's own answer, from meta tensors, takes half the time of a plan.
+    """
+    if not isinstance(tensors, (tuple, list)) or not tensors or dim.__class__ is not int:
+        return None
+    shapes, dtype = [tuple(t.shape) for t in tensors], tensors[0].dtype
+    ndim = len(shapes[0])
+    if not -ndim <= dim < ndim or any(len(s) != ndim for s in shapes) or any(t.dtype is not dtype for t in tensors):
+        return None
+    dim %= ndim
+    if ndim == 1 or any(s[:dim] + s[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :] for s in shapes):
+        return None
+    return Concatenated((*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :]), dtype)
+
+
 @rule("cat", "concat", "concatenate", partial=True, merged=True)
 def cat(tensors, dim=0, *, fn):
     """Concatenate locally; along a sharded dim, each operand is first resharded to its slice of the result."""
-    global_out = fn([meta_tensor(t) for t in tensors], dim)
+    global_out = _cat_alike(tensors, dim) or fn([meta_tensor(t) for t in tensors], dim)
     if not isinstance(tensors, (tuple, list)):
         return None
     dim %= global_out.ndim
