@@ -46,6 +46,9 @@ TOLERANCE |= {name: {"tolerance": 1e-6} for name in ("float", "cfloat")} | {"bfl
 FEW = {"layouts": 2, "no_messages": False}
 
 
+FEW_BESIDE = {"layouts": 5, "grad": False}
+
+
 def write_into_source(x, name):
     """Write into a tensor after a call that returns the tensor itself: its result changes too."""
     total = x.sum(0)
@@ -53,6 +56,15 @@ def write_into_source(x, name):
     with torch.no_grad():
         total.sin_()
     return same.detach() * 1
+
+
+def write_beside(x, share, to_source, name):
+    """Write into a tensor that shares the memory of another one, by a call that reduces a Partial."""
+    total = x.sum(0)
+    with torch.no_grad():
+        same = total.data if share == "data" else total.to(total.dtype) if share == "to" else total.detach()
+        getattr(total if to_source else same, name)(2.0)
+    return total.detach() * 1, same.detach() * 1
 
 
 def cancelling(shape, generator):
@@ -201,6 +213,12 @@ CASES += [
     case(lambda x: x.to(torch.float32).double() + x.float(), T(5, 6), options=named("casts", tolerance=1e-6)),
     case(lambda x, y: torch.isclose(x, y) | torch.eq(x, y), T(5, 6), T(6), options=named("comparisons")),
     *(case(write_into_source, T(5, 3), name) for name in ("contiguous", "double", "resolve_conj", "positive")),
+    *(
+        case(write_beside, T(5, 3), share, to_source, write, options=FEW_BESIDE)
+        for share in ("detach", "data", "to")
+        for to_source in (True, False)
+        for write in ("add_", "mul_")
+    ),
     # partial sums of integers, which cancel, are added before they are rounded
     *(
         case(fn, T(2, 2, fill=cancelling), options=named(f"sum of integers {name}"))

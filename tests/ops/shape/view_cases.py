@@ -6,6 +6,7 @@ from tests.harness import T, case, double_backward, raises
 
 NO_MESSAGES = {"no_messages": True, "layouts": 5}
 FEW = {"layouts": 5}
+FEW_WRITES = {"layouts": 8, "may_refuse": True, "try_partial": False}
 
 
 def named(name, fn, *args, options=None):
@@ -24,6 +25,15 @@ def views_read_after_a_write(x):
     y.mul_(2)
     y[1] = 0.5
     return [before, views[1] - views[1].sum(), *(v * 1 for v in views), y]
+
+
+def write_after_contiguous(x, order):
+    """Write into the result of `contiguous`: the source changes if it is in order. A shard of size 1 hides that."""
+    y = x * 1
+    view = y.permute(order)
+    same = view.contiguous()
+    same.mul_(2)
+    return y * 1, same * 1
 
 
 def writes_into_split_dims(x):
@@ -93,6 +103,10 @@ CASES = [
     ),
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
     case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
+    case(write_after_contiguous, T(2, 3), (1, 0), options=FEW_WRITES),
+    case(write_after_contiguous, T(5, 3), (1, 0), options=FEW_WRITES),
+    case(write_after_contiguous, T(5, 3), (0, 1), options=FEW_WRITES),
+    case(write_after_contiguous, T(2, 3, 4), (0, 2, 1), options=FEW_WRITES),
     # a plain tensor that sharded values are written into gathers them
     case(
         scan,

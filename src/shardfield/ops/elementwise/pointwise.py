@@ -66,7 +66,7 @@ TERNARY = "addcdiv addcmul lerp masked_fill".split()
 # Linear in all operands together ("sum": all must have the same Partial) or in one operand ("product"; for div, the
 # first).
 LINEAR = dict.fromkeys(
-    "neg negative positive clone detach contiguous conj resolve_conj resolve_neg alias add sub subtract __add__ "
+    "neg negative positive clone detach conj resolve_conj resolve_neg alias add sub subtract __add__ "
     "__radd__ __sub__ __neg__ __pos__ add_ sub_ __iadd__ __isub__ neg_ complex".split(),
     "sum",
 ) | dict.fromkeys(
@@ -173,10 +173,7 @@ def pointwise_inplace(func, types, args, kwargs):
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        # no_grad applies to func alone, not to the reduction
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):
-            reduced = target._reduced_value()
-        target._local_tensor, target._layout = reduced._local_tensor, reduced._layout
+        _reduce_in_place(target)
         locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
     alignment = align_to(target._layout, layouts, keep)
     redistributed = alignment.redistribute(locals_, layouts)
@@ -184,6 +181,14 @@ def pointwise_inplace(func, types, args, kwargs):
     args, kwargs = put_back(_without_overlaps(redistributed))
     func(*args, **kwargs)
     return target
+
+
+def _reduce_in_place(target: ShardTensor) -> None:
+    """Replace the memory of a Partial by its reduced value."""
+    # no_grad applies to the call alone, not to the reduction
+    with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):
+        reduced = target._reduced_value()
+    target._local_tensor, target._layout, target._reduced_cache = reduced._local_tensor, reduced._layout, None
 
 
 def _without_overlaps(values: list[Any]) -> list[Any]:
@@ -298,14 +303,12 @@ def wrap_results(out: Any, layout: Layout) -> Any:
 
 CASTS = set("float double half bfloat16 int long short char byte bool cfloat cdouble chalf".split())
 # Return their operand where there is nothing to do.
-NO_OPS = CASTS | {"contiguous", "positive", "__pos__", "resolve_conj", "resolve_neg"}
+NO_OPS = CASTS | {"positive", "__pos__", "resolve_conj", "resolve_neg"}
 LINEAR_UNARY = [
     "neg",
     "negative",
     "positive",
     "clone",
-    "detach",
-    "contiguous",
     "conj",
     "resolve_conj",
     "resolve_neg",
@@ -320,6 +323,18 @@ handler("copy_", "fill_", "zero_")(pointwise_inplace)
 handler("fill")(pointwise)
 handler(torch.where)(pointwise)
 runtime.active.registry.elementwise = pointwise
+
+
+@handler("detach")
+def detach(func, types, args, kwargs):
+    """Share the memory. A Partial is reduced first: a later write, which reduces it, would give it other memory."""
+    target = args[0]
+    if target._layout.partial and not (target.is_leaf and target.requires_grad):
+        _reduce_in_place(target)
+    return pointwise(func, types, args, kwargs)
+
+
+handler("detach_")(pointwise_inplace)
 
 
 @handler("frexp", "type")

@@ -55,7 +55,9 @@ def nbytes(func, types, args, kwargs):
 
 
 def data(func, types, args, kwargs):
-    return wrap(args[0]._local_tensor.data, args[0]._layout)
+    target = args[0]
+    shared = target.detach() if target._layout.partial else target  # which reduces it
+    return wrap(shared._local_tensor.data, shared._layout)
 
 
 def set_data(func, types, args, kwargs):
@@ -91,6 +93,8 @@ def to(func, types, args, kwargs):
     if "other" in kwargs and isinstance(kwargs["other"], ShardTensor):
         kwargs = kwargs | {"other": kwargs["other"]._local_tensor}
     if target._layout.partial:
+        if func(target._local_tensor, *rest, **kwargs) is target._local_tensor:
+            return target
         target = target._reduced_value()
     local = func(target._local_tensor, *rest, **kwargs)
     return target if local is target._local_tensor else wrap(local, target._layout)

@@ -19,6 +19,7 @@ from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, register, rule
 from ...layout import DimSharding, Layout, canonicalize, nested_chunk, regroup, shard_sizes_of
 from ...redistribute import is_local, redistribute, without_partial
+from ...tensor import wrap
 from .._common.autocast import under_autocast
 from .._common.probe import meta_tensor
 
@@ -152,6 +153,33 @@ def view(input: Operand, *args, fn, **kwargs):
         local=_local_reshape(layout, flat, moved, result),
         layout=result,
         view=ViewKind(returns, merged=joined, ranks_differ=short, splits=not joined),
+    )
+
+
+def _contiguous_partial(run: Callable) -> Callable:
+    def contiguous_or_self(func, types, args, kwargs):
+        """Return a Partial itself where one device does: a write into it, which reduces it, gives it other memory."""
+        target = args[0]
+        if not target._layout.partial:
+            return run(func, types, args, kwargs)
+        local = func(target._local_tensor, *args[1:], **kwargs)
+        return target if local is target._local_tensor else wrap(local, target._layout)
+
+    return contiguous_or_self
+
+
+@rule("contiguous", merged=True, around=_contiguous_partial)
+def contiguous(input: Operand, memory_format: torch.memory_format = torch.contiguous_format, *, fn):
+    """Return the tensor itself where its dims are in order in memory, else a copy. Ranks agree on it before a write."""
+    in_order = memory_format is torch.contiguous_format
+    return Plan(
+        local=lambda input: fn(input, memory_format=memory_format),
+        layout=input.layout,
+        view=ViewKind(
+            Returns.VIEW_OR_COPY,
+            merged=[range(input.ndim)] if in_order and input.ndim > 1 else (),
+            ranks_differ=has_short_shards(input.layout) or not in_order,
+        ),
     )
 
 
