@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import runtime
+from .. import runtime, trace_state
 from .._compat.virtual import RankState, current_world, set_rank_state
 from ..distributed.manager import DistributedManager
 from .paging import Pager
@@ -125,7 +125,8 @@ def equal(a: Generators, b: Generators) -> bool:
     """Return whether two states of the generators are the same. numpy's: `b.numpy` was passed when `a` was read."""
     tensors = zip((a.host, *a.devices), (b.host, *b.devices), strict=False)
     same = a.numpy is b.numpy and a.python == b.python and len(a.devices) == len(b.devices)
-    return same and all(torch.equal(x, y) for x, y in tensors)
+    with trace_state.concrete():  # the states are real, also where fields have no data
+        return same and all(torch.equal(x, y) for x, y in tensors)
 
 
 def set_generators(states: Generators, shown: NumpyState | None = None) -> None:

@@ -159,6 +159,10 @@ def linear(input: Operand, weight: Operand, bias: Operand | None = None, *, fn):
     return Plan(local=fn, takes=("input", "weight", "bias"), operands=operands, layout=plan.result, saves_views=True)
 
 
+# Other dtypes may raise, on a rank with an empty shard perhaps not.
+LINEAR_DTYPES = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+
+
 def _is_local_linear(input: Operand, weight: Operand, bias: Operand | None) -> bool:
     """Return True if `linear` is valid and sends nothing: most calls, whose plan then needs no search and no probe."""
     params = [weight] if bias is None else [weight, bias]
@@ -171,7 +175,7 @@ def _is_local_linear(input: Operand, weight: Operand, bias: Operand | None) -> b
         and not input.layout.axes_of(-1)
         and len(input.layout.dims[-1]) == 1
         and not any(p.layout.partial or p.layout.shard_axes or p.layout.has_origins for p in params)
-        and input.dtype.is_floating_point
+        and input.dtype in LINEAR_DTYPES
         and all(p.dtype is input.dtype and p.device == input.device for p in params)
         and not torch.is_autocast_enabled(input.device.type)
     )

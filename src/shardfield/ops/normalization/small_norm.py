@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ... import trace_state
+from ... import runtime
 from .stat_groups import SMALL
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def is_small(values: Tensor) -> bool:
     """Return whether a block is small. Moments of fp64 values would need more digits; a traced program fuses calls."""
     if values.device.type != "cpu" or values.numel() > SMALL or values.dtype is torch.float64:
         return False
-    return not trace_state.values_unknown()
+    return runtime.active.tracer is None
 
 
 class SmallNorm:
