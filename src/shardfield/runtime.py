@@ -344,6 +344,25 @@ def observing(**fields: Any) -> Iterator[None]:
                 setattr(runtime, name, value)
 
 
+def of_this_rank(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that runs on this rank alone: virtual ranks share torch's global hooks and some modules.
+
+    A module that is the default of an argument (`act=ReLU()`) belongs to the models of all ranks.
+    """
+    rank = _virtual_rank()
+
+    def run(*args: Any) -> None:
+        if _virtual_rank() == rank:
+            hook(*args)
+
+    return run
+
+
+def _virtual_rank() -> int | None:
+    """Return the thread of the running virtual rank; None for a process."""
+    return None if active.virtual is None else active.world_thread
+
+
 def memo(function: F) -> F:
     """Cache the results of a pure function of positional, hashable arguments in the plan cache."""
 

@@ -45,8 +45,8 @@ class TracedCalls:
     def recording(self) -> Iterator[None]:
         """Record calls in the report of this object, with all other observers switched off."""
         hooks = [
-            register_module_forward_pre_hook(self._report.enter_module),
-            register_module_forward_hook(self._report.leave_module, always_call=True),
+            register_module_forward_pre_hook(runtime.of_this_rank(self._report.enter_module)),
+            register_module_forward_hook(runtime.of_this_rank(self._report.leave_module), always_call=True),
         ]
         try:
             # messages are counted when the program runs, not while it is traced

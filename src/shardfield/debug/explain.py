@@ -273,8 +273,8 @@ def explain() -> Iterator[Report]:
 def observe(report: R) -> Iterator[R]:
     """Record every call on ShardTensors, every message and every module inside in `report`."""
     hooks = [
-        register_module_forward_pre_hook(report.enter_module),
-        register_module_forward_hook(report.leave_module, always_call=True),
+        register_module_forward_pre_hook(runtime.of_this_rank(report.enter_module)),
+        register_module_forward_hook(runtime.of_this_rank(report.leave_module), always_call=True),
     ]
     try:
         with runtime.observing(observer=report, meter=report.record_message):

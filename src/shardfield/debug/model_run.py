@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import runtime
 from ..dispatch.arguments import map_tensors
 from .differences import is_number
 from .explain import explain
@@ -63,7 +64,7 @@ class ModelRun:
             title = f"{name} ({type(module).__name__})"
             map_tensors(_to_nested(out), lambda tensor: self.parts.append((title, tensor.detach())))
 
-        return hook
+        return runtime.of_this_rank(hook)
 
 
 def _forward_backward(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from .. import runtime
 from .._compat import DispatchMode
 from ..dispatch.arguments import map_tensors
 
@@ -64,6 +65,9 @@ class WorkCounter(DispatchMode):
     def _work_of(self, func: Any, args: Any, kwargs: dict, out: Any) -> int:
         packet = getattr(func, "_overloadpacket", None)
         if packet is None or func.namespace == "c10d" or func.is_view or "empty" in func._schema.name:
+            return 0
+        virtual = runtime.active.virtual
+        if virtual is not None and virtual.copying:  # a message between virtual ranks
             return 0
         sizes: list[int] = []
         reads = () if func._schema.name.startswith("aten::new_") else (args, kwargs)

@@ -62,6 +62,7 @@ class Exchange:
 
     def __init__(self, pager: Pager | None = None, links: Links | None = None) -> None:
         self.pager, self.links = pager, links
+        self.copying = False  # the operators that run now are those of a message
         self.scheduler: Scheduler | None = None
         self._sent: dict[Key, deque[Message]] = {}
         self._awaited: dict[Key, deque[Message]] = {}
@@ -143,8 +144,12 @@ class Exchange:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         """Copy tensors of several ranks, which may be paged out. Operators inside another one pass no mode."""
-        with torch.no_grad(), nullcontext() if self.pager is None else PagedOperators(self.pager, -1):
-            yield
+        before, self.copying = self.copying, True
+        try:
+            with torch.no_grad(), nullcontext() if self.pager is None else PagedOperators(self.pager, -1):
+                yield
+        finally:
+            self.copying = before
 
     def take_part(
         self,
