@@ -41,7 +41,7 @@ def stencil(
     radius: dim -> cells that an output reads to each side, or (before, after). 0 means that cells along this dim are
         independent. A dim that is not named is never sharded in the local call. A number is the radius of all dims
         after the second of (N, C, ...), with independent samples. A function gets the arguments of the call and
-        returns one of these.
+        returns one of these; a function that ends in `**options` gets them by name.
     edge: what the function does at the edge of the field, for all dims or dim -> edge. "same": anything (zero padding,
         one-sided differences, windows that shift inward), with as many outputs as cells; the function gets the real
         edge. "periodic": it wraps around. "valid": it returns outputs for full windows only.
@@ -63,8 +63,9 @@ def stencil(
     if not isinstance(radius, (int, tuple, Mapping)) and not callable(radius):
         raise ShardingError(f"stencil: radius must be a number, a pair, a dict or a function, not {radius!r}")
 
-    def state(first: Operand, args: tuple, kwargs: dict, name: str) -> dict[int, Reach]:
-        return _reaches(name, radius(*args, **kwargs) if callable(radius) else radius, edge, first.ndim)
+    def state(first: Operand, args: tuple, kwargs: dict, bound: dict[str, Any], name: str) -> dict[int, Reach]:
+        found = _call_radius(radius, args, kwargs, bound) if callable(radius) else radius
+        return _reaches(name, found, edge, first.ndim)
 
     if not callable(radius):
         _reaches("stencil", radius, edge, 3)  # raise now
@@ -90,13 +91,19 @@ def local(
     tensor([2., 2.])
     """
 
-    def state(first: Operand, args: tuple, kwargs: dict, name: str) -> dict[int, Reach]:
+    def state(first: Operand, args: tuple, kwargs: dict, bound: dict[str, Any], name: str) -> dict[int, Reach]:
         return {d: Reach(0, 0) for d in (range(first.ndim) if dims is None else dims)}
 
     def register(function: Any) -> Any:
         return _register(function, state, fields, out_dims or {}, rebind)
 
     return register if function is None else register(function)
+
+
+def _call_radius(radius: Callable[..., Any], args: tuple, kwargs: dict, bound: dict[str, Any]) -> Any:
+    """Return the radius of a call. `bound`: its arguments by name, those that were not passed included."""
+    by_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(radius).parameters.values())
+    return radius(**bound) if by_name else radius(*args, **kwargs)
 
 
 def _reaches(name: str, radius: Any, edge: Edge, ndim: int) -> dict[int, Reach]:
@@ -141,7 +148,7 @@ def _register(
         first = next((bound[f] for f in chosen if isinstance(bound[f], Operand)), None)
         if first is None:
             raise ShardingError(f"{name}: none of its fields {chosen} is a tensor")
-        reach = state(first, args, kwargs, name)
+        reach = state(first, args, kwargs, bound, name)
         if not fields:
             _refuse_ambiguous(name, bound, chosen[0], reach)
         return plan_opaque(

@@ -98,6 +98,8 @@ def plan_opaque(function: Callable, call: FieldCall, signature: inspect.Signatur
         for name, block_plan in blocks.items():
             given[name] = block_plan.gather_block(given[name])
         given, tensors = _join(given)
+        if not made.has_backward and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise NotImplementedError(f"{call.name}: has no backward; call it without gradients")  # on every rank
         out = compute(tensors, given)
         return out[0] if made.single else made.rebuild(out)
 
@@ -244,6 +246,7 @@ class Results(NamedTuple):
     outputs: list[Made]
     single: bool
     rebuild: Callable[[list[Tensor]], Any]
+    has_backward: bool
 
 
 def _probe(
@@ -253,7 +256,25 @@ def _probe(
     bound: dict[str, Any],
     layouts: Mapping[str, Layout],
 ) -> Results:
-    """Call the function on stand-ins as large as the largest block; refuse what a sharded call cannot do."""
+    """Call the function on stand-ins as large as the largest block; refuse what a sharded call cannot do.
+
+    A function that has no backward on this device is called without gradients.
+    """
+    try:
+        return _probe_with(function, call, signature, bound, layouts, grad=True)
+    except NotImplementedError:
+        return _probe_with(function, call, signature, bound, layouts, grad=False)
+
+
+def _probe_with(
+    function: Callable,
+    call: FieldCall,
+    signature: inspect.Signature,
+    bound: dict[str, Any],
+    layouts: Mapping[str, Layout],
+    *,
+    grad: bool,
+) -> Results:
     leaves: list[Tensor] = []
     passed: list[Tensor] = []
 
@@ -263,7 +284,7 @@ def _probe(
         if not isinstance(value, Operand):
             return value
         made = stand_in(value, value.shape if shape is None else shape)
-        leaves.append(made.requires_grad_(made.is_floating_point() or made.is_complex()))
+        leaves.append(made.requires_grad_(grad and (made.is_floating_point() or made.is_complex())))
         passed.append(made.clone())  # torch refuses a write into a leaf with an error of its own
         return passed[-1]
 
@@ -293,7 +314,7 @@ def _probe(
                 )
         made.append(Made(tuple(t.shape), t.dtype, _reached(call, t, leaves)))
     rebuild = type(out) if isinstance(out, (list, tuple)) and type(out) in (list, tuple) else tuple
-    return Results(made, isinstance(out, Tensor), rebuild)
+    return Results(made, isinstance(out, Tensor), rebuild, grad)
 
 
 def _probe_shape(call: FieldCall, layout: Layout) -> list[int]:
