@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -109,9 +110,10 @@ def test_state_of_a_plain_model(tmp_path):
 
 def background(folder):
     """Check that a save snapshots the state, keeps the newest, and does not block on a slow disk."""
-    write = storage.CheckpointWriter.write_data
+    write, threads = storage.CheckpointWriter.write_data, []
 
     def slowly(self, plan, planner):
+        threads.append(threading.current_thread())
         time.sleep(2.0 if self.folder.name == "step-000001" else 0.0)
         return write(self, plan, planner)
 
@@ -137,6 +139,10 @@ def background(folder):
     for number, path in kept.steps().items():
         kept.load(path, model)
         assert (model.weight == number).all()
+    assert len(set(threads)) == 1  # to start a thread blocks training for 5 ms
+    del kept
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def test_background_saving(tmp_path):

@@ -51,6 +51,9 @@ class Checkpoints:
         self.folder, self.keep, self.run_id = Path(folder), keep, run_id
         self._loaded: Path | None = None
         self._pending_save: Future[Any] | None = None
+        # One thread for all saves: to start one blocks training until the interpreter switches back, 5 ms. The thread
+        # ends with this object, and a process does not end before its save.
+        self._executor = ThreadPoolExecutor(1)
         # Messages of the background thread must not mix with those of training. A virtual rank has no such thread.
         self._virtual = runtime.active.virtual is not None
         backend = None if self._virtual else "gloo"
@@ -121,9 +124,7 @@ class Checkpoints:
         if self._virtual:  # it sends from its own thread
             self._pending_save = _call_now(write)
             return
-        executor = ThreadPoolExecutor(1)  # its thread ends with the save, and a process does not end before it
-        self._pending_save = executor.submit(write)
-        executor.shutdown(wait=False)
+        self._pending_save = self._executor.submit(write)
 
     def wait(self) -> None:
         """Block until the last save is on disk; raise on all ranks if it failed on any."""
