@@ -82,6 +82,12 @@ CASES = [
         spatial(1, 2, 6, 5),
         options=SOME | {"name": "unfold and fold"},
     ),
+    # Two axes shard the rows: the inner one must not move to the cells of a patch.
+    case(
+        lambda x: F.fold(F.unfold(x, 2).sin(), x.shape[1:], 2),
+        T(6, 5, 2, shard_dims=(1,)),
+        options=FEW | {"name": "fold rows of two axes"},
+    ),
     # ---- pixels and channels
     case(F.pixel_shuffle, T(2, 2, 8, 3, 4), 2, options=FEW),
     case(F.pixel_shuffle, T(9, 3, 4), 3, options=FEW),

@@ -85,12 +85,11 @@ def fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1):
 def _plan_fold(input: Operand, size: torch.Size, kernel_size, dilation, padding, stride) -> Plan:
     """Plan the sum of columns (..., channels, cells, rows, columns in a row) to a field of `size`."""
     dtype = probe(F.fold, stand_in(input, (1, 1, 1)), 1, 1).dtype
-    dims = (input.ndim - 2, input.ndim - 1)
-    source = shard_by_one_axis(keep_partial_sums(input.layout).unshard([-3]), dims)
-    windows = dict(
-        zip((dims[0] - 1, dims[1] - 1), unfold_windows(size, kernel_size, dilation, padding, stride), strict=True)
-    )
-    field, column_sizes = source.drop_dims([-3]), {}
+    dims = (input.ndim - 3, input.ndim - 2)  # of the field
+    windows = dict(zip(dims, unfold_windows(size, kernel_size, dilation, padding, stride), strict=True))
+    # The cells of a patch are all on one rank: an axis must not move to them.
+    field = shard_by_one_axis(keep_partial_sums(input.layout).unshard([-3]).drop_dims([-3]), dims)
+    source, column_sizes = field.insert(dims[0], input.shape[-3]), {}
     sizes, local_padding = [], []  # of the block that this rank's columns sum to
     for dim, window in windows.items():
         (sharding,) = field.dims[dim]
