@@ -2,6 +2,7 @@
 
 import torch
 
+from shardfield import ShardTensor
 from tests.harness import T, case, raises
 
 NAN = float("nan")
@@ -102,6 +103,12 @@ def written_after(fn, *args):
     return call
 
 
+def expanded_median(x):
+    """Return the median along an expanded dim; one device gets a dense copy, since its kernel is wrong there."""
+    y = x.expand(-1, 2, -1)
+    return torch.median(y if isinstance(x, ShardTensor) else y.contiguous(), 1)[0]
+
+
 CASES = [
     *(
         case(written_after(*call), T(5, 6, fill="distinct"))
@@ -185,6 +192,7 @@ CASES = [
     case(torch.nanmedian, T(3, 5, fill=nans), options=FEW),
     case(torch.nanmedian, D(4, 3), options=FEW),
     case(torch.median, T(9, fill="ints", dtype=torch.int32), options=FEW),
+    case(expanded_median, T(2, 1, 3), options=FEW),
     case(torch.median, T(0), options=TWO),
     case(torch.median, D(4, 6), 1),
     case(torch.median, D(7, 2), 0, True),

@@ -186,7 +186,8 @@ def median(input: Operand, dim=None, keepdim=False, *, fn):
     def column(rows, blocks):
         return kth_index(rows, _median_rank(count_nans(rows, blocks), sum(blocks.shard_sizes), skip), blocks)
 
-    call = _with_name(fn.__name__, lambda x, d: fn(x, d, keepdim))
+    # Along an expanded dim, torch's median on CPUs reads elements of other rows (2.11 to 2.15).
+    call = _with_name(fn.__name__, lambda x, d: fn(x.contiguous(), d, keepdim))
     return _plan_order_statistic(input, dim, keepdim, call, column, counting_cost_bytes(input.dtype, 1))
 
 
