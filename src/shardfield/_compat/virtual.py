@@ -65,4 +65,17 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()
 
 
+class PythonGroup(dist.ProcessGroup):
+    """The base of process groups in Python.
+
+    torch 2.15: `batch_isend_irecv` asks every group for the backend of a device, and raises for a group that has none.
+    torch 2.11-2.14 ask no subclass.
+    """
+
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+
 Work = torch._C._distributed_c10d.Work

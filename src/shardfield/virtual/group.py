@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from .. import runtime
-from .._compat.virtual import Work, name_of_group, ranks_of_group
+from .._compat.virtual import PythonGroup, Work, name_of_group, ranks_of_group
 from ..errors import WorldError
 from .message_log import LoggedCall
 from .messages import Exchange, Message, Part, PendingCollective
@@ -55,7 +55,7 @@ class Handle(Work):
         return future
 
 
-class VirtualGroup(dist.ProcessGroup):
+class VirtualGroup(PythonGroup):
     """A process group of virtual ranks. Starting a message never blocks; waiting for one lets other ranks run."""
 
     def __init__(self, exchange: Exchange, coord: int, size: int):
