@@ -59,9 +59,9 @@ class Consensus:
         if self._groups:
             if problem:
                 self._description = f"{description}: {problem}"
-            code = _fingerprint(self._description)
             with trace_state.concrete():
-                self._pending = start_max([code, -code, 2 if problem else int(flag)], self._groups[0])
+                claim = _claim(self._description, 2 if problem else int(flag), self._groups[0])
+                self._pending = collectives.start_all_reduce(claim, self._groups[0], "max")
 
     @classmethod
     def start(
@@ -245,6 +245,13 @@ def any_rank(flags: Sequence[bool], groups: Sequence[ProcessGroup]) -> list[bool
 def start_max(values: Sequence[int], group: ProcessGroup) -> collectives.Pending[Tensor]:
     """Start the elementwise maximum of every rank's integers."""
     return collectives.start_all_reduce(torch.tensor(values, device=group_device(group)), group, "max", owned=True)
+
+
+@runtime.memo
+def _claim(description: str, status: int, group: ProcessGroup) -> Tensor:
+    """Return the integers of a rank's message of a `Consensus`. They are cached: the message needs a copy."""
+    code = _fingerprint(description)
+    return torch.tensor([code, -code, status], device=group_device(group))
 
 
 def gather_ints(values: Sequence[int], over: ProcessGroup | DeviceMesh) -> list[list[int]]:
