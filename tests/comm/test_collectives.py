@@ -205,6 +205,9 @@ def check_adjoint(name, dim, lengths, dtype):
     if before in ("replicate", "partial"):
         first = collectives.broadcast(back.detach(), 0, dist.group.WORLD)
         assert torch.allclose(first, back, rtol=1e-14, atol=1e-14), f"{name}: ranks differ in the full gradient"
+    one = torch.ones((), dtype=dtype).expand_as(y)  # the gradient of a sum repeats one element
+    of_sum, dense = (torch.autograd.grad(move(x), x, bar)[0] for bar in (one, one.clone()))
+    assert torch.equal(of_sum, dense) and (one == 1).all(), f"{name}: a gradient that repeats its elements"
     # The adjoint is linear too, and its adjoint is the collective.
     z = everything(shape_for(dim, lengths), dtype, seed=2)
     z = held(before, z, dim, lengths)

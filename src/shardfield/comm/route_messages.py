@@ -22,10 +22,12 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """Exchange shards by a route, without autograd."""
     shapes, split = route.shapes_for(tensor.shape), route.split
-    if split is not None and shapes.filled and _splits(tensor, split):
-        sends, kept = _pack_split(tensor, route, split)
-        received = collectives.start_sends(sends, shapes.receives, group, tensor, packed=True).wait()
-        return _join_split(kept, split, received, False)
+    if split is not None and shapes.filled:
+        block = _densified(tensor)
+        if _splits(block, split):
+            sends, kept = _pack_split(block, route, split)
+            received = collectives.start_sends(sends, shapes.receives, group, block, packed=True).wait()
+            return _join_split(kept, split, received, block is not tensor)
     received = collectives.start_sends(
         _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
     ).wait()
@@ -40,15 +42,23 @@ def start_route(
     `owned`: the tensor may be overwritten, and the result may be a view of it.
     """
     shapes, split = route.shapes_for(tensor.shape), route.split
-    if split is not None and shapes.filled and _splits(tensor, split):
-        sends, kept = _pack_split(tensor, route, split)
-        pending = collectives.start_sends(sends, shapes.receives, group, tensor, packed=True)
-        return collectives.Pending((), (), lambda: _join_split(kept, split, pending.wait(), owned))
+    if split is not None and shapes.filled:
+        block = _densified(tensor)
+        if _splits(block, split):
+            sends, kept = _pack_split(block, route, split)
+            pending = collectives.start_sends(sends, shapes.receives, group, block, packed=True)
+            owned = owned or block is not tensor
+            return collectives.Pending((), (), lambda: _join_split(kept, split, pending.wait(), owned))
     pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
     return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
 
 
 # ---------------------------------------------------------------------- one region for each peer
+
+
+def _densified(block: Tensor) -> Tensor:
+    """Return a copy of a block that repeats its elements, like the gradient of a sum; any other block itself."""
+    return block if block.is_contiguous() or 0 not in block.stride() else block.contiguous()
 
 
 def _splits(block: Tensor, split: RouteSplit) -> bool:
