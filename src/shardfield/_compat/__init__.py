@@ -24,7 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 # this package, which need no bridge. Read from the class's __dict__ because an attribute access would bind it.
 _torch_apply = torch.autograd.Function.__dict__["apply"]
 _c_apply = torch._C._FunctionBase.__dict__["apply"]
-_transforms_active = torch._C._are_functorch_transforms_active
+
+# torch 2.11-2.15: whether a transform of torch.func is active, and the tensor inside an ended one. No public names.
+transforms_active = torch._C._are_functorch_transforms_active
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
 
@@ -34,7 +36,7 @@ def _apply(cls: Any, *args: Any) -> Any:
     torch 2.11-2.13. What that part does is done here: a transform of torch.func refuses Functions without
     `setup_context`, and a tensor that outlived its transform is unwrapped.
     """
-    if _transforms_active():
+    if transforms_active():
         return _torch_apply.__get__(None, cls)(*args)
     return _c_apply.__get__(None, cls)(*[_unwrap_if_dead(a) if a.__class__ is torch.Tensor else a for a in args])
 

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from . import override_modes
-
-# torch 2.11-2.15: whether a transform of torch.func is active; no public name.
-_transforms_active = torch._C._are_functorch_transforms_active
+from . import override_modes, transforms_active
 
 
 def backward(outputs: list[torch.Tensor], seeds: list, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
@@ -20,7 +17,7 @@ def backward(outputs: list[torch.Tensor], seeds: list, retain_graph: Any, create
     """
     first = outputs[0]
     simple = len(outputs) == 1 and seeds[0] is None and inputs is None and first.requires_grad
-    if not simple or not first.is_floating_point() or override_modes() or _transforms_active():
+    if not simple or not first.is_floating_point() or override_modes() or transforms_active():
         torch.autograd.backward(outputs, seeds, retain_graph, create_graph, inputs=inputs)
         return
     keep = create_graph if retain_graph is None else retain_graph

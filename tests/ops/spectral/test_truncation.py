@@ -604,7 +604,7 @@ def test_single_precision_and_inference(mesh, field_placements):
 @pytest.mark.parametrize("rows", [None, (2, 5), (3, 3)])
 @pytest.mark.parametrize("size", [7, 8])
 def test_matrix_products_equal_transforms(size, rows):
-    """Compare modes by a matrix product and by torch.fft, in any order, of any sign, repeated."""
+    """Compare modes by a matrix product and by torch.fft, in any order, of any sign, repeated, and their gradients."""
     choices: list[tuple[int, ...]] = [(0, 1, 2), (-2, -1, 0, 1), (4, 0, -4, 4), (3,), ()]
     for first, last, dims in itertools.product(choices, [*choices, tuple(range(size // 2 + 1))], [(1, 2), (0, 2)]):
         shape = [3, 3, size]
@@ -616,16 +616,20 @@ def test_matrix_products_equal_transforms(size, rows):
         x = torch.randn(shape, dtype=torch.float64)
         y = torch.randn(3, len(first), len(last), dtype=torch.complex128).movedim(1, dims[0])
         found = []
-        for few in (False, True):
+        for few, by_steps in ((False, False), (True, False), (True, True)):
             inputs = [v.clone().requires_grad_() for v in (x, x + 1j * x.flip(0), y)]
             runtime.active.dft_matrices = runtime.Cache(256)
-            with mock.patch.object(partial_dft, "_prefers_matmul", lambda a, x, few=few: few):
+            with (
+                mock.patch.object(partial_dft, "_prefers_matmul", lambda a, x, few=few: few),
+                mock.patch.object(partial_dft, "transforms_active", lambda of_torch=by_steps: of_torch),
+            ):  # by_steps: torch differentiates the steps
                 outs = [partial_dft.forward_dft(v, along, "ortho") for v in inputs[:2]]
                 outs += [partial_dft.inverse_dft(inputs[2], along, "forward", real) for real in (False, True)]
             seeds = [torch.ones_like(o) * 0.5 for o in outs]
             found.append([*outs, *torch.autograd.grad(outs, inputs, seeds)])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b)
+        for a, *others in zip(*found, strict=True):
+            for b in others:
+                torch.testing.assert_close(a, b)
         assert not found[0][3].is_complex()
     runtime.active.dft_matrices = runtime.Cache(256)
 

@@ -35,6 +35,7 @@ from .mode_blocks import (
     with_mode_origins,
 )
 from .mode_placement import choose_placement
+from .partial_dft import opposite_norm
 from .truncation import truncated_fft_unchecked
 
 
@@ -125,16 +126,17 @@ class LazySpectrum(Deferred):
                 return None
             sign = -1 if self.is_inverse else 1
             modes = [tuple(sign * (i - self.shifts.get(d, 0)) % shape[d] for i in runs[d]) for d in self.dims]
-            others = tuple(slice(None) if d in self.dims else as_slice(r) for d, r in enumerate(runs))
             with torch.set_grad_enabled(grad):
                 found = truncated_fft_unchecked(
                     field, self.dims, modes, opposite_norm(self.norm) if self.is_inverse else self.norm
                 )
                 check.wait()  # the comparison was in flight during the local transform
-                found = found._redistribute_to(self._block_layout(found, grad))[others]
+                found = found._redistribute_to(self._block_layout(found, grad))
+                if any(d not in self.dims and len(r) < shape[d] for d, r in enumerate(runs)):
+                    found = found[tuple(slice(None) if d in self.dims else as_slice(r) for d, r in enumerate(runs))]
                 if found._local_tensor._is_view():  # the block must have a storage of its own
                     found = found.clone()
-            block = SpectrumBlock(runs, self._with_origins(found), grad)
+            block = SpectrumBlock(runs, found._local_tensor, self._with_origins(found._layout), grad)
             self.blocks.append(block)
         return block.as_view()
 
@@ -154,16 +156,13 @@ class LazySpectrum(Deferred):
     def _records_grad(self) -> bool:
         return self.grad_enabled and torch.is_grad_enabled()
 
-    def _with_origins(self, modes: ShardTensor) -> ShardTensor:
-        """Return a block of modes whose mode dims carry the sharding of the field's dims as their `Origin`.
+    def _with_origins(self, modes: Layout) -> Layout:
+        """Return the layout of a block of modes whose mode dims carry the sharding of the field's dims as `Origin`.
 
         A spectrum that is assembled from products of the block is then inverted into that sharding
         (`lazy_spectrum.defer_block_write`).
         """
-        if self.is_inverse:
-            return modes
-        layout = with_mode_origins(modes._layout, self.field._layout, self.dims, self.real)
-        return wrap(modes._local_tensor, layout)
+        return modes if self.is_inverse else with_mode_origins(modes, self.field._layout, self.dims, self.real)
 
     def _write_conflict(self) -> str | None:
         """Return the error text if the field was written after the transform, bypassing `before_write`; else None."""
@@ -242,10 +241,10 @@ class SpectrumBlock:
     It is the `_copied_view` of these tensors and of their views: `write_is_lost` decides if writes are refused.
     """
 
-    def __init__(self, runs: IndexRanges, modes: ShardTensor, grad: bool):
+    def __init__(self, runs: IndexRanges, local: Tensor, layout: Layout, grad: bool):
         self.runs, self.grad_enabled = runs, grad
         self.spectrum: LazySpectrum | None = None  # set when the spectrum is materialized
-        self.local, self.layout = modes._local_tensor, modes._layout
+        self.local, self.layout = local, layout
         self.views: list[weakref.ref[ShardTensor]] = []
         self.views_of_views: list[weakref.ref[ShardTensor]] = []
         self.maybe_written = False
@@ -264,11 +263,6 @@ class SpectrumBlock:
 
     def write_is_lost(self) -> bool:
         return self.spectrum is not None
-
-
-def opposite_norm(norm: str | None) -> str | None:
-    """Return the norm that gives the opposite transform the scale that `norm` gives this one."""
-    return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
 
 
 def storage_address(tensor: Tensor) -> int:

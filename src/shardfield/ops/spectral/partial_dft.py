@@ -2,20 +2,23 @@
 
 An unsharded dim is transformed by torch.fft. Of a sharded dim each rank multiplies its rows with the matching rows of
 the DFT matrix, restricted to the chosen modes. Frequencies are lists of integers, of any sign and in any order. A
-transform is a list of steps, one per dim, cached by everything they depend on.
+transform is a list of steps, one per dim, cached by everything they depend on. It is one node of the graph, whose
+backward runs the steps of the adjoint, another transform.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import autocast_on
+from ..._compat import autocast_on, function_apply, transforms_active
+from ..._compat.engine import DirectBackward
+from ...comm.adjoints import detach_view
 from ...trace_state import concrete
 
 Modes = tuple[int, ...]
@@ -40,37 +43,76 @@ def scale(norm: str | None, size: int, is_inverse: bool) -> float:
     return 1 / size if is_inverse is (norm != "forward") else 1.0
 
 
-def _without_autocast(dft: Callable) -> Callable:
-    """Disable autocast in `dft`: torch.fft runs in full precision, but autocast would lower the matrix products."""
-
-    def run(x: Tensor, *args, **kwargs) -> Tensor:
-        if not autocast_on():
-            return dft(x, *args, **kwargs)
-        with torch.autocast(x.device.type, enabled=False):
-            return dft(x, *args, **kwargs)
-
-    run.__doc__ = dft.__doc__
-    return run
+def opposite_norm(norm: str | None) -> str | None:
+    """Return the norm that gives the opposite transform the scale that `norm` gives this one."""
+    return {None: "forward", "backward": "forward", "forward": "backward"}.get(norm, norm)
 
 
-@_without_autocast
 def forward_dft(x: Tensor, along: Sequence[DimModes], norm: str | None) -> Tensor:
     """Return the partial sums of the modes over this rank's rows: sums of x exp(-2 pi i k n / size), dim by dim."""
-    for step in _forward_steps(tuple(along), norm, _step_key(x, along)):
-        x = step(x)
-    return x
+    return Transform(False, tuple(along), norm, "complex" if x.dtype.is_complex else "real").apply(x)
 
 
-@_without_autocast
 def inverse_dft(y: Tensor, along: Sequence[DimModes], norm: str | None, real: bool) -> Tensor:
     """Return this rank's rows of the field with these modes: sums of y exp(2 pi i k n / size), dim by dim.
 
     With `real`, the last dim holds half a spectrum, and the other half is its conjugate. As in torch.fft.irfftn, mode 0
     and the mode of half the size have no conjugate, and their imaginary parts are ignored.
     """
-    for step in _inverse_steps(tuple(along), norm, real, _step_key(y, along)):
-        y = step(y)
-    return y
+    return Transform(True, tuple(along), norm, "half" if real else "complex").apply(y)
+
+
+class Transform(NamedTuple):
+    """A linear map from this rank's rows to chosen modes, or `inverse`, and its adjoint.
+
+    rows: "complex"; "real"; or "half", real rows of which the modes along the last dim are half a spectrum, so that
+        modes with a conjugate in the other half count twice. An inverse to "real" rows is the real part of the rows.
+    """
+
+    inverse: bool
+    along: tuple[DimModes, ...]
+    norm: str | None
+    rows: str
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the transform of `x`. Differentiable."""
+        if not (x.requires_grad and torch.is_grad_enabled()) or runtime.active.tracer is not None:
+            return self.run(x)  # torch differentiates the steps, also in a traced program
+        return self.run(x) if transforms_active() else _TransformFunction.apply(x, self)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Apply the steps one after the other."""
+        if autocast_on():  # torch.fft runs in full precision, but autocast would lower the matrix products
+            with torch.autocast(x.device.type, enabled=False):
+                return self._run(x)
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        key = StepKey(x.dtype, x.device, x.ndim, not x.numel(), exact)
+        for step in _steps(self, key):
+            x = step(x)
+        return x
+
+    @property
+    def adjoint(self) -> Transform:
+        """The transform of gradients: the opposite one, with the same scale."""
+        return Transform(not self.inverse, self.along, opposite_norm(self.norm), self.rows)
+
+
+class _TransformFunction(torch.autograd.Function, metaclass=DirectBackward):
+    """Forward: a transform. Adjoint: the transform of gradients. No message."""
+
+    apply = function_apply
+
+    @staticmethod
+    def forward(ctx, x, transform):
+        ctx.transform = transform
+        return detach_view(transform.run(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transform.adjoint.apply(grad), None
 
 
 Step = Callable[[Tensor], Tensor]
@@ -86,51 +128,45 @@ class StepKey(NamedTuple):
     exact: bool  # matrix products have full precision, like torch.fft
 
 
-def _step_key(x: Tensor, along: Sequence[DimModes]) -> StepKey:
-    empty = not x.numel() or any(not a.modes or (a.rows is not None and a.rows[0] == a.rows[1]) for a in along)
-    return StepKey(x.dtype, x.device, x.ndim, empty, torch.get_float32_matmul_precision() == "highest")
-
-
-def _cache_steps(build: Callable[..., list[Step]]) -> Callable[..., list[Step]]:
-    """Cache the steps that `build` returns.
+def _steps(transform: Transform, x: StepKey) -> list[Step]:
+    """Return the cached steps of a transform of `x`.
 
     Later calls outside this trace, inference or grad mode reuse them, so their tensors are built as plain tensors. They
     are built on the device: a copy from the host on every call would block it.
     """
-
-    def steps(*key: Any) -> list[Step]:
-        table = runtime.active.dft_matrices
-        found = table[build, *key]
-        if found is None:
-            with concrete(), torch.inference_mode(False), torch.no_grad():
-                found = table[build, *key] = build(*key)
-        return found
-
-    return steps
+    table = runtime.active.dft_matrices
+    found = table[transform, x]
+    if found is None:
+        empty = x.empty or any(not a.modes or (a.rows is not None and a.rows[0] == a.rows[1]) for a in transform.along)
+        build = _inverse_steps if transform.inverse else _forward_steps
+        with concrete(), torch.inference_mode(False), torch.no_grad():
+            found = table[transform, x] = build(transform, x._replace(empty=empty))
+    return found
 
 
-@_cache_steps
-def _forward_steps(along: tuple[DimModes, ...], norm: str | None, x: StepKey) -> list[Step]:
+def _forward_steps(transform: Transform, x: StepKey) -> list[Step]:
+    _, along, norm, rows = transform
     first, *others = _by_shrinkage(along)
     complex_key = x._replace(dtype=x.dtype.to_complex())
     # A real transform of the first dim is half the work.
     return [
         (_forward_step if x.dtype.is_complex else _real_forward_step)(first, norm, x),
         *(_forward_step(a, norm, complex_key) for a in others),
+        *([_double_step(along[-1], complex_key)] if rows == "half" else []),
     ]
 
 
-@_cache_steps
-def _inverse_steps(along: tuple[DimModes, ...], norm: str | None, real: bool, y: StepKey) -> list[Step]:
+def _inverse_steps(transform: Transform, y: StepKey) -> list[Step]:
+    _, along, norm, rows = transform
     others, half = _by_shrinkage(along)[::-1], along[-1]
-    if not real:
+    if rows == "complex":
         return [_inverse_step(a, norm, y) for a in others]
     last = half if _use_fft(half, y) and _is_leading_half(half) else others[-1]
     others.remove(last)
     steps = [_inverse_step(a, norm, y) for a in others]
-    if last is not half:
+    if rows == "half" and last is not half:
         steps.insert(0, _double_step(half, y))
-    return [*steps, *_real_inverse_steps(last, norm, y, last is half)]
+    return [*steps, *_real_inverse_steps(last, norm, y, rows == "half" and last is half)]
 
 
 def _use_fft(a: DimModes, x: StepKey) -> bool:
@@ -210,8 +246,9 @@ def _real_inverse_steps(a: DimModes, norm: str | None, y: StepKey, half: bool) -
             return (pairs @ matrix).movedim(-1, a.dim)
 
         return [product]
-    if half and _is_leading_half(a):
-        return [lambda y: torch.fft.irfft(y, a.size, a.dim, norm)]
+    if _is_leading_half(a):
+        invert: Step = lambda y: torch.fft.irfft(y, a.size, a.dim, norm)  # noqa: E731
+        return [invert] if half else [_double_step(a, y, -1), invert]
     # The real part of a field has the modes (y[k] + conj(y[-k])) / 2.
     frequencies = [_signed_frequency(k, a.size) for k in a.modes]
     positive = [i for i, k in enumerate(frequencies) if k >= 0]
@@ -238,9 +275,9 @@ def _real_inverse_steps(a: DimModes, norm: str | None, y: StepKey, half: bool) -
     return [_double_step(a, y), transform] if half else [transform]
 
 
-def _double_step(a: DimModes, y: StepKey) -> Step:
-    """Return the step that doubles the modes of half a spectrum that have a conjugate in the other half."""
-    factors = _conjugate_factors(a.size, a.modes, y.dtype, y.device).view(_broadcast_shape(y.ndim, a.dim))
+def _double_step(a: DimModes, y: StepKey, power: int = 1) -> Step:
+    """Return the step that doubles the modes of half a spectrum that have a conjugate in the other half; -1: halves."""
+    factors = _conjugate_factors(a.size, a.modes, y.dtype, y.device).view(_broadcast_shape(y.ndim, a.dim)) ** power
     return lambda y: y * factors
 
 
