@@ -297,8 +297,9 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
             note_write(self._local_tensor, self._layout.mesh)
         observers = runtime.active.write_observers
         # Read once: an observer may turn this tensor into a deferred value, and to read that one communicates, on the
-        # ranks that have further observers alone.
-        local = self._local_tensor if observers else None
+        # ranks that have further observers alone. A deferred value is read on every rank: one rank may still have an
+        # observer, of a tensor that is garbage, where another has none.
+        local = self._local_tensor if observers or self._deferred is not None else None
         for observer in list(observers) if local is not None else ():
             observer.before_write(local)
         if self._copied_view and write_is_lost(self._copied_view):
