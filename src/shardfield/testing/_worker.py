@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import runtime
 from ._calls import Call, load_modules
 from ._failures import RankError
 
@@ -131,6 +132,9 @@ class _ProcessState:
         torch.set_num_threads(1)
         if torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler, which takes a second
             torch.use_deterministic_algorithms(False)
+        # After an earlier call that kept a graph or wrote in place, backward would still compare the ranks.
+        runtime.active.recorded = None
+        runtime.active.written_meshes.clear()
         random.setstate(self.random[0])
         np.random.set_state(self.random[1])
         torch.set_rng_state(self.random[2])
