@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import numpy as np
@@ -143,6 +142,20 @@ def spectral_norms():
     return Calls(lambda m, x: m.one(m.two(m.one(x).sin())), one=nn.utils.spectral_norm(conv(1, 1)), two=inner)
 
 
+def norm_of_means():
+    """The means are the same on all ranks: torch's batch_norm writes the buffers, and leaves their versions."""
+
+    def inner(m, x):
+        return m.norm(m.conv(x).mean((2, 3))).sin()
+
+    return nn.Sequential(block(inner, norm=nn.BatchNorm1d(4)), nn.Linear(4, 3))
+
+
+def weight_norms():
+    inner = nn.Sequential(nn.utils.weight_norm(conv(1, 1), dim=1), nn.GELU())
+    return Calls(lambda m, x: m.one(m.two(m.one(x).sin())), one=nn.utils.weight_norm(conv(1, 1)), two=inner)
+
+
 def auxiliary_loss():
     def inner(m, x):
         h = m.conv(x)
@@ -209,7 +222,7 @@ def of_slope(model, x):
 
 CASES = {
     **dict.fromkeys([twice, several_results, lists, in_place, buffers], mean_square),
-    **dict.fromkeys([checkpoints, frozen, without_gradients, spectral_norms], mean_square),
+    **dict.fromkeys([checkpoints, frozen, without_gradients, norm_of_means, spectral_norms, weight_norms], mean_square),
     auxiliary_loss: with_extra,
     attention: in_math,
     generators: backward_inside,
@@ -229,15 +242,15 @@ def steps(model, step, x):
     return [torch.as_tensor(loss).detach() for loss in losses], grads, list(model.buffers())
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.nn.utils.spectral_norm
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.nn.utils.spectral_norm and weight_norm
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoint, in the evaluation
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_as_plain_torch(make):
     loss = CASES[make]
     torch.manual_seed(0)
     x = torch.randn(2, 1, 11, 6, dtype=DOUBLE, requires_grad=loss is of_slope)
-    model = make().double()
-    plain = copy.deepcopy(model)
+    model, plain = make().double(), make().double()
+    plain.load_state_dict(model.state_dict())
 
     def plain_step(x):
         value = loss(plain, x)

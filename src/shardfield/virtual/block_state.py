@@ -16,22 +16,28 @@ class BlockState:
     """The state before a call of a block: attributes and buffers of its modules, random numbers, flags of torch.
 
     Attributes are stored by reference: what is changed inside a list or another object of the caller is not seen.
-    Buffers that the forward writes are stored as copies. `numpy`: an earlier state of its generator, to compare with.
+    Buffers that the forward writes are stored as copies, and those that torch's batch_norm may write: it leaves their
+    version. `numpy`: an earlier state of its generator, to compare with.
     """
 
     def __init__(self, block: nn.Module, numpy: Any = None):
         self._modules = _attributes(block)
         found = [(m, name, buffer) for m, _, buffers in self._modules for name, buffer in _present(buffers)]
         self._candidates = [(m._buffers, name, b, b._version, b.clone()) for m, name, b in found]
-        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # those that the forward has written
+        self._buffers: list[
+            tuple[dict[str, Tensor | None], str, Tensor]
+        ] = []  # those that the forward may have written
         self._parameters = [(p, p._version) for p in block.parameters() if not p.is_inference()]
         self._flags, self._autocast, self._block = get_flags(), _autocast(), block
         self.generators: Generators | None = get_generators(numpy)  # None once the forward has drawn no number
 
     def forward_ends(self) -> None:
-        """Drop the copies of buffers that the forward has not written, and the generators if it has drawn no number."""
-        found = self._candidates
-        self._buffers = [(table, name, was) for table, name, b, version, was in found if b._version != version]
+        """Drop the copies of buffers that the forward cannot have written, and the generators if it drew no number."""
+        self._buffers = [
+            (table, name, was)
+            for table, name, buffer, version, was in self._candidates
+            if buffer._version != version or _may_be_statistics(buffer)
+        ]
         self._candidates = []
         if self.generators is not None and equal(get_generators(self.generators.numpy), self.generators):
             self.generators = None  # setting them takes longer than the rest
@@ -85,6 +91,11 @@ def _set_items(table: dict[str, Any], items: dict[str, Any]) -> None:
     for name, value in items.items():
         if name not in table or table[name] is not value:
             table[name] = value
+
+
+def _may_be_statistics(buffer: Tensor) -> bool:
+    """Return whether a buffer has the shape of the running statistics of a batch norm: a number for each channel."""
+    return buffer.ndim == 1 and buffer.is_floating_point()
 
 
 def _present(buffers: dict[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:

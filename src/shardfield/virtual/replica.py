@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..comm.grad_deferral import defer_to_average
 from ..errors import ShardfieldError
@@ -38,6 +39,7 @@ class Replica:
                 )
             memo[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
         self.parameters = {name: memo[id(p)] for name, p in self.originals.items()}
+        memo |= {id(weight): weight.detach().clone() for weight in _normed_weights(model)}
         self.model = copy.deepcopy(model, memo)
         for name, parameter in self.parameters.items():
             defer_to_average(parameter, [mesh.get_group()])  # no message in backward: the caller sums
@@ -71,6 +73,14 @@ class Replica:
         """Give the caller's model the buffers of this rank, which are those of every rank."""
         for mine, theirs in zip(self.model.buffers(), model.buffers(), strict=True):
             theirs.copy_(mine)
+
+
+def _normed_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights that `nn.utils.weight_norm` computes before each call: deepcopy refuses them."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                yield getattr(module, hook.name)
 
 
 def settings_of(model: nn.Module) -> list[Any]:
