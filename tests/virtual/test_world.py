@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import random
@@ -255,6 +256,18 @@ def test_an_interrupt_ends_the_ranks():
     with VirtualWorld(2) as world:
         with pytest.raises(KeyboardInterrupt):
             world.run(interrupted)
+        assert world.run(dist.get_rank) == [0, 1]
+
+
+def test_an_interrupt_while_the_last_rank_ends():
+    def program():
+        if dist.get_rank() == 1:
+            _thread.interrupt_main()  # seen by the caller when its wait has ended
+
+    with VirtualWorld(2) as world:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                world.run(program)
         assert world.run(dist.get_rank) == [0, 1]
 
 

@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, contexts: Sequence[RankContext], first: int = 0):
         self.ranks = [_Rank(self, i, context) for i, context in enumerate(contexts, first)]
         self._parked: list[_Rank] = []  # the one that parked last is at the end
-        self._finished = _closed()
+        self._finished = threading.Event()
         self._abort: str | None = None
         self._current: _Rank | None = None
         self.switches = 0
@@ -90,12 +90,13 @@ class Scheduler:
             rank.job, rank.result, rank.error, rank.ready = job, None, None, _always
         self._parked = list(reversed(self.ranks))  # rank 0 begins
         self._abort = None
-        self._switch(None)
+        self._finished.clear()
         interrupted: BaseException | None = None
-        while True:
+        while not self._finished.is_set():  # an interrupt may be raised at the end of a wait that has succeeded
             try:
-                self._finished.acquire()
-                break
+                if self._current is None and self._parked:
+                    self._switch(None)
+                self._finished.wait()
             except BaseException as error:  # KeyboardInterrupt: the ranks end first, each at its next wait
                 interrupted = interrupted or error
                 self._abort = f"the program was interrupted by {type(error).__name__}"
@@ -146,12 +147,13 @@ class Scheduler:
             if not self._await_others():
                 self._abort = self._abort or self._describe_deadlock()
             chosen = self._next()
-        self._current = chosen
         if chosen is None:
-            self._finished.release()
+            self._current = None
+            self._finished.set()
             return
         self._parked.remove(chosen)
         self.switches += 1
+        self._current = chosen
         chosen.turn.release()
 
     def _await_others(self) -> bool:
