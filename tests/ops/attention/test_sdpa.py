@@ -10,15 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfield import ShardingError, ShardTensor, explain, runtime, strict
 from shardfield.layout import Layout
 from shardfield.ops.attention import attention_strategy, strategy
 from shardfield.ops.attention import ring as ring_attention
+from shardfield.ops.attention import sdpa as sdpa_rule
 from shardfield.ops.attention.block_kernels import FlashCpu
+from shardfield.planning.fake_world import simulated
 from shardfield.testing import run_on_ranks
 from tests.harness import T, check_case, draw_layout, local_shard, to_full_tensor, world_mesh
 from tests.harness import case as row
@@ -215,6 +219,30 @@ def test_causal_work_is_equal(name):
     if len(mesh) == 1:  # each ring step is the same work for all ranks
         for stop in zip(*(stops for _, stops in results), strict=True):
             assert max(stop) - min(stop) <= 0.06 * mean
+
+
+class Kernels(TorchDispatchMode):
+    """Count the calls of attention kernels."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += "flash_attention" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_causal_ring_calls_few_kernels(rank, monkeypatch):
+    """On a rank of 8 that visits pairs of blocks, the others' blocks are read by 4 or 5 kernels, its own by 2."""
+    monkeypatch.setattr(sdpa_rule, "blocks_together", lambda *_: 2)
+    with simulated(8, rank), attention_strategy("ring"):
+        layout = Layout.of(init_device_mesh("cpu", (8,), mesh_dim_names=("domain",)), [Shard(2)], (1, 2, 256, 4))
+        q, k, v = (ShardTensor(torch.ones(1, 2, 32, 4, requires_grad=True), layout) for _ in range(3))
+        with Kernels() as forward:
+            out = attend(q, k, v, is_causal=True)
+        with Kernels() as backward:
+            out._local_tensor.sum().backward()
+    assert forward.calls == backward.calls == {0: 6, 3: 7, 7: 5}[rank]
 
 
 # ---------------------------------------------------------------------- choice of strategy

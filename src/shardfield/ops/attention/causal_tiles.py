@@ -20,21 +20,34 @@ Coords = tuple[int, ...]
 
 
 class Tile(NamedTuple):
-    """Local rows and columns of one kernel call. A causal tile is square, and row i attends to columns 0 to i."""
+    """Local rows and columns of one kernel call. A causal tile is square, and row i attends to columns 0 to i.
+
+    squares: how many equal causal squares along the diagonal the tile stands for; there is nothing else in it.
+    """
 
     rows: Span
     columns: Span
     causal: bool = False
+    squares: int = 1
 
     @property
     def area(self) -> float:
         """Return the number of scores computed."""
         height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-        return height * (height + 1) / 2 if self.causal else height * width
+        return height * (height // self.squares + 1) / 2 if self.causal else height * width
+
+    @property
+    def separate(self) -> tuple[Tile, ...]:
+        """Return the squares as tiles of their own."""
+        if self.squares == 1:
+            return (self,)
+        size = (self.rows.stop - self.rows.start) // self.squares
+        (r, _), (c, _), shifts = self.rows, self.columns, range(0, self.squares * size, size)
+        return tuple(Tile(Span(r + s, r + s + size), Span(c + s, c + s + size), True) for s in shifts)
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Return whether the tile has all rows of `q` and all columns of `k`."""
-        return self.rows == (0, q.shape[-2]) and self.columns == (0, k.shape[-2])
+        return self.squares == 1 and self.rows == (0, q.shape[-2]) and self.columns == (0, k.shape[-2])
 
 
 def total_length(spans: Spans) -> int:
@@ -61,7 +74,30 @@ def causal_tiles(rows: Spans, columns: Spans) -> tuple[Tile, ...]:
                         is_causal,
                     )
                 )
-    return tuple(_merge_tiles(tiles))
+    return tuple(_join_squares(_merge_tiles(tiles)))
+
+
+def all_columns(rows: Spans, columns: Spans) -> tuple[Spans, Spans]:
+    """Return all columns, as `visible_columns` does."""
+    return (Span(0, total_length(columns)),), columns
+
+
+def visible_columns(rows: Spans, columns: Spans) -> tuple[Spans, Spans]:
+    """Return the columns to which some row attends under a causal mask: local spans, and their global indices.
+
+    >>> visible_columns((Span(4, 8),), (Span(0, 2), Span(12, 14), Span(6, 10)))
+    ((Span(start=0, stop=2), Span(start=4, stop=6)), (Span(start=0, stop=2), Span(start=6, stop=8)))
+    """
+    limit = max((b for a, b in rows if a < b), default=0)
+    found = tuple(_clip_spans(columns, limit))
+    local: list[Span] = []
+    for offset, (c, d) in zip(starts([stop - start for start, stop in columns]), columns, strict=True):
+        length = min(d, limit) - c
+        if length > 0 and local and local[-1].stop == offset:
+            local[-1] = Span(local[-1].start, offset + length)
+        elif length > 0:
+            local.append(Span(offset, offset + length))
+    return tuple(local), tuple(span for span in found if span.start < span.stop)
 
 
 def _visible(a: int, b: int, c: int, d: int) -> list[tuple[Span, Span, bool]]:
@@ -91,6 +127,19 @@ def _merge_tiles(tiles: list[Tile]) -> list[Tile]:
                 merged[match] = Tile(tile.rows, Span(merged[match].columns.start, tile.columns.stop))
         tiles = merged
     return tiles
+
+
+def _join_squares(tiles: list[Tile]) -> list[Tile]:
+    """Join two causal squares of one size that follow each other on the diagonal, as those of a zigzag order do."""
+    squares = [tile for tile in tiles if tile.causal]
+    if len(squares) != 2:
+        return tiles
+    first, second = squares
+    adjacent = first.rows.stop == second.rows.start and first.columns.stop == second.columns.start
+    if not adjacent or first.area != second.area:
+        return tiles
+    rows, columns = (Span(a.start, b.stop) for a, b in zip(first[:2], second[:2], strict=True))
+    return [Tile(rows, columns, True, 2), *(tile for tile in tiles if not tile.causal)]
 
 
 def _adjacent(first: Tile, second: Tile, by_rows: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...comm.ring import pack, unpack
+from ...layout import Span
 
 
 def pack_pair(key: Tensor, value: Tensor) -> Tensor:
@@ -36,3 +38,44 @@ def unpack_pair(block: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor,
     batch, heads, rows, features = shapes[0]
     key, value = block.view(rows, 2, batch, heads, features).movedim(0, -2).unbind(0)
     return key, value
+
+
+def take(tensor: Tensor, dim: int, span: Span) -> Tensor:
+    """Return a span of a dim: most tiles have all rows and columns, and slicing takes host time."""
+    return tensor if span == (0, tensor.shape[dim]) else tensor.narrow(dim, span.start, span.stop - span.start)
+
+
+def take_spans(block: Tensor, spans: Sequence[Span], dim: int = -2) -> Tensor:
+    """Return the rows of a block in some spans, one behind the other: a view if there is one span."""
+    if len(spans) > 1:
+        return torch.cat([take(block, dim, span) for span in spans], dim)
+    return take(block, dim, spans[0] if spans else Span(0, 0))
+
+
+def restore_spans(grad: Tensor, spans: Sequence[Span], length: int) -> Tensor:
+    """Apply the adjoint of `take_spans` on a block of `length` rows: the other rows have gradients of zero."""
+    if spans == (Span(0, length),):
+        return grad
+    full = grad.new_zeros(*grad.shape[:-2], length, grad.shape[-1])
+    _copy_spans(full, grad, spans)
+    return full
+
+
+def pack_spans(key: Tensor, value: Tensor, spans: Sequence[Span], length: int) -> Tensor:
+    """Return gradients of keys and values in some spans as those of the block of `length` rows, which is flat."""
+    if spans == (Span(0, length),):
+        return pack_pair(key, value)
+    shapes = [[*t.shape[:-2], length, t.shape[-1]] for t in (key, value)]
+    block = key.new_zeros(sum(map(math.prod, shapes)))
+    for target, grad in zip(unpack_pair(block, shapes), (key, value), strict=True):
+        _copy_spans(target, grad, spans)
+    return block
+
+
+def _copy_spans(target: Tensor, rows: Tensor, spans: Sequence[Span]) -> None:
+    """Copy rows, in their order, to some spans of a block."""
+    start = 0
+    for span in spans:
+        size = span.stop - span.start
+        take(target, -2, span).copy_(take(rows, -2, Span(start, start + size)))
+        start += size

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,62 +19,16 @@ from ... import runtime
 from ..._compat import has_saved_tensor_hooks, keeps_graph
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
-from ...comm.ring import Ring, Visit, gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
+from ...comm.ring import gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
 from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
 from .._common.autocast import autocast_disabled
-from ..elementwise.random import uniform_at
-from . import block_kernels
 from .block_kernels import expand_heads, neg_inf_to_zero, reduce_heads
-from .causal_tiles import Spans, Tile, total_length
-from .kv_blocks import pack_pair, unpack_pair
-
-
-class Dropout(NamedTuple):
-    """Dropout of weights by their global index: the probability, and the global (rows, columns) of the weights."""
-
-    p: float
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class RingPlan:
-    """The work of one rank: the ring, the tiles of each visit's blocks that it computes, and the reductions afterwards.
-
-    visits: the steps of the ring whose blocks are used together. rows: global indices of this rank's queries. columns:
-    global indices of the keys of each ring position. tiles: tiles of each visit. merge: groups whose ranks hold other
-    keys for the same queries.
-    """
-
-    ring: Ring
-    visits: tuple[Visit, ...]
-    rows: Spans
-    columns: tuple[Spans, ...]
-    tiles: tuple[tuple[Tile, ...], ...]
-    scale: float
-    is_causal: bool
-    merge: Groups = ()
-    dropout: Dropout | None = None
-
-    @property
-    def scores(self) -> float:
-        """Return the number of scores per head that this rank computes."""
-        return sum(tile.area for tiles in self.tiles for tile in tiles)
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of keys of each ring position."""
-        return tuple(map(total_length, self.columns))
-
-    def visit_columns(self, visit: Visit) -> Spans:
-        """Return the global indices of the keys of a visit."""
-        return tuple(span for step in visit for span in self.columns[self.ring.owner(step)])
-
-    @property
-    def origin(self) -> int:
-        """Return the first global column of the circulating keys; the columns of a mask start there."""
-        return min((span.start for spans in self.columns for span in spans), default=0)
+from .causal_tiles import Tile
+from .kv_blocks import pack_pair, pack_spans, restore_spans, take_spans, unpack_pair
+from .ring_plan import RingPlan
+from .tile_operands import TileOperands, dropout_mask_fn, mask_tile, span_indices, take_columns, take_rows
 
 
 def attend(
@@ -130,24 +82,26 @@ class _RingAttention(adjoints.Collective):
 
 
 def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the keys and values of each visit, in one message per block for both."""
+    """Yield the keys and values of each visit that this rank uses, in one message per block for both."""
     if plan.ring.num_steps == 1:
-        yield k, v
+        yield take_spans(k, plan.used[0][0]), take_spans(v, plan.used[0][0])
         return
     flat = iterate_blocks(pack_pair(k, v), _packed_sizes(plan, k, v), plan.ring, plan.visits)
     next(flat)  # starts communication, which overlaps with the work on the own block
-    yield k, v
-    for visit, blocks in zip(plan.visits[1:], flat, strict=True):
+    yield take_spans(k, plan.used[0][0]), take_spans(v, plan.used[0][0])
+    for number, (visit, blocks) in enumerate(zip(plan.visits[1:], flat, strict=True), 1):
+        spans, _ = plan.used[number]
         if isinstance(blocks, Tensor) and k.shape == v.shape:
-            columns = sum(plan.lengths[plan.ring.owner(step)] for step in visit)
-            yield unpack_pair(blocks.view(-1), [[*t.shape[:-2], columns, t.shape[-1]] for t in (k, v)])
+            column = 2 * math.prod(k.shape[:-2]) * k.shape[-1]
+            block = take_spans(blocks.view(plan.length(number), column), spans, 0)  # one copy for both
+            yield unpack_pair(block.view(-1), [[*t.shape[:-2], len(block), t.shape[-1]] for t in (k, v)])
             continue
         pairs = [
             unpack_pair(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
             for step, block in zip(visit, blocks, strict=True)
         ]
-        ks, vs = zip(*pairs, strict=True)
-        yield (ks[0], vs[0]) if len(visit) == 1 else (torch.cat(ks, -2), torch.cat(vs, -2))
+        ks, vs = (ts[0] if len(visit) == 1 else torch.cat(ts, -2) for ts in zip(*pairs, strict=True))
+        yield take_spans(ks, spans), take_spans(vs, spans)
 
 
 def _kv_shapes(plan: RingPlan, position: int, k: Tensor, v: Tensor) -> list[list[int]]:
@@ -158,85 +112,6 @@ def _packed_sizes(plan: RingPlan, k: Tensor, v: Tensor) -> list[int]:
     """Return the size of each position's packed block."""
     column = sum(math.prod(t.shape[:-2]) * t.shape[-1] for t in (k, v))
     return [column * length for length in plan.lengths]
-
-
-def _mask_tile(mask: Tensor, plan: RingPlan, tile: Tile, columns: Spans) -> Tensor:
-    """Return a view of a mask (or of its gradient) with the rows of a tile and its columns of the block."""
-    if mask.shape[-2] > 1:
-        mask = mask[..., slice(*tile.rows), :]
-    if mask.shape[-1] > 1:
-        (block,) = columns  # with a mask, keys are not in zigzag order
-        start = block.start - plan.origin
-        mask = mask[..., start + tile.columns.start : start + tile.columns.stop]
-    return mask
-
-
-def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask as a bias that is added to the scores."""
-    if mask.dtype is torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-    return mask.detach()
-
-
-def _span_indices(spans: Spans, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(a, b, device=device) for a, b in spans] or [torch.arange(0, device=device)])
-
-
-def _dropout_mask_fn(
-    plan: RingPlan, head_index: Tensor, key: Tensor, columns: Spans, dtype: torch.dtype
-) -> Callable[[Tile], block_kernels.DropoutMaskFn]:
-    """Return tile -> dropout factors of its weights: 0, or 1 / (1 - p)."""
-    assert plan.dropout is not None
-    p, (height, width) = plan.dropout
-    rows, cols = _span_indices(plan.rows, head_index.device), _span_indices(columns, head_index.device)
-    factor = 0.0 if p == 1 else 1 / (1 - p)
-
-    def for_tile(tile: Tile) -> block_kernels.DropoutMaskFn:
-        def mask_rows(first: int, last: int) -> Tensor:
-            r = rows[tile.rows.start + first : tile.rows.start + last]
-            c = cols[tile.columns.start : tile.columns.stop]
-            index = (head_index[:, :, None, None] * height + r[:, None]) * width + c
-            return (uniform_at(key, index) >= p).to(dtype) * factor
-
-        return mask_rows
-
-    return for_tile
-
-
-class _TileOperands:
-    """The tiles of one visit's blocks, with the operands of each."""
-
-    def __init__(self, plan: RingPlan, number: int, q, k, v, mask, head_index, key, bias_grad: bool):
-        self.plan, self.tiles, self.bias_grad = plan, plan.tiles[number], bias_grad
-        self.q, self.k, self.v, self.mask = q, k, v, mask
-        self.columns = plan.visit_columns(plan.visits[number])
-        self.dropout_mask_fn = (
-            _dropout_mask_fn(plan, head_index, key, self.columns, collectives.accumulate_dtype(q.dtype))
-            if plan.dropout is not None
-            else None
-        )
-
-    def __iter__(self) -> Iterator[tuple[Tile, block_kernels.Kernel, tuple]]:
-        if not self.q.shape[0] or not self.q.shape[1]:
-            return
-        k, v = (expand_heads(t, self.q) for t in (self.k, self.v)) if self.tiles else (self.k, self.v)
-        for tile in self.tiles:
-            bias = None
-            if self.mask is not None:
-                bias = _mask_to_bias(_mask_tile(self.mask, self.plan, tile, self.columns), self.q.dtype)
-                if tile.causal:  # combine the masks: a row may be masked fully by both together, and by neither alone
-                    size = tile.rows.stop - tile.rows.start
-                    future = torch.ones(size, size, dtype=torch.bool, device=bias.device).triu(1)
-                    bias, tile = bias.masked_fill(future, -math.inf), tile._replace(causal=False)
-            dropout = self.dropout_mask_fn(tile) if self.dropout_mask_fn is not None else None
-            qt, kt, vt = _take(self.q, -2, tile.rows), _take(k, -2, tile.columns), _take(v, -2, tile.columns)
-            kernel = block_kernels.select_kernel(qt, vt, bias, dropout=dropout, bias_grad=self.bias_grad)
-            yield tile, kernel, (qt, kt, vt, bias)
-
-
-def _take(tensor: Tensor, dim: int, span: Span) -> Tensor:
-    """Return a span of a dim: most tiles have all rows and columns, and slicing takes host time."""
-    return tensor if span == (0, tensor.shape[dim]) else tensor.narrow(dim, span.start, span.stop - span.start)
 
 
 # ---------------------------------------------------------------------- forward
@@ -250,22 +125,41 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Te
     # empty shard.
     width = v.shape[-1]
     strides = (rows * heads * width, width, heads * width, 1)
-    out = q.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype).zero_()
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=dtype)
+    out = q.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=dtype)
+    written = False
     for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
-        for tile, kernel, (qt, kt, vt, bias) in _TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):
+        for tile, kernel, (qt, kt, vt, bias) in TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):
             block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
-            accumulate_block(_take(out, -2, tile.rows), _take(lse, -1, tile.rows), block_out, block_lse)
+            if not written:
+                written = True
+                if tile.rows == (0, rows):  # nothing to combine it with
+                    take_rows(out, tile).copy_(block_out)
+                    take_rows(lse, tile, -1).copy_(block_lse)
+                    continue
+                out.zero_()
+                lse.fill_(-math.inf)
+            accumulate_block(take_rows(out, tile), take_rows(lse, tile, -1), block_out, block_lse, mask is not None)
+    if not written:
+        out.zero_()
+        lse.fill_(-math.inf)
     if plan.merge:
         out, lse = _merge_ranks(out, lse, plan.merge)
     return out.to(q.dtype), lse
 
 
-def accumulate_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Combine a block's output with the earlier blocks, in place: a mean weighted by exp(lse)."""
+def accumulate_block(
+    out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, may_be_masked: bool = True
+) -> None:
+    """Combine a block's output with the earlier blocks, in place: a mean weighted by exp(lse).
+
+    may_be_masked: a row may attend to no column of the block and of the earlier ones.
+    """
     if fused.supports(out, lse, block_out, block_lse):
         return fused.accumulate_block(out, lse, block_out, block_lse)
-    weight = torch.sigmoid(block_lse - lse).nan_to_num_(0)  # NaN if neither attends to any column
+    weight = torch.sigmoid(block_lse - lse)
+    if may_be_masked:
+        weight.nan_to_num_(0)  # NaN if neither attends to any column
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
 
@@ -306,28 +200,28 @@ def _backward(
         dv: Any = None
         if not (len(plan.tiles[number]) == 1 and q.shape[0] and q.shape[1] and plan.tiles[number][0].covers(q, kb)):
             dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (kb, vb))
-        for tile, kernel, (qt, kt, vt, bias) in _TileOperands(
+        for tile, kernel, (qt, kt, vt, bias) in TileOperands(
             plan, number, q, kb, vb, mask, head_index, key, needs_grad[3]
         ):
-            operands = _take(grad, -2, tile.rows), qt, kt, vt, _take(out, -2, tile.rows), _take(lse, -1, tile.rows)
+            operands = take_rows(grad, tile), qt, kt, vt, take_rows(out, tile), take_rows(lse, tile, -1)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
-            _take(dq, -2, tile.rows).add_(grads_of_tile.query)
-            tile_dk, tile_dv = reduce_heads(grads_of_tile.key, kb), reduce_heads(grads_of_tile.value, vb)
+            take_rows(dq, tile).add_(grads_of_tile.query)
             if dk is None:
-                dk, dv = tile_dk, tile_dv
+                dk, dv = reduce_heads(grads_of_tile.key, kb), reduce_heads(grads_of_tile.value, vb)
             else:
-                _take(dk, -2, tile.columns).add_(tile_dk)
-                _take(dv, -2, tile.columns).add_(tile_dv)
+                for total, part in ((dk, grads_of_tile.key), (dv, grads_of_tile.value)):
+                    target = take_columns(total, tile)
+                    target.add_(reduce_heads(part, target))
             if dmask is not None:
                 assert grads_of_tile.bias is not None
-                target = _mask_tile(dmask, plan, tile, plan.visit_columns(visit))
+                target = mask_tile(dmask, plan, tile, plan.used[number][1])
                 target += grads_of_tile.bias.sum_to_size(target.shape)
         if number == 0:
-            own_grad = pack_pair(dk, dv).to(dtype)
+            own_grad = pack_spans(dk, dv, plan.used[0][0], plan.length(0)).to(dtype)
         elif send_back:
             if in_flight:  # the gradients of the previous visit were in flight during the work on this one
                 own_grad += in_flight.pop()()
-            parts = _split_by_owner(plan, visit, dk.to(k.dtype), dv.to(k.dtype))
+            parts = _split_by_owner(plan, number, dk.to(k.dtype), dv.to(k.dtype))
             in_flight.append(sum_at_owners(parts, visit, block_sizes, plan.ring, dtype))
     for wait in in_flight:
         own_grad += wait()
@@ -336,15 +230,17 @@ def _backward(
     return [g if w else None for g, w in zip(grads, needs_grad, strict=True)]
 
 
-def _split_by_owner(plan: RingPlan, visit: Visit, dk: Tensor, dv: Tensor) -> list[Tensor]:
+def _split_by_owner(plan: RingPlan, number: int, dk: Tensor, dv: Tensor) -> list[Tensor]:
     """Return the gradients of the keys and values of each owner of a visit as one flat tensor."""
-    if len(visit) == 1:
-        return [pack_pair(dk, dv)]
-    sizes = [plan.lengths[plan.ring.owner(step)] for step in visit]
+    spans, length = plan.used[number][0], plan.length(number)
+    sizes = [plan.lengths[plan.ring.owner(step)] for step in plan.visits[number]]
+    if len(sizes) == 1:
+        return [pack_spans(dk, dv, spans, length)]
     if dk.shape == dv.shape:
         rows = math.prod((*dk.shape[:-2], dk.shape[-1]))
-        return list(pack_pair(dk, dv).split([2 * rows * size for size in sizes]))
-    return [pack(pair) for pair in zip(dk.split(sizes, -2), dv.split(sizes, -2), strict=True)]
+        return list(pack_spans(dk, dv, spans, length).split([2 * rows * size for size in sizes]))
+    pairs = (restore_spans(t, spans, length).split(sizes, -2) for t in (dk, dv))
+    return [pack(pair) for pair in zip(*pairs, strict=True)]
 
 
 # ---------------------------------------------------------------------- double backward
@@ -370,7 +266,7 @@ def _autograd_attention(plan: RingPlan, q, k, v, mask, head_index, key) -> Tenso
     columns = tuple(span for s in range(ring.num_steps) for span in plan.columns[ring.owner(s)])
     dtype = collectives.accumulate_dtype(q.dtype)
     ks, vs = (expand_heads(torch.cat([p[i] for p in pairs], -2), q).to(dtype) for i in (0, 1))
-    rows, cols = _span_indices(plan.rows, q.device), _span_indices(columns, q.device)
+    rows, cols = span_indices(plan.rows, q.device), span_indices(columns, q.device)
     scores = (q.to(dtype) * plan.scale) @ ks.mT
     if mask is not None:
         bias = mask if mask.shape[-1] == 1 else mask.index_select(-1, cols - plan.origin)
@@ -384,6 +280,6 @@ def _autograd_attention(plan: RingPlan, q, k, v, mask, head_index, key) -> Tenso
     total = autograd_collectives.reduce(powers.sum(-1, keepdim=True), plan.merge)
     if plan.dropout is not None:
         full_tile = Tile(Span(0, len(rows)), Span(0, len(cols)))
-        powers = powers * _dropout_mask_fn(plan, head_index, key, columns, dtype)(full_tile)(0, len(rows))
+        powers = powers * dropout_mask_fn(plan, head_index, key, columns, dtype)(full_tile)(0, len(rows))
     summed = autograd_collectives.reduce(powers @ vs, plan.merge)
     return (summed / torch.where(total == 0, 1, total)).to(q.dtype)

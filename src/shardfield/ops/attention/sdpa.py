@@ -33,8 +33,18 @@ from ...redistribute import redistribute
 from ...tensor import ShardTensor, wrap
 from .._common.probe import probe, stand_in
 from ..elementwise.random import draw_key, global_index
-from .causal_tiles import Coords, Spans, ZigzagExchange, causal_tiles, full_tiles, plan_zigzag
-from .ring import Dropout, RingPlan, attend
+from .causal_tiles import (
+    Coords,
+    Spans,
+    ZigzagExchange,
+    all_columns,
+    causal_tiles,
+    full_tiles,
+    plan_zigzag,
+    visible_columns,
+)
+from .ring import attend
+from .ring_plan import Dropout, RingPlan
 from .strategy import Strategy, blocks_together, choose_strategy, is_zigzag, mean_local_numel
 
 
@@ -273,17 +283,15 @@ class _BlockwiseAttention:
         if mask is None:  # the columns of a mask are in the order of single blocks
             together = blocks_together(mesh.device_type, *_block_work(strategy, is_causal, dtype))
         visits = plan_visits(ring, together)
-        tiles = tuple(
-            (causal_tiles if is_causal else full_tiles)(
-                local_rows, tuple(span for step in visit for span in ring_columns[ring.owner(step)])
-            )
-            for visit in visits
-        )
+        columns_of = [tuple(span for step in visit for span in ring_columns[ring.owner(step)]) for visit in visits]
+        used = tuple((visible_columns if is_causal else all_columns)(local_rows, spans) for spans in columns_of)
+        tiles = tuple((causal_tiles if is_causal else full_tiles)(local_rows, spans) for _, spans in used)
         self.plan = RingPlan(
             ring,
             visits,
             local_rows,
             ring_columns,
+            used,
             tiles,
             scale,
             is_causal,

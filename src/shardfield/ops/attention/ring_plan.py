@@ -1,0 +1,59 @@
+"""The work of one rank in ring attention: what it visits, and the tiles that it computes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ...comm.autograd_collectives import Groups
+from ...comm.ring import Ring, Visit
+from .causal_tiles import Spans, Tile, total_length
+
+
+class Dropout(NamedTuple):
+    """Dropout of weights by their global index: the probability, and the global (rows, columns) of the weights."""
+
+    p: float
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The work of one rank: the ring, the tiles of each visit's blocks that it computes, and the reductions afterwards.
+
+    visits: the steps of the ring whose blocks are used together. rows: global indices of this rank's queries. columns:
+    global indices of the keys of each ring position. used: local spans of each visit's keys that this rank reads, and
+    their global indices: the others are dropped, so that a kernel has more columns. tiles: tiles of each visit, in what
+    is used. merge: groups whose ranks hold other keys for the same queries.
+    """
+
+    ring: Ring
+    visits: tuple[Visit, ...]
+    rows: Spans
+    columns: tuple[Spans, ...]
+    used: tuple[tuple[Spans, Spans], ...]
+    tiles: tuple[tuple[Tile, ...], ...]
+    scale: float
+    is_causal: bool
+    merge: Groups = ()
+    dropout: Dropout | None = None
+
+    @property
+    def scores(self) -> float:
+        """Return the number of scores per head that this rank computes."""
+        return sum(tile.area for tiles in self.tiles for tile in tiles)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of keys of each ring position."""
+        return tuple(map(total_length, self.columns))
+
+    def length(self, number: int) -> int:
+        """Return the number of keys of the blocks of a visit."""
+        return sum(self.lengths[self.ring.owner(step)] for step in self.visits[number])
+
+    @property
+    def origin(self) -> int:
+        """Return the first global column of the circulating keys; the columns of a mask start there."""
+        return min((span.start for spans in self.columns for span in spans), default=0)
