@@ -75,7 +75,13 @@ def overlapping_chunks(x):
 
 STRIDED = {"layouts": 8, "may_gather": True, "may_refuse": True}
 CASES = [
-    case(overlapping_chunks, T(8, 3), options=STRIDED),
+    case(overlapping_chunks, T(8, 3), options={"layouts": 8, "may_refuse": True}),
+    named(
+        "as_strided, windows with a step and an offset",
+        lambda x: (x * 2).as_strided((2, 3, 1, 4), (2 * 12, 3, 5, 1), 2),
+        T(4, 4, 3),
+        options={"layouts": 12, "may_refuse": True},
+    ),
     case(torch.as_strided, T(3, 4), (4, 3), (1, 4), options=STRIDED),
     named(
         "as_strided, transposed",

@@ -1,16 +1,16 @@
 """`as_strided`: elements by their place in memory, which a sharded tensor has in shards only.
 
-The tensor is gathered into memory with the strides that `stride()` reports, so that windows computed from them, as
-Longformer's overlapping chunks, are those of one device. Ranks compare the strides first. Refused are a slice, whose
-memory on one device has other elements in between, and shards of size 0 or 1 that do not show the order of the dims:
-those of a view on any rank, and, since the result of a call may have the order of a view, those of any other tensor
-that is not a leaf if no rank has a larger shard.
+Slices and windows of a contiguous tensor, as Longformer's overlapping chunks, are taken by `unfold`. For others the
+tensor is gathered into memory with the strides that `stride()` reports. Ranks compare the strides first: the rank with
+the largest shards shows the order of the dims, and one that shows another order differs. Refused are a slice, whose
+memory on one device has other elements in between, and tensors whose largest shard has size 0 or 1 along a dim, so that
+no rank shows the order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from ...comm.consensus import Consensus
 from ...dispatch.registry import gather_fallback, handler
 from ...layout import Layout, shard_sizes_of
 from ...tensor import ShardTensor
+from .strided_windows import find_windows, take_windows
 
 
 @handler("as_strided")
 def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
-    """Gather the tensor and take elements by strides."""
+    """Take elements by strides: as windows where they are, otherwise of the gathered tensor."""
     named = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | kwargs
     x = named.pop("input", None)
     if x.__class__ is not ShardTensor or not (x._layout.shard_axes or x._layout.partial):
@@ -34,20 +35,30 @@ def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     problem = None
     if x._narrowed or not _fills_memory(x._local_tensor):
         problem = "it is a slice of a larger tensor; redistribute it to Replicate first"
-    elif _hides_order(x._layout, min if x._local_tensor._is_view() else max) and not _is_made_contiguous(x):
+    elif _hides_order(x._layout) and not _is_made_contiguous(x):
         problem = (
             "a shard of size 0 or 1 does not show the order of the dims in memory; redistribute it to Replicate first"
         )
     asked = ", ".join(f"{name} {value}" for name, value in named.items())
     call = f"as_strided of {x._layout} with strides {strides}: {asked}"
     with Consensus.start(x._layout.mesh, call, problem=problem, always=True):
+        windows = None
+        if len(named) >= 2 and strides == _row_major(x.shape):
+            windows = find_windows(x.shape, named["size"], named["stride"], named.get("storage_offset") or 0)
         order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
+
+    if windows is not None:
+        return take_windows(x, windows, named["size"])
 
     def as_strided(full: Tensor, **named: Any) -> Tensor:
         in_memory = full.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
         return torch.as_strided(in_memory, **named)
 
     return gather_fallback(as_strided, types, (x,), named)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _fills_memory(local: Tensor) -> bool:
@@ -69,8 +80,8 @@ def _is_made_contiguous(x: ShardTensor) -> bool:
     return local.is_leaf and local.requires_grad and not local._is_view()
 
 
-def _hides_order(layout: Layout, of_ranks: Callable[..., int]) -> bool:
-    """Return whether the rank with the smallest or largest shards (`of_ranks`) cannot tell the order of the dims."""
-    sizes = [math.prod(of_ranks(shard_sizes_of(f), default=0) for f in factors) for factors in layout.dims]
+def _hides_order(layout: Layout) -> bool:
+    """Return whether the rank with the largest shards cannot tell the order of the dims, so that none can."""
+    sizes = [math.prod(max(shard_sizes_of(f), default=0) for f in factors) for factors in layout.dims]
     long = [n for n, size in zip(sizes, layout.shape, strict=True) if size > 1]
     return len(long) > 1 and min(long) <= 1
