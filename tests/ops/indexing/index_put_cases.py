@@ -122,6 +122,9 @@ CASES = [
     at(five, 1, value=T(3, 4)),
     at(T(5, 6, 4, **M), value=T(fill="ints")),
     at(five, value=T(3, 6, 4), fn=set_and_read),
+    # A dim of size 1 is sharded, and most ranks hold nothing of it.
+    case(set_, T(5, 1, shard_dims=(1,)), T(5, **M), 0.5, options=OPTIONS | {"name": "one column"}),
+    case(set_, T(5, 1, shard_dims=(1,)), five, T(3, 1), options=OPTIONS | {"name": "rows of one column"}),
     case(lambda x: set_(x, x > 0, -1.0), T(5, 6), options=OPTIONS | {"name": "x[x > 0] = -1"}),
     case(
         lambda x, v: set_(x.reshape(4, 30), (S(None), S(5, 29, 3)), v),

@@ -139,7 +139,7 @@ def masked_put(y: ShardTensor, at: int, mask: Tensor, value: Tensor) -> None:
     other_dims = [d for d in range(layout.ndim) if not at <= d < at + n]
     sizes = [layout.shape[d] for d in other_dims]
     value_dims = [
-        layout.dims[d] if size == m else (DimSharding(m),)
+        layout.dims[d] if size == m > 1 else (DimSharding(m),)  # one element is written on every rank
         for d, size, m in zip(other_dims, sizes, value.shape[1:], strict=True)
     ]
     if value.shape[0] == 1:  # one row for all selected elements
