@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from . import graph_ops
+from . import graph_idioms, graph_ops, pair_idioms  # noqa: F401 - registers its op
 from .ops import FAMILIES
 from .program import Input, Program, Ref, Sharding, Step
 
@@ -108,7 +108,7 @@ class Draw:
         shape = self.shape(x)
 
         def fits(t: torch.Tensor) -> bool:
-            return t.is_floating_point() and t.ndim <= len(shape) and _broadcasts(t.shape, shape)
+            return t.dtype == torch.float64 and t.ndim <= len(shape) and _broadcasts(t.shape, shape)
 
         known = self.names(fits)
         if known and self.int(0, 2):
@@ -126,7 +126,7 @@ class Draw:
         shape = tuple(target.shape)
         known = self.names(
             lambda t: (
-                t.is_floating_point()
+                t.dtype == torch.float64
                 and t.ndim <= len(shape)
                 and _broadcasts(t.shape, shape)
                 and torch.broadcast_shapes(t.shape, shape) == shape
@@ -167,9 +167,9 @@ class Draw:
         family = self.pick([*(f for f in FAMILIES if f != "complex"), "stencils"])
         leaves = {x.name for x in self.inputs}
         if family == "writes":
-            known = self.names(lambda t: t.is_floating_point() and t.grad_fn is not None)
+            known = self.names(lambda t: t.dtype == torch.float64 and t.grad_fn is not None)
         else:
-            known = self.names(lambda t: t.is_floating_point() or t.is_complex())
+            known = self.names(lambda t: t.dtype in (torch.float64, torch.complex128))
         if family in ("stencils", "norms"):  # most need a field (N, C, ...)
             known = [x for x in known if 3 <= len(self.shape(x)) and 0 not in self.shape(x)] or known
         if not known:
@@ -192,7 +192,8 @@ class Draw:
         call = make(self, x)
         if call is not None:
             fn, args, kwargs, pick = (*call, *((), {}, None)[len(call) - 1 :])
-            if not (self.compiled and fn.startswith(graph_ops.__name__)):  # those are eager only
+            eager_only = fn.startswith(graph_ops.__name__) or (fn.startswith(graph_idioms.__name__) and "graph" in args)
+            if not (self.compiled and eager_only):
                 self._add(Step(f"t{len(self.steps)}", fn, args, kwargs, pick))
         used = {r for s in self.steps for r in references((s.args, s.kwargs))}
         self.inputs[before:] = [i for i in self.inputs[before:] if i.name in used]

@@ -271,7 +271,7 @@ def variance(g, x):
 
 @op("reductions")
 def extreme(g, x):
-    return g.pick(["torch.max", "torch.min", "torch.median"]), (x,), {"dim": g.dim(x), "keepdim": g.flag()}, 0
+    return g.pick(["torch.max", "torch.min", "median"]), (x,), {"dim": g.dim(x), "keepdim": g.flag()}, 0
 
 
 @op("reductions")
@@ -491,7 +491,7 @@ def layer_norm(g, x):
     weight = g.input(shape[-dims:], plain=True) if g.flag() else None
     if kind:
         return "F.layer_norm", (x, shape[-dims:], weight)
-    return "F.rms_norm", (x, shape[-dims:], weight)
+    return "F.rms_norm", (x, shape[-dims:], weight, 1e-5)  # by default, rounding errors of zeros are normalized too
 
 
 @op("norms")

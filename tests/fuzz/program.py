@@ -178,6 +178,11 @@ def batch_norm(x: Any, *args: Any, **kwargs: Any) -> Any:
     return F.batch_norm(x, *args, **kwargs)
 
 
+def median(x: Any, **kwargs: Any) -> Any:
+    """Return medians and indices; one device gets a dense copy, as its kernel misreads an expanded dim."""
+    return torch.median(x if isinstance(x, ShardTensor) else x.contiguous(), **kwargs)
+
+
 def truncated_spectrum(x: Any, modes: int, size: int, norm: str) -> Any:
     """Keep low modes along the last two dims, as a spectral layer does."""
     spectrum = torch.fft.rfft2(x, norm=norm)
@@ -193,6 +198,7 @@ OWN: dict[str, Callable] = {
     "reshard": reshard,
     "attention": attention,
     "batch_norm": batch_norm,
+    "median": median,
     "truncated_spectrum": truncated_spectrum,
     "greater": lambda x, c: x > c,
 }
