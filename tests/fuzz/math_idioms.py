@@ -18,7 +18,12 @@ INF = float("inf")
 
 
 def ints(x: Any) -> Any:
-    return (x.detach() * 3).round().long()
+    return (x.detach() * 3.1 + 0.07).round().long()  # halves of round numbers would be decided by rounding errors
+
+
+def distinct(x: Any) -> Any:
+    """Return x without equal elements, of which topk may choose any."""
+    return x.detach() + torch.linspace(0, 0.1, x.numel()).double().view(x.shape)
 
 
 INTEGERS: dict[str, Callable] = {
@@ -52,7 +57,7 @@ INTEGERS: dict[str, Callable] = {
     "argmax": lambda x, d, e, k: x.argmax(d, keepdim=k > 1),
     "argmin_flat": lambda x, d, e, k: x.argmin(),
     "argsort_gather": lambda x, d, e, k: x.gather(d, x.argsort(d, descending=k > 1)),
-    "topk_scatter": lambda x, d, e, k: torch.zeros_like(x).scatter(d, x.topk(1, d)[1], x.topk(1, d)[0]),
+    "topk_gather": lambda x, d, e, k: x.gather(d, distinct(x).topk(1, d)[1]),
     "take_along": lambda x, d, e, k: torch.take_along_dim(x, x.argmax(d, keepdim=True), d),
     "take": lambda x, d, e, k: torch.take(x, mod(x, x.numel())),
     "nonzero": lambda x, d, e, k: torch.nonzero(x > 0.3),
@@ -124,11 +129,11 @@ MATH: dict[str, Callable] = {
     "clamp_tensor": lambda x, d, e, k: torch.clamp(x, x.mean() - 0.5, x.amax(d, keepdim=True) - 0.1),
     "power": lambda x, d, e, k: 2.0 ** x.tanh() + x.abs().add(0.5) ** 1.5,
     "remainder": lambda x, d, e, k: torch.remainder(x, 0.7) - torch.fmod(x, 0.7),
-    "where_zero_dim": lambda x, d, e, k: torch.where(x.sum() > 0, x, x.select(d, 0).unsqueeze(d)),
+    "where_zero_dim": lambda x, d, e, k: torch.where(x.sum() > 0.37, x, x.select(d, 0).unsqueeze(d)),
     "renorm": lambda x, d, e, k: torch.renorm(x, 2, d, 1.0),
     "softmax_einsum": lambda x, d, e, k: torch.einsum("...qk,...kd->...qd", (x @ x.mT).softmax(-1), x),
     "item": lambda x, d, e, k: x * x.detach().abs().max().item(),
-    "python_branch": lambda x, d, e, k: x * 2 if (x.detach().sum() > 0).item() else x - 1,
+    "python_branch": lambda x, d, e, k: x * 2 if (x.detach().sum() > 0.37).item() else x - 1,
     "reverse_scalar": lambda x, d, e, k: 1 - 2 / (1 + x.square()),
     "zeros_then_add": lambda x, d, e, k: torch.zeros_like(x).add_(x, alpha=0.5).mul_(x),
     "new_full": lambda x, d, e, k: x.new_full((x.shape[-1],), 0.5) * x + x.new_ones(()),
