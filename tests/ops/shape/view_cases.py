@@ -73,6 +73,14 @@ def overlapping_chunks(x):
     return pairs.as_strided((3, 4, x.shape[1]), (stride[0] // 2, *stride[1:]))
 
 
+def strided_and_written(x, into_view):
+    """Write into the source of `as_strided`, or into its result, and return both."""
+    source = x * 1
+    view = source.as_strided((8, 2), (2, 1))
+    (view if into_view else source).mul_(0.5)
+    return view * 1, source * 1
+
+
 STRIDED = {"layouts": 8, "may_gather": True, "may_refuse": True}
 CASES = [
     case(overlapping_chunks, T(8, 3), options={"layouts": 8, "may_refuse": True}),
@@ -107,6 +115,8 @@ CASES = [
         T(3, 4),
         options=STRIDED,
     ),
+    case(strided_and_written, T(4, 4, shard_dims=(0,)), False, options=STRIDED),
+    case(strided_and_written, T(4, 4, shard_dims=(0,)), True, options=STRIDED),
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
     case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
     case(write_after_contiguous, T(2, 3), (1, 0), options=FEW_WRITES),

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ..._compat import storage_of
 from ...comm.consensus import Consensus
+from ...dispatch.copied_views import CopiedView
 from ...dispatch.registry import gather_fallback, handler
+from ...dispatch.write_tracking import set_copied_view
 from ...layout import Layout, shard_sizes_of
 from ...tensor import ShardTensor
 from .strided_windows import find_windows, take_windows
@@ -54,7 +56,11 @@ def as_strided(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         in_memory = full.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
         return torch.as_strided(in_memory, **named)
 
-    return gather_fallback(as_strided, types, (x,), named)
+    out = gather_fallback(as_strided, types, (x,), named)
+    # On one device this is a view: writes into it are refused, and writes into the tensor reach it.
+    set_copied_view(out, True)
+    CopiedView(out, x, lambda source: torch.as_strided(source, **named))
+    return out
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
