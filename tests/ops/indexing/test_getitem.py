@@ -157,6 +157,10 @@ def plain_becomes_sharded():
     assert torch.equal(out.full_tensor(), wanted)
     (out * out).sum().backward()
     assert torch.equal(modes.grad.full_tensor(), field(2, 3, 8, 5) * 8)
+    zeros = torch.zeros(2, 3, 20, 9, dtype=torch.float64)
+    memory = zeros.data_ptr()
+    zeros[:, :, 6:14, :5] = modes.detach().redistribute(placements=[Replicate()]) * 2
+    assert torch.equal(zeros.full_tensor(), wanted) and zeros._local_tensor.data_ptr() == memory  # not copied
 
 
 def test_plain_tensor_becomes_sharded():

@@ -212,10 +212,19 @@ def _setitem_on_plain(func, types, args):
         layout = layout_like_value(x.shape, parsed, value, mesh)
         if x.dtype.is_complex:
             layout = lazy_spectrum.mark_assembled(layout)
-        out = wrap(redistribute(x, Layout.replicate(mesh, x.shape), layout).clone(), layout)
+        out = wrap(_take_over(x, layout), layout)
         _assign(out, parsed, value)
     trace_state.drop_fake_reference(x)
     torch.utils.swap_tensors(x, out)
+
+
+def _take_over(x: Tensor, layout: Layout) -> Tensor:
+    """Return the local tensor under `layout` of a plain tensor to whose memory nothing else refers.
+
+    A view that stays alive here would hold `x`, which is swapped.
+    """
+    local = redistribute(x, Layout.replicate(layout.mesh, x.shape), layout)
+    return x.data if local is x and not x.requires_grad else local.clone()
 
 
 # ---------------------------------------------------------------------- index_put
