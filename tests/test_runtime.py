@@ -75,7 +75,7 @@ for world in range(10):
     torch.testing.assert_close(v.grad, u.grad)
     if world == 1:
         step_ = shardfield.compile(step, backend="aot_eager")
-    if world:
+    if world in (1, 2, 9):  # it is traced again in each world
         torch.testing.assert_close(step_(x, v).full_tensor(), expected)
     if old is not None and old.device_mesh == mesh:
         try:
@@ -239,8 +239,8 @@ def new_shapes(steps: int, first: int) -> tuple[int, int, int]:
 
 
 def test_memory_is_flat_when_every_step_has_new_shapes():
-    for growth, layouts, plans in run_on_ranks(new_shapes, 2, 2000, 200, timeout=300):
-        assert growth < 8 * 2**20, f"resident memory grew by {growth / 2**20:.1f} MiB"
+    for growth, layouts, plans in run_on_ranks(new_shapes, 2, 1400, 200, timeout=300):
+        assert growth < 5 * 2**20, f"resident memory grew by {growth / 2**20:.1f} MiB"
         assert plans <= 2 * runtime.PLANS and layouts < 4 * runtime.PLANS
 
 
