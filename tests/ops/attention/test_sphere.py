@@ -34,9 +34,9 @@ class Attentions(nn.Module):
         return self.up(y, small, small) + self.same(self.field, y, x) + self.same(y, self.field, self.field) + x
 
 
-@pytest.mark.parametrize(("mesh", "placements", "lengths"), [*SHARDINGS, ((4,), [Shard(-3)], None)])
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), [*SHARDINGS[1:], ((4,), [Shard(-3)], None)])
 def test_attention(mesh, placements, lengths):
-    found = run_on_ranks(trained, 4, Attentions, torch.float32, mesh, placements, lengths, 4)
+    found = run_on_ranks(trained, 4, Attentions, torch.float32, mesh, placements, lengths, 4, timeout=180)
     assert max(found) < 1e-4
 
 
