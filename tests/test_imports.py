@@ -45,6 +45,7 @@ LAYERS = [
     {"models", "data", "metrics"},
     {"train"},
     {"virtual", "predict", "doctor"},
+    {"debug.recipe_models"},
     {"debug.parity", "debug.model_run", "debug.work", "debug.rounding", "debug.model_inputs", "debug.differences"},
     {"planning"},
     {"bench"},

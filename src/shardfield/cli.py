@@ -22,7 +22,7 @@ USAGE = """usage: shardfield COMMAND [...]
   train [RECIPE] [--config FILE] [--key value ...]   train a model; --help shows every key
   predict RUN --steps 40 --out forecast.zarr         run a trained model forward in time; write and score the states
   compare RUN RUN [--modules] [--tolerance T]        show where two training runs begin to differ
-  check MODULE:FACTORY --shape 1,3,64,96 --mesh 2,2  compare a sharded model with one device
+  check RECIPE|MODULE:FACTORY --mesh 2,2 [--shape S] compare a sharded model with one device
   plan [RECIPE] --gpus 8,64,512 --memory 80GB        choose a mesh; estimate memory and time of a step
   profile RECIPE|MODULE:FACTORY [--steps 3]          trace some steps on every rank; say what ranks wait for
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names

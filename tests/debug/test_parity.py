@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardfield import ShardfieldError, ShardTensor, check
+from shardfield import ShardfieldError, ShardTensor, check, cli
 from shardfield.debug.parity import command
+from shardfield.debug.recipe_models import find_dims, find_dtype
 from tests.launch import ROOT
 
 
@@ -127,3 +128,17 @@ def test_bad_input():
     ):
         with pytest.raises(ShardfieldError, match=words):
             check(**given)
+
+
+def test_recipes_by_name(capsys):
+    assert cli.main(["check", "cnn", "--no-table"]) == 0
+    assert "same as one device" in capsys.readouterr().out
+    assert find_dims("aero_transolver", 1) == (1,) and find_dims("vit", 2) == (2, 3)
+    assert find_dtype("swe_sfno") == "float32" and find_dtype("vit") == "float64"
+    for words, why in (
+        (["vti"], "unknown recipe 'vti'; did you mean 'vit'"),
+        (["aero_transolver", "--mesh", "2,2"], "aero_transolver is sharded along 1 dim, not 2"),
+        (["vit", "--shape", "1,1,8,8"], "--shape and --shard are for package.module:name"),
+    ):
+        assert cli.main(["check", *words]) == 2
+        assert why in capsys.readouterr().err

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardfield import ShardTensor, cli, runtime, scatter_tensor
+from shardfield._compat.fake import has_no_data
 from shardfield._compat.world import clear_dtensor_caches
 from shardfield.errors import ShardfieldError
 from shardfield.layout import Layout
@@ -19,6 +20,7 @@ from shardfield.planning import DEVICES, Device, Link, Network, Seen, Subject, c
 from shardfield.planning import without_data as hollow
 from shardfield.planning.cli import PLANNABLE
 from shardfield.planning.cost import Send, Wait, Work
+from shardfield.planning.fake_world import build_with_data
 from shardfield.planning.mesh_search import candidate_meshes
 from shardfield.planning.simulate import record_step, representative_ranks
 from shardfield.testing import run_on_ranks
@@ -29,6 +31,7 @@ SMALL = {
     "vit": dict(resolution=24, test_resolutions=(24,), width=32, layers=2, batch_size=4),
     "darcy_tfno": dict(resolution=22, width=8, modes=6, layers=2, batch_size=4),
     "cnn": dict(batch_size=4, channels=8, height=17),
+    "swe_sfno": dict(batch_size=4, nlat=10, nlon=18, width=8, layers=2),
 }
 LARGE = {
     "unet": dict(resolution=1024, width=16, levels=2, batch_size=8),
@@ -52,6 +55,7 @@ CASES = {
         ("vit", (2, 2), "hsdp"),
         ("darcy_tfno", (1, 2, 2), "fsdp"),
         ("cnn", (2, 2), "fsdp"),
+        ("swe_sfno", (1, 2, 2), "fsdp"),  # its __init__ reads values
     ],
 }
 
@@ -170,6 +174,28 @@ def test_data_dependent_control_flow_is_refused():
     assert not dist.is_initialized()
 
 
+class Mixed(nn.Sequential):
+    """A model whose `__init__` reads values, with a shared parameter, a frozen one and a marked one."""
+
+    def __init__(self):
+        rates = [x.item() for x in torch.linspace(0, 0.1, 3)]  # as many models draw the rates of stochastic depth
+        super().__init__(nn.Conv2d(1, 4, 1, bias=rates[0] > 0), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+        self[2].weight = self[1].weight
+        self[0].weight.requires_grad_(False)
+        self[1].bias.mark = rates[-1]
+
+
+def test_models_whose_init_reads_values():
+    with hollow():
+        model = build_with_data(Mixed)
+        assert all(has_no_data(p) for p in model.parameters())
+    assert model[2].weight is model[1].weight and not model[0].weight.requires_grad
+    assert model[1].bias.mark == pytest.approx(0.1)
+    mixed = Subject("mixed", lambda: TaskSpec(Mixed(), {"x": (1, 8, 8)}, lambda out, batch: out.sum()), 2)
+    seen = count(mixed, (1, 2), 0)
+    assert mixed.reads_values and seen.flops > 0 and seen.messages > 0
+
+
 def record_scatter():
     mesh = init_device_mesh("cpu", (2,))
     with watch() as seen:
@@ -284,7 +310,6 @@ def test_command(capsys):
         (["torch.nn:Nothing"], "plan: 'torch.nn:Nothing'"),
         (["torch.nn:Identity"], "--shape is needed"),
         (["torch.nn:Identity", "--shape", "4,3,8,8"], "the model has no parameters"),
-        (["swe_sfno"], "swe_sfno: the result of a call depends on tensor values"),
         (["vit", "--patch", "7"], "--patch 7 must divide"),
     ],
 )

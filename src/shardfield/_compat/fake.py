@@ -32,6 +32,16 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def real_tensors() -> Any:
+    """Return a context inside `fake_tensor_mode` in which new tensors have data.
+
+    torch 2.11-2.15: it has no public name.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def drop_from_fake_memo(tensor: Any) -> None:
     """Drop the fake tensor mode's weak reference to a tensor: `swap_tensors` refuses tensors with weak references.
 

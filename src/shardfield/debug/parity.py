@@ -283,6 +283,10 @@ def command(words: list[str]) -> int:
     """Run `shardfield check module:factory --shape 1,3,64,96 --mesh 2,2` and print the certificate."""
     import argparse
 
+    from ..train.config import UsageError, suggest_name
+    from ..train.recipes import TASK_SPECS
+    from .recipe_models import find_dims, find_dtype
+
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(n) for n in text.split(","))
 
@@ -291,7 +295,10 @@ def command(words: list[str]) -> int:
         return path, numbers(dims)
 
     parser = argparse.ArgumentParser(prog="shardfield check", description=check.__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("factory", help="package.module:name of a function that returns the model, or model and inputs")
+    parser.add_argument(
+        "factory",
+        help=f"{', '.join(TASK_SPECS)}; or package.module:name, a function that returns the model, or model and inputs",
+    )
     parser.add_argument("--shape", type=numbers, help="shape of the input, e.g. 1,3,64,96")
     parser.add_argument("--mesh", type=numbers, default=(2,), help="ranks along each mesh axis, e.g. 2,2")
     parser.add_argument("--dims", type=numbers, help="the dim that each mesh axis shards; by default the last ones")
@@ -301,15 +308,25 @@ def command(words: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--even", action="store_true", help="use equal shards")
     parser.add_argument("--steps", type=int, default=0, help="steps of gradient descent; compare the parameters too")
-    parser.add_argument("--dtype", choices=list(TOLERANCE), default="float64", help="precision of the model")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), help="precision of the model, float64 by default")
     parser.add_argument(
         "--tolerance", type=float, help="largest relative difference that passes; by default 1e-9, in float32 1e-5"
     )
     parser.add_argument("--no-table", action="store_true", help="do not print the calls and their messages")
     args = parser.parse_args(words)
     sys.path.insert(0, os.getcwd())
-    options = dict(dims=args.dims, shard=dict(args.shard), even=args.even, steps=args.steps, dtype=args.dtype)
-    found = check(args.factory, args.shape, args.mesh, **options, tolerance=args.tolerance)
+    if args.factory in TASK_SPECS:
+        if args.shape or args.shard:
+            raise ShardfieldError(f"check: --shape and --shard are for package.module:name, not for {args.factory}")
+        args.dims = args.dims or find_dims(args.factory, len(args.mesh))
+        args.dtype = args.dtype or find_dtype(args.factory)
+        args.factory = f"{__package__}.recipe_models:{args.factory}"
+    elif ":" not in args.factory:
+        also = "; a model of your own is package.module:name"
+        raise UsageError(f"check: unknown recipe {args.factory!r}{suggest_name(args.factory, TASK_SPECS)}{also}")
+    options = dict(dims=args.dims, shard=dict(args.shard), even=args.even, steps=args.steps)
+    dtype = args.dtype or "float64"
+    found = check(args.factory, args.shape, args.mesh, **options, dtype=dtype, tolerance=args.tolerance)
     if not args.no_table:
         print(found.table)
     print(found)

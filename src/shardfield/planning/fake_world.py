@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from .. import runtime
 from .._compat.fake import fake_tensor_mode as _without_data
-from .._compat.fake import fast_fsdp_chunks, start_fake_world
+from .._compat.fake import fast_fsdp_chunks, real_tensors, start_fake_world
 from .._compat.world import clear_dtensor_caches
 from ..comm import transport
 from ..errors import ShardfieldError
@@ -57,3 +59,34 @@ def without_data() -> Iterator[None]:
     """
     with runtime.observing(fake_tensors=True), fast_fsdp_chunks(), _without_data():
         yield
+
+
+def build_with_data(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model inside `without_data` whose `__init__` reads values, then replace its tensors by ones without data.
+
+    While it is built, the whole model needs memory. Tensors that are neither parameters nor buffers keep their data.
+
+    >>> def build():
+    ...     rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+    ...     return nn.Sequential(nn.Linear(8, 2), nn.Dropout(rates[-1]))
+    >>> with without_data():
+    ...     tuple(build_with_data(build)[0].weight.shape)
+    (2, 8)
+    """
+    with real_tensors():
+        model = build()
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = made.setdefault(id(tensor), _drop_data(tensor))  # type: ignore[assignment]
+    return model
+
+
+def _drop_data(tensor: Tensor) -> Tensor:
+    bare: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    bare.__dict__.update(tensor.__dict__)  # marks that the model sets on its parameters
+    return bare

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .. import runtime
 from .._compat.fake import data_dependent_errors
 from ..comm import collectives
 from ..errors import ShardfieldError
@@ -22,7 +23,7 @@ from ..train.config import DOMAIN_AXES, UsageError
 from ..train.loop import to_full_tensor
 from ..train.parallel import LocalGrads, Strategy, parallelize
 from ..train.task import TaskSpec
-from .fake_world import simulated, without_data
+from .fake_world import build_with_data, simulated, without_data
 from .recorder import Seen, watch
 
 
@@ -49,14 +50,39 @@ class Subject:
     dtype: torch.dtype = torch.float32
     mixed_precision: torch.dtype | None = None
     recompute: bool = False
+    reads_values: bool = field(default=False, repr=False)  # found: the model's __init__ depends on tensor values
     field: tuple[int, ...] = field(default=(), repr=False)  # shape of the first tensor of a sample, filled lazily
 
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of the dims that may be sharded."""
         if not self.field:
             with values_refused(self.name), without_data():
-                self.field = next(iter(self.outline().sample_shapes.values()))
+                self.field = next(iter(self.build().sample_shapes.values()))
         return tuple(self.field[d] for d in self.dims)
+
+    def build(self) -> TaskSpec:
+        """Return the outline with the model in its final dtype, since fake parameters cannot be converted."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            if not self.reads_values:
+                try:
+                    return self.outline()
+                except data_dependent_errors():
+                    self.reads_values = True
+            return self._build_with_data() if runtime.active.fake_tensors else self.outline()
+        finally:
+            torch.set_default_dtype(before)
+
+    def _build_with_data(self) -> TaskSpec:
+        found: list[TaskSpec] = []
+
+        def build() -> nn.Module:
+            found.append(self.outline())
+            return found[0].model
+
+        build_with_data(build)
+        return found[0]
 
 
 class Step:
@@ -65,13 +91,7 @@ class Step:
     def __init__(self, subject: Subject, mesh: DeviceMesh):
         self.subject, self.mesh = subject, mesh
         axes = (mesh.mesh_dim_names or ())[1:]
-        # Parameters are created in their final dtype: fake parameters cannot be converted.
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(subject.dtype)
-        try:
-            outline = subject.outline()
-        finally:
-            torch.set_default_dtype(before)
+        outline = subject.build()
         if next(outline.model.parameters(), None) is None:
             raise UsageError(f"{subject.name}: the model has no parameters, so there is no training step to plan")
         self.loss = outline.loss

@@ -142,12 +142,7 @@ def time_virtual(
 
 def _prepare(subject: Subject, mesh: DeviceMesh) -> tuple[TaskSpec, dict[str, ShardTensor]]:
     """Return the model of a rank and its loss, and a batch of ones."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(subject.dtype)
-    try:
-        outline = subject.outline()
-    finally:
-        torch.set_default_dtype(before)
+    outline = subject.build()
     for parameter in outline.model.train().parameters():
         defer_to_average(parameter, [mesh.get_group()])
         parameter.register_post_accumulate_grad_hook(_drop_gradient)  # it is added to that of all ranks

@@ -15,6 +15,7 @@ from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, rule
 from ...layout import Layout
 from ...tensor import ShardTensor
+from ...trace_state import is_plain
 from .._common.probe import probe
 from .contraction_strategy import Label, plan_contraction
 from .matmul import make_term
@@ -55,7 +56,7 @@ def einsum(func, types, args, kwargs):
     # The form with lists of dims has no equation string.
     has_equation = isinstance(args[0], str) and all(isinstance(x, Tensor) for x in args[1:])
     if has_equation and any(x.__class__ is ShardTensor and x._layout.partial for x in args[1:]):
-        constants = tuple(i for i, x in enumerate(args[1:]) if x.__class__ is Tensor and not x.requires_grad)
+        constants = tuple(i for i, x in enumerate(args[1:]) if is_plain(x) and not x.requires_grad)
     return _run_einsum(func, types, args, {**kwargs, "constants": constants} if constants else kwargs)
 
 
