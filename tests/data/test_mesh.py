@@ -189,6 +189,9 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
             file["points"], file[name] = OCTAHEDRON, values
     group = importlib.import_module("zarr").open_group(str(paths[-2]), mode="w")
     group.create_array("points", shape=(6, 3), chunks=(2, 3), dtype="f8")[:2] = OCTAHEDRON[:2]
+    for points in (0, 2):  # meshio writes arrays of nothing as text, and fails on them
+        paths.append(tmp_path / f"empty{points}.vtu")
+        meshio.Mesh(np.zeros((points, 3)), []).write(paths[-1], binary=False)
     said = [text for *_, text in BROKEN.values()] + [
         "has no points",
         "there is no",
@@ -197,6 +200,8 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         "triangle cells are int64 of shape (2, 4), not integers of shape (number, 3)",
         "points has chunks that were never written, the first at (1, 0)",
         "'name' is an array of object, which cannot be a tensor",
+        "empty0.vtu has no points",
+        "empty2.vtu has no cells, and meshio reads no such VTU file",
     ]
     for messages in run_on_ranks(refused_on_every_rank, 2, paths):
         for message, text in zip(messages, said, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,27 @@ def _try_formats(path: Path, formats: list[str]) -> Any:
             return importlib.import_module(f"meshio.{name.replace('-', '_').rstrip('0123456789')}").read(path)
         except (Exception, SystemExit) as error:
             failed = failed or error
+    if problem := _find_missing_parts(path):
+        raise ShardingError(problem)
     raise OSError(f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__)
+
+
+def _find_missing_parts(path: Path) -> str | None:
+    """Return what a VTU file lacks that meshio fails on without saying so: pieces, points, or cells."""
+    if path.suffix.lower() != ".vtu":
+        return None
+    with path.open("rb") as file:
+        text = file.read(1 << 20)  # one piece, the usual case, is declared at the beginning
+    pieces = re.findall(rb"<Piece\b[^>]*>", text)
+    points, cells = (
+        [int(n) for piece in pieces for n in re.findall(rb'\b%s\s*=\s*"(\d+)"' % name, piece)]
+        for name in (b"NumberOfPoints", b"NumberOfCells")
+    )
+    if b"<UnstructuredGrid" in text and not any(points) and len(points) == len(pieces):
+        return f"{path} has no points"
+    if cells and not any(cells):
+        return f"{path} has no cells, and meshio reads no such VTU file: write its points as zarr or HDF5"
+    return None
 
 
 def _read_polydata(path: Path) -> RawMesh:
