@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import torch.utils.checkpoint
@@ -116,6 +118,25 @@ def test_import_changes_nothing_and_patches_can_be_removed():
     changed = [name for name in ast.literal_eval(lines["tensor"]) if "_NoopSaveInputs." not in name]  # a class
     assert len(changed) == len(names), f"more than the declared patches changed: {changed}"
     assert lines["removed"] == lines["again"] == "[]"
+
+
+def test_code_of_a_function_that_another_package_has_wrapped(monkeypatch):
+    """Lightning replaces torch.compile by a function around it, with a closure, when it is imported."""
+    module = types.ModuleType("wrapped_by_others")
+    exec("def double(x, more=0):\n    return 2 * x + more", vars(module))
+    original = module.double
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    module.double = wrapper
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patch = CodePatch("wrapped_by_others.double", lambda plain, module: lambda x: plain(x, more=1), "")
+    patch.install()
+    assert module.double(3) == original(3) == 7
+    patch.uninstall()
+    assert module.double is wrapper and module.double(3) == original(3) == 6
 
 
 def test_the_architecture_page_lists_the_patches():

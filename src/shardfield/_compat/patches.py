@@ -83,7 +83,9 @@ class CodePatch:
             return
         module = sys.modules[self.module]
         function = getattr(module, self.name, None)
-        if not isinstance(function, types.FunctionType):
+        while getattr(function, "__closure__", None) and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__  # another package has wrapped it: Lightning wraps torch.compile
+        if not isinstance(function, types.FunctionType) or function.__closure__:
             return  # the module is being imported
         plain = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
         plain.__kwdefaults__ = function.__kwdefaults__
@@ -95,7 +97,7 @@ class CodePatch:
             return call_replacement(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
         # A function's code looks names up in the module of the function.
-        vars(module)["call_replacement"] = run
+        function.__globals__["call_replacement"] = run
         function.__code__, function.__defaults__, function.__kwdefaults__ = call.__code__, None, None
         self.after = (function, before)
 
