@@ -97,6 +97,7 @@ def test_page_compares_machines(tmp_path):
     made(gpu={"name": "NVIDIA H200", "count": 1, "memory_gb": 139}).write(tmp_path)
     (tmp_path / "history.toml").write_text(
         '[[change]]\nwhat = "a call"\nbefore = "2 us"\nafter = "1 us"\nby = "less"\nwhere = "a machine"\n'
+        'values = [["one call", 2, 1]]\n'
     )
     text = page.page(tmp_path)
     assert "| case | candidate | H200 | ratio | Some Maker, 2 cores | ratio |" in text
@@ -109,6 +110,8 @@ def test_page_compares_machines(tmp_path):
     assert "commit abc, load 0.5 at the start." in text
     assert "Not measured on this machine: PhysicsNeMo: not installed." in text
     assert "python -m shardfield bench halo" in text and "| a call | 2 us | 1 us | less | a machine |" in text
+    assert "figures/perf-before-and-after.svg" in text
+    assert "one call" in page.plots(tmp_path)["perf-before-and-after"]
 
 
 def test_every_benchmark_can_be_started_as_a_file(monkeypatch):

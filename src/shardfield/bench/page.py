@@ -10,7 +10,7 @@ from pathlib import Path
 from . import BENCHMARKS
 from .attention_plots import ATTENTION, plot_attention
 from .command import load_benchmark
-from .plots import BARS, SCALING, plot_bars, plots_of
+from .plots import BARS, HISTORY_PLOT, SCALING, plot_bars, plot_history, plots_of
 from .table import Table, format_number, format_settings, format_skip, read_table
 from .virtual_plots import VIRTUAL
 
@@ -56,7 +56,8 @@ def plots(folder: Path) -> dict[str, str]:
     found = {BARS: plot_bars(tables)} if any(row.met is not None for t in tables for row in t.rows) else {}
     for name, of_benchmark in by_benchmark(tables).items():
         found |= plots_of(name, of_benchmark)
-    return found
+    history = plot_history(folder / HISTORY)
+    return found | ({HISTORY_PLOT: history} if history else {})
 
 
 def attention_plot(folder: Path) -> dict[str, str]:
@@ -195,12 +196,15 @@ def ordered_cases(tables: list[Table]) -> list[tuple[str, str]]:
 
 
 def before_and_after(path: Path) -> str:
-    """Return a table of the optimizations in a file that is maintained by hand."""
+    """Return the optimizations in a file that is maintained by hand, as a plot and a table."""
     changes = tomllib.loads(path.read_text())["change"]
     rows = ([c["what"], c["before"], c["after"], c["by"], c["where"]] for c in changes)
-    return "Optimizations that followed from measurements, newest first.\n\n" + markdown_table(
-        ["", "before", "after", "by", "measured on"], rows
-    )
+    table = folded("Table", markdown_table(["", "before", "after", "by", "measured on"], rows))
+    text = "Optimizations that followed from measurements, newest first.\n\n"
+    if plot_history(path):
+        text += "What is left of the time, or of the bytes, that something took before:\n\n"
+        text += image(HISTORY_PLOT, "After an optimization, divided by before") + "\n"
+    return text + table
 
 
 def markdown_table(head: list[str], rows: Iterable[list[str]]) -> str:

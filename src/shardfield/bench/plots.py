@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
 from .charts import Dot, Panel, bars, dots, panels
 from .table import Table
@@ -11,6 +13,7 @@ from .virtual_plots import VIRTUAL, plot_virtual
 
 SCALING = "perf-scaling-speed"
 BARS = "perf-bars"
+HISTORY_PLOT = "perf-before-and-after"
 
 
 def scaling_points(table: Table) -> dict[str, dict[str, dict[int, float]]]:
@@ -103,3 +106,18 @@ def plots_of(name: str, tables: Sequence[Table]) -> dict[str, str]:
     if name == "virtual":
         found |= {VIRTUAL: plot_virtual(tables[0])}
     return found | plot_values(name, tables)
+
+
+def plot_history(path: Path) -> str | None:
+    """Plot what is left of each number of an optimization: after over before, by the machine that measured both."""
+    changes = tomllib.loads(path.read_text())["change"] if path.exists() else []
+    rows = {
+        name: [Dot(change["where"].replace("`", ""), after / before)]
+        for change in changes
+        for name, before, after in change.get("values", ())
+    }
+    return (
+        dots("Time or traffic after an optimization over that before", rows, "after / before", mark=1.0)
+        if rows
+        else None
+    )
