@@ -82,7 +82,7 @@ class CodePatch:
         if not self.pending:
             return
         module = sys.modules[self.module]
-        function = getattr(module, self.name, None)
+        function: Any = getattr(module, self.name, None)
         while getattr(function, "__closure__", None) and hasattr(function, "__wrapped__"):
             function = function.__wrapped__  # another package has wrapped it: Lightning wraps torch.compile
         if not isinstance(function, types.FunctionType) or function.__closure__:
