@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import io
 import pickle
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardfield.errors import ShardfieldError
 from shardfield.virtual import VirtualWorld
+from shardfield.virtual.page_store import FileStore
 from shardfield.virtual.paging import Pager
 from tests.virtual.test_world import train
 
@@ -320,3 +322,24 @@ def test_pages_are_copied_ahead_and_leave_without_waiting():
     pager.evict_all(set())
     pager.restore_all()
     assert [float(t[0]) for t in tensors[:9]] == [0.0, 7.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0] and not store.bytes
+
+
+def mapped_blocks():
+    """Return how many blocks of memory glibc has mapped for this process, each of which it returns when it is freed."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    return mallinfo().field3
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 or newer")
+def test_memory_of_pages_is_returned_to_the_system():
+    FileStore(None).close()
+    for _ in range(2):
+        torch.empty(16 << 20, dtype=torch.uint8)  # when it is freed, glibc would keep blocks up to its size
+    before = mapped_blocks()
+    pages = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(3)]
+    assert mapped_blocks() == before + len(pages)

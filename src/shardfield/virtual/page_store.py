@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..errors import ShardfieldError
 
 IN_BACKGROUND = 1 << 20  # bytes from which a copy takes longer than a change of threads
+M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 1 << 17  # of glibc's mallopt, and the bytes with which it begins
 
 
 class Transfer(Protocol):
@@ -80,6 +81,7 @@ class FileStore:
     """
 
     def __init__(self, folder: str | None):
+        _return_freed_memory()
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
         self._thread, self._process = ThreadPoolExecutor(1, "virtual-ranks-io"), os.getpid()
         self._free: dict[int, list[int]] = {}
@@ -112,6 +114,17 @@ class FileStore:
 
     def _read_at(self, view: memoryview, start: int) -> int:
         return os.preadv(self._file.fileno(), [view], start)
+
+
+def _return_freed_memory() -> None:
+    """Let the process return the memory of released pages to the system, for good.
+
+    glibc raises the size from which it does so up to 32 MiB, and has a heap for each thread: every virtual rank would
+    keep the memory of the pages that it has moved out.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def _copy(step: Callable[[memoryview, int], int], address: int, nbytes: int, start: int) -> None:
