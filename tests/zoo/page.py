@@ -38,6 +38,9 @@ edge, beside layers of 3 to 8 channels (GCN, SAGE, GAT). The rows "larger" at th
 of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x 32 tokens of DiT), graphs with 128 channels, however
 few nodes. GraphUNet multiplies sparse matrices of all nodes, which gathers.
 
+Attention whose bias requires grad computes its scores again in backward, where one device stores them. A BEiT of four
+layers, alone, has a redundancy of 1.16 for this reason; no work of its attention is done by two ranks.
+
 ## At the size of a global weather field
 
 A training step of the models below (forward, backward, AdamW with FSDP) on one device and on 8 simulated ranks that
@@ -69,8 +72,9 @@ compared in single precision.
 The ViT of 16,384 tokens takes one step instead of three. transformers' Llama also generates from a sharded prompt, with
 its own cache of keys and values (`tests/zoo/test_generation.py`). DoMINO's points and the grids around its geometry are
 sharded. What loses a sharding: the few modes that neuraloperator's FNO 1-D and UNO write into an empty spectrum of a
-tiny field. torch_cluster, torch_scatter and natten are not in the table: they have no wheel for CPUs and the torch
-release of this environment. Operators with their names stand in for them in the tests.
+tiny field. torch_cluster and torch_scatter are not in the table: they have no wheel for CPUs and the torch release of
+this environment. Operators with their names stand in for them in the tests. natten's attention is compared without its
+kernels, and forward alone (`tests/zoo/test_natten.py`).
 
 [Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
 test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).
