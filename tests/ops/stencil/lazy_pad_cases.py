@@ -21,6 +21,11 @@ def sphere(x):
     return F.pad(F.pad(x, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="reflect")
 
 
+def causal(x, weight, mode):
+    """Pad frames before a video and a cell on each side, and convolve, as the autoencoders of videos do."""
+    return F.conv3d(F.pad(x, (1, 1, 1, 1, 2, 0), mode=mode), weight)
+
+
 def module(x, weight, bias, mode, padding):
     """Call a convolution module with its own padding mode and these parameters."""
     conv = nn.Conv2d(weight.shape[1], weight.shape[0], weight.shape[2:], padding=padding, padding_mode=mode)
@@ -67,6 +72,10 @@ def without_grad(x, weight):
 
 
 CASES = [
+    *(
+        case(causal, T(1, 2, 4, 5, 6), T(3, 2, 3, 3, 3, shard_dims=()), mode, options=FEW)
+        for mode in ("replicate", "reflect", "circular")
+    ),
     # ---- a boundary condition along each dim
     case(
         lambda x, w, b: F.conv2d(sphere(x), w, b),

@@ -12,8 +12,12 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from shardfield import ShardingError, explain, strict
+from shardfield import ShardingError, explain, scatter_tensor, strict
+from shardfield.debug.work import WorkCounter
 from shardfield.testing import run_on_ranks
+from shardfield.virtual import VirtualWorld
+from tests.harness import world_mesh
+from tests.ops.stencil.lazy_pad_cases import causal
 from tests.ops.stencil.test_conv import field
 
 SIZE = (1, 3, 12, 10)
@@ -180,3 +184,18 @@ def trained(recompute: bool) -> float:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_block_with_an_in_place_sum(recompute):
     assert max(run_on_ranks(trained, 4, recompute)) < 1e-10
+
+
+def work_of_a_causal_convolution(sharded):
+    x, weight = torch.randn(1, 4, 5, 32, 24, dtype=torch.float64), torch.randn(4, 4, 3, 3, 3, dtype=torch.float64)
+    x = scatter_tensor(x, 0, world_mesh((2,)), [Shard(3)]) if sharded else x
+    with WorkCounter() as work:
+        causal(x, weight, "replicate")
+    return work.total
+
+
+def test_work_of_padded_frames():
+    """Frames before a video are padded before the convolution, which would compute their part by itself."""
+    alone = work_of_a_causal_convolution(False)
+    with VirtualWorld(2) as world:
+        assert sum(world.run(work_of_a_causal_convolution, True)) < 1.15 * alone

@@ -4,7 +4,8 @@ A periodic or reflecting field is padded and then convolved. Padded eagerly, a s
 padding in one exchange and the convolution's halo in another, and would be copied in between. So `F.pad` returns a
 ShardTensor whose `Deferred` value holds the field and its padding. A convolution, a pool or `F.unfold` (the rules with
 `accepts_deferred=accept_lazy_pad()`) takes the field with its padding and exchanges all it reads at once; any other
-read of the local tensor materializes the padded field.
+read of the local tensor materializes the padded field. Padding along an unsharded dim sends nothing: where it is wide
+(the frames before a video, in causal convolutions) it is not deferred, since a convolution would compute it in parts.
 """
 
 from __future__ import annotations
@@ -112,6 +113,11 @@ def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) 
             return None
         if input._local_tensor.is_inference():  # it has no version counter to detect writes
             return None
+        wide = {d for d, sides in paddings.items() if not layout.is_sharded(d) and 4 * sum(sides) >= layout.shape[d]}
+        if wide and wide != set(paddings):
+            first, rest = (_along(input.ndim, pad, chosen) for chosen in (wide, set(paddings) - wide))
+            padded = eager_pad(F.pad, (), (input, first, mode, value), {})
+            return _defer_pad(padded, rest, mode, value)
         source, steps = input, ()
     goal = _padded_layout(layout, input._dtype, input._device, tuple(pad), mode, value)
     if goal is None:
@@ -120,6 +126,11 @@ def _defer_pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) 
     if extends:
         padded.version = former.version
     return wrap_deferred(padded, input._dtype, input._device)
+
+
+def _along(ndim: int, pad: Any, dims: set[int]) -> list[int]:
+    """Return the padding along `dims` alone."""
+    return [n if ndim - 1 - i // 2 in dims else 0 for i, n in enumerate(pad)]
 
 
 # ---------------------------------------------------------------------- rules that accept a lazily padded input
