@@ -264,6 +264,22 @@ def test_an_interrupt_ends_the_ranks():
         signal.signal(signal.SIGINT, former)
 
 
+def test_an_interrupt_while_the_last_rank_ends():
+    def program():
+        if dist.get_rank() == 1:
+            _thread.interrupt_main()  # seen by the caller when its wait has ended
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with VirtualWorld(2) as world:
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    world.run(program)
+            assert world.run(dist.get_rank) == [0, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_threads_end_with_the_world():
     before = threading.active_count()
     worlds = [VirtualWorld(3) for _ in range(3)]
