@@ -29,6 +29,13 @@ def padded(shape, generator):
     return torch.arange(shape[1]) < torch.tensor([[3], [5], [1]])
 
 
+def padding(shape, generator):
+    """Hide the last keys of the first sample."""
+    hidden = torch.zeros(shape, dtype=torch.bool)
+    hidden[0, -3:] = True
+    return hidden
+
+
 def attend_then_write(q, k, v):
     """Write into the result, which the math kernel of one device does not save."""
     with sdpa_kernel(SDPBackend.MATH):
@@ -91,6 +98,56 @@ def slice_attention(x, assign):
     return weights @ attend(slices, slices, slices)
 
 
+def lower_triangle(shape, generator):
+    """Return the mask of a chunk of the last queries: the last query sees all keys."""
+    return torch.ones(shape, dtype=torch.bool).tril(shape[-1] - shape[-2])
+
+
+def all_hidden(shape, generator):
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+def explicit_causal(q, k, v):
+    """Attend by the formula, as models without the fused function do."""
+    scores = q @ k.mT * 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def relative_table(q, k, v, table):
+    """Attend with a learned bias of each distance, which an index on every rank picks."""
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    return attend(q, k, v, table[distance + q.shape[-2] - 1].permute(2, 0, 1))
+
+
+def learned_alibi(q, k, v, slopes):
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    return attend(q, k, v, slopes.view(-1, 1, 1) * distance.to(q))
+
+
+def grow_cache(q, k, v, new_k, new_v):
+    """Attend twice while a cache of keys and values grows by new tokens of another layout."""
+    k, v = torch.cat([k, new_k], -2), torch.cat([v, new_v], -2)
+    first = attend(q, k, v)
+    k, v = torch.cat([k, new_k * 2], -2), torch.cat([v, new_v * 2], -2)
+    return first + attend(q, k, v)
+
+
+def multi_head(x, y, in_weight, in_bias, out_weight, out_bias, bias_k=None, bias_v=None, **options):
+    """Run the function of nn.MultiheadAttention on tokens (length, batch, width), with two heads."""
+    out, weights = F.multi_head_attention_forward(
+        *(x, y, y, x.shape[-1], 2, in_weight, in_bias, bias_k, bias_v),
+        *(options.pop("add_zero_attn", False), 0.0, out_weight, out_bias),
+        training=False,
+        **options,
+    )
+    return out if weights is None else (out, weights)
+
+
+def multi_head_operands(*extra):
+    return T(7, 2, 6), T(9, 2, 6), T(18, 6), T(18), T(6, 6), T(6), *extra
+
+
 CASES = [
     case(attend, *qkv(2, 4), options={"layouts": 12}),
     case(sliding_window, *qkv(2, 3), options=SOME),
@@ -141,6 +198,45 @@ CASES = [
         T(1, 4, 3, 4),
         T(12, 12),
         options=SOME | {"name": "biased"},
+    ),
+    # no heads, samples or features, and a single feature
+    case(attend, *qkv(2, 0), options=FEW | {"name": "no heads"}),
+    case(attend, *qkv(0, 3), is_causal=True, options=FEW | {"name": "no samples"}),
+    case(attend, *qkv(2, 3, features=0)[:2], T(2, 3, 7, 4), options=FEW | {"name": "no features"}),
+    case(attend, *qkv(2, 3, features=1)[:2], T(2, 3, 7, 5), options=FEW | {"name": "one feature"}),
+    case(attend, *qkv(2, 3), scale=0.0, options=FEW | {"name": "equal weights"}),
+    case(attend, *qkv(2, 3), scale=-1.5, options=FEW | {"name": "negative scale"}),
+    case(
+        lambda q, k, v: attend(q.expand(2, 3, -1, -1), k, v),
+        *[T(7, 4), T(2, 3, 7, 4), T(2, 3, 7, 4)],
+        options=FEW | {"name": "expanded queries"},
+    ),
+    case(lambda x: attend(x, x, x, is_causal=True), T(2, 3, 7, 4), options=FEW | {"name": "one operand"}),
+    case(
+        lambda q, k, v: attend(q.detach(), k, v.detach()), *qkv(2, 3), options=FEW | {"name": "gradients of keys only"}
+    ),
+    case(attend, *qkv(2, 3, rows=3, columns=11), T(3, 11, fill=lower_triangle), options=FEW | {"name": "last chunk"}),
+    case(attend, *qkv(2, 3, columns=5), T(7, 5, fill=all_hidden), options=FEW | {"name": "all hidden"}),
+    case(explicit_causal, *qkv(2, 3), options=FEW),
+    case(learned_alibi, *qkv(2, 3), T(3), options=FEW),
+    case(relative_table, *qkv(2, 3), T(13, 3), options=FEW),
+    case(grow_cache, *qkv(2, 3, rows=1, columns=7), *qkv(2, 3, rows=1)[1:], options=SOME),
+    # the function of nn.MultiheadAttention
+    case(multi_head, *multi_head_operands(), need_weights=False, options=FEW),
+    case(multi_head, *multi_head_operands(), options=FEW | {"name": "multi_head, weights"}),
+    case(
+        multi_head,
+        *multi_head_operands(T(1, 1, 6), T(1, 1, 6)),
+        add_zero_attn=True,
+        need_weights=False,
+        options=FEW | {"name": "multi_head, more keys"},
+    ),
+    case(
+        lambda x, y, hidden, *weights: multi_head(x, y, *weights, need_weights=False, key_padding_mask=hidden),
+        *multi_head_operands()[:2],
+        T(2, 9, fill=padding),
+        *multi_head_operands()[2:],
+        options=FEW | {"name": "multi_head, padding"},
     ),
     # groups of two sizes: no rule
     case(attend, T(4, 6, 4), T(2, 7, 4), T(4, 7, 4), enable_gqa=True, options=FEW | {"may_gather": True}),
