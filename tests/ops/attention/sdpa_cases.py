@@ -49,6 +49,24 @@ def attend_then_write_view(q, k, v):
     return out
 
 
+def write_contiguous(q, k, v, *mask, **options):
+    """Write into `contiguous` of the result: the result itself, if its dims are in order in memory."""
+    out = attend(q, k, v, *mask, **options)
+    y = out.contiguous()
+    y.add_(1)
+    return out, y
+
+
+def write_contiguous_of_transposed(q, k, v, *mask, **options):
+    """Call with heads inside the rows, as models do."""
+    return write_contiguous(*(t.transpose(1, 2) for t in (q, k, v)), *mask, **options)
+
+
+def write_contiguous_math(q, k, v, **options):
+    with sdpa_kernel(SDPBackend.MATH):
+        return write_contiguous(q, k, v, **options)
+
+
 def qkv(*lead, rows=7, columns=None, features=4, dtype=torch.float64):
     """Return queries, keys and values."""
     columns = rows if columns is None else columns
@@ -158,6 +176,28 @@ CASES = [
     case(attend, T(2, 4, 6, 4), T(2, 1, 7, 4), T(2, 1, 7, 4), enable_gqa=True, options=SOME),
     case(attend_then_write, *qkv(2), options=SOME),
     case(attend_then_write_view, *qkv(3, rows=5), options=SOME | {"may_refuse": True}),
+    # the order of the result in memory
+    *(
+        case(fn, *[T(*shape, grad=False)] * 3, is_causal=causal, options=SOME | {"may_refuse": True})
+        for fn, shape in [(write_contiguous, (2, 3, 8, 4)), (write_contiguous_of_transposed, (2, 8, 3, 4))]
+        for causal in (False, True)
+    ),
+    case(write_contiguous, *[T(3, 8, 4, grad=False)] * 3, options=FEW | {"may_refuse": True}),
+    case(
+        write_contiguous,
+        *[T(2, 3, 8, 4, grad=False)] * 2,
+        T(2, 3, 8, 5, grad=False),
+        options=FEW | {"may_refuse": True, "name": "write contiguous, wider values"},
+    ),
+    case(
+        write_contiguous_of_transposed,
+        *[T(2, 8, 3, 4, grad=False)] * 2,
+        T(2, 8, 3, 5, grad=False),
+        options=FEW | {"may_refuse": True, "name": "write contiguous of transposed, wider values"},
+    ),
+    case(write_contiguous, *qkv(2, 3, rows=8), T(8, 8), options=SOME | {"may_refuse": True}),
+    case(write_contiguous_of_transposed, *[T(2, 8, 3, 4)] * 3, T(8, 8), options=SOME | {"may_refuse": True}),
+    case(write_contiguous_math, *qkv(2, 3, rows=8), is_causal=True, options=SOME | {"may_refuse": True}),
     case(attend, *qkv(2, 3, rows=5, columns=9), options=SOME),
     case(attend, *qkv(4, rows=9, columns=3), options=SOME),
     case(attend, *qkv(rows=6), options=SOME),

@@ -27,34 +27,42 @@ from .._common.autocast import autocast_disabled
 from .block_kernels import expand_heads, neg_inf_to_zero, reduce_heads
 from .causal_tiles import Tile
 from .kv_blocks import pack_pair, pack_spans, restore_spans, take_spans, unpack_pair
+from .result_order import HEADS_INSIDE
 from .ring_plan import RingPlan
 from .tile_operands import TileOperands, dropout_mask_fn, mask_tile, span_indices, take_columns, take_rows
 
 
 def attend(
-    plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head_index: Any = None, key: Any = None
+    plan: RingPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    head_index: Any = None,
+    key: Any = None,
+    order: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Compute attention of local queries (batch, heads, rows, features) to the keys of all ranks of a ring.
 
     k and v may have fewer heads (each serves several consecutive heads) or a batch of 1. The columns of `mask`, if more
     than one, are all circulating columns in global order. For dropout, `head_index` is the global index of each (batch,
-    head) and `key` the random key of this call. Adjoint: circulate the blocks again and send the gradient of each to
-    its owner.
+    head) and `key` the random key of this call. `order` is the order of the result's dims in memory; the default places
+    heads next to features. Adjoint: circulate the blocks again and send the gradient of each to its owner.
     """
     # Kernels require the features of a row to be contiguous, and read wrong elements otherwise.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return _RingAttention.apply(plan, q, k, v, mask, head_index, key)
+    return _RingAttention.apply(plan, q, k, v, mask, head_index, key, order or HEADS_INSIDE)
 
 
 class _RingAttention(adjoints.Collective):
     @staticmethod
-    def forward(ctx, plan, q, k, v, mask, head_index, key):
+    def forward(ctx, plan, q, k, v, mask, head_index, key, order):
         log = runtime.active.message_log
         with autocast_disabled(q):
             if log is None:
-                out, lse = _forward(plan, q, k, v, mask, head_index, key)
+                out, lse = _forward(plan, q, k, v, mask, head_index, key, order)
             else:  # the results take less memory than the blocks of all ranks
-                out, lse = log.compute("attention", lambda: _forward(plan, q, k, v, mask, head_index, key))
+                out, lse = log.compute("attention", lambda: _forward(plan, q, k, v, mask, head_index, key, order))
         ctx.plan = plan
         # On one device the result need not be saved, so that it may be written; here a snapshot is taken before a
         # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it.
@@ -75,7 +83,7 @@ class _RingAttention(adjoints.Collective):
                 grads = _double_backward(ctx.plan, grad, (q, k, v, mask), needs_grad, head_index, key)
             else:
                 grads = _backward(ctx.plan, grad, q, k, v, mask, head_index, key, out, lse, needs_grad)
-        return None, *grads, None, None
+        return None, *grads, None, None, None
 
 
 # ---------------------------------------------------------------------- circulating blocks
@@ -117,15 +125,12 @@ def _packed_sizes(plan: RingPlan, k: Tensor, v: Tensor) -> list[int]:
 # ---------------------------------------------------------------------- forward
 
 
-def _forward(plan: RingPlan, q, k, v, mask, head_index, key) -> tuple[Tensor, Tensor]:
+def _forward(plan: RingPlan, q, k, v, mask, head_index, key, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     dtype = collectives.accumulate_dtype(q.dtype)
-    batch, heads, rows, _ = q.shape
-    # Heads are next to features in memory, as in torch's kernels, so that joining the heads, as models do next, copies
-    # nothing. The result is not a view: autograd would refuse a write into a view made here, but not on a rank with an
-    # empty shard.
-    width = v.shape[-1]
-    strides = (rows * heads * width, width, heads * width, 1)
-    out = q.new_empty_strided((batch, heads, rows, width), strides, dtype=dtype)
+    rows = q.shape[-2]
+    # The result is not a view: autograd would refuse a write into a view made here, but not on a rank with an empty
+    # shard.
+    out = torch.empty_permuted((*q.shape[:-1], v.shape[-1]), order, dtype=dtype, device=q.device)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
     written = False
     for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):

@@ -43,6 +43,7 @@ from .causal_tiles import (
     plan_zigzag,
     visible_columns,
 )
+from .result_order import in_order, result_order
 from .ring import attend
 from .ring_plan import Dropout, RingPlan
 from .strategy import Strategy, blocks_together, choose_strategy, is_zigzag, mean_local_numel
@@ -82,6 +83,7 @@ def sdpa(
         strategy, query, key, is_causal, attn_mask, default_scale if scale is None else scale, dropout_p, dtype
     )
     gathers = _gather_steps(strategy)
+    shapes = [tuple(x.shape) for x in (query, key, value, attn_mask) if x is not None]
 
     def local(query, key, value, attn_mask):
         explain.record_outcome(f"rule: {strategy.summary}", costs=strategy.costs)
@@ -94,7 +96,9 @@ def sdpa(
         if is_local:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
-            out = blocks(query, key, value, attn_mask)
+            tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+            order = result_order(tensors, shapes, dtype, dropout_p, is_causal, enable_gqa)
+            out = blocks(query, key, value, attn_mask, order)
         return out if strategy.computed is strategy.result else redistribute(out, strategy.computed, strategy.result)
 
     operands = {"query": strategy.query, "key": strategy.key, "value": strategy.value}
@@ -114,7 +118,7 @@ def sdpa_handler(func, types, args, kwargs):
     # A CausalBias implies that its module is imported. Importing it here would import the compiler, which takes 0.5 s.
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(bias, module.CausalBias):
-        return _run_merged(func, types, args, kwargs, named)
+        return _keep_order(_run_merged(func, types, args, kwargs, named), named)
     if named.get("is_causal"):
         raise ValueError("CausalBias should not be used with causal=True")
     rows, columns = bias.seq_len_q, bias.seq_len_kv
@@ -124,7 +128,19 @@ def sdpa_handler(func, types, args, kwargs):
     else:
         device = named["query"].device
         named["attn_mask"] = torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
-    return _run_merged(func, types, (), named, named)
+    return _keep_order(_run_merged(func, types, (), named, named), named)
+
+
+def _keep_order(out: ShardTensor, named: dict[str, Any]) -> ShardTensor:
+    """Return the result in one device's order in memory, which moving the queries or the result may have changed."""
+    tensors = [t for t in (named.get(name) for name in ("query", "key", "value", "attn_mask")) if t is not None]
+    held = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    options = named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False)
+    order = result_order(held, [t.shape for t in tensors], out.dtype, *options)
+    if order is None:
+        return out
+    local = in_order(out._local_tensor, order)
+    return out if local is out._local_tensor else wrap(local, out._layout)
 
 
 def _run_merged(func, types, args, kwargs, named: dict[str, Any]) -> Any:
@@ -299,7 +315,7 @@ class _BlockwiseAttention:
             self.dropout,
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, order: tuple[int, ...] | None) -> Tensor:
         q, k, v = (t.to(self.dtype) for t in (q, k, v))
         lead, features = self.lead.local_shape, v.shape[-1]
         q = _as_4d(q.expand(*lead, *q.shape[-2:]), lead)
@@ -313,7 +329,7 @@ class _BlockwiseAttention:
         if self.dropout is not None:
             key = draw_key(self.lead.mesh)
             head_index = global_index(self.lead, q.device).reshape(q.shape[:2])
-        out = attend(self.plan, q, k, v, mask, head_index, key)
+        out = attend(self.plan, q, k, v, mask, head_index, key, order)
         for e in reversed(self.exchanges):
             out = autograd_collectives.exchange(out, e.inverse_route, e.group)
         if len(lead) != 2:  # torch's kernels for other leading dims return contiguous memory
