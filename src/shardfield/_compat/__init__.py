@@ -371,6 +371,7 @@ flash_cpu, flash_cpu_backward = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+choose_attention_kernel = torch._fused_sdp_choice  # torch 2.11-2.15; returns the value of an SDPBackend
 
 flash_cuda, flash_cuda_backward = (
     _aten._scaled_dot_product_flash_attention.default,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..._compat import without_modes
+from ..._compat import choose_attention_kernel, without_modes
 
 IN_ORDER = (0, 1, 2, 3)
 HEADS_INSIDE = (0, 2, 1, 3)  # heads next to features
@@ -53,7 +53,7 @@ def _kernel(tensors: Sequence[Tensor], shapes, dtype, dropout_p, is_causal, enab
     for mask, shape in zip(tensors[3:], shapes[3:], strict=True):
         bias = torch.empty_strided(shape, [0] * len(shape), dtype=torch.bool if mask.dtype is torch.bool else dtype)
         bias.requires_grad_(mask.requires_grad)
-    return torch._fused_sdp_choice(*stand_ins, bias, dropout_p, is_causal, enable_gqa=enable_gqa)
+    return choose_attention_kernel(*stand_ins, bias, dropout_p, is_causal, enable_gqa=enable_gqa)
 
 
 def in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:
