@@ -221,11 +221,13 @@ KNOWN_LOSSES = set("affine_grid interpolate __setitem__".split())
 
 
 def lost_in_tables(part: int, parts: int) -> list[tuple[str, str, str, str]]:
-    """Return, on a rank, function, table, row and layouts of each loss in some rows of all tables."""
+    """Return, on a rank, function, table, row and layouts of each loss in a part of the rows of all tables."""
     mesh = world_mesh((2,))
     found = []
     rows = [(name, case) for name in case_tables.TABLES for case in case_tables.table(name)]
-    for name, case in rows[part::parts]:
+    for number, (name, case) in enumerate(rows):
+        if number % parts != part and not case.name.startswith("affine_grid"):  # of which some lose a sharding
+            continue
         tensors = case.tensors
         if not case.runs or case.may_gather or not tensors:
             continue

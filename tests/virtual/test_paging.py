@@ -339,7 +339,7 @@ def mapped_blocks():
 def test_memory_of_pages_is_returned_to_the_system():
     FileStore(None).close()
     for _ in range(2):
-        torch.empty(16 << 20, dtype=torch.uint8)  # when it is freed, glibc would keep blocks up to its size
+        torch.empty(30 << 20, dtype=torch.uint8)  # when it is freed, glibc would keep blocks up to its size
     before = mapped_blocks()
-    pages = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(3)]
+    pages = [torch.empty(24 << 20, dtype=torch.uint8) for _ in range(3)]  # larger than what earlier tests have freed
     assert mapped_blocks() == before + len(pages)

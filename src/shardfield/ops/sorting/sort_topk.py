@@ -126,12 +126,14 @@ def topk(input: Operand, k, dim=-1, largest=True, sorted=True, *, fn):
 # ---------------------------------------------------------------------- one element of each row
 
 
-def _plan_order_statistic(input: Operand, dim: int, keepdim: bool, fn: Callable, column: Callable, cost: int) -> Plan:
+def _plan_order_statistic(
+    input: Operand, dim: int, keepdim: bool, fn: Callable, column: Callable, cost: int, own: bool = False
+) -> Plan:
     """Plan a function that returns (value, index) of one element of each row.
 
-    fn: torch's function, run if `dim` is unsharded. column(rows, blocks): returns the global column chosen in each row
-    of a sharded dim, (rows, 1). cost: bytes per row sent by `column`; if moving the sharding to another dim sends
-    fewer, plan that.
+    fn: torch's function, run if `dim` is unsharded; `own` as of Plan. column(rows, blocks): returns the global column
+    chosen in each row of a sharded dim, (rows, 1). cost: bytes per row sent by `column`; if moving the sharding to
+    another dim sends fewer, plan that.
     """
     layout, dim, sharded = simplify_dim(input.layout, dim)
     target: Layout | None = layout
@@ -142,7 +144,7 @@ def _plan_order_statistic(input: Operand, dim: int, keepdim: bool, fn: Callable,
             target = None
     if target is not None:
         result = reduced_layout(target, (dim,) if layout.ndim else (), keepdim, None)
-        return Plan(local=lambda input: fn(input, dim), operands={"input": target}, layout=(result, result))
+        return Plan(local=lambda input: fn(input, dim), operands={"input": target}, layout=(result, result), own=own)
     blocks = Blocks.along(layout, dim)
     result = reduced_layout(layout, (dim,), keepdim, None)
 
@@ -188,7 +190,7 @@ def median(input: Operand, dim=None, keepdim=False, *, fn):
 
     # Along an expanded dim, torch's median on CPUs reads elements of other rows (2.11 to 2.15).
     call = _with_name(fn.__name__, lambda x, d: fn(x.contiguous(), d, keepdim))
-    return _plan_order_statistic(input, dim, keepdim, call, column, counting_cost_bytes(input.dtype, 1))
+    return _plan_order_statistic(input, dim, keepdim, call, column, counting_cost_bytes(input.dtype, 1), own=True)
 
 
 def _median_rank(nans: Tensor, n: int, skip: bool) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,13 +33,15 @@ RECIPES: dict[str, tuple[type[TrainConfig], Recipe]] = {
     "aero_transolver": (AeroTransolverConfig, aero_transolver),
 }
 # The tasks without data, for `shardfield plan`.
-TASK_SPECS: dict[str, Callable[[Any], TaskSpec]] = {
-    "darcy_tfno": darcy_tfno_outline,
-    "cnn": cnn_outline,
-    "vit": vit_outline,
-    "swe_sfno": swe_sfno_outline,
-    "aero_transolver": aero_transolver_outline,
-}
+TASK_SPECS: Mapping[str, Callable[[Any], TaskSpec]] = MappingProxyType(
+    {
+        "darcy_tfno": darcy_tfno_outline,
+        "cnn": cnn_outline,
+        "vit": vit_outline,
+        "swe_sfno": swe_sfno_outline,
+        "aero_transolver": aero_transolver_outline,
+    }
+)
 # Initial states and truth, for `shardfield predict`, from configuration, mesh, and numbers of cases and steps.
 FORECASTS: dict[str, Callable[[Any, DeviceMesh, int, int], ForecastSpec]] = {"swe_sfno": swe_sfno_forecast}
 DEFAULT_RECIPE = "darcy_tfno"
