@@ -112,10 +112,15 @@ def prod(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
     return Plan(local=local, layout=reduced_layout(layout, dims, keepdim and dim is not None, None))
 
 
-@rule("any", "all", merged=True)
+# What torch.distributions calls to validate arguments and samples.
+_UNDERSCORED = {"_is_any_true": torch.any, "_is_all_true": torch.all}
+
+
+@rule("any", "all", *_UNDERSCORED, merged=True)
 def any_all(input: Operand, dim=None, keepdim=False, *, fn):
     """Reduce locally, then all-reduce the result."""
     probe(fn, input, dim=dim, keepdim=keepdim if dim is not None else None)
+    fn = _UNDERSCORED.get(fn.__name__, fn)
     layout = input.layout
     if dim is not None and not isinstance(dim, int) and not len(dim):  # torch reduces no dim here
         return Plan(local=lambda input: fn(input, dim=dim, keepdim=keepdim), layout=layout)
