@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
+from shardfield.bench.models import token_mixer, transolver
 from shardfield.cli import main
 from shardfield.planning.cost import DEVICES
 from shardfield.planning.simulate import Subject
 from shardfield.planning.unet import UNet, UNetConfig, unet_outline
 from shardfield.planning.virtual_ranks import count_virtual
+from shardfield.train.task import TaskSpec
 from shardfield.virtual import virtualize
 
 CONFIG = UNetConfig(batch_size=1, resolution=64, channels=1, width=8, levels=2)
 SUBJECT = Subject("unet", lambda: unet_outline(CONFIG), 1)
 
 
+class Case(NamedTuple):
+    """A model on a field of this shape (without the batch), sharded along its first dim but `skipped` ones."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    skipped: int = 0
+
+    @property
+    def subject(self) -> Subject:
+        def outline() -> TaskSpec:
+            return TaskSpec(self.build(), {"x": self.shape}, lambda out, batch: out.square().mean())
+
+        return Subject("case", outline, 1, dims=(self.skipped,))
+
+
+CASES = {
+    "unet": Case(lambda: UNet(1, 8, 2), (1, 64, 64), 1),
+    "ring attention": Case(lambda: token_mixer(32, 2), (256, 32)),
+    "transolver": Case(lambda: transolver(16, 2), (512, 16)),
+}
 POLICIES = {
     "operator": {"memory": "auto", "budget": 0},
     "everything": {"memory": "auto", "budget": 1 << 40},
@@ -26,28 +51,31 @@ POLICIES = {
 }
 
 
-def peak_of(ranks, memory, budget):
-    """Return the bytes of pages in the second step."""
-    x = torch.ones(1, 1, 64, 64)
-    with virtualize(
-        lambda model, x, y: F.mse_loss(model(x), y), UNet(1, 8, 2), ranks, dim=2, memory=memory, budget=budget
-    ) as step:
-        step.world.pager.minimum = 1
-        step(x, x)
+def peak_of(case, ranks, memory, budget):
+    """Return the bytes of pages in the second step, without those of parameters."""
+    x, model = torch.ones(1, *case.shape), case.build()
+    loss, dim = lambda model, x: model(x).square().mean(), 1 + case.skipped
+    with virtualize(loss, model, ranks, dim=dim, memory=memory, budget=budget) as step:
+        step.world.pager.minimum = 64
+        for parameter in model.parameters():
+            step.world.pager.expose(parameter)
+        step(x)
         step._fitting.clear()  # or else the pager would not see a step that moves nothing
         step.world.pager.peak = 0
-        step(x, x)
+        model.zero_grad()
+        step(x)
         return step.world.pager.peak
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_memory_is_that_of_a_step(ranks):
-    option = count_virtual(SUBJECT, ranks, DEVICES["h200"], 1e9)
-    parameters = sum(p.numel() * p.element_size() for p in UNet(1, 8, 2).parameters())
-    others = option.stays - 2 * 64 * 64 * 4 - parameters  # not pages: parameters, optimizer state
-    for name, policy in POLICIES.items():
-        planned = getattr(option, name) - (0 if name == "operator" else others)
-        assert peak_of(ranks, **policy) == pytest.approx(planned, rel=0.05), name
+@pytest.mark.parametrize("name, ranks", [("unet", 2), ("unet", 5), ("ring attention", 3), ("transolver", 3)])
+def test_memory_is_that_of_a_step(name, ranks):
+    case = CASES[name]
+    option = count_virtual(case.subject, ranks, DEVICES["h200"], 1e9)
+    parameters = sum(p.numel() * p.element_size() for p in case.build().parameters())
+    others = option.stays - math.prod(case.shape) * 4 - parameters  # not pages: parameters, optimizer state
+    for policy, options in POLICIES.items():
+        planned = getattr(option, policy) - (0 if policy == "operator" else others)
+        assert peak_of(case, ranks, **options) == pytest.approx(planned, rel=0.05), policy
 
 
 def test_smallest_that_fits(capsys):

@@ -16,14 +16,25 @@ class Memory:
     """Count the bytes of all live storages (`now`) and their maximum so far (`peak`).
 
     A storage counts from the call that created it until it is freed. Workspace that a kernel allocates inside a call is
-    not counted.
+    not counted. `waits` has the memory at each wait for a message: the peak since the wait before it, and then.
     """
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = self._peak_since_wait = 0
+        self.waits: list[tuple[int, int]] = []
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
         self._resize: Any = None
+
+    def restart(self) -> None:
+        """Forget peaks and waits. Live memory still counts."""
+        self.peak = self._peak_since_wait = self.now
+        self.waits.clear()
+
+    def wait(self) -> None:
+        """Note that the rank waits here."""
+        self.waits.append((self._peak_since_wait, self.now))
+        self._peak_since_wait = self.now
 
     def track(self, value: Any) -> None:
         """Count the storages of the tensors in a result, each once."""
@@ -52,6 +63,7 @@ class Memory:
     def _add_bytes(self, nbytes: int) -> None:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+        self._peak_since_wait = max(self._peak_since_wait, self.now)
 
     # FSDP frees gathered parameters with `resize_` of their storage, which does not go through torch's dispatcher.
 

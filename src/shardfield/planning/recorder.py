@@ -94,7 +94,7 @@ class Seen:
         """Clear messages and computation at the beginning of a step. Live memory still counts."""
         for record in (self.kinds, self.modules, self.tape):
             record.clear()  # type: ignore[attr-defined]
-        self.memory.peak = self.memory.now
+        self.memory.restart()
 
     def _count_messages(self, kind: str, module: str, messages: int, nbytes: int) -> None:
         for table, key in ((self.kinds, kind), (self.modules, module)):
@@ -111,6 +111,7 @@ class _RecordedHandle:
 
     def wait(self) -> None:
         self._seen.tape.append(Wait(self._number))
+        self._seen.memory.wait()
         for handle in self._handles:
             handle.wait()
 

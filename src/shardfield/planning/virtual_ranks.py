@@ -4,16 +4,17 @@ Virtual ranks keep in memory what the running operator needs; everything else ca
 So a step fits if the tensors that stay (parameters, gradients, optimizer state, buffers, the batch) and the tensors of
 the largest operator do. Both are counted, on tensors without data.
 
-Ranks wait for each other's messages, so that all of them are at the same place of the program but for one message: in
-memory are the tensors of all ranks at their peaks. A rank that recomputes holds the activations of one block, and what
-it has received.
+Ranks run one after the other, each until it waits for a message, so that all of them are at the same place of the
+program but for one message: in memory are the tensors of one rank at its peak between two waits, and those that the
+others hold while they wait. A rank that recomputes holds the activations of one block, and what it has received.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .. import runtime
 from .._compat import DispatchMode
 from ..comm.grad_deferral import defer_to_average
 from ..tensor import ShardTensor
@@ -75,14 +77,38 @@ class LargestOperator(DispatchMode):
 
 @dataclass
 class Run:
-    """A step of one rank. kept: bytes that it holds after its forward; extra: those at its peak beyond."""
+    """A step of one rank. waits: bytes at the peak before each wait, and then; received: those of logged messages."""
 
     model: nn.Module
     fields: int
-    kept: int
-    extra: int
+    waits: list[tuple[int, int]]
+    received: int
     operator: int
     seen: Seen
+
+
+def sample_ranks(ranks: int) -> dict[int, int]:
+    """Return the first, the middle and the last rank, and how many ranks each stands for.
+
+    >>> sample_ranks(8), sample_ranks(2)
+    ({0: 1, 4: 6, 7: 1}, {0: 1, 1: 1})
+    """
+    return {0: 1, ranks // 2: ranks - 2, ranks - 1: 1} if ranks > 2 else dict.fromkeys(range(ranks), 1)
+
+
+def peak_of_all(runs: Sequence[tuple[Run, int]]) -> int:
+    """Return the peak memory of all ranks. runs: one of each kind of rank, and how many of them there are."""
+    waits = max(len(run.waits) for run, _ in runs)
+    before = [0] * len(runs)
+    largest = 0
+    for i in range(waits):
+        # Ranks without a neighbor wait a few times less.
+        places = [run.waits[i * len(run.waits) // waits] for run, _ in runs]
+        held = [max(b, now) for b, (_, now) in zip(before, places, strict=True)]
+        rise = max(peak - h for (peak, _), h in zip(places, held, strict=True))
+        largest = max(largest, rise + sum(h * n for h, (_, n) in zip(held, runs, strict=True)))
+        before = [now for _, now in places]
+    return largest + sum(run.received * n for run, n in runs)
 
 
 def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: float) -> VirtualOption:
@@ -90,25 +116,24 @@ def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: f
 
     device: None measures the seconds of computing on this machine.
     """
+    found: dict[bool, list[tuple[Run, int]]] = {False: [], True: []}
     with values_refused(subject.name):
-        runs = []
-        for rank in sorted({0, ranks // 2, ranks - 1}):
-            with simulated(ranks, rank):
-                runs.append(_run(subject, ranks))
-        with simulated(ranks, ranks // 2):
-            again = _run(subject, ranks, recompute=True)
-    run = max(runs, key=lambda each: each.operator)
+        for recompute, runs in found.items():
+            for rank, number in sample_ranks(ranks).items():
+                with simulated(ranks, rank):
+                    runs.append((_run(subject, ranks, recompute), number))
+    run = max((run for run, _ in found[False]), key=lambda each: each.operator)
     parameters = sum(_nbytes(p) for p in run.model.parameters())
     buffers = sum(_nbytes(b) for b in run.model.buffers())
     stays = (2 + OPTIMIZER_STATES) * parameters + run.fields + (1 + ranks) * buffers
-    everything = stays + ranks * (run.kept + run.extra)
+    everything = stays + peak_of_all(found[False])
     available = HEADROOM * memory
     return VirtualOption(
         ranks=ranks,
         stays=stays,
         operator=run.operator,
         everything=everything,
-        recomputed=stays + ranks * (again.kept + again.extra),
+        recomputed=stays + peak_of_all(found[True]),
         seconds=time_virtual(subject, ranks) if device is None else ranks * _computing(run.seen, device),
         fits=stays + run.operator <= available,
         moved=max(0, int(everything - available)),
@@ -126,8 +151,8 @@ def time_virtual(
 
     The steps run on real tensors and without messages.
     """
-    found: dict[int, float] = {}
-    for rank in sorted({0, ranks // 2, ranks - 1}):
+    seconds = 0.0
+    for rank, number in sample_ranks(ranks).items():
         with simulated(ranks, rank):
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
             outline, batch = _prepare(subject, mesh)
@@ -136,8 +161,8 @@ def time_virtual(
                 start = clock()
                 outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
                 times.append(clock() - start)
-            found[rank] = min(times[1:])  # rules plan in the first step
-    return sum(found.get(rank, found[ranks // 2]) for rank in range(ranks))
+            seconds += number * min(times[1:])  # rules plan in the first step
+    return seconds
 
 
 def _prepare(subject: Subject, mesh: DeviceMesh) -> tuple[TaskSpec, dict[str, ShardTensor]]:
@@ -161,14 +186,31 @@ def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
             block.forward = recomputed(block)  # type: ignore[method-assign]
         seen.restart()
         held = seen.memory.now
-        with largest:
-            loss = outline.loss(model(next(iter(batch.values()))), batch)
-            kept = seen.memory.now - held
-            received = seen.bytes if recompute else 0  # the log has copies of about as much as the rank sends
-            loss.backward()
-        extra = max(0, seen.peak - held - kept)
+        with largest, _counting_logged(ranks) as received:
+            outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
+        seen.memory.wait()  # the last part of the step
+    waits = [(peak - held, now - held) for peak, now in seen.memory.waits]
     fields = sum(math.prod(x.shape) * subject.dtype.itemsize for x in batch.values())
-    return Run(model, fields, kept + received, extra, largest.bytes, seen)
+    return Run(model, fields, waits, sum(received), largest.bytes, seen)
+
+
+@contextmanager
+def _counting_logged(ranks: int) -> Iterator[list[int]]:
+    """Yield the bytes of the messages that a rank logs to recompute its blocks: about as much as it sends there.
+
+    Of an all_reduce, which sends almost twice the tensor, the result is logged.
+    """
+    found: list[int] = []
+    meter: Any = runtime.active.meter
+
+    def count(kind: str, messages: int, nbytes: int) -> None:
+        meter(kind, messages, nbytes)
+        log = runtime.active.message_log
+        if log is not None and not log.computing:
+            found.append(nbytes * ranks // (2 * (ranks - 1)) if kind == "all_reduce" else nbytes)
+
+    with runtime.observing(meter=count):
+        yield found
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -28,12 +28,15 @@ class LoggedCall:
 
 
 class MessageLog:
-    """The calls of one rank in one segment, in their order. `replaying`: they are answered from the log."""
+    """The calls of one rank in one segment, in their order. `replaying`: they are answered from the log.
+
+    computing: inside `compute`, whose messages are not logged.
+    """
 
     def __init__(self) -> None:
         self._calls: list[LoggedCall] = []
         self._next = 0
-        self.replaying = False
+        self.replaying = self.computing = False
 
     def replay(self) -> None:
         """Begin to answer calls, from the first one on."""
@@ -54,12 +57,12 @@ class MessageLog:
         """Return the tensors of a function that exchanges messages; its results are logged instead of the messages."""
         if self.replaying:
             return [t.clone() for t in self._answer(call)]
-        entry, kept = self.record(call), self._calls
-        self._calls = []
+        entry, kept, computing = self.record(call), self._calls, self.computing
+        self._calls, self.computing = [], True
         try:
             out = function()
         finally:
-            self._calls = kept
+            self._calls, self.computing = kept, computing
         entry.store(out)
         return out
 

@@ -251,7 +251,8 @@ class VirtualStep:
     def _check_leaves(self, value: Tensor, parameters: set[Tensor], items: Sequence[Any]) -> None:
         """Refuse parameters that the ranks would share: each rank would add the whole gradient to theirs."""
         known = {id(p) for p in parameters} | {id(_local(x)) for x in items if isinstance(x, Tensor)}
-        root = _local(value).grad_fn
+        # Not the local tensor: reading that of a sum in flight would wait for it, with all activations in memory.
+        root = (value._local_for_backward() if isinstance(value, ShardTensor) else value).grad_fn
         ahead, seen = [root], {root}
         while ahead:
             node = ahead.pop()
