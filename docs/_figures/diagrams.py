@@ -74,7 +74,7 @@ def halo_exchange() -> str:
 def ring_attention() -> str:
     """Draw four ranks in a ring, and the block of keys and values that each has in each step."""
     drawing = Drawing(760, 290, "Ring attention: queries stay, blocks of keys and values visit every rank")
-    drawing.text(20, 24, "Queries stay, keys and values travel", 13, bold=True)
+    drawing.text(20, 24, "Queries stay, keys and values are sent on", 13, bold=True)
     center_x, center_y, radius = 165, 160, 92
     places = [(center_x + radius * cos(a), center_y + radius * sin(a)) for a in (-pi / 2, 0, pi / 2, pi)]
     for i, (x, y) in enumerate(places):
@@ -95,7 +95,7 @@ def ring_attention() -> str:
             drawing.text(x + 29, y + 21, f"K{block} V{block}", 11, "middle", "#fff")
     for step in range(4):
         drawing.text(489 + 70 * step, 226, f"step {step}", 11, "middle", opacity="0.8")
-    drawing.text(370, 258, "Each step adds a block's part by log-sum-exp;", 12)
+    drawing.text(370, 258, "Each step merges one block by log-sum-exp;", 12)
     drawing.text(370, 276, "the next blocks are in flight while a step computes.", 12)
     return str(drawing)
 
