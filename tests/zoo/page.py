@@ -4,49 +4,29 @@ import json
 import sys
 from pathlib import Path
 
-HEAD = """---
+PAGE = """---
 hide: [toc]
 ---
 
 # Models that run unmodified
 
-The tables below list public models in small configurations. Each runs unmodified on unevenly sharded fields, in
-float64, and is compared with the same model on one device: outputs, the gradients of input and parameters, and the
-parameters and buffers after three steps of gradient descent. All of them agree. The columns:
+Find out whether your model runs on sharded fields as it is. One command compares it with one device, forward and
+backward, and names the first submodule that differs:
 
-- **error**: the largest difference on any rank, relative to the largest number;
-- **gathers**: calls without a sharding rule;
-- **lost**: functions with a large result that is no longer sharded over a mesh axis of their operands ([lost
-  shardings](bring-your-model.md#see-what-it-sends-explain-and-strict));
-- **balance**: how evenly the work is divided, relative to the input. It is the largest share of the work that a rank
-  has, divided by the largest share of the input that a rank holds: 1 where the work is divided as the input is;
-- **redundancy**: the work of all ranks together, divided by the work of one device: 1 where nothing is computed twice.
-  Both are of a step after the first: the first one also plans, and reads index tensors and tables once;
-- **bytes**, **messages**: what rank 0 sends in a forward and a backward pass.
+```bash
+python -m shardfield check mypackage.model:make --shape 1,3,64,64 --mesh 2
+```
 
-Work is the FLOPs of matrix products, convolutions, attention and Fourier transforms. Any other op counts one for each
-element, also where it packs a message or prepares an index. The fields of the second table are tiny, so that halos,
-indices and layers on a few rows show in balance and redundancy.
-
-By default a result of 8,192 elements or more on a rank counts as large. In the second table, 64 elements do. With the
-default, four models of this size keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3,
-LSNO and S2 transformer 2.0.
-
-Redundancy above 1.05 on these tiny fields has two causes. Every rank does the work that does not depend on the field:
-the bias tables of SwinV2, the embeddings of DiT and of anemoi's graph. And an exchange of rows has a few operations per
-edge, beside layers of 3 to 8 channels (GCN, SAGE, GAT). The rows "larger" at the end show from which size on a balance
-of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x 32 tokens of DiT), graphs with 128 channels, however
-few nodes. GraphUNet multiplies sparse matrices of all nodes, which gathers.
-
-Attention whose bias requires grad computes its scores again in backward, where one device stores them. A BEiT of four
-layers, alone, has a redundancy of 1.16 for this reason; no work of its attention is done by two ranks.
+[Bring your model](bring-your-model.md) explains its output. This page lists public models that pass the same
+comparison, in small configurations: on unevenly sharded fields, in float64, outputs, gradients of input and
+parameters, and the parameters and buffers after three steps of gradient descent.
 
 ## At the size of a global weather field
 
 A training step of the models below (forward, backward, AdamW with FSDP) on one device and on 8 simulated ranks that
-share one sample along its rows. Peak is the largest peak memory of a rank over that of one device; 0.125 is an eighth.
-No call gathers or loses a sharding. `tests/planning/test_bars.py` repeats this and refuses a balance above 1.25, a
-redundancy above 1.05 and a peak above 0.16. Work is FLOPs alone here.
+share one sample along its rows. Peak is the largest peak memory of a rank over that of one device; 0.125 is an
+eighth. No call gathers or loses a sharding. `tests/planning/test_bars.py` repeats this and refuses a balance above
+1.25, a redundancy above 1.05 and a peak above 0.16. Work is FLOPs alone here.
 
 | model | input | balance | redundancy | peak | one device |
 |---|---|---|---|---|---|
@@ -56,44 +36,121 @@ redundancy above 1.05 and a peak above 0.16. Work is FLOPs alone here.
 | Transolver attention, 128 channels, 64 slices | 262,144 points | 1.00 | 1.00 | 0.125 | 0.9 GB |
 | torch-harmonics SFNO, 256 channels, 6 layers | 3 x 721 x 1440 | 1.01 | 1.00 | 0.156 | 20.8 GB |
 
-Replicated tables weigh in the peak of the SFNO: the Legendre polynomials of 721 latitudes are 0.44 GB on every rank.
-Costs that do not shrink with a rank's share (these tables, FSDP's gathered parameters) weigh more in smaller models: a
-ViT of 4 layers has a peak of 0.163, an SFNO of 4 layers 0.162, and narrower SFNOs more. A five-level UNet on 1,000
-rows and 48 ranks, which has one or two rows a rank at its coarsest level, has a balance of 1.10 and a redundancy of
-1.00.
+Some costs do not shrink with a rank's share: FSDP's gathered parameters, and in the SFNO the Legendre polynomials of
+721 latitudes, 0.44 GB on every rank. They show more in smaller models: a ViT of 4 layers has a peak of 0.163, an SFNO
+of 4 layers 0.162, and narrower SFNOs more.
+
+A five-level UNet on 1,000 rows and 48 ranks has one or two rows a rank at its coarsest level. Its balance is 1.10,
+its redundancy 1.00.
 
 ## Public models
 
-neuraloperator uses `torch.cfloat` in its layers, so that its results are rounded to single precision on one device
-too. With `torch.complex128` in its place it agrees to ten digits (`tests/ops/spectral/test_neuralop.py`).
-Models that call `float()` in their layers (torch-harmonics, the_well's AFNO, DoMINO, StormCast, Wan's norms) are
-compared in single precision.
+Each line names the models of a folded table. Its columns:
 
-The ViT of 16,384 tokens takes one step instead of three. transformers' Llama also generates from a sharded prompt, with
-its own cache of keys and values (`tests/zoo/test_generation.py`). DoMINO's points and the grids around its geometry are
-sharded. What loses a sharding: the few modes that neuraloperator's FNO 1-D and UNO write into an empty spectrum of a
-tiny field. torch_cluster and torch_scatter are not in the table: they have no wheel for CPUs and the torch release of
-this environment. Operators with their names stand in for them in the tests. natten's attention is compared without its
-kernels, and forward alone (`tests/zoo/test_natten.py`).
+- **error**: the largest difference on any rank, relative to the largest number;
+- **gathers**: calls without a sharding rule;
+- **lost**: functions with a large result that is no longer sharded over a mesh axis of their operands ([lost
+  shardings](bring-your-model.md#see-what-it-sends-explain-and-strict));
+- **balance**: the largest share of the work that a rank has, divided by the largest share of the input that a rank
+  holds: 1 where the work is divided as the input is;
+- **redundancy**: the work of all ranks together, divided by the work of one device: 1 where nothing is computed
+  twice;
+- **bytes**, **messages**: what rank 0 sends in a forward and a backward pass.
+
+@TABLES@
+<details markdown>
+<summary>How work is counted, and why tiny fields have redundancy</summary>
+
+Balance and redundancy are those of a step after the first: the first one also plans, and reads index tensors and
+tables once. Work is the FLOPs of matrix products, convolutions, attention and Fourier transforms. Any other op counts
+one for each element, also where it packs a message or prepares an index.
+
+The fields of these tables are tiny, so that halos, indices and layers on a few rows show. Redundancy above 1.05 has
+two causes:
+
+- Every rank does the work that does not depend on the field: the bias tables of SwinV2, the embeddings of DiT and of
+  anemoi's graph.
+- An exchange of rows has a few operations per edge, beside layers of 3 to 8 channels (GCN, SAGE, GAT).
+
+The rows "larger" show from which size on a balance of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x
+32 tokens of DiT), graphs with 128 channels, however few nodes. GraphUNet multiplies sparse matrices of all nodes,
+which gathers.
+
+A result counts as large from 64 elements on a rank; the default is 8,192. With the default, four models of this size
+keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3, LSNO and S2 transformer 2.0.
+
+Attention whose bias requires grad computes its scores again in backward, where one device stores them. A BEiT of four
+layers, alone, has a redundancy of 1.16 for this reason; no work of its attention is done by two ranks.
+
+</details>
+
+<details markdown>
+<summary>Exceptions: single precision, models that are not in the tables</summary>
+
+- neuraloperator uses `torch.cfloat` in its layers, so that its results are rounded to single precision on one device
+  too. With `torch.complex128` in its place it agrees to ten digits (`tests/ops/spectral/test_neuralop.py`).
+- Models that call `float()` in their layers (torch-harmonics, the_well's AFNO, DoMINO, StormCast, Wan's norms) are
+  compared in single precision.
+- The ViT of 16,384 tokens takes one step instead of three.
+- neuraloperator's FNO 1-D and UNO write a few modes into an empty spectrum of a tiny field: there the sharding is
+  lost.
+- DoMINO's points and the grids around its geometry are sharded.
+- transformers' Llama also generates from a sharded prompt, with its own cache of keys and values
+  (`tests/zoo/test_generation.py`).
+- torch_cluster and torch_scatter have no wheel for CPUs and this release of torch. Operators with their names stand
+  in for them in the tests.
+- natten's attention is compared without its kernels, and forward alone (`tests/zoo/test_natten.py`).
+
+</details>
 
 [Graphs](graphs.md) has more about graph networks, [Spherical models](sphere.md) about spherical ones. `make
-test-models` repeats all of this and writes this page; `shardfield check` tests [your model](bring-your-model.md).
-
-| model | input | mesh | sharded dims | error | gathers | lost | balance | redundancy | bytes | messages |
-|---|---|---|---|---|---|---|---|---|---|---|
+test-models` repeats all of this and writes this page.
 """
 
 
-def main(results: Path, page: Path) -> None:
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    lines = []
+COLUMNS = """| model | input | mesh | sharded dims | error | gathers | lost | balance | redundancy | bytes | messages |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+PACKAGES = (
+    ("timm", "vit-pytorch"),
+    ("transformers", "torch "),
+    ("diffusers",),
+    ("MONAI", "3-D UNet"),
+    ("neuraloperator",),
+    ("torch-harmonics", "Microsoft Aurora", "CREDIT", "anemoi"),
+    ("the_well",),
+    ("PhysicsNeMo", "Transolver attention"),
+    ("torch_geometric", "MeshGraphNet"),
+)
+
+
+def names(rows: list[list], package: str) -> str:
+    """Return the models of one package: "timm: ResNet; ConvNeXt"."""
+    found = dict.fromkeys(row[0].removesuffix(", larger").removeprefix(package).strip() for row in rows)
+    return f"{package.strip()}: {'; '.join(found)}" if any(found) else package.strip()
+
+
+def table(packages: tuple[str, ...], rows: list[list]) -> str:
+    """Return the rows of some packages as a folded table, with the names of their models to open it by."""
+    of = {package: [row for row in rows if row[0].startswith(package)] for package in packages}
+    summary = ". ".join(names(found, package) for package, found in of.items() if found)
+    lines = [f"<details markdown>\n<summary>{summary}</summary>\n\n{COLUMNS}"]
     for title, shape, mesh, dims, error, gathers, lost, balance, redundancy, nbytes, messages in rows:
         size = " x ".join(map(str, shape))
         lines.append(
             f"| {title} | {size} | {' x '.join(map(str, mesh))} | {', '.join(map(str, dims))} | {error:.0e} "
             f"| {gathers} | {len(lost)} | {balance:.2f} | {redundancy:.2f} | {nbytes:,} | {messages} |\n"
         )
-    page.write_text(HEAD + "".join(lines))
+    return "".join(lines) + "\n</details>\n\n"
+
+
+def main(results: Path, page: Path) -> None:
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    groups = {package: [row for row in rows if row[0].startswith(package)] for package in PACKAGES}
+    assert sum(map(len, groups.values())) == len(rows), "a model of no package in PACKAGES"
+    page.write_text(
+        PAGE.replace("@TABLES@\n", "".join(table(packages, group) for packages, group in groups.items() if group))
+    )
 
 
 if __name__ == "__main__":
