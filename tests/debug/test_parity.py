@@ -83,6 +83,7 @@ def test_model_that_agrees():
     kinds = {line.kind for line in found.lines}
     assert kinds == {"output", "input gradient", "parameter gradient", "buffer"} and len(found.lines) == 11
     assert found.bytes > 0 and "conv2d" in found.table
+    assert "detach" not in found.table, "a call of the check, not of the model"
     assert str(found).endswith("same as one device") and "11 of 11 agree" in str(found)
 
 

@@ -34,6 +34,8 @@ class ModelRun:
         handles = [m.register_forward_hook(self._watch(n)) for n, m in model.named_modules() if n]
         with explain() as self.report:
             leaves, outputs, self.is_random = _forward_backward(model, inputs, seed, handles)
+        # Calls of the hooks above, which the model does not make.
+        self.report.rows = [row for row in self.report.rows if row.op != "detach" or row.messages]
         self.values: list[Value] = [("output", str(i), v.detach()) for i, v in enumerate(outputs)]
         self.values += [("input gradient", path, t.grad) for path, t in leaves.tensors().items()]
         self.values += [("parameter gradient", n, p.grad) for n, p in model.named_parameters()]
