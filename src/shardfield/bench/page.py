@@ -38,8 +38,8 @@ How to read the plots:
 <details markdown>
 <summary>How candidates are compared</summary>
 
-Candidates are interleaved within one run (A, B, B, A, ...), so that other load on the machine affects all of them. Ratios
-are computed within a round. Each rank has one thread.
+Candidates are interleaved within one run (A, B, B, A, ...), so that other load on the machine affects all of them.
+Ratios are computed within a round. Each rank has one thread.
 
 Bytes sent are counted by shardfield, and a benchmark fails if torch's dispatcher saw different traffic. The traffic of
 DTensor is what torch's dispatcher saw.

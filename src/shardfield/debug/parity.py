@@ -130,9 +130,9 @@ def check(
     device. If it still draws random numbers, it is compared with a run on the replicated field, which draws the same
     numbers.
 
-        parity = shardfield.check("mymodel:make", (1, 3, 64, 96), (2, 2))
-        print(parity)
-        assert parity
+    >>> parity = check("torch.nn:Identity", (1, 3, 8, 12))  # or "mymodel:make"; print(parity) for the report
+    >>> bool(parity), parity.gathers, parity.lost
+    (True, [], [])
     """
     name = factory if isinstance(factory, str) else f"{factory.__module__}:{factory.__qualname__}"
     ranks = math.prod(mesh)
