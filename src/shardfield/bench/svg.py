@@ -13,7 +13,7 @@ from math import atan2, cos, pi, sin
 
 INK = "currentColor"
 # Middle tones: each has contrast with white and with dark gray.
-COLORS = ("#3b82c4", "#e07b39", "#3a9d5d", "#a06cc8", "#d1495b", "#1f9aa8", "#a8862a", "#808a96")
+COLORS = ("#3b82c4", "#e07b39", "#3a9d5d", "#a06cc8", "#d1495b", "#1f9aa8", "#a8862a", "#808a96", "#7a9a2e")
 STYLE = (
     ".sf-fig{color:#222;font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif}"
     "@media(prefers-color-scheme:dark){.sf-fig{color:#ddd}}"
