@@ -38,6 +38,10 @@ class Deferred(WriteObserver):
         """Compute the value in `layout`. Communicates: all ranks must call it."""
         raise NotImplementedError
 
+    def metadata_local(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor that answers for the local one what is asked of its kind (`is_sparse`, `is_contiguous`)."""
+        return torch.empty((1,) * self.layout.ndim, dtype=dtype, device=device)
+
 
 # Attributes of a deferred tensor that are read without materializing it. Every other read of its local tensor
 # materializes, which communicates: all ranks must then read it.

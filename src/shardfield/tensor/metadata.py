@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..spec import ShardTensorSpec
@@ -68,5 +67,5 @@ class Metadata(LocalState):
     def _metadata_local(self) -> Tensor:
         """Return a tensor with the metadata of the local one; a deferred value is not materialized for it."""
         if self._deferred is not None:
-            return torch.empty((1,) * self.ndim, dtype=self._dtype, device=self._device)
+            return self._deferred.metadata_local(self._dtype, self._device)
         return self._local_tensor

@@ -1,9 +1,10 @@
 """Products of a sparse matrix and a sharded dense tensor.
 
-The sparse matrix (a stencil, the edges of a graph, an interpolation) is replicated. If the contracted dim of the dense
-operand is unsharded, the product is local. Else rows of the dense operand are gathered to the entries of the matrix and
-the products are added to the rows of the result, as along the edges of a graph: only rows near shard boundaries are
-sent. A matrix that requires grad takes the same path; the gradient of an entry is a sum over the ranks.
+The sparse matrix (a stencil, an interpolation) is replicated. If the contracted dim of the dense operand is unsharded,
+the product is local. Else rows of the dense operand are gathered to the entries of the matrix and the products are
+added to the rows of the result, as along the edges of a graph: only rows near shard boundaries are sent. A matrix that
+requires grad takes the same path; the gradient of an entry is a sum over the ranks. So does a matrix whose entries are
+sharded (`sparse_entries.py`), of which each rank has its own.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from ...dispatch.executor import Handler
 from ...dispatch.fallback import gather_fallback
 from ...dispatch.registry import handler
 from ...tensor import ShardTensor
+from .sparse_entries import COO, CSC, CSR, SparseMatrix, as_matrix, product, sparse_matrix, wrapped
 
-LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+LAYOUTS = (COO, CSR, CSC)
 
 
 def is_sparse(value: Any) -> bool:
     """Return whether a value is a sparse tensor, plain or as the local tensor of a replicated ShardTensor."""
     if value.__class__ is ShardTensor:
-        value = value.__dict__.get("_local_tensor")  # a deferred tensor is dense, and is not materialized for this
+        if value._deferred is not None:
+            return sparse_matrix(value) is not None
+        value = value._local_tensor
     return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
@@ -38,8 +42,12 @@ def sparse_matmul(left: Any, right: Any) -> Any:
     """
     sparse_right = not is_sparse(left)
     matrix, dense = (right, left) if sparse_right else (left, right)
-    matrix = matrix._local_tensor if matrix.__class__ is ShardTensor else matrix
-    if is_sparse(dense) or not isinstance(dense, ShardTensor) or matrix.layout not in LAYOUTS or matrix.ndim != 2:
+    sharded = [found for found in map(sparse_matrix, (left, right)) if found is not None and found.sharding]
+    if is_sparse(dense):
+        return multiply(left, right, sharded[0].sharding) if sharded else None
+    if not sharded:
+        matrix = matrix._local_tensor if matrix.__class__ is ShardTensor else matrix
+    if not (sharded or isinstance(dense, ShardTensor)) or matrix.layout not in LAYOUTS or matrix.ndim != 2:
         return None
     dim = dense.ndim - 1 if sparse_right else 0
     if not dense.ndim or (dense.ndim > 2 and not sparse_right) or matrix.dense_dim():
@@ -51,14 +59,35 @@ def sparse_matmul(left: Any, right: Any) -> Any:
         if torch.is_autocast_enabled(dense.device.type):
             return None
         raise RuntimeError(f"sparse matrix product: dtypes {left.dtype} and {right.dtype} differ")
-    if dense.ndim < 3 and not (matrix.requires_grad or dense._layout.is_sharded(dim) or dense._layout.partial):
-        return NotImplemented  # (with more dims, torch multiplies or refuses depending on strides)
-    entries = matrix.to_sparse_coo().coalesce()
-    rows, columns = entries.indices().flip(0) if sparse_right else entries.indices()
-    products = dense.index_select(dim, columns) * entries.values().view([-1] + [1] * (dense.ndim - 1 - dim))
+    if sharded:
+        rows, columns, values = sharded[0].entries()
+    else:
+        if dense.ndim < 3 and not (matrix.requires_grad or dense._layout.is_sharded(dim) or dense._layout.partial):
+            return NotImplemented  # (with more dims, torch multiplies or refuses depending on strides)
+        entries = matrix.to_sparse_coo().coalesce()
+        (rows, columns), values = entries.indices(), entries.values()
+    if sparse_right:
+        rows, columns = columns, rows
+    products = dense.index_select(dim, columns) * values.view([-1] + [1] * (dense.ndim - 1 - dim))
     shape = list(dense.shape)
     shape[dim] = matrix.shape[int(sparse_right)]
     return dense.new_zeros(shape).index_add(dim, rows, products)
+
+
+def multiply(left: Any, right: Any, like: Any) -> ShardTensor | None:
+    """Return the product of two sparse matrices in COO or CSR form; None for others."""
+    a, b = as_matrix(left, like), as_matrix(right, like)
+    if a is None or b is None or left.layout is not right.layout or left.layout is CSC:
+        return None
+    if a.layout.shape[1] != b.layout.shape[0]:
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied ({'x'.join(map(str, left.shape))} and "
+            f"{'x'.join(map(str, right.shape))})"
+        )
+    if left.dtype != right.dtype:
+        raise RuntimeError(f"sparse matrix product: dtypes {left.dtype} and {right.dtype} differ")
+    found = product(a, b)
+    return wrapped(found if left.layout is COO else found.compressed())
 
 
 def sparse_addmm(input: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -82,6 +111,8 @@ def route_sparse(body: Callable, dense_handler: Handler) -> Handler:
     def run(func, types, args, kwargs):
         for value in args:  # `is_sparse` written out: it is called for each operand of every product
             if value.__class__ is ShardTensor:
+                if value._deferred.__class__ is SparseMatrix:
+                    break
                 value = value.__dict__.get("_local_tensor")
             if isinstance(value, Tensor) and value.layout is not torch.strided:
                 break

@@ -16,11 +16,12 @@ from ...comm import autograd_collectives
 from ...comm.route import RowRequest, fetch_route
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, gather_fallback, handler, handler_of, rule, to_full_tensor
-from ...layout import DimSharding, Layout, chunk, outer_shard_sizes, starts
+from ...layout import DimSharding, Layout, chunk, outer_shard_sizes, shard_sizes_of, starts
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
 from .._common.inplace import register_inplace
 from .._common.probe import meta_tensor, probe, stand_in
+from ..indexing.owners import gather_counts
 
 LocalFn = Callable[[Tensor], Tensor]
 SourceRuns = Callable[[int, int], list[RowRequest]]
@@ -237,23 +238,42 @@ def repeat_interleave(func, types, args, kwargs):
         repeats = int(repeats)
     if not isinstance(repeats, Tensor):
         return _run_interleave_int(func, types, (x, repeats, dim), {})
-    counts = to_full_tensor(repeats) if isinstance(repeats, ShardTensor) else repeats
+    repeats = repeats._reduced_value() if isinstance(repeats, ShardTensor) else repeats
     if not isinstance(x, ShardTensor):
-        return func(x, counts, dim)
+        return func(x, to_full_tensor(repeats), dim)
     dim = range(x.ndim)[dim]
-    if counts.ndim != 1 or len(counts) != x.shape[dim]:
-        raise RuntimeError("repeats must have the same size as input along dim, but got " + str(tuple(counts.shape)))
-    total = named.get("output_size")
-    if total is not None and total != int(counts.sum()):
-        raise RuntimeError("repeat_interleave: allocated size does not match required size")
+    if repeats.ndim != 1 or len(repeats) != x.shape[dim]:
+        raise RuntimeError("repeats must have the same size as input along dim, but got " + str(tuple(repeats.shape)))
     x._consumed = True
     x = x._redistribute_to(unmerge_dims(x._layout, [dim]))
+    counts, sizes = _own_counts(repeats, x._layout, dim)
+    total = sum(sizes)
+    if named.get("output_size") not in (None, total):
+        raise RuntimeError("repeat_interleave: allocated size does not match required size")
+    if min(sizes) < 0:
+        raise RuntimeError("repeats can not be negative")
     (factor,) = x._layout.dims[dim]
-    ends = [0, *counts.cumsum(0).tolist()]
-    sizes = [ends[s + n] - ends[s] for s, n in zip(starts(factor.shard_sizes), factor.shard_sizes, strict=True)]
-    start, stop = x._layout.span(dim)
-    local = x._local_tensor.repeat_interleave(counts[start:stop], dim)
-    return wrap(local, x._layout.with_dim(dim, DimSharding(ends[-1], factor.axes, tuple(sizes))))
+    local = x._local_tensor.repeat_interleave(counts, dim)
+    return wrap(local, x._layout.with_dim(dim, DimSharding(total, factor.axes, sizes if factor.axes else ())))
+
+
+def _own_counts(repeats: Tensor, layout: Layout, dim: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return how often this rank's rows are repeated, and the number of repeated rows of every shard.
+
+    -1 stands for a negative count. Counts that are sharded like the rows stay where they are; others are needed in
+    full.
+    """
+    (factor,) = layout.dims[dim]
+    if isinstance(repeats, ShardTensor) and repeats._layout.dims == ((factor,),) and not repeats.is_floating_point():
+        counts = repeats._local_tensor
+        return counts, gather_counts(_total(counts), layout, factor.axes, counts.device)
+    whole = to_full_tensor(repeats) if isinstance(repeats, ShardTensor) else repeats
+    start, stop = layout.span(dim)
+    return whole[start:stop], tuple(map(_total, whole.split(shard_sizes_of(factor))))
+
+
+def _total(counts: Tensor) -> int:
+    return -1 if (counts < 0).any() else int(counts.sum())
 
 
 # ---------------------------------------------------------------------- triangles

@@ -12,6 +12,7 @@ from ...dispatch.plan import Operand, Plan, Returns, ViewKind
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout
 from .._common.probe import meta_tensor
+from ..matmul.sparse_entries import SparseMatrix, transpose
 from .view import loses_writes, plan_scalar
 
 
@@ -36,7 +37,8 @@ def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout | None:
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "adjoint", "squeeze",
-      *(tensor_getter(name) for name in ("T", "mT", "H", "mH")), partial=True, merged=True)  # fmt: skip
+      *(tensor_getter(name) for name in ("T", "mT", "H", "mH")), partial=True, merged=True,
+      accepts_deferred={SparseMatrix: transpose})  # fmt: skip
 def permute(input: Operand, *args, fn, **kwargs):
     """Permute the dims of the layout as torch permutes the strides of a meta tensor."""
     layout = input.layout

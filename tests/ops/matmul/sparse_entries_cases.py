@@ -1,0 +1,113 @@
+"""Sparse matrices whose entries are sharded: products with each other and with fields, conversions, gradients."""
+
+import torch
+
+from tests.harness import T, case, raises
+
+# Entries of a matrix of 6 x 5 and one of 5 x 7, in order; row 2 of the first and row 3 of the second have none.
+LEFT = torch.tensor([[0, 0, 1, 1, 1, 3, 3, 4, 5], [1, 4, 0, 2, 3, 0, 4, 4, 2]])
+RIGHT = torch.tensor([[0, 0, 1, 2, 2, 4, 4], [2, 6, 0, 2, 3, 0, 6]])
+OPTIONS = {"layouts": 16}
+
+
+def coo(at, values, shape):
+    return torch.sparse_coo_tensor(at, values, shape, is_coalesced=True)
+
+
+def shuffled(at, values, shape):
+    """Return a matrix whose entries are not in order, two of them twice."""
+    order = torch.arange(at.shape[1]).flip(0)
+    return torch.sparse_coo_tensor(at[:, order], values[order], shape)
+
+
+def csr(at, values, shape):
+    return torch.sparse_csr_tensor(torch._convert_indices_from_coo_to_csr(at[0], shape[0]), at[1], values, size=shape)
+
+
+def parts(matrix):
+    """Return indices and values of a matrix, in order: torch's CSR product of MKL leaves columns out of order."""
+    found = matrix.to_sparse_coo().coalesce()
+    again = torch.sparse_coo_tensor(found.indices(), found.values(), matrix.shape).coalesce()
+    return again.indices(), again.values()
+
+
+def product_of(make, other=None):
+    """Return a call that multiplies two matrices with these values."""
+
+    def run(a, b):
+        return parts(make(LEFT, a, (6, 5)) @ (other or make)(RIGHT, b, (5, 7)))
+
+    run.__name__ = f"product of {make.__name__} matrices"
+    return run
+
+
+def from_edges(edges, weights):
+    """Square the matrix of sharded edges, as torch_geometric's GraphUNet does."""
+    matrix = csr(edges, weights, (5, 5))
+    indices, values = parts(matrix @ matrix)
+    return indices, values
+
+
+def with_field(edges, weights, x):
+    weights = weights + 0.0 * edges.sum()  # as computed from the nodes: sharded or on every rank, but not plain
+    matrix = torch.sparse_coo_tensor(edges, weights, (6, 5))
+    return matrix @ x, torch.sparse.mm(matrix, x), x.T @ matrix.t()
+
+
+def with_plain(a, b):
+    """Multiply a matrix of sharded values with a plain one, from both sides."""
+    plain = coo(RIGHT, torch.arange(1.0, 8, dtype=a.dtype), (5, 7))
+    return *parts(coo(LEFT, a, (6, 5)) @ plain), *parts(
+        plain.t().coalesce() @ shuffled(LEFT.flip(0), b, (5, 6)).coalesce()
+    )
+
+
+def read(a):
+    """Read the parts of matrices."""
+    ordered, unordered, compressed = coo(LEFT, a, (6, 5)), shuffled(LEFT, a, (6, 5)), csr(LEFT, a, (6, 5))
+    assert ordered.is_coalesced() and not unordered.is_coalesced() and ordered.is_sparse and compressed.is_sparse_csr
+    assert ordered._nnz() == 9 and compressed.shape == (6, 5) and compressed.layout is torch.sparse_csr
+    compressed_too = unordered.to_sparse_csr()
+    return (
+        ordered.values() * 2, unordered._values(), unordered._indices(), unordered.coalesce().values(),
+        compressed.crow_indices(), compressed.col_indices(), compressed.values(),
+        compressed_too.crow_indices(), compressed_too.values(),
+    )  # fmt: skip
+
+
+def without_rule(a):
+    return coo(LEFT, a, (6, 5)).to_dense() * 2
+
+
+def edges(shape, generator):
+    return torch.stack([torch.tensor([0, 0, 1, 1, 1, 2, 3, 4, 4]), LEFT[1]])
+
+
+VALUES, PLAIN_VALUES, EDGES = T(9), T(9, shard_dims=()), T(2, 9, fill=edges, shard_dims=(1,))
+CONSTANT = T(9, grad=False)
+CASES = [
+    case(product_of(coo), VALUES, T(7), options=OPTIONS),
+    case(product_of(shuffled), VALUES, T(7), options=OPTIONS),
+    case(product_of(shuffled, coo), VALUES, T(7, shard_dims=()), options=OPTIONS),
+    case(product_of(csr), CONSTANT, T(7, grad=False), options=OPTIONS),
+    case(from_edges, EDGES, CONSTANT, options=OPTIONS),
+    case(from_edges, EDGES, T(9, grad=False, shard_dims=()), options=OPTIONS),
+    case(with_field, EDGES, VALUES, T(5, 3), options=OPTIONS),
+    case(with_field, EDGES, PLAIN_VALUES, T(5, 3), options=OPTIONS),
+    case(with_field, T(2, 9, fill=edges, shard_dims=()), VALUES, T(5, 3, shard_dims=()), options=OPTIONS),
+    case(  # C++ itself records a gradient of plain values
+        lambda edges, weights, x: torch.sparse_coo_tensor(edges, weights, (6, 5)) @ x,
+        EDGES,
+        PLAIN_VALUES,
+        T(5, 3, shard_dims=()),
+        options=OPTIONS | {"may_refuse": True, "name": "plain values that require grad"},
+    ),
+    case(with_plain, VALUES, VALUES, options=OPTIONS),
+    case(read, CONSTANT, options=OPTIONS),
+    case(without_rule, VALUES, options=OPTIONS | {"may_gather": True}),
+    case(
+        lambda a: coo(LEFT, a, (6, 5)) @ coo(LEFT, a, (6, 5)),
+        VALUES,
+        options=OPTIONS | raises(RuntimeError, "shapes cannot be multiplied") | {"name": "product of other sizes"},
+    ),
+]
