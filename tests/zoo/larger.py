@@ -37,6 +37,10 @@ def gat_512():
     return graph_of("GATConv")
 
 
+def graph_unet_1024():
+    return zoo.graph_unet(128), zoo.ring_of(1024, 128)
+
+
 def fno_1d_128():
     fno = imported("neuralop.models").FNO
     return fno(n_modes=(16,), hidden_channels=32, in_channels=2, out_channels=1, n_layers=2)
@@ -60,6 +64,7 @@ MODELS: dict[str, Entry] = {
     "gcn_512": Entry("torch_geometric GCN, larger", None, (0,), None, **BARS),
     "sage_512": Entry("torch_geometric SAGE, larger", None, (0,), None, **BARS),
     "gat_512": Entry("torch_geometric GAT, larger", None, (0,), None, **BARS),
+    "graph_unet_1024": Entry("torch_geometric GraphUNet, larger", None, (0,), None, **BARS),
     "fno_1d_128": Entry("neuraloperator FNO 1-D, larger", (2, 2, 128), (2,), None, ROUNDED, **BARS),
     "anemoi_400": Entry(
         "anemoi graph transformer, larger", (1, 2, 1, 400, 3), (3,), None, package="anemoi.models", **BARS

@@ -54,6 +54,9 @@ multiply_all, zero_all, add_to_all = torch._foreach_mul, torch._foreach_zero_, t
 # torch 2.11-2.15: constructor of a tensor subclass that has a shape but no storage of its own. No public name.
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
+# torch 2.11-2.15: the operator that `torch.sparse_coo_tensor` of tensors with a `__torch_dispatch__` calls.
+build_sparse_coo = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+
 # torch 2.11-2.15: run torch functions below __torch_function__ (public as torch._C since 2.0, no other name).
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 

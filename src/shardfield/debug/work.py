@@ -2,7 +2,8 @@
 
 The work of matrix products, convolutions and attention is their FLOPs, as `torch.utils.flop_counter` counts them, of a
 Fourier transform 5 n log2(n) for each line of n numbers, and of every other op one for each element of its largest
-tensor; new tensors count their own elements. Views, uninitialized tensors and messages do not count.
+tensor; new tensors count their own elements. Of a sparse matrix only entries count. Views, uninitialized tensors and
+messages do not count.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .._compat import DispatchMode
 from ..dispatch.arguments import map_tensors
 
 aten = torch.ops.aten
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
 def _fft_work(input: Tensor, dims: Any, *rest: Any, out: Tensor) -> int:
@@ -33,6 +35,17 @@ def _attention_work(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out: 
 
 def _attention_backward_work(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> int:
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def _elements(value: Tensor) -> int:
+    return 0 if value.is_meta else value._nnz() if value.layout in SPARSE else value.numel()
+
+
+def _sparse_work(tensors: list[Tensor], multiplies: bool) -> int:
+    """Return one for each entry, two for each entry and column of a product with dense columns."""
+    entries = max(_elements(t) for t in tensors if t.layout in SPARSE)
+    columns = [t.shape[-1] for t in tensors if t.layout is torch.strided and t.ndim == 2]
+    return 2 * entries * max(columns, default=1) if multiplies else entries
 
 
 def _own_counts() -> dict[Any, Callable[..., int]]:
@@ -69,11 +82,14 @@ class WorkCounter(DispatchMode):
         virtual = runtime.active.virtual
         if virtual is not None and virtual.copying:  # a message between virtual ranks
             return 0
-        sizes: list[int] = []
+        tensors: list[Tensor] = []
         reads = () if func._schema.name.startswith("aten::new_") else (args, kwargs)
-        map_tensors((reads, out), lambda t: sizes.append(0 if t.is_meta else t.numel()))
+        map_tensors((reads, out), tensors.append)
+        sizes = [_elements(t) for t in tensors]
         if not any(sizes):  # a rule that probes torch for a shape
             return 0
+        if any(t.layout in SPARSE for t in tensors):
+            return _sparse_work(tensors, packet in flop_registry)
         if packet in self._own:
             return self._own[packet](*args, **kwargs, out=out)
         return flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else max(sizes)

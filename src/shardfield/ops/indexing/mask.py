@@ -25,6 +25,8 @@ from .basic_index import as_shard_tensor
 from .gather_rows import index_with_tensors
 from .owners import AxisExchange, Owners, gather_counts
 
+MIN_BALANCED = 128  # integers on a rank; fewer are not worth a message
+
 
 class SelectionOrder:
     """The global order of the elements that each rank selected from a tensor with layout `layout`.
@@ -123,7 +125,27 @@ def masked_rows(x: ShardTensor, at: int, mask: Tensor) -> ShardTensor:
     order = SelectionOrder(mask_layout, selected_flat_indices(selected, mask_layout))
     rows = order.exchange(block.movedim(list(range(at, at + n)), list(range(n)))[selected])
     dims = (*layout.dims[:at], (order.sharding,), *layout.dims[at + n :])
-    return wrap(rows.movedim(0, at), layout.with_dims(dims))
+    found = wrap(rows.movedim(0, at), layout.with_dims(dims))
+    return found if x.dtype not in (torch.int64, torch.int32) else balance_index(found, at, mask_layout)
+
+
+def balance_index(found: ShardTensor, at: int, mask: Layout) -> ShardTensor:
+    """Return selected integers in shards of one size if most of them are on few ranks.
+
+    Integers that a mask selects from an order (the best nodes of a pooled graph) are mostly an index: its sharding is
+    that of the rows it selects next, and of all work on them. Other values stay where they are selected: a loss on a
+    part of the field is not worth their transfer.
+    """
+    (factor,) = found._layout.dims[at]
+    leading, _, _ = _leading_sharding(mask)
+    before = (
+        leading.shard_sizes if leading is not None and leading.axes == factor.axes else (1,) * len(factor.shard_sizes)
+    )
+    largest, share = max(factor.shard_sizes, default=0), max(before, default=0) / max(sum(before), 1)
+    if factor.size < MIN_BALANCED * len(before) or largest <= 1.5 * share * factor.size:
+        return found
+    sizes = balanced(factor.size, len(factor.shard_sizes))
+    return found._redistribute_to(found._layout.with_dim(at, DimSharding(factor.size, factor.axes, sizes)))
 
 
 def masked_put(y: ShardTensor, at: int, mask: Tensor, value: Tensor) -> None:

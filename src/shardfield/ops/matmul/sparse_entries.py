@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ..._compat import build_sparse_coo
 from ...dispatch.executor import Handler
 from ...dispatch.fallback import gather_fallback
 from ...dispatch.registry import handler, mesh_of
@@ -233,7 +234,7 @@ def register_factory(op: Any, build: Callable[..., SparseMatrix | None]) -> None
     runtime.active.registry.dispatch_handlers[op] = run
 
 
-register_factory(torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default, build_coo)
+register_factory(build_sparse_coo, build_coo)
 register_factory(torch.ops.aten.sparse_compressed_tensor.comp_plain_value_size, build_compressed)
 
 
