@@ -83,6 +83,20 @@ def add_all(buffer, x):
     buffer += torch.cat([x, x], 1)
 
 
+def best_rows(x):
+    """Select the rows of the largest sums, as pooling of graphs does: a mask takes the first of an order."""
+    order = x.sum(1).argsort(descending=True)
+    return x[order[torch.arange(len(x)) < len(x) // 3]] * 2
+
+
+def squared_matrix(x):
+    """Return the entries of the square of a sparse matrix of as many edges as rows."""
+    nodes = torch.arange(len(x))
+    edges = torch.stack([nodes, nodes * 7 % len(x)])
+    matrix = torch.sparse_coo_tensor(edges, x[:, 0] * x[:, 1], (len(x), len(x)))
+    return (matrix @ matrix).coalesce().values()
+
+
 torch.manual_seed(0)
 MODELS: dict[str, nn.Module] = {
     "spectral MLP": SpectralMLP(64).double(),
@@ -113,6 +127,8 @@ PROGRAMS: dict[str, Program] = {
     "cat of a sum": Program(lambda x: torch.cat([x, torch.ones_like(x)], 1), FIELD, SUM, (2,), 0.5),
     "index": Program(lambda x: x[ENTRIES].relu(), ROWS, (Shard(0),), (0,), 0.8),
     "index_select": Program(lambda x: x.index_select(0, ENTRIES), ROWS, (Shard(0),), (0,), 0.8),
+    "best rows": Program(best_rows, ROWS, (Shard(0),), (0,), 0.5),
+    "squared sparse matrix": Program(squared_matrix, ROWS, (Shard(0),), (0,), 0.3),
     "gather": Program(lambda x: x.gather(0, ENTRIES[:, None].expand(-1, 50)), ROWS, (Shard(0),), (0,), 0.8),
     "take_along_dim": Program(lambda x: x.take_along_dim(ENTRIES[:, None], 0), ROWS, (Shard(0),), (0,), 0.8),
     "embedding": Program(lambda x: F.embedding(ENTRIES.view(24, 50), x), ROWS, (Shard(0),), (1,), 0.8),
@@ -185,6 +201,9 @@ def compare(program: Program, x: ShardTensor, plain: Tensor, even: bool) -> list
         if not torch.allclose(got, wanted, rtol=1e-9, atol=1e-10):
             found.append(f"{what} differs by {(got - wanted).abs().max():.1e}")
     dims = tuple(p.dim if p.is_shard() else None for p in getattr(out, "placements", ()))
+    ranks = math.prod(out.device_mesh.size(a) for a in out._layout.shard_axes)
+    if even and any_rank(out.to_local().numel() * ranks > 1.25 * out.numel()):
+        found.append(f"the result is {out._layout}, not balanced")
     lost = [d is None for d in dims] != [d is None for d in program.placed]
     if lost or (even and dims != program.placed):  # which dim divides best depends on the number of ranks
         found.append(f"the result is {getattr(out, '_layout', 'plain')}, not sharded on {program.placed}")
