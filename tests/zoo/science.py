@@ -18,8 +18,9 @@ class Aurora(nn.Module):
     The field has two times of one surface variable and of two variables on three pressure levels.
     """
 
-    def __init__(self):
+    def __init__(self, height=32, width=64, channels=16):
         super().__init__()
+        self.height, self.width = height, width
         self.aurora = imported("aurora").Aurora(
             surf_vars=("2t",),
             static_vars=("lsm",),
@@ -30,11 +31,11 @@ class Aurora(nn.Module):
             decoder_depths=(2, 2),
             decoder_num_heads=(4, 2),
             latent_levels=4,
-            embed_dim=16,
+            embed_dim=channels,
             num_heads=2,
             use_lora=False,
         )
-        self.register_buffer("lsm", torch.rand(32, 64, generator=torch.Generator().manual_seed(3)))
+        self.register_buffer("lsm", torch.rand(height, width, generator=torch.Generator().manual_seed(3)))
 
     def forward(self, x):
         aurora = imported("aurora")
@@ -45,8 +46,8 @@ class Aurora(nn.Module):
                 static_vars={"lsm": self.lsm},
                 atmos_vars={"t": 250 + 10 * t, "q": 0.003 * q},
                 metadata=aurora.Metadata(
-                    lat=torch.linspace(88, -88, 32, dtype=torch.float64),
-                    lon=torch.arange(64, dtype=torch.float64) * 5.625,
+                    lat=torch.linspace(88, -88, self.height, dtype=torch.float64),
+                    lon=torch.arange(self.width, dtype=torch.float64) * (360 / self.width),
                     time=(datetime(2026, 1, 1, 12),),
                     atmos_levels=(100, 500, 850),
                 ),
@@ -104,18 +105,20 @@ class Anemoi(nn.Module):
         return self.model({"data": x})["data"]
 
 
-def credit_wxformer():
+def credit_wxformer(size=64, width=8):
     return imported("credit.models.wxformer.crossformer").CrossFormer(
-        image_height=64, image_width=64, channels=2, levels=2, surface_channels=2, input_only_channels=1,
-        dim=(8, 16, 32, 64), depth=(1, 1, 1, 1), dim_head=8, global_window_size=(4, 4, 2, 1), local_window_size=2,
+        image_height=size, image_width=size, channels=2, levels=2, surface_channels=2, input_only_channels=1,
+        dim=tuple(n * width for n in (1, 2, 4, 8)), depth=(1, 1, 1, 1), dim_head=8,
+        global_window_size=(4, 4, 2, 1), local_window_size=2,
         cross_embed_kernel_sizes=((4, 8), (2, 4), (2, 4), (2, 4)), cross_embed_strides=(2, 2, 2, 2),
     )  # fmt: skip
 
 
-def credit_crossformer():
+def credit_crossformer(size=64, width=8):
     return imported("credit.models.crossformer").CrossFormer(
-        image_height=64, image_width=64, channels=2, levels=2, surface_channels=2, input_only_channels=1,
-        dim=(8, 16, 32, 64), depth=(1, 1, 1, 1), dim_head=8, global_window_size=(4, 4, 2, 1), local_window_size=2,
+        image_height=size, image_width=size, channels=2, levels=2, surface_channels=2, input_only_channels=1,
+        dim=tuple(n * width for n in (1, 2, 4, 8)), depth=(1, 1, 1, 1), dim_head=8,
+        global_window_size=(4, 4, 2, 1), local_window_size=2,
         cross_embed_kernel_sizes=((4, 8), (2, 4), (2, 4), (2, 4)), cross_embed_strides=(2, 2, 2, 2),
     )  # fmt: skip
 
@@ -132,12 +135,12 @@ def the_well_unet_convnext():
     return the_well("UNetConvNext", (64, 96), init_features=4, stages=4, blocks_per_stage=1, blocks_at_neck=1)
 
 
-def the_well_avit():
-    return the_well("AViT", (64, 96), hidden_dim=48, num_heads=2, processor_blocks=2)
+def the_well_avit(size=(64, 96), width=48):
+    return the_well("AViT", size, hidden_dim=width, num_heads=2, processor_blocks=2)
 
 
-def the_well_afno():
-    return Single(the_well("AFNO", (64, 96), hidden_dim=16, n_blocks=2, cmlp_diagonal_blocks=2))
+def the_well_afno(size=(64, 96), width=16):
+    return Single(the_well("AFNO", size, hidden_dim=width, n_blocks=2, cmlp_diagonal_blocks=2))
 
 
 def the_well_refno():
@@ -151,7 +154,7 @@ def the_well_dilated_resnet():
 def spherical(name: str, **options):
     models = imported("torch_harmonics.examples.models")
     sizes = {"img_size": (32, 64), "in_chans": 3, "out_chans": 2, "embed_dim": 8, "num_layers": 2, "scale_factor": 2}
-    return Single(getattr(models, name)(**sizes, **options))
+    return Single(getattr(models, name)(**sizes | options))
 
 
 def torch_harmonics_lsno():
@@ -256,18 +259,18 @@ SONG = {"model_channels": 8, "channel_mult": [1, 2], "num_blocks": 1, "attn_reso
 class SongUNet(nn.Module):
     """PhysicsNeMo's SongUNet at one noise level."""
 
-    def __init__(self):
+    def __init__(self, size=(32, 48), **options):
         super().__init__()
         unets = imported("physicsnemo.models.diffusion_unets")
-        self.unet = unets.SongUNet(img_resolution=[32, 48], in_channels=3, out_channels=2, **SONG)
+        self.unet = unets.SongUNet(img_resolution=list(size), in_channels=3, out_channels=2, **SONG | options)
 
     def forward(self, x):
         return self.unet(x, x.new_full((1,), 0.3))
 
 
-def physicsnemo_stormcast():
+def physicsnemo_stormcast(size=(32, 48), **options):
     unets = imported("physicsnemo.models.diffusion_unets")
-    return unets.StormCastUNet(img_resolution=[32, 48], img_in_channels=3, img_out_channels=2, **SONG)
+    return unets.StormCastUNet(img_resolution=list(size), img_in_channels=3, img_out_channels=2, **SONG | options)
 
 
 DOMINO_GRIDS = {"grid": (8, 8, 8, 3), "surf_grid": (8, 8, 8, 3), "sdf_grid": (8, 8, 8), "sdf_surf_grid": (8, 8, 8)}

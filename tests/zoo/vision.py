@@ -99,14 +99,14 @@ def timm_vit_16k():
     return model(img_size=256, patch_size=2, embed_dim=8, depth=1, num_heads=2, mlp_ratio=2, num_classes=5)
 
 
-def timm_xcit():
+def timm_xcit(width=16):
     model = imported("timm.models").Xcit
-    return model(img_size=64, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5, cls_attn_layers=1)
+    return model(img_size=64, patch_size=8, embed_dim=width, depth=2, num_heads=2, num_classes=5, cls_attn_layers=1)
 
 
-def vit_pytorch_maxvit():
+def vit_pytorch_maxvit(width=8):
     model = imported("vit_pytorch.max_vit").MaxViT
-    return model(num_classes=5, dim=8, depth=(1, 1), dim_head=8, dim_conv_stem=8, window_size=4, channels=3)
+    return model(num_classes=5, dim=width, depth=(1, 1), dim_head=8, dim_conv_stem=width, window_size=4, channels=3)
 
 
 MODELS: dict[str, Entry] = {

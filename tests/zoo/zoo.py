@@ -62,20 +62,20 @@ def transformers_segformer():
     return SegformerForSemanticSegmentation(SegformerConfig(**sizes, decoder_hidden_size=16, drop_path_rate=0.0))
 
 
-def transformers_swin():
+def transformers_swin(size=32, width=8):
     from transformers import SwinConfig, SwinModel
 
-    sizes = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
-    return SwinModel(SwinConfig(image_size=32, patch_size=2, drop_path_rate=0.0, **sizes))
+    sizes = {"embed_dim": width, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+    return SwinModel(SwinConfig(image_size=size, patch_size=2, drop_path_rate=0.0, **sizes))
 
 
-def transformers_zoedepth():
+def transformers_zoedepth(size=32, width=16):
     """BEiT with relative positions, a decoder at four scales, and a partly scripted head."""
     from transformers import BeitConfig, ZoeDepthConfig, ZoeDepthForDepthEstimation
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {"hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": width}
     sizes |= {"out_features": [f"stage{i}" for i in range(1, 5)], "out_indices": None, "reshape_hidden_states": False}
-    beit = BeitConfig(image_size=32, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0, **sizes)
+    beit = BeitConfig(image_size=size, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0, **sizes)
     head = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "bottleneck_features": 8, "bin_embedding_dim": 8}
     head |= {"num_attractors": [4, 2, 2, 1], "num_relative_features": 8}
     bins = [{"n_bins": 8, "min_depth": 0.001, "max_depth": 10.0}]
@@ -207,14 +207,14 @@ def pyg_graph_unet():
     return graph_unet(5, 8, 3), ring_of(23, 5)
 
 
-def pyg_attentive_fp():
+def pyg_attentive_fp(number=23, width=8):
     """Attention over edges and graphs, gated recurrent units on nodes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch_geometric.nn import AttentiveFP
-    nodes, edges = ring_of(23, 5)
+    nodes, edges = ring_of(number, 5)
     of_edges = torch.rand(edges.shape[1], 3, generator=torch.Generator().manual_seed(1))
-    return AttentiveFP(5, 8, 3, 3, 2, 2), (nodes, edges, of_edges, torch.arange(23) // 9)
+    return AttentiveFP(5, width, 3, 3, 2, 2), (nodes, edges, of_edges, torch.arange(number) // 9)
 
 
 class MeshGraphNet(nn.Module):
@@ -245,15 +245,15 @@ def meshgraphnet():
     return MeshGraphNet(), ring_of(23, 5)
 
 
-def neuralop_uno():
+def neuralop_uno(width=4, modes=4):
     from neuralop.models import UNO
 
     return UNO(
         in_channels=2,
         out_channels=1,
-        hidden_channels=4,
-        uno_out_channels=[4, 4, 4],
-        uno_n_modes=[[4, 4]] * 3,
+        hidden_channels=width,
+        uno_out_channels=[width] * 3,
+        uno_n_modes=[[modes, modes]] * 3,
         uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2, 2]],
         n_layers=3,
         channel_mlp_skip="linear",
