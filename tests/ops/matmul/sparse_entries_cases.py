@@ -75,6 +75,19 @@ def read(a):
     )  # fmt: skip
 
 
+def selected(a, index):
+    """Select columns and rows, some twice; torch has no gradient of it."""
+    matrix = shuffled(LEFT, a, (6, 5))
+    return *parts(matrix.index_select(1, index)), *parts(torch.index_select(matrix, 0, index))
+
+
+def coarsened(edges, weights, index):
+    """Pool a graph, as torch_geometric's ASAPooling does."""
+    matrix = csr(edges, weights, (5, 5))
+    chosen = torch.sparse_coo_tensor(edges, weights * 2, (5, 5)).index_select(1, index).to_sparse_csr()
+    return parts(chosen.t().to_sparse_csr() @ (matrix @ chosen))
+
+
 def without_rule(a):
     return coo(LEFT, a, (6, 5)).to_dense() * 2
 
@@ -83,8 +96,12 @@ def edges(shape, generator):
     return torch.stack([torch.tensor([0, 0, 1, 1, 1, 2, 3, 4, 4]), LEFT[1]])
 
 
+def repeated(shape, generator):
+    return torch.tensor([3, 0, 4, 3])
+
+
 VALUES, PLAIN_VALUES, EDGES = T(9), T(9, shard_dims=()), T(2, 9, fill=edges, shard_dims=(1,))
-CONSTANT = T(9, grad=False)
+CONSTANT, INDEX = T(9, grad=False), T(4, fill=repeated)
 CASES = [
     case(product_of(coo), VALUES, T(7), options=OPTIONS),
     case(product_of(shuffled), VALUES, T(7), options=OPTIONS),
@@ -104,6 +121,16 @@ CASES = [
     ),
     case(with_plain, VALUES, VALUES, options=OPTIONS),
     case(read, CONSTANT, options=OPTIONS),
+    case(selected, CONSTANT, INDEX, options=OPTIONS),
+    case(selected, CONSTANT, T(4, shard_dims=(), fill=repeated), options=OPTIONS),
+    case(
+        lambda a, index: coo(LEFT, a, (6, 5)).index_select(1, index + 3),
+        CONSTANT,
+        INDEX,
+        options=OPTIONS | raises(IndexError, "out of range") | {"name": "index_select out of range"},
+    ),
+    case(coarsened, EDGES, CONSTANT, INDEX, options=OPTIONS),
+    case(coarsened, EDGES, T(9, grad=False, shard_dims=()), T(4, shard_dims=(), fill=repeated), options=OPTIONS),
     case(without_rule, VALUES, options=OPTIONS | {"may_gather": True}),
     case(
         lambda a: coo(LEFT, a, (6, 5)) @ coo(LEFT, a, (6, 5)),

@@ -25,6 +25,7 @@ from ...layout import DimSharding, Layout, chunk
 from ...redistribute import without_partial
 from .._common.broadcast import align, broadcast_layout
 from .._common.probe import meta_tensor
+from ..matmul.sparse_entries import select_entries
 from .basic_index import normalize_dim, slice_sharding
 from .exchange_lists import ExchangeLists, IndexRequest, as_row_index
 from .owners import Owners, validate_index
@@ -160,7 +161,7 @@ def index_with_tensors(x: Tensor, indices: Sequence[Tensor], dims: Sequence[int]
     )
 
 
-@rule("index_select", partial=True, merged=True)
+@rule("index_select", partial=True, merged=True, around=select_entries)
 def index_select(input: Operand, dim: int, index: Operand, *, fn):
     """Select rows along one dim."""
     if index.dtype not in (torch.int32, torch.int64):

@@ -153,10 +153,19 @@ def sparse_matrix(value: Any) -> SparseMatrix | None:
     return deferred.settle() if isinstance(deferred, SparseMatrix) else None
 
 
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse tensor, plain or as the local tensor of a replicated ShardTensor."""
+    if value.__class__ is ShardTensor:
+        if value._deferred is not None:
+            return sparse_matrix(value) is not None
+        value = value._local_tensor
+    return isinstance(value, Tensor) and value.layout is not torch.strided
+
+
 def as_matrix(value: Any, like: Layout) -> SparseMatrix | None:
     """Return a sparse tensor as a matrix with entries sharded over the axes of other entries; None if it is none."""
     found = sparse_matrix(value)
-    if found is not None:
+    if found is not None and found.sharding:
         return found
     local = value._local_tensor if value.__class__ is ShardTensor else value
     if local.layout not in (COO, CSR, CSC) or local.ndim != 2 or local.dense_dim():
@@ -259,6 +268,35 @@ def transpose(run: Handler, func: Any, types: Any, args: tuple, kwargs: dict) ->
     swaps = function_name(func) in ("t", "T", "mT", "transpose") and (not dims or {d % 2 for d in dims} == {0, 1})
     matrix = sparse_matrix(args[0]) if swaps else None
     return run(func, types, args, kwargs) if matrix is None else wrapped(matrix.transposed())
+
+
+def select_entries(run: Handler) -> Handler:
+    """Return the handler of `index_select`: that of dense tensors, and one for matrices."""
+
+    def call(func, types, args, kwargs):
+        if not is_sparse(args[0] if args else kwargs.get("input")):
+            return run(func, types, args, kwargs)
+        found = select(*args, **kwargs)
+        return gather_fallback(func, types, args, kwargs) if found is None else found
+
+    return call
+
+
+def select(input: Any, dim: int, index: Any) -> ShardTensor | None:
+    """Return rows or columns of a matrix: its product with one that has a one per index. None if nothing is sharded."""
+    matrix, layout = sparse_matrix(input), getattr(index, "_layout", None)
+    if (matrix is None or matrix.sharding is None) and layout is not None and layout.shard_axes:
+        matrix = as_matrix(input, layout)
+    if matrix is None or matrix.sharding is None or index.ndim != 1:
+        return None
+    dim = range(2)[dim]
+    size, count = matrix.layout.shape[dim], len(index)
+    if ((index < 0) | (index >= size)).any():
+        raise IndexError("index_select(): index out of range")
+    place, one = torch.ones_like(index).cumsum(0) - 1, torch.ones_like(index, dtype=matrix.values.dtype)
+    chosen = matrix.of(COO, index, place, one, False, (size, count))
+    found = product(matrix, chosen) if dim else product(matrix.transposed(), chosen).transposed()
+    return wrapped(found.coalesced())
 
 
 READS: Mapping[str, Callable] = MappingProxyType(

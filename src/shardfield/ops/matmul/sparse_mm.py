@@ -21,18 +21,9 @@ from ...dispatch.executor import Handler
 from ...dispatch.fallback import gather_fallback
 from ...dispatch.registry import handler
 from ...tensor import ShardTensor
-from .sparse_entries import COO, CSC, CSR, SparseMatrix, as_matrix, product, sparse_matrix, wrapped
+from .sparse_entries import COO, CSC, CSR, SparseMatrix, as_matrix, is_sparse, product, sparse_matrix, wrapped
 
 LAYOUTS = (COO, CSR, CSC)
-
-
-def is_sparse(value: Any) -> bool:
-    """Return whether a value is a sparse tensor, plain or as the local tensor of a replicated ShardTensor."""
-    if value.__class__ is ShardTensor:
-        if value._deferred is not None:
-            return sparse_matrix(value) is not None
-        value = value._local_tensor
-    return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
 def sparse_matmul(left: Any, right: Any) -> Any:
