@@ -170,14 +170,15 @@ class Runtime:
         recorded: the graphs of gradients (`create_graph`) that are alive, a `dispatch.recorded_backward.Recorded`; None
         before the first one.
         thread: the thread that has communicated, 0 before the first message. engine_thread: the thread of autograd's
-        engine that has. messages: their number. stalls: the StallMonitor of this world.
+        engine that has. messages: their number. stalls: the StallMonitor of this world. saves: checkpoints that are
+        being written, which send messages.
     """
 
     __slots__ = (
         *_OBSERVERS, *_BY_TENSOR, "registry", "handlers", "epoch", "world", "meshes", "mesh_states", "ended_meshes",
         "plans", "plans_made", "forced_plans", "readers", "resolved", "dft_matrices", "exchange_lists", "transports",
         "transports_by_backend", "deferring_groups", "trace_counts", "capture_streams", "in_flight", "tokens", "warned",
-        "thread", "engine_thread", "messages", "stalls", "written_meshes", "recorded", "__weakref__",
+        "thread", "engine_thread", "messages", "stalls", "saves", "written_meshes", "recorded", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, registry: Registry):
@@ -228,6 +229,7 @@ class Runtime:
         self.recorded: Any = None
         self.thread = self.engine_thread = self.messages = 0
         self.stalls: Any = None
+        self.saves: set[Any] = set()
 
     def stop_monitor(self) -> None:
         """End the thread that watches for stalls, before the store of the world ends."""

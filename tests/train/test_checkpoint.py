@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardfield import ShardTensor
+from shardfield.comm.consensus import ask_first_rank
 from shardfield.testing import run_on_ranks
 from shardfield.train import CheckpointError, Checkpoints, full_state_dict, load_full_state_dict, storage
 from tests.train.test_parallelize import batch, field, loss_of, parallelize, seeded
@@ -177,6 +178,77 @@ def interrupted(folder):
 
 def test_full_disk(tmp_path):
     run_on_ranks(interrupted, 2, tmp_path)
+
+
+def one_rank_fails(folder):
+    """Check that an error on one rank before it writes or reads raises on all, and that later calls work."""
+    model, kept, second = nn.Linear(2, 2), Checkpoints(folder), dist.get_rank() == 1
+    with pytest.raises(CheckpointError, match=r"step 1: cannot be done\n  rank 1: scalars must be finite"):
+        kept.save(1, model, scalars={"best": float("nan") if second else 0.5})
+    with pytest.raises(CheckpointError, match=r"rank 1: AttributeError: '(str|NoneType)' object"):
+        kept.save(1, model, extra={"mean": "a text" if second else torch.ones(2)})
+    kept.save(1, model)
+    kept.wait()
+    with pytest.raises(CheckpointError, match=r"step-000001: cannot be done\n  rank 1: the checkpoint is of another"):
+        kept.load(kept.latest(), nn.Linear(2, 3) if second else model)
+    assert kept.load(kept.latest(), model) == {}
+
+
+def test_error_of_one_rank(tmp_path):
+    run_on_ranks(one_rank_fails, 2, tmp_path)
+
+
+def test_error_that_rank_0_does_not_expect(tmp_path):
+    run_on_ranks(unexpected, 2, tmp_path)
+
+
+def unexpected(folder):
+    with pytest.raises(CheckpointError, match="ZeroDivisionError: division by zero"):
+        ask_first_rank(lambda: 1 / 0, Checkpoints(folder).group, CheckpointError)
+
+
+END = """
+import os, sys, time
+from pathlib import Path
+import torch.nn as nn
+from shardfield.distributed import DistributedManager
+from shardfield.train import CheckpointError, Checkpoints, storage
+
+write = storage.CheckpointWriter.write_data
+
+def slowly(self, plan, planner):
+    time.sleep(0.5)
+    if self.folder.name == "step-000002" and DistributedManager().rank == 1:
+        raise OSError(28, "No space left on device")
+    return write(self, plan, planner)
+
+storage.CheckpointWriter.write_data = slowly
+for step in (1, 2):
+    DistributedManager.initialize()
+    kept = Checkpoints(Path(sys.argv[1]), run_id="r")
+    kept.save(step, nn.Linear(2, 2))
+    if step == 1:
+        if not os.fork():
+            try:
+                kept.save(5, nn.Linear(2, 2))
+            except CheckpointError as error:
+                print("child:", str(error).split(" of ")[0].split(": ")[1], flush=True)
+            DistributedManager.cleanup()
+            os._exit(0)
+        os.wait()
+        DistributedManager.cleanup()
+        print(list(kept.steps()), flush=True)
+"""
+
+
+def test_end_of_a_program_that_does_not_wait(forks, tmp_path):
+    """A save is complete after cleanup; a failed one is printed at exit; a forked process cannot save."""
+    (tmp_path / "program.py").write_text(END)
+    out = forks.run(tmp_path / "program.py", tmp_path, 2, str(tmp_path / "run"))
+    assert out == ["child: Checkpoints\n[1]\n"] * 2
+    for rank in range(2):
+        err = (tmp_path / f"rank{rank}.err").read_text()
+        assert "a checkpoint could not be written: rank 1: OSError: [Errno 28] No space left" in err, err
 
 
 def refused(folder):

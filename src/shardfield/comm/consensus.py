@@ -205,14 +205,15 @@ def ask_first_rank(
 ) -> Any:
     """Return on all ranks the JSON value of `ask()`, which the first rank of a group calls. Costs two broadcasts.
 
-    An error of shardfield or of the file system in `ask` is raised on all ranks, as a `raises` with the same text.
+    An error in `ask` is raised on all ranks, as a `raises` with the same text.
     """
     answer, failed = None, None
     if group is None or dist.get_rank(group) == 0:
         try:
             answer = [None, ask()]
-        except (ShardfieldError, OSError) as error:
-            answer, failed = [str(error), None], error
+        except Exception as error:
+            known = isinstance(error, (ShardfieldError, OSError))
+            answer, failed = [str(error) if known else f"{type(error).__name__}: {error}", None], error
     if group is not None and dist.get_world_size(group) > 1:
         data, device = json.dumps(answer).encode() if answer else b"", group_device(group)
         length = int(collectives.broadcast(torch.tensor([len(data)], device=device), 0, group).item())

@@ -8,6 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -330,13 +331,16 @@ class DistributedManager(NamedGroups):
     def cleanup(barrier: bool = False) -> None:
         """Leave the world and destroy the groups that this class created; an adopted process group is kept.
 
-        Also called at exit. After it, `initialize` may be called again; a second call does nothing.
+        Blocks until a checkpoint that is being written is complete. Also called at exit. After it, `initialize` may be
+        called again; a second call does nothing, nor does a call in a forked process, which shares its parent's
+        connections and must not end them.
         """
-        if not DistributedManager.is_initialized():
+        if not DistributedManager.is_initialized() or DistributedManager._shared_state["_pid"] != os.getpid():
             return
         self = DistributedManager()
         of_meshes = [group for mesh in self._meshes for group in mesh.get_all_groups()]
         created_here = [*self._groups.values(), *self._mesh_groups.values(), *of_meshes]
+        futures.wait(runtime.active.saves)
         runtime.active.stop_monitor()
         try:
             worlds.shut_down(self._world, barrier, created_here)
@@ -360,10 +364,8 @@ def _parse_port(port: int | str | None) -> int | None:
 
 def _at_exit() -> None:
     runtime.active.stop_monitor()  # a thread must not be inside a call of the store while Python ends
-    # A forked child shares the connections of its parent and must not end them.
-    if DistributedManager.is_initialized() and DistributedManager._shared_state["_pid"] == os.getpid():
-        with contextlib.suppress(Exception):
-            DistributedManager.cleanup()
+    with contextlib.suppress(Exception):
+        DistributedManager.cleanup()
 
 
 atexit.register(_at_exit)

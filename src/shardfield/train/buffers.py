@@ -18,25 +18,29 @@ from ..tensor import ShardTensor
 ROUNDING = 64  # times the dtype's epsilon: sums whose order differs between ranks
 
 
-def check_buffers(model: nn.Module, over: DeviceMesh | ProcessGroup, what: str) -> None:
+def check_buffers(model: nn.Module, over: DeviceMesh | ProcessGroup, what: str, flag: bool = False) -> bool:
     """Raise on all ranks if a buffer of the model differs between ranks by more than rounding.
+
+    Return whether any rank set `flag`.
 
     Buffers have no gradient that a wrapper would average. Saving or broadcasting those of one rank would silently drop
     the others': the statistics that each rank computed from its own samples, for example. Costs two small messages, and
     none if the model has no buffers. `what` is the call that the error names.
     """
     if runtime.active.fake_tensors:
-        return
+        return flag
     held = [(n, b) for n, b in model.named_buffers() if not (isinstance(b, (ShardTensor, DTensor)) or b.is_meta)]
     names = ", ".join(f"{n} {tuple(b.shape)} {b.dtype}" for n, b in held)
-    consensus.check_arguments(what, over, {"buffers": names or "none"}, always=True)
-    if not held:
-        return
+    flags = consensus.check_arguments(what, over, {"buffers": names or "none"}, extra=[int(flag)], always=True)
+    flagged = [1] in (flags or [])
+    if flagged or not held:
+        return flagged
     codes = [_fingerprint(b) for _, b in held]
     highest, lowest = _bounds(torch.tensor(codes, device=_device(over)), over)
     for (name, buffer), differs in zip(held, (highest != lowest).tolist(), strict=True):
         if differs:
             _refuse_unless_rounding(what, name, buffer, over)
+    return flagged
 
 
 def _fingerprint(buffer: Tensor) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
+import sys
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from .. import runtime
-from ..comm.consensus import ask_first_rank
+from ..comm.consensus import ask_first_rank, raise_together
+from ..errors import ShardingError
 from .buffers import check_buffers
 from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
@@ -50,7 +54,9 @@ class Checkpoints:
             raise ValueError(f"Checkpoints: keep={keep}; at least one must be kept")
         self.folder, self.keep, self.run_id = Path(folder), keep, run_id
         self._loaded: Path | None = None
-        self._pending_save: Future[Any] | None = None
+        self._saves: list[Future[Any]] = []  # the save that nobody has waited for
+        weakref.finalize(self, _report_lost, self._saves, self.folder)
+        self._process = os.getpid()
         # One thread for all saves: to start one blocks training until the interpreter switches back, 5 ms. The thread
         # ends with this object, and a process does not end before its save.
         self._executor = ThreadPoolExecutor(1)
@@ -107,35 +113,52 @@ class Checkpoints:
         self.wait()
         if self.run_id is None:
             self.claim(self._loaded)
-        if self.group is not None:
-            check_buffers(model, self.group, f"checkpoint of step {step}")
-        tensors, plain = _flat_state(model, optimizer)
-        tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
-        content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
+        what = f"checkpoint of step {step}"
+        failed: Exception | None = None
         try:
-            encode(content)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.folder}: scalars must be finite JSON values: {error}") from None
+            tensors, plain = _named_state(model, optimizer, extra)
+            content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
+            _check_scalars(content)
+            snapshots = {name: Snapshot.of(tensor) for name, tensor in tensors.items()}
+        except Exception as error:  # perhaps of this rank alone
+            failed = error
+        if self.group is None or check_buffers(model, self.group, what, failed is not None):
+            self._raise_together(f"{self.folder}: {what}", failed)
         writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
-        snapshots = {name: Snapshot.of(tensor) for name, tensor in tensors.items()}
         write = functools.partial(
             dcp.save, snapshots, storage_writer=writer, process_group=self.group, no_dist=self.group is None
         )
         if self._virtual:  # it sends from its own thread
-            self._pending_save = _call_now(write)
+            self._saves.append(_call_now(write))
             return
-        self._pending_save = self._executor.submit(write)
+        saving, running = self._executor.submit(write), runtime.active.saves
+        running.add(saving)
+        saving.add_done_callback(running.discard)
+        self._saves.append(saving)
 
     def wait(self) -> None:
         """Block until the last save is on disk; raise on all ranks if it failed on any."""
-        saving, self._pending_save = self._pending_save, None
-        if saving is not None:
-            try:
-                saving.result()
-            except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
-                raise CheckpointError(
-                    f"{self.folder}: a checkpoint could not be written: {_first_error(error)}"
-                ) from error
+        if os.getpid() != self._process:
+            raise CheckpointError(f"{self.folder}: Checkpoints of process {self._process}, which forked this one")
+        if self._saves:
+            error = self._saves[0].exception()  # an interrupt leaves the save to the next call
+            self._saves.clear()
+            if error is not None:
+                raise CheckpointError(_lost_text(self.folder, error)) from error
+
+    def _raise_together(self, what: str, failed: Exception | None) -> None:
+        """Raise on all ranks if one of them failed."""
+        problem = None
+        if failed is not None:
+            problem = str(failed) if isinstance(failed, CheckpointError) else f"{type(failed).__name__}: {failed}"
+        if self.group is None:
+            if failed is not None:
+                raise CheckpointError(f"{what}: {problem}") from failed
+            return
+        try:
+            raise_together(what, self.group, problem)
+        except ShardingError as error:
+            raise CheckpointError(str(error)) from failed
 
     def load(
         self,
@@ -152,13 +175,16 @@ class Checkpoints:
         index = ask_first_rank(lambda: read_index(path), self.group, CheckpointError)
         if not index["signed"]:
             warnings.warn(f"{path}: is of an older format, without a checksum of its scalars", stacklevel=2)
+        content, failed = index["scalars"], None
+        try:
+            tensors, plain = _named_state(model, optimizer, extra)
+            _check_tensors(index["tensors"], tensors, optimizer is not None)
+            if optimizer is not None:
+                _check_settings(content["optimizer"], plain)
+        except Exception as error:  # perhaps of this rank alone
+            failed = error
+        self._raise_together(str(path), failed)
         reader = CheckpointReader(path, index)
-        tensors, plain = _flat_state(model, optimizer)
-        tensors |= {f"extra.{name}": value for name, value in (extra or {}).items()}
-        _check_tensors(path, index["tensors"], tensors, optimizer is not None)
-        content = index["scalars"]
-        if optimizer is not None:
-            _check_settings(path, content["optimizer"], plain)
         try:
             with _suppress_warnings():
                 dcp.load(tensors, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
@@ -174,6 +200,21 @@ class Checkpoints:
             raise CheckpointError(f"{path}: {_first_error(error)}") from error
         self._loaded = path
         return content["run"]
+
+
+def _lost_text(folder: Path, error: BaseException) -> str:
+    return f"{folder}: a checkpoint could not be written: {_first_error(error)}"
+
+
+def _report_lost(saves: list[Future[Any]], folder: Path) -> None:
+    """Print the error of a save that nobody waited for, when it has ended."""
+
+    def report(saving: Future[Any]) -> None:
+        if (error := saving.exception()) is not None:
+            sys.stderr.write(f"shardfield: {_lost_text(folder, error)}\n")
+
+    for saving in saves:
+        saving.add_done_callback(report)
 
 
 class _PruningWriter(CheckpointWriter):
@@ -240,11 +281,26 @@ def _flat_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str
     return tensors, {n: v for n, v in state.items() if not isinstance(v, Tensor)}
 
 
+def _named_state(
+    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Tensor] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all tensors of a checkpoint by name, and the optimizer's other settings."""
+    tensors, plain = _flat_state(model, optimizer)
+    return tensors | {f"extra.{name}": value for name, value in (extra or {}).items()}, plain
+
+
 def _select_prefix(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
-def _check_tensors(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
+def _check_scalars(content: dict[str, Any]) -> None:
+    try:
+        encode(content)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"scalars must be finite JSON values: {error}") from None
+
+
+def _check_tensors(stored: Mapping[str, Any], wanted: Mapping[str, Tensor], with_optimizer: bool) -> None:
     """Raise if a checkpoint is of another model or optimizer."""
     stored = {n: v for n, v in stored.items() if with_optimizer or not n.startswith("optimizer.")}
     lacks = sorted(wanted.keys() - stored.keys())
@@ -259,10 +315,10 @@ def _check_tensors(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, T
     ]
     reasons += [f"has {n} of dtype {stored[n]['dtype']}, expected is {wanted[n].dtype}" for n in dtypes[:1]]
     if reasons:
-        raise CheckpointError(f"{path}: the checkpoint is of another model or optimizer: it {'; it '.join(reasons)}")
+        raise CheckpointError(f"the checkpoint is of another model or optimizer: it {'; it '.join(reasons)}")
 
 
-def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise if a stored setting, such as a learning rate, is not of the type that the optimizer has for it."""
 
     def kind(value: Any) -> Any:
@@ -273,7 +329,7 @@ def _check_settings(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, 
     for name, value in stored.items():
         # None means "choose for me" for several settings (`fused`), so it is accepted for any type.
         if name in wanted and None not in (value, wanted[name]) and kind(value) != kind(wanted[name]):
-            raise CheckpointError(f"{path}: {name} is {value!r:.60}, expected is a value like {wanted[name]!r}")
+            raise CheckpointError(f"{name} is {value!r:.60}, expected is a value like {wanted[name]!r}")
 
 
 def _first_error(error: BaseException) -> str:
