@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
@@ -121,6 +123,35 @@ def written():
 
 def test_inplace():
     run_on_ranks(written, 2)
+
+
+@torch.library.custom_op("shardfield_test::scale_", mutates_args=("target", "others"))
+def scale_(target: Tensor, others: list[Tensor], factor: Tensor) -> Tensor:
+    for t in (target, *others):
+        t.mul_(factor)
+    return factor + 1
+
+
+def written_by_a_fallback():
+    """Check that a function without a rule writes into its arguments as on one device: each of a list, and `out=`."""
+    kept = field((2,)).full_tensor()
+    warnings.simplefilter("ignore")  # both are gathered
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x, other, factor = field((2,), (placement,)), field((2,), (placement,)), field((2,), (placement,))
+        more = scale_(x, [other], factor)
+        for written in (x, other):
+            assert torch.equal(written.full_tensor(), kept * kept) and written.placements == (placement,)
+        assert torch.equal(factor.full_tensor(), kept) and torch.equal(more.full_tensor(), kept + 1)
+        with torch.inference_mode():
+            y = factor * 1
+            scale_(y, [], factor)
+            assert torch.equal(y.full_tensor(), kept * kept)
+        torch.special.bessel_j1(factor, out=x)
+        assert torch.equal(x.full_tensor(), torch.special.bessel_j1(kept)) and x.placements == (placement,)
+
+
+def test_writes_of_a_fallback():
+    run_on_ranks(written_by_a_fallback, 2)
 
 
 def entered():

@@ -73,6 +73,14 @@ foreach_mul_ = torch._foreach_mul_
 # torch 2.11-2.15: copy many tensors in a few launches. No public name.
 foreach_copy_ = torch._foreach_copy_
 
+# torch 2.11-2.15: functions of lists of tensors, fused steps of optimizers, and what a gradient scaler does to all
+# gradients. No public names.
+FOREACH = [f for name, f in vars(torch).items() if name.startswith("_foreach_")]
+FUSED_STEPS = [
+    f for name, f in vars(torch).items() if name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+]
+unscale_all_ = torch._amp_foreach_non_finite_check_and_unscale_
+
 # torch 2.11-2.15: whether two tensors share memory. Unlike data_ptr, it works for tensors without data too.
 same_memory = torch._C._is_alias_of
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from .. import runtime
+from .._compat import OpOverload
 from ..debug import explain
 from ..errors import ShardingError
 from ..layout import Layout
@@ -45,24 +47,30 @@ def gather_fallback(func, types, args, kwargs):
                 stacklevel=user_stacklevel(),
             )
 
+    copies: list[tuple[ShardTensor, Any, Any]] = []  # operands that the function may write into, and their versions
+    may_write = _may_write(func, kwargs)
+
     def to_full(value):
-        return to_full_tensor(value) if isinstance(value, (ShardTensor, DTensor)) else value
+        if not isinstance(value, (ShardTensor, DTensor)):
+            return value
+        full = to_full_tensor(value)
+        if may_write and isinstance(value, ShardTensor):
+            full = full.clone()
+            copies.append((value, full, full.clone() if full.is_inference() else full._version))
+        return full
 
-    written = _in_place_target(func, args, kwargs)
-    plain_args, plain_kwargs = map_tensors(args, to_full), map_tensors(kwargs or {}, to_full)
-    if written is not None:
-        copy = plain_args[0].clone()
-        func(copy, *plain_args[1:], **plain_kwargs)
-        return written._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
-    out = func(*plain_args, **plain_kwargs)
-    return map_tensors(out, lambda t: wrap(t, Layout.replicate(mesh, t.shape)))
+    out = func(*map_tensors(args, to_full), **map_tensors(kwargs or {}, to_full))
+    written: dict[int, ShardTensor] = {}
+    for target, copy, before in copies:
+        if not torch.equal(copy, before) if copy.is_inference() else copy._version != before:
+            written[id(copy)] = target._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
+    return map_tensors(out, lambda t: written.get(id(t)) or wrap(t, Layout.replicate(mesh, t.shape)))
 
 
-def _in_place_target(func, args, kwargs):
-    """Return the ShardTensor that an in-place call writes, or None."""
+def _may_write(func: Any, kwargs: Any) -> bool:
+    """Return whether a function writes into an argument, by its name or its schema."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
     in_place = in_place and name not in ("__index__", "__int__", "__iter__")
-    if (in_place or name == "__setitem__") and args and isinstance(args[0], ShardTensor):
-        return args[0]
-    return None
+    mutable = isinstance(func, OpOverload) and func._schema.is_mutable
+    return in_place or mutable or name == "__setitem__" or "out" in (kwargs or {})

@@ -10,6 +10,7 @@ from .elementwise import loss as loss
 from .elementwise import pointwise as pointwise
 from .elementwise import random as random
 from .elementwise import recurrent as recurrent
+from .elementwise import tensor_lists as tensor_lists
 from .indexing import basic_index as basic_index
 from .indexing import cluster_search as cluster_search
 from .indexing import embedding as embedding

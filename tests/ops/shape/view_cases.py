@@ -123,6 +123,8 @@ CASES = [
     case(write_after_contiguous, T(5, 3), (1, 0), options=FEW_WRITES),
     case(write_after_contiguous, T(5, 3), (0, 1), options=FEW_WRITES),
     case(write_after_contiguous, T(2, 3, 4), (0, 2, 1), options=FEW_WRITES),
+    case(write_after_contiguous, T(1, 1, 2), (0, 2, 1), options=FEW_WRITES),
+    case(write_after_contiguous, T(2, 1, 3), (1, 0, 2), options=FEW_WRITES),
     # a plain tensor that sharded values are written into gathers them
     case(
         scan,

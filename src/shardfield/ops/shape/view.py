@@ -172,12 +172,13 @@ def _contiguous_partial(run: Callable) -> Callable:
 def contiguous(input: Operand, memory_format: torch.memory_format = torch.contiguous_format, *, fn):
     """Return the tensor itself where its dims are in order in memory, else a copy. Ranks agree on it before a write."""
     in_order = memory_format is torch.contiguous_format
+    dims = [d for d in range(input.ndim) if input.shape[d] > 1]  # the strides of the others are no matter anywhere
     return Plan(
         local=lambda input: fn(input, memory_format=memory_format),
         layout=input.layout,
         view=ViewKind(
             Returns.VIEW_OR_COPY,
-            merged=[range(input.ndim)] if in_order and input.ndim > 1 else (),
+            merged=[dims] if in_order and len(dims) > 1 else (),
             ranks_differ=has_short_shards(input.layout) or not in_order,
         ),
     )
