@@ -146,6 +146,10 @@ def written_by_a_fallback():
             y = factor * 1
             scale_(y, [], factor)
             assert torch.equal(y.full_tensor(), kept * kept)
+        assert torch.nn.init.eye_(other) is other and torch.equal(
+            other.full_tensor(), torch.eye(4, 6, dtype=kept.dtype)
+        )
+        assert torch.nn.init.constant_(other, 0.5) is other and (other.full_tensor() == 0.5).all()
         torch.special.bessel_j1(factor, out=x)
         assert torch.equal(x.full_tensor(), torch.special.bessel_j1(kept)) and x.placements == (placement,)
 

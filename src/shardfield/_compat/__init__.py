@@ -73,14 +73,6 @@ foreach_mul_ = torch._foreach_mul_
 # torch 2.11-2.15: copy many tensors in a few launches. No public name.
 foreach_copy_ = torch._foreach_copy_
 
-# torch 2.11-2.15: functions of lists of tensors, fused steps of optimizers, and what a gradient scaler does to all
-# gradients. No public names.
-FOREACH = [f for name, f in vars(torch).items() if name.startswith("_foreach_")]
-FUSED_STEPS = [
-    f for name, f in vars(torch).items() if name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-]
-unscale_all_ = torch._amp_foreach_non_finite_check_and_unscale_
-
 # torch 2.11-2.15: whether two tensors share memory. Unlike data_ptr, it works for tensors without data too.
 same_memory = torch._C._is_alias_of
 
@@ -206,15 +198,18 @@ def call_of_module(module: torch.nn.Module) -> Callable:
 def without_override_check(func: Any) -> Any:
     """Return a Python function of torch without its `__torch_function__` check, so that the calls inside it dispatch.
 
-    torch 2.11-2.15: the checks are the globals below, looked up by name. Returns None if there is no such check.
+    torch 2.11-2.15: the checks are globals, looked up by name, or names of `torch.overrides` (in nn.init). Returns None
+    if there is no such check.
     """
     if not isinstance(func, types.FunctionType) or not any(
         n.startswith("has_torch_function") for n in func.__code__.co_names
     ):
         return None
-    scope = dict(func.__globals__)
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        scope[name] = _return_false
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = dict(func.__globals__) | dict.fromkeys(checks, _return_false)
+    if "overrides" in func.__code__.co_names:
+        unchecked = types.SimpleNamespace(**dict.fromkeys(checks, _return_false))
+        scope["torch"] = types.SimpleNamespace(**vars(torch) | {"overrides": unchecked})
     opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened

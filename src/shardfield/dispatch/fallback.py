@@ -60,11 +60,11 @@ def gather_fallback(func, types, args, kwargs):
         return full
 
     out = func(*map_tensors(args, to_full), **map_tensors(kwargs or {}, to_full))
-    written: dict[int, ShardTensor] = {}
+    written: dict[int, ShardTensor] = {}  # by the id of the copy
     for target, copy, before in copies:
         if not torch.equal(copy, before) if copy.is_inference() else copy._version != before:
             written[id(copy)] = target._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
-    return map_tensors(out, lambda t: written.get(id(t)) or wrap(t, Layout.replicate(mesh, t.shape)))
+    return map_tensors(out, lambda t: written[id(t)] if id(t) in written else wrap(t, Layout.replicate(mesh, t.shape)))
 
 
 def _may_write(func: Any, kwargs: Any) -> bool:

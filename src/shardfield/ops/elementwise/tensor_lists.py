@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._compat import FOREACH, FUSED_STEPS, unscale_all_
+from ..._compat.lists import FOREACH, FUSED_STEPS, unscale_all_
 from ...dispatch.arguments import map_tensors, to_full_tensor
 from ...dispatch.registry import handler
 from ...errors import ShardingError
