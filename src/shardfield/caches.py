@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 from weakref import ref
+
+T = TypeVar("T")
+
+
+class cached_property(Generic[T]):  # noqa: N801, as functools has it
+    """An attribute that is computed when it is first read. That of functools takes a lock before Python 3.12."""
+
+    def __init__(self, compute: Callable[[Any], T]):
+        self.compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance, owner):
+        if instance is None:
+            return self
+        found = instance.__dict__[self.name] = self.compute(instance)
+        return found
 
 
 class Cache(dict):

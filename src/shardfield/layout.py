@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from . import runtime
 from ._compat.patches import patches
+from .caches import cached_property
 from .dim_sharding import MOVED_SHARDING as MOVED_SHARDING
 from .dim_sharding import DimSharding as DimSharding
 from .dim_sharding import Origin as Origin
@@ -58,15 +59,15 @@ class Layout:
         if not patches.installed:  # the first layout: no ShardTensor can exist without one
             patches.install()
         state = runtime.mesh_state(mesh)
-        canonical = tuple(canonicalize(d) for d in dims)
-        origins = tuple(f.origins for d in canonical for f in d)  # equal shardings may have different ones
-        key = (canonical, tuple(sorted(partial)), origins if any(origins) else ())
+        canonical = tuple([canonicalize(d) for d in dims])
+        origins = tuple([f.origins for d in canonical for f in d])  # equal shardings may have different ones
+        key = (canonical, tuple(sorted(partial)) if partial else (), origins if any(origins) else ())
         found = state.layouts.get(key)
         if found is None:
             found = object.__new__(Layout)
             found.mesh, found.axis_sizes = state.mesh, state.sizes
             found.dims, found.partial, found.has_origins = canonical, key[1], bool(key[2])
-            found.shape = torch.Size(math.prod(f.size for f in d) for d in found.dims)
+            found.shape = torch.Size([d[0].size if len(d) == 1 else math.prod([f.size for f in d]) for d in canonical])
             found._check()
             state.layouts[key] = found
         return found
@@ -150,7 +151,7 @@ class Layout:
 
     def local_shape_at(self, coords: Sequence[int]) -> torch.Size:
         """Return the shape of the local tensor of the rank at `coords`."""
-        return torch.Size(math.prod(self.local_size_of(f, coords) for f in d) for d in self.dims)
+        return torch.Size([math.prod([self.local_size_of(f, coords) for f in d]) for d in self.dims])
 
     def local_size_of(self, factor: DimSharding, coords: Sequence[int] | None = None) -> int:
         """Return the size of the shard of one factor on the rank at `coords`."""
@@ -198,7 +199,7 @@ class Layout:
     @cached_property
     def shard_axes(self) -> tuple[int, ...]:
         """The mesh axes that shard a dim."""
-        return tuple(sorted(a for d in self.dims for f in d for a in f.axes))
+        return tuple(sorted([a for d in self.dims for f in d for a in f.axes]))
 
     @cached_property
     def is_sharded_over_all_axes(self) -> bool:
@@ -208,7 +209,7 @@ class Layout:
     @cached_property
     def partial_axes(self) -> tuple[int, ...]:
         """The mesh axes with a pending reduction."""
-        return tuple(a for a, _ in self.partial)
+        return tuple([a for a, _ in self.partial])
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -218,15 +219,20 @@ class Layout:
     @cached_property
     def is_simple(self) -> bool:
         """True if no dim merges several sharded ones."""
-        return all(len(d) == 1 for d in self.dims)
+        return all([len(d) == 1 for d in self.dims])
 
     def nontrivial_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those of `axes` that have more than one rank."""
-        return tuple(a for a in axes if self.axis_sizes[a] > 1)
+        return tuple([a for a in axes if self.axis_sizes[a] > 1])
+
+    def group(self, axis: int) -> ProcessGroup:
+        """Return the process group of a mesh axis; `mesh.get_group(axis)` takes ten times as long."""
+        return runtime.mesh_state(self.mesh).group(axis)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """Return the mesh axes that shard a dim, outermost first."""
-        return tuple(a for f in self.dims[dim] for a in f.axes)
+        factors = self.dims[dim]
+        return factors[0].axes if len(factors) == 1 else tuple([a for f in factors for a in f.axes])
 
     def is_sharded(self, dim: int) -> bool:
         """Return True if a dim is sharded over more than one rank."""

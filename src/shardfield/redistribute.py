@@ -90,41 +90,42 @@ def _scatter_order(layout: Layout, parts: int) -> list[int]:
     )  # fmt: skip
 
 
-def redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
+def redistribute(local: Tensor, source: Layout, target: Layout, summed: tuple[int, ...] = ()) -> Tensor:
     """Return the local tensor under `target` of the value whose local tensor under `source` is `local`.
 
-    Differentiable. The result may share memory with `local`.
+    Differentiable. The result may share memory with `local`. The gradient of the result is a partial sum over the axes
+    `summed`, which are gathered: it is reduce-scattered over them.
     """
     if source is target:
         return local
     if trace_state.is_concrete(local):  # a constant of the traced program
         with trace_state.concrete():
-            return redistribute(local, source, target)
-    for step in steps(source, target):
+            return redistribute(local, source, target, summed)
+    for step in steps(source, target, summed):
         local = step.run(local)
     return local
 
 
 @runtime.memo
-def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Plan the steps from `source` to `target`. Pure."""
+def steps(source: Layout, target: Layout, summed: tuple[int, ...] = ()) -> tuple[Step, ...]:
+    """Plan the steps from `source` to `target`. Pure. `summed`: see `redistribute`."""
     if source.shape != target.shape:
         raise ShardingError(f"a tensor of shape {tuple(source.shape)} cannot have the layout {target}")
     if source.mesh is not target.mesh:
         raise ShardingError(f"redistribution between meshes is not supported: {source.mesh} to {target.mesh}")
     if source.is_simple and target.is_simple:
-        return tuple(_unmerged_steps(source, target))
+        return tuple(_unmerged_steps(source, target, summed))
     clash = [d for d in range(source.ndim) if _common_sizes(source.dims[d], target.dims[d]) is None]
     if not clash:
-        return tuple(_merged_steps(source, target))
+        return tuple(_merged_steps(source, target, summed))
     for dim in clash:
         step = _reshard_merged(source, target, dim)
         if step is not None:
-            return (step, *steps(step.after, target))
+            return (step, *steps(step.after, target, summed))
     middle = unmerge_dims(source, clash)
     if middle is source:
         middle = unmerge_dims(target, clash)
-    return steps(source, middle) + steps(middle, target)
+    return steps(source, middle, summed) + steps(middle, target, summed)
 
 
 def _common_sizes(a: tuple[DimSharding, ...], b: tuple[DimSharding, ...]) -> list[int] | None:
@@ -159,7 +160,7 @@ def _reshard_merged(source: Layout, target: Layout, dim: int) -> Step | None:
     if have is None or want is None:
         return None
     route = tile_route(dim, have, want, source.coords[wide[0]])
-    group = source.mesh.get_group(wide[0])
+    group = source.group(wide[0])
     return Step(
         "reshard merged",
         lambda t: autograd_collectives.exchange(t, route, group),
@@ -167,7 +168,7 @@ def _reshard_merged(source: Layout, target: Layout, dim: int) -> Step | None:
     )
 
 
-def _merged_steps(source: Layout, target: Layout) -> Iterator[Step]:
+def _merged_steps(source: Layout, target: Layout, summed: tuple[int, ...]) -> Iterator[Step]:
     """Plan the steps between layouts with merged dims, as layouts with one dim per factor."""
     sizes = [_common_sizes(a, b) for a, b in zip(source.dims, target.dims, strict=True)]
 
@@ -178,15 +179,14 @@ def _merged_steps(source: Layout, target: Layout) -> Iterator[Step]:
 
     first, last = spread(source), spread(target)
     yield Step("view", lambda t: t.reshape(first.local_shape), first)
-    yield from _unmerged_steps(first, last)
+    yield from _unmerged_steps(first, last, summed)
     yield Step("view", lambda t: t.reshape(target.local_shape), target)
 
 
-def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
+def _unmerged_steps(now: Layout, target: Layout, summed: tuple[int, ...]) -> Iterator[Step]:
     mesh, coords = now.mesh, now.coords
 
-    def group(axis: int):
-        return mesh.get_group(axis)
+    group = now.group
 
     def step(name: str, run: Callable[[Tensor], Tensor], after: Layout) -> Iterator[Step]:
         nonlocal now
@@ -217,7 +217,7 @@ def _unmerged_steps(now: Layout, target: Layout) -> Iterator[Step]:
             yield from step(f"reduce {op}", partial(autograd_collectives.reduce_with, op=op, groups=over), after)
 
     while now.dims != target.dims:
-        name, axis, run, after = _next_step(now, target, group, coords)
+        name, axis, run, after = _next_step(now, target, summed, group, coords)
         yield from step(name, run if mesh.size(axis) > 1 else _identity, after)
 
     for axis, op in target.partial:
@@ -261,7 +261,9 @@ def is_local(source: Layout, target: Layout) -> bool:
     return source is target or all(s.run is _identity or s.name == "view" for s in steps(source, target))
 
 
-def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
+def _next_step(
+    now: Layout, target: Layout, summed: tuple[int, ...], group, coords
+) -> tuple[str, int, Callable[[Tensor], Tensor], Layout]:
     """Return the next step that changes the sharding, the cheapest kind that applies, and its axis."""
     have = [f for (f,) in now.dims]
     want = [f for (f,) in target.dims]
@@ -311,12 +313,8 @@ def _next_step(now: Layout, target: Layout, group, coords) -> tuple[str, int, Ca
             at = now.index(h.axes[:-1]) * size
             split_sizes = h.shard_sizes[at : at + size]
             after = now.with_dim(dim, _prefix(h, len(h.axes) - 1, now))
-            return (
-                "gather",
-                axis,
-                partial(autograd_collectives.gather, dim=dim, shard_sizes=split_sizes, group=group(axis)),
-                after,
-            )
+            collective = autograd_collectives.gather_replicate_in if axis in summed else autograd_collectives.gather
+            return "gather", axis, partial(collective, dim=dim, shard_sizes=split_sizes, group=group(axis)), after
     raise AssertionError(f"no step from {now} to {target}")
 
 

@@ -110,13 +110,21 @@ class Registry:
 class MeshState:
     """The layouts of one mesh in one world. Equal meshes share it; `mesh` is the first of them."""
 
-    __slots__ = ("mesh", "sizes", "layouts", "replicated")
+    __slots__ = ("mesh", "sizes", "layouts", "replicated", "_groups")
 
     def __init__(self, mesh: Any):
         self.mesh = mesh
         self.sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
         self.layouts: WeakValueDictionary[tuple, Any] = WeakValueDictionary()  # (dims, partial) -> Layout
         self.replicated = Cache(1024)  # shape -> Layout
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def group(self, axis: int) -> dist.ProcessGroup:
+        """Return the process group of a mesh axis."""
+        found = self._groups.get(axis)
+        if found is None:
+            found = self._groups[axis] = self.mesh.get_group(axis)
+        return found
 
 
 # Set by context managers; a new world keeps them.

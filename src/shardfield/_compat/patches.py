@@ -147,6 +147,7 @@ class Patches:
         self._all: list[Patch | CodePatch | SafeGlobals] = list(patches)
         self._of_code: list[CodePatch] = []  # those that may have to wait for an import
         self._early: list[CodePatch | SafeGlobals] = list(patches)  # those that a script needs before the first Layout
+        self._modules = -1  # the number of imported modules when nothing was pending
 
     def __iter__(self) -> Iterator[Patch | CodePatch | SafeGlobals]:
         return iter(self._all)
@@ -154,7 +155,12 @@ class Patches:
     @property
     def installed(self) -> bool:
         """Whether all patches of imported modules are in place."""
-        return self._installed and not any(patch.pending for patch in self._of_code)
+        if len(sys.modules) == self._modules:  # asked for every layout
+            return True
+        if not self._installed or any(patch.pending for patch in self._of_code):
+            return False
+        self._modules = len(sys.modules)
+        return True
 
     def declare(self, path: str, make: Callable[[Any], Any], reason: str) -> None:
         """Add a patch. It is installed with the first Layout."""

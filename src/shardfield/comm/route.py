@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ..caches import cached_property
 from ..layout import Span, starts
 from .route_split import RouteSplit
 

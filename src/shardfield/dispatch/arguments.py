@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ShardingError
@@ -43,6 +44,25 @@ def mesh_of(args: Any, kwargs: Any) -> Any:
             if mesh is not None:
                 return mesh
     return mesh_of(tuple(kwargs.values()), None) if kwargs else None
+
+
+def scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Return the call with numbers in place of 0-dim tensors, except the first argument; None if there are none.
+
+    torch accepts a 0-dim tensor instead of a number: `x.reshape(n, -1)` with a computed `n`. A rule cannot plan with an
+    operand there.
+    """
+    found = []
+
+    def read(value: Any) -> Any:
+        if value.ndim or value.requires_grad or value.dtype is torch.bool:
+            return value
+        found.append(value)
+        return value.item()
+
+    named = {k: v if k in ("input", "tensors") else map_tensors(v, read) for k, v in kwargs.items()}
+    given = (*args[:1], *map_tensors(args[1:], read))
+    return (given, named) if found else None
 
 
 def write_out(target: Tensor, value: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 # torch also accepts numpy's names of these arguments
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 BY_ORDER, BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-REST = inspect.Parameter.VAR_POSITIONAL
+REST, NAMED_REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 # The arguments by parameter, defaults included, and as the planner takes them: by position and by name.
 Bound = tuple[dict[str, Any], Sequence[Any], Mapping[str, Any]]
@@ -51,6 +51,8 @@ def make_binder(signature: inspect.Signature) -> Callable[[Sequence[Any], dict[s
                     return None  # given twice
                 arguments[name] = positional[taken]
                 taken += 1
+            elif kind is NAMED_REST:  # the last parameter
+                arguments[name], left = left, {}
             elif name in left:
                 arguments[name] = left.pop(name)
             elif default is not inspect.Parameter.empty:
@@ -66,9 +68,11 @@ def make_binder(signature: inspect.Signature) -> Callable[[Sequence[Any], dict[s
                 given += arguments[name]
             elif kind is BY_NAME:
                 by_name[name] = arguments[name]
+            elif kind is NAMED_REST:
+                by_name |= arguments[name]
         return arguments, given, by_name
 
-    return bind if all(p.kind in (BY_ORDER, BY_NAME, REST) for p in parameters) else by_signature
+    return bind if all(p.kind in (BY_ORDER, BY_NAME, REST, NAMED_REST) for p in parameters) else by_signature
 
 
 def _in_torch_names(named: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..redistribute import redistribute
 from ..tensor import ShardTensor, is_single_sum, wrap, wrap_sum
 from ..trace_state import same_memory
-from .arguments import as_operand, map_tensors, mark_consumed, mesh_of, write_out
+from .arguments import as_operand, map_tensors, mark_consumed, mesh_of, scalar_tensors_to_numbers, write_out
 from .binding import make_binder, parameter_names
 from .call_cache import ArgumentReader, is_inplace, make_reader
 from .copied_views import CopiedView
@@ -85,20 +85,24 @@ class BoundPlan:
             pairs: Any = [(value, target)] if isinstance(value, Operand) else zip(value, cast(Any, target), strict=True)
             for operand, layout in pairs:
                 final[operand.position] = layout
-        self.targets = [
-            (i, op.layout, goal)
-            for i, (op, goal) in enumerate(zip(tensors, final, strict=True))
-            if op.layout.bare is not goal.bare
-        ]
         found: Any = [plan.layout] if isinstance(plan.layout, Layout) else plan.layout or ()
         results: list[Layout] = [r for r in found if r is not None]
-        work = {a for t in [*final, *results] for a in t.shard_axes + t.partial_axes}
+        used = [t.shard_axes + t.partial_axes for t in [*final, *results]]
+        work = {a for axes in used for a in axes}
         complete = {bound[n].position for n in plan.complete_grads if isinstance(bound[n], Operand)}
         entering: dict[tuple, list[int]] = {}
-        for i, layout in enumerate(final):
-            idle = layout.nontrivial_axes(sorted(work - set(layout.shard_axes) - set(layout.partial_axes)))
-            if idle and i not in complete:
-                entering.setdefault(process_groups(layout, idle), []).append(i)
+        self.targets: list[tuple[int, Layout, Layout, tuple[int, ...]]] = []
+        for i, (operand, layout) in enumerate(zip(tensors, final, strict=True)):
+            whole = i in complete or len(used[i]) == len(work)  # most operands: no axis is idle
+            idle = () if whole else layout.nontrivial_axes(sorted(work.difference(used[i])))
+            scattered: tuple[int, ...] = ()
+            if operand.layout is not layout and operand.layout.bare is not layout.bare:
+                if layout.numel >= runtime.active.min_scattered:  # half the bytes of an all_reduce of the gradient
+                    scattered = tuple([a for a in idle if a in operand.layout.shard_axes])
+                self.targets.append((i, operand.layout, layout, scattered))
+            if len(idle) > len(scattered):
+                over = process_groups(layout, [a for a in idle if a not in scattered])
+                entering.setdefault(over, []).append(i)
         self.grad_sums = list(entering.items())
         self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
         if plan.saves_views and not writes and not all(layout.local_shape.numel() for layout in final):
@@ -119,8 +123,8 @@ class BoundPlan:
     def run(self, locals_: list[Tensor], source: Any) -> Any:
         """Return the result for these local tensors; a view result is a view of the argument `source`."""
         base = locals_[0]
-        for i, now, target in self.targets:
-            locals_[i] = redistribute(locals_[i], now, target)
+        for i, now, target, scattered in self.targets:
+            locals_[i] = redistribute(locals_[i], now, target, scattered)
         for over, which in self.grad_sums:
             entered = autograd_collectives.replicate_in([locals_[i] for i in which], over)
             for i, tensor in zip(which, entered, strict=True):
@@ -294,7 +298,7 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
             try:
                 ready = _build_plan(planner, bind, wants_fn, func, args, kwargs, locals_, layouts, alone)
             except (TypeError, RuntimeError) as error:
-                numbers = None if isinstance(error, ShardingError) else _scalar_tensors_to_numbers(args, kwargs)
+                numbers = None if isinstance(error, ShardingError) else scalar_tensors_to_numbers(args, kwargs)
                 if numbers is None or mesh_of(*numbers) is None:  # the ShardTensor itself became a number
                     raise
                 try:
@@ -363,25 +367,6 @@ def _build_plan(planner, bind, wants_fn, func, args, kwargs, locals_, layouts, s
     if plan is None:
         return None
     return BoundPlan(plan, arguments, tensors, single_rank, is_inplace(func))
-
-
-def _scalar_tensors_to_numbers(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Return the call with numbers in place of 0-dim tensors, except the first argument; None if there are none.
-
-    torch accepts a 0-dim tensor instead of a number: `x.reshape(n, -1)` with a computed `n`. A rule cannot plan with an
-    operand there.
-    """
-    found = []
-
-    def read(value: Any) -> Any:
-        if value.ndim or value.requires_grad or value.dtype is torch.bool:
-            return value
-        found.append(value)
-        return value.item()
-
-    named = {k: v if k in ("input", "tensors") else map_tensors(v, read) for k, v in kwargs.items()}
-    given = (*args[:1], *map_tensors(args[1:], read))
-    return (given, named) if found else None
 
 
 def _run_with_out(run, func, types, args, kwargs):

@@ -112,4 +112,4 @@ class Plan:
 
 def process_groups(layout: Layout, axes: Sequence[int]) -> tuple[ProcessGroup, ...]:
     """Return the process groups of the `axes` that have more than one rank."""
-    return tuple(layout.mesh.get_group(a) for a in layout.nontrivial_axes(axes))
+    return tuple([layout.group(a) for a in layout.nontrivial_axes(axes)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,10 +49,13 @@ def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
 
     An operand that is replicated over an axis on which the work is sharded gets a partial gradient on each rank.
     """
-    work = {a for t in [*targets, result] for a in t.shard_axes + t.partial_axes}
+    used = [t.shard_axes + t.partial_axes for t in targets]
+    work = {*itertools.chain(*used), *result.shard_axes, *result.partial_axes}
     found: dict[tuple, list[int]] = {}
     for i, target in enumerate(targets):
-        idle = target.nontrivial_axes(sorted(work - set(target.shard_axes) - set(target.partial_axes)))
+        if len(used[i]) == len(work):  # most operands: no axis is idle
+            continue
+        idle = target.nontrivial_axes(sorted(work.difference(used[i])))
         if idle:
             found.setdefault(process_groups(target, idle), []).append(i)
     return tuple((over, tuple(which)) for over, which in found.items())
@@ -59,10 +63,15 @@ def find_grad_reductions(result: Layout, targets: Sequence[Layout]) -> tuple:
 
 def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
     """Return `torch.broadcast_shapes`, which takes longer than the rest of a plan where shapes change in every step."""
-    largest = max(shapes, key=lambda s: (len(s), s.numel()))
-    if all(s == largest[len(largest) - len(s) :] or s.numel() == 1 for s in shapes):
-        return largest
-    return torch.broadcast_shapes(*shapes)
+    ndim = max(map(len, shapes))
+    found = [1] * ndim
+    for shape in shapes:
+        for dim, size in enumerate(shape, ndim - len(shape)):
+            if size != found[dim] and size != 1:
+                if found[dim] != 1:
+                    return torch.broadcast_shapes(*shapes)  # raises torch's error
+                found[dim] = size
+    return torch.Size(found)
 
 
 @runtime.memo

@@ -7,12 +7,14 @@ raise it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import runtime
+from ..._compat import autocast_state
 from ...dispatch.plan import Operand
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -46,10 +48,36 @@ def probe(fn: Callable, *args: Any, meta: bool = False, single: bool = False, **
             return value
         return stand_in(value, [1 if single else min(n, 2) for n in value.shape])
 
-    passed = {key: replace(value) for key, value in kwargs.items() if value is not None}
+    passed = {key: value for key, value in kwargs.items() if value is not None}
+    key: Any = () if meta else _stand_in_key(fn, single, args, passed)
+    found = runtime.active.plans[key] if key else None
+    if found is not None:
+        return found
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fn(*map(replace, args), **passed)
+        found = fn(*map(replace, args), **{name: replace(value) for name, value in passed.items()})
+    if key and isinstance(found, Tensor):
+        runtime.active.plans[key] = found
+    return found
+
+
+# What stand-ins take the place of, and values that can be a part of a key: 1, 1.0 and True are equal.
+_CONSTANTS = frozenset([int, float, bool, str, complex, type(None), torch.dtype])
+
+
+def _stand_in_key(fn: Callable, single: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
+    """Return what the result for stand-ins depends on: not the sizes, which may differ in every step. Else ()."""
+    key: list[Any] = [fn, single, torch.get_default_dtype(), *autocast_state()]
+    for name, value in (*(("", value) for value in args), *kwargs.items()):
+        if value.__class__ is Operand:
+            key += (name, value.dtype, value.device, value.ndim if single else tuple([min(n, 2) for n in value.shape]))
+        elif value.__class__ in _CONSTANTS:
+            key += (name, value.__class__, value)
+        elif value.__class__ in (tuple, list) and all(v.__class__ is int for v in value):
+            key += (name, value.__class__, *value, None)
+        else:
+            return ()
+    return tuple(key)
 
 
 def stand_in(value: Operand | Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from ..._compat import base_and_version
 from ...comm import autograd_collectives, consensus, route_messages
 from ...comm.route import Route
 from ...debug import explain
+from ...dispatch.plan import process_groups
 from ...layout import Layout
 from ...trace_state import concrete_for
 from .owners import AxisExchange, Owners, out_of_bounds_error, select_rows, wrap_negative
@@ -221,7 +222,7 @@ class IndexRequest(NamedTuple):
 
 def _any_rank(flags: Sequence[bool], where: Layout) -> list[bool]:
     """Return for each flag whether any rank along the axes that shard the index has set it."""
-    return consensus.any_rank(flags, [where.mesh.get_group(axis) for axis in where.nontrivial_axes(where.shard_axes)])
+    return consensus.any_rank(flags, process_groups(where, where.shard_axes))
 
 
 def as_row_index(index: Tensor, dim: int) -> Tensor | None:

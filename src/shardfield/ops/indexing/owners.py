@@ -112,7 +112,7 @@ class AxisExchange(NamedTuple):
     @staticmethod
     def to(peers: Tensor, axis: int, layout: Layout) -> AxisExchange:
         """Build the exchange that sends entry i to coordinate `peers[i]`. One small message exchanges the counts."""
-        group, size, me = layout.mesh.get_group(axis), layout.mesh.size(axis), layout.coords[axis]
+        group, size, me = layout.group(axis), layout.axis_sizes[axis], layout.coords[axis]
         counts = torch.bincount(peers, minlength=size).tolist()
         table = collectives.gather_ints(counts, group, peers.device)
         order = torch.argsort(peers, stable=True)

@@ -25,6 +25,8 @@ Label = Hashable
 
 # If a Partial result is this many times larger than the largest operand, operands are redistributed instead.
 MAX_PARTIAL_GROWTH = 4
+# How many times larger a Partial operand must be to be scattered along a dim that later calls mix.
+MIXED_LIMIT = 16
 # Number of labels, not sharded by the axis so far, that are tried as the new sharded label.
 MAX_NEW_LABELS = 4
 
@@ -178,7 +180,7 @@ class _StrategySearch:
                     current.append(label)
                 elif axis in term.layout.shard_axes and self.sizes[label] > 1:
                     others.append(label)
-                elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term):
+                elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term, axis):
                     others.append(label)
                     if dim < term.layout.ndim - 1 and not self.sizes[label] % self.mesh.size(axis):
                         outer.setdefault(label, dim)
@@ -248,13 +250,16 @@ class _StrategySearch:
         sizes = [n * max_local_fraction(sharding) for n, sharding in zip(layout.shape, layout.dims, strict=True)]
         return self.terms[i].itemsize * math.prod(sizes)
 
-    def _may_scatter(self, term: Term) -> bool:
+    def _may_scatter(self, term: Term, axis: int) -> bool:
         """Return whether a Partial operand may be reduce-scattered, so that its axis shards the result.
 
-        A small one, with a result of about its size, is all-reduced: later calls would gather it again.
+        A small one, with a result of about its size, is all-reduced: later calls would gather it again. So is a larger
+        one whose samples or heads do not divide evenly: attention would gather keys and values of the others.
         """
         grown = math.prod(self.sizes[x] for x in self.out_labels) > MAX_PARTIAL_GROWTH * term.layout.numel
-        return grown or not self.linear or term.layout.numel >= runtime.active.min_scattered
+        separate = term.layout.ndim < 4 or any(n % self.mesh.size(axis) == 0 for n in term.layout.shape[:-2])
+        limit = runtime.active.min_scattered * (1 if separate else MIXED_LIMIT)
+        return grown or not self.linear or term.layout.numel >= limit
 
     def _may_shard(self, label: Label) -> bool:
         return label not in self.unsharded and (self.allow_partial or label in self.out_labels)
