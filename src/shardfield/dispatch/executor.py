@@ -39,8 +39,9 @@ class BoundPlan:
     """A plan bound to the positions of its tensors."""
 
     __slots__ = (
-        "plan",
         "local",
+        "view",
+        "unshared",
         "slots",
         "extra_args",
         "targets",
@@ -55,7 +56,8 @@ class BoundPlan:
     )
 
     def __init__(self, plan: Plan, bound: dict[str, Any], tensors: list[Operand], single_rank: bool, writes: bool):
-        self.plan, self.local = plan, plan.local
+        # Nothing else of the plan is kept: where sizes change in every step, objects that stay are objects to collect.
+        self.local, self.view, self.unshared = plan.local, plan.view, plan.unshared
         self.layout: Any = plan.layout
         returns_new = plan.view.returns is Returns.NEW
         self.is_view = not returns_new
@@ -68,17 +70,15 @@ class BoundPlan:
         # On a mesh of one rank, torch's function on the local tensors gives the result of the rule.
         self.single_rank = single_rank and not plan.own and returns_new
         self.first_layout = tensors[0].layout if tensors else None
-        self.slots: list[tuple[bool, Any]] = []
+        slots: list[tuple[bool, Any]] = []
         for name in plan.takes or parameter_names(plan.local):
             value = bound[name]
             if isinstance(value, Operand):
-                self.slots.append((True, value.position))
+                slots.append((True, value.position))
             elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
-                self.slots.append(
-                    (True, tuple((True, v.position) if isinstance(v, Operand) else (False, v) for v in value))
-                )
+                slots.append((True, tuple((True, v.position) if isinstance(v, Operand) else (False, v) for v in value)))
             else:
-                self.slots.append((False, value))
+                slots.append((False, value))
         final = [op.layout for op in tensors]
         for name, target in plan.operands.items():
             value = bound[name]
@@ -91,7 +91,7 @@ class BoundPlan:
         work = {a for axes in used for a in axes}
         complete = {bound[n].position for n in plan.complete_grads if isinstance(bound[n], Operand)}
         entering: dict[tuple, list[int]] = {}
-        self.targets: list[tuple[int, Layout, Layout, tuple[int, ...]]] = []
+        targets: list[tuple[int, Layout, Layout, tuple[int, ...]]] = []
         for i, (operand, layout) in enumerate(zip(tensors, final, strict=True)):
             whole = i in complete or len(used[i]) == len(work)  # most operands: no axis is idle
             idle = () if whole else layout.nontrivial_axes(sorted(work.difference(used[i])))
@@ -99,12 +99,13 @@ class BoundPlan:
             if operand.layout is not layout and operand.layout.bare is not layout.bare:
                 if layout.numel >= runtime.active.min_scattered:  # half the bytes of an all_reduce of the gradient
                     scattered = tuple([a for a in idle if a in operand.layout.shard_axes])
-                self.targets.append((i, operand.layout, layout, scattered))
+                targets.append((i, operand.layout, layout, scattered))
             if len(idle) > len(scattered):
                 over = process_groups(layout, [a for a in idle if a not in scattered])
                 entering.setdefault(over, []).append(i)
-        self.grad_sums = list(entering.items())
-        self.arg_style, self.extra_args = self._find_arg_style(len(tensors))
+        self.targets, self.grad_sums = tuple(targets), tuple(entering.items())
+        self.arg_style, self.extra_args = _find_arg_style(slots, len(tensors))
+        self.slots = () if self.arg_style else tuple(slots)
         if plan.saves_views and not writes and not all(layout.local_shape.numel() for layout in final):
             self.local = _copy_empty_operands(plan.local)
         # One new tensor or started sum of operands that keep their layouts: `run_direct` runs it.
@@ -112,13 +113,6 @@ class BoundPlan:
             self.arg_style == "each" and not self.targets and not self.single_rank
             and not self.is_view and self.layout.__class__ is Layout
         )  # fmt: skip
-
-    def _find_arg_style(self, count: int) -> tuple[str, tuple]:
-        """Return how `local` takes its arguments: tensors first ("each"), as one list ("list"), or by slots ("")."""
-        in_order = tuple((True, i) for i in range(count))
-        if tuple(self.slots[:count]) == in_order and not any(is_tensor for is_tensor, _ in self.slots[count:]):
-            return "each", tuple(value for _, value in self.slots[count:])
-        return ("list", ()) if self.slots == [(True, in_order)] else ("", ())
 
     def run(self, locals_: list[Tensor], source: Any) -> Any:
         """Return the result for these local tensors; a view result is a view of the argument `source`."""
@@ -188,7 +182,7 @@ class BoundPlan:
         """Wrap a result that torch returns as a new tensor."""
         assert out.shape == layout.local_shape, _mismatch(out, layout)
         if self.sum_groups is not None:
-            return wrap_sum(out, layout, self.sum_groups, self.plan.unshared)
+            return wrap_sum(out, layout, self.sum_groups, self.unshared)
         if not out.numel() and out._is_view():  # a write into an empty view of a leaf would raise on this rank alone
             out = out.clone()
         return wrap(out, layout)
@@ -205,7 +199,7 @@ class BoundPlan:
     def _wrap_view(self, out: Tensor, layout: Layout, base: Tensor, source: Any, index: int | None) -> Any:
         """Wrap a result that torch returns as a view, and record whether a write into it would be lost."""
         assert out.shape == layout.local_shape, _mismatch(out, layout)
-        kind = self.plan.view
+        kind = self.view
         of_shards = source.__class__ is ShardTensor
         before = source._copied_view if of_shards else False
         narrowed = kind.of_slice or (of_shards and source._narrowed)
@@ -228,6 +222,14 @@ class BoundPlan:
         if narrowed:
             result._narrowed = True
         return result
+
+
+def _find_arg_style(slots: Sequence[tuple[bool, Any]], count: int) -> tuple[str, tuple]:
+    """Return how `local` takes its arguments: tensors first ("each"), as one list ("list"), or by slots ("")."""
+    in_order = tuple([(True, i) for i in range(count)])
+    if tuple(slots[:count]) == in_order and not any([is_tensor for is_tensor, _ in slots[count:]]):
+        return "each", tuple([value for _, value in slots[count:]])
+    return ("list", ()) if slots == [(True, in_order)] else ("", ())
 
 
 def _mismatch(out: Tensor, layout: Layout) -> str:
@@ -293,7 +295,8 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
             ready = rt.plans[found]
         except TypeError:  # an unhashable argument: the plan is not cached
             ready, found = None, ()
-        if ready is None:
+        is_new = ready is None
+        if is_new:
             alone = is_torch_function and mesh.size() == 1
             try:
                 ready = _build_plan(planner, bind, wants_fn, func, args, kwargs, locals_, layouts, alone)
@@ -309,11 +312,11 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
                     raise
             if ready is None:
                 return gather_fallback(func, types, args, kwargs)
-            if found:
-                rt.plans[found] = ready
-        if quick and all(a is b for a, b in zip(locals_, given, strict=True)):
+        if quick and all([a is b for a, b in zip(locals_, given, strict=True)]):
             rt.plans[quick] = ready  # the operands need no preparation: skip it on the next call
             return ready.run_unprepared(reader, func, locals_, args, kwargs)
+        if is_new and found:
+            rt.plans[found] = ready
         return ready.run(locals_, args[0] if args else kwargs.get("input"))
 
     return run

@@ -47,6 +47,9 @@ def _nearest_of(points: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor
     index = queries.new_empty(len(queries), 0, dtype=torch.int64)
     for start, block in zip(range(0, len(points), POINTS_PER_CHUNK), points.split(POINTS_PER_CHUNK), strict=True):
         block_squares, block_index = stable_smallest(squared_distance(queries[:, None], block), min(k, len(block)))
+        if not start:
+            squares, index = block_squares, block_index
+            continue
         # Earlier candidates have lower indices and come first, so a stable sort breaks ties by index.
         squares, order = torch.cat([squares, block_squares], 1).sort(dim=1, stable=True)
         squares, index = squares[:, :k], torch.cat([index, block_index + start], 1).gather(1, order[:, :k])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..comm import collectives
 from ..debug import explain
 from ..ops._common.blockwise import Blocks
 from ..ops.sorting.samplesort import plan_exchanges
@@ -24,7 +25,7 @@ from .local import LocalPoints
 from .metric import NO_NEIGHBOR, bounding_boxes, max_distance_to_boxes, min_distance_to_boxes, select_nearest
 
 MAX_BOX_DEPTH = 4  # a shard is described by at most 2 ** MAX_BOX_DEPTH boxes
-POINTS_PER_BOX = 64  # at least, in the largest shard: the boxes of a small one cost more than they save
+POINTS_PER_BOX = 256  # at least, in the largest shard: the boxes of a small one cost more than they save
 MAX_INCOMING_BYTES = 1 << 28  # bytes of queries that may arrive at one rank in one exchange
 
 
@@ -154,12 +155,20 @@ class DistributedPoints:
     ):
         """Send full shards of points to the ranks of the queries, which search them."""
         coord, n = self.blocks.index, len(self.points)
-        receivers = send_points[:, coord].nonzero().flatten()
-        points = self.points.repeat(len(receivers), 1)
-        for hop in plan_exchanges(receivers.repeat_interleave(n), self.blocks):
-            points = hop.exchange(points)
         sources = send_points[coord].nonzero().flatten().tolist()
-        for shard, received in zip(sources, points.split([self.blocks.shard_sizes[b] for b in sources]), strict=True):
+        if len(self.blocks.groups) == 1:  # all ranks know who sends to whom
+            shards = [self.points if goes else self.points[:0] for goes in send_points[:, coord].tolist()]
+            sizes = [size if b in sources else 0 for b, size in enumerate(self.blocks.shard_sizes)]
+            shapes = [(size, self.points.shape[1]) for size in sizes]
+            arrived = collectives.exchange(shards, shapes, self.blocks.groups[0])
+            blocks = [arrived[b] for b in sources]
+        else:
+            receivers = send_points[:, coord].nonzero().flatten()
+            points = self.points.repeat(len(receivers), 1)
+            for hop in plan_exchanges(receivers.repeat_interleave(n), self.blocks):
+                points = hop.exchange(points)
+            blocks = list(points.split([self.blocks.shard_sizes[b] for b in sources]))
+        for shard, received in zip(sources, blocks, strict=True):
             rows = mask[:, shard].nonzero().flatten()
             yield shard, rows, answer(LocalPoints(received), queries[rows])
 
