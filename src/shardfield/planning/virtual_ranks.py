@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,6 +30,7 @@ from ..tensor import ShardTensor
 from ..train.task import TaskSpec
 from ..virtual.replica import blocks_of
 from ..virtual.segment import recomputed
+from ..virtual.world import VirtualWorld
 from .cost import Device, Link, Network, predict
 from .fake_world import simulated, without_data
 from .mesh_search import HEADROOM
@@ -149,9 +151,9 @@ def time_virtual(
 ) -> float:
     """Return the seconds of a step of `virtualize(memory="keep")`, from timed steps of its first, middle and last rank.
 
-    The steps run on real tensors and without messages.
+    The steps run on real tensors and without messages, which are timed by themselves.
     """
-    seconds = 0.0
+    seconds, of_message = 0.0, time_message(clock)
     for rank, number in sample_ranks(ranks).items():
         with simulated(ranks, rank):
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
@@ -159,10 +161,26 @@ def time_virtual(
             times = []
             for _ in range(repeats + 1):
                 start = clock()
-                outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
+                with _counting_messages() as sent:
+                    outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
                 times.append(clock() - start)
-            seconds += number * min(times[1:])  # rules plan in the first step
+            seconds += number * (min(times[1:]) + of_message * sum(sent))  # rules plan in the first step
     return seconds
+
+
+def time_message(clock: Callable[[], float], count: int = 100) -> float:
+    """Return the seconds of a small message between virtual ranks: mostly those of changing to another rank."""
+
+    def program() -> None:
+        number = torch.ones(1)
+        for _ in range(count):
+            dist.all_reduce(number)
+
+    with VirtualWorld(2) as world:
+        world.run(program)
+        start = clock()
+        world.run(program)
+        return (clock() - start) / (2 * count)
 
 
 def _prepare(subject: Subject, mesh: DeviceMesh) -> tuple[TaskSpec, dict[str, ShardTensor]]:
@@ -192,6 +210,14 @@ def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
     waits = [(peak - held, now - held) for peak, now in seen.memory.waits]
     fields = sum(math.prod(x.shape) * subject.dtype.itemsize for x in batch.values())
     return Run(model, fields, waits, sum(received), largest.bytes, seen)
+
+
+@contextmanager
+def _counting_messages() -> Iterator[list[int]]:
+    """Yield the numbers of messages that the rank sends."""
+    found: list[int] = []
+    with runtime.observing(meter=lambda kind, messages, nbytes: found.append(messages)):
+        yield found
 
 
 @contextmanager
