@@ -239,7 +239,7 @@ def new_shapes(steps: int, first: int) -> tuple[int, int, int]:
 
 
 def test_memory_is_flat_when_every_step_has_new_shapes():
-    # The first half of the steps fills the allocator's arenas: 5 MiB in some processes, to which later steps add little.
+    # The first half of the steps fills the allocator's arenas, which takes 5 MiB in some processes.
     for growth, layouts, plans in run_on_ranks(new_shapes, 2, 1400, 700, timeout=300):
         assert growth < 3 * 2**20, f"resident memory grew by {growth / 2**20:.1f} MiB"
         assert plans <= 2 * runtime.PLANS and layouts < 4 * runtime.PLANS
