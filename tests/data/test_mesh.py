@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardingError, explain
 from shardfield.data import MeshDataset, ShardedLoader, mesh_files, open_mesh
+from shardfield.data import mesh as data_mesh
 from shardfield.data.connectivity import cell_edges, is_closed, point_areas
 from shardfield.testing import run_on_ranks
 
@@ -192,6 +193,15 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
     for points in (0, 2):  # meshio writes arrays of nothing as text, and fails on them
         paths.append(tmp_path / f"empty{points}.vtu")
         meshio.Mesh(np.zeros((points, 3)), []).write(paths[-1], binary=False)
+    for binary in (True, False):  # meshio returns what it could read
+        paths.append(tmp_path / f"cut{binary}.vtk")
+        meshio.Mesh(OCTAHEDRON, [("triangle", FACES)]).write(paths[-1], file_format="vtk42", binary=binary)
+        whole = paths[-1].read_bytes()
+        paths[-1].write_bytes(whole[: whole.index(b"CELL_TYPES") + 25] if binary else whole[:-1])
+    paths += [tmp_path / "lz4.vtu", tmp_path / "lengths.zarr"]
+    paths[-2].write_text('<VTKFile compressor="vtkLZ4DataCompressor"><UnstructuredGrid><Piece NumberOfPoints="6"/>')
+    group = importlib.import_module("zarr").open_group(str(paths[-1]), mode="w")
+    group["points"], group["pressure"] = OCTAHEDRON, np.arange(5.0)
     said = [text for *_, text in BROKEN.values()] + [
         "has no points",
         "there is no",
@@ -202,6 +212,10 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         "'name' is an array of object, which cannot be a tensor",
         "empty0.vtu has no points",
         "empty2.vtu has no cells, and meshio reads no such VTU file",
+        "cutTrue.vtk is truncated: it declares 8 cells, and",
+        "cutFalse.vtk is truncated, or its last line has no line end",
+        "is compressed by LZ4",
+        "pressure (5,): data of 6 points has as many rows",
     ]
     for messages in run_on_ranks(refused_on_every_rank, 2, paths):
         for message, text in zip(messages, said, strict=True):
@@ -212,6 +226,20 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         open_mesh(tmp_path / "good.vtk")["pressure"]
     with pytest.raises(ValueError, match="order='hilbert'"):
         open_mesh(tmp_path / "good.vtk", order="hilbert")
+
+
+def unreadable_on_one_rank(path):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("points",))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(data_mesh, "array_path", lambda folder, name: folder / "gone" / name)
+        with pytest.raises(ShardingError, match="rank 1: .*points.*delete it"):
+            open_mesh(path, mesh)
+    return len(open_mesh(path, mesh)["points"])
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(sheet):
+    assert run_on_ranks(unreadable_on_one_rank, 3, sheet) == [42] * 3
 
 
 def unsorted_in_place(path):

@@ -128,6 +128,7 @@ def _read_meshio(path: Path) -> RawMesh:
     if not formats:
         raise ShardingError(f"{path}: meshio reads no {path.suffix or 'files without a suffix'}")
     found = _try_formats(path, formats)
+    _check_end(path, sum(len(block.data) for block in found.cells))
     cells: dict[str, list[np.ndarray]] = {}
     cell_data: dict[str, list[np.ndarray]] = {}
     for at, block in enumerate(found.cells):
@@ -155,8 +156,19 @@ def _try_formats(path: Path, formats: list[str]) -> Any:
     raise OSError(f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__)
 
 
+def _check_end(path: Path, cells: int) -> None:
+    """Raise if a file in a format without an end mark is truncated, where meshio returns what it could read."""
+    suffix, data = path.suffix.lower(), path.read_bytes() if path.suffix.lower() in (".vtk", ".obj", ".off") else b""
+    declared = re.search(rb"\nCELL_TYPES\s+(\d+)\s", data) if suffix == ".vtk" else None
+    if declared is not None and int(declared[1]) != cells:
+        raise ShardingError(f"{path} is truncated: it declares {int(declared[1])} cells, and {cells} can be read")
+    is_text = suffix != ".vtk" or b"ASCII" in data[:1000].upper().splitlines()
+    if data and is_text and not data[-1:].isspace():
+        raise ShardingError(f"{path} is truncated, or its last line has no line end: its last number may be incomplete")
+
+
 def _find_missing_parts(path: Path) -> str | None:
-    """Return what a VTU file lacks that meshio fails on without saying so: pieces, points, or cells."""
+    """Return why meshio fails on a VTU file without saying so: no pieces, points, or cells, or another compressor."""
     if path.suffix.lower() != ".vtu":
         return None
     with path.open("rb") as file:
@@ -168,6 +180,8 @@ def _find_missing_parts(path: Path) -> str | None:
     )
     if b"<UnstructuredGrid" in text and not any(points) and len(points) == len(pieces):
         return f"{path} has no points"
+    if b"vtkLZ4DataCompressor" in text:
+        return f"{path} is compressed by LZ4, which meshio does not read: write it with ZLib or LZMA"
     if cells and not any(cells):
         return f"{path} has no cells, and meshio reads no such VTU file: write its points as zarr or HDF5"
     return None
