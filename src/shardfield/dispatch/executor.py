@@ -282,7 +282,8 @@ def make_handler(planner: Callable, partial: bool, merged: bool, is_torch_functi
         if "out" in kwargs:
             return _run_with_out(run, func, types, args, kwargs)
         mesh = mesh_of(args, kwargs)
-        mark_consumed((args[1:] if is_inplace(func) else args, kwargs))
+        if known is None:  # the reader has marked them
+            mark_consumed((args[1:] if is_inplace(func) else args, kwargs))
         locals_: list[Tensor] = []
         layouts: list[Layout] = []
         key = [func, *autocast_state()]
