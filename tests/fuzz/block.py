@@ -11,7 +11,7 @@ from hypothesis import seed as seeded
 
 from tests.harness.virtual import VirtualRanks
 
-from .execute import Verdict, judge
+from .execute import UNTRACED, Verdict, judge
 from .generate import programs
 
 BLOCK = 25
@@ -56,7 +56,8 @@ def run_block(
         verdict: Verdict = judge(program, min(timeout, 20.0) if shrinking[0] else timeout, virtual)
         if not shrinking[0] and (len(program.steps) >= 5 or verdict.kind in BAD):
             block.counts["failed" if verdict.kind in BAD else verdict.kind] += 1
-            block.counts["compiled"] += program.compiled and virtual is None and verdict.kind == "right"
+            if program.compiled and virtual is None and verdict.kind == "right":
+                block.counts["untraced" if verdict.why == UNTRACED else "compiled"] += 1
             if verdict.kind == "refused":
                 block.refusals[verdict.why] += 1
         if verdict.kind in BAD:

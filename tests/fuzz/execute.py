@@ -20,6 +20,8 @@ from tests.harness.virtual import VirtualRanks
 from .generate import Reference, reference, seeds
 from .program import Program
 
+UNTRACED = "ran eagerly: it cannot be traced"
+
 
 @dataclass
 class Verdict:
@@ -56,7 +58,7 @@ def judge(program: Program, timeout: float = 60.0, virtual: VirtualRanks | None 
             return Verdict(bad.kind, f"{modes[mode]}, ranks {kinds}: {bad.why}")
         if len(set(kinds)) > 1:
             return Verdict("wrong", f"{modes[mode]}: ranks disagree: {kinds}")
-    return found[0][0]
+    return found[0][-1]
 
 
 def run_modes(program: Program, expected: Reference, modes: tuple[str, ...]) -> list[Verdict]:
@@ -83,7 +85,10 @@ def run_sharded(program: Program, expected: Reference, compiled: bool) -> Verdic
             outs = [v for v in values if v.requires_grad]
             if outs:
                 run_backward(outs, seeds(outs), None, False, None)
-        return compare(program, expected, values, leaves)
+        verdict = compare(program, expected, values, leaves)
+        if compiled and verdict.kind == "right" and not any(run._programs.values()):
+            verdict.why = UNTRACED
+        return verdict
     except ShardingError as error:
         return Verdict("refused", f"{_first_line(error)}")
 

@@ -23,13 +23,14 @@ from ..errors import ShardingError
 from ..tensor import Deferred, ShardTensor, wrap
 from ..trace_state import same_memory
 from .plan import process_groups
+from .write_tracking import set_copied_view
 
 
 class CopiedView(Deferred):
     """The copy `tensor` of a view of `source`; `take_view(source)` takes the view again. Held by the tensor.
 
-    merges: the view joins dims, so that strides decide whether torch returns a view or a copy. nested: on this rank the
-    strides allow a view. (If torch returns a copy on one device, that copy does not see the write.) splits: the view
+    merges: strides decide whether torch returns a view or a copy, which does not see the write. votes: whether those of
+    this rank allow a view, and whether they need a copy; both, if they are not those of one device. splits: the view
     only splits dims, so that the source is a reshape of it.
     """
 
@@ -41,11 +42,11 @@ class CopiedView(Deferred):
         source: ShardTensor,
         take_view: Callable[[ShardTensor], ShardTensor],
         merges: bool = False,
-        nested: bool = True,
+        votes: tuple[bool, bool] = (True, False),
         splits: bool = False,
     ):
         self.layout, self.source, self.take_view = tensor._layout, source, take_view
-        self.merges, self.nested, self.splits = merges, nested, splits
+        self.merges, self.votes, self.splits = merges, votes, splits
         self.grad_enabled = torch.is_grad_enabled()
         self.tensor = weakref.ref(tensor)
         former = source.__dict__.get("_copy_of")
@@ -88,11 +89,11 @@ class CopiedView(Deferred):
 
     def _is_view(self) -> bool:
         groups = process_groups(self.layout, range(self.layout.mesh.ndim))
-        views, copies = any_rank([self.nested, not self.nested], groups)
+        views, copies = any_rank(self.votes, groups)
         if views and copies:
             raise ShardingError(
-                "the source of this reshaped tensor was written since, and its strides differ between ranks: on one "
-                "device the result may be a view, which sees the write, or a copy. Use reshape(...).clone()"
+                "the source of this reshaped tensor was written since, and its strides differ between ranks, or from "
+                "one device: there the result may be a view, which sees the write, or a copy. Use reshape(...).clone()"
             )
         return views
 
@@ -118,6 +119,15 @@ class CopiedView(Deferred):
             self.source._copy_of.write(new)
         else:
             self.source._write(new)
+
+
+def of_copied_view(view: ShardTensor, source: ShardTensor, take_view: Callable) -> ShardTensor:
+    """Return `view`, which shares all of its memory with `source`; if that is a copied view, `view` is one too."""
+    if source._copied_view is not False:
+        set_copied_view(view, source._copied_view)
+    if source._copied_view is True:
+        CopiedView(view, source, take_view)
+    return view
 
 
 def write_through(target: ShardTensor, write: Callable[[ShardTensor], object]) -> bool:

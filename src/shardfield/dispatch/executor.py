@@ -204,7 +204,7 @@ class BoundPlan:
         before = source._copied_view if of_shards else False
         narrowed = kind.of_slice or (of_shards and source._narrowed)
         always = kind.returns is Returns.VIEW
-        copied: bool | ViewConsensus = kind.returns is Returns.LOST_VIEW
+        copied: bool | ViewConsensus = kind.returns is Returns.LOST_VIEW or before is True
         if not copied and (kind.ranks_differ or (narrowed and kind.merged)):
             here = dims_are_nested(base, kind.merged) if kind.merged else same_memory(out, base)
             if not here and same_memory(out, base):
@@ -216,9 +216,13 @@ class BoundPlan:
         result._consumed = True
         if copied:
             set_copied_view(result, copied)
-        if copied is True and of_shards and kind.returns is not Returns.VIEW_OR_COPY:
+        if copied is True and of_shards:
             nested = not kind.merged or dims_are_nested(base, kind.merged)
-            CopiedView(result, source, lambda x: self._view_again(x, index), bool(kind.merged), nested, kind.splits)
+            # A source whose shards were moved does not have the strides of one device.
+            former = source.__dict__.get("_copy_of")
+            moved = before is True and not (former is not None and former.source._layout.partial)
+            votes = (True, True) if kind.merged and moved else (nested, not nested)
+            CopiedView(result, source, lambda x: self._view_again(x, index), bool(kind.merged), votes, kind.splits)
         if narrowed:
             result._narrowed = True
         return result

@@ -15,8 +15,10 @@ from ..errors import ShardingError
 from ..layout import Layout
 from ..tensor import ShardTensor, wrap
 from .arguments import map_tensors, mesh_of, to_full_tensor
+from .copied_views import CopiedView
 from .lost_sharding import user_stacklevel
 from .torch_aliases import function_name
+from .write_tracking import set_copied_view
 
 
 def gather_fallback(func, types, args, kwargs):
@@ -64,7 +66,24 @@ def gather_fallback(func, types, args, kwargs):
     for target, copy, before in copies:
         if not torch.equal(copy, before) if copy.is_inference() else copy._version != before:
             written[id(copy)] = target._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
-    return map_tensors(out, lambda t: written[id(t)] if id(t) in written else wrap(t, Layout.replicate(mesh, t.shape)))
+    out = map_tensors(out, lambda t: written[id(t)] if id(t) in written else wrap(t, Layout.replicate(mesh, t.shape)))
+    if sharded and _returns_view(func):
+        return _as_copied_view(out, func, args, kwargs)
+    return out
+
+
+def _returns_view(func: Any) -> bool:
+    """Return whether an aten operator returns a view of its first tensor."""
+    returned: Any = func._schema.returns if isinstance(func, OpOverload) else ()
+    return len(returned) == 1 and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+
+
+def _as_copied_view(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a copy, where one device has a view: a write into it is refused, and it shows those into its source."""
+    if isinstance(out, ShardTensor) and isinstance(args[0], ShardTensor):
+        set_copied_view(out, True)
+        CopiedView(out, args[0], lambda source: func(source, *args[1:], **(kwargs or {})))
+    return out
 
 
 def _may_write(func: Any, kwargs: Any) -> bool:

@@ -36,6 +36,26 @@ def write_after_contiguous(x, order):
     return y * 1, same * 1
 
 
+VIEWS_OF_VIEWS = {
+    "unfold, reshape": lambda y: y.unfold(0, 2, 1).reshape(3, 6, 2),
+    "unfold, transpose, split": lambda y: y.unfold(1, 2, 2).mT.reshape(4, 2, 1, 3),
+    "as_strided": lambda y: y.as_strided((12, 2), (2, 1)),
+    "join, split, detach": lambda y: y.view(24).view(2, 3, 4).detach().squeeze(),
+    "row, data": lambda y: y[1].data,
+    "unfold, conj": lambda y: y.unfold(0, 2, 1).conj(),
+    "aten.alias": lambda y: torch.ops.aten.alias(y.select(0, 2)),
+    "column, ravel": lambda y: y.view(2, 2, 6)[..., 2].ravel(),  # torch copies it, where reshape returns a view
+}
+
+
+def view_of_view(x, name, into_view):
+    """Write into the source of a view of a view, or into that view, and return both."""
+    y = x * 1
+    view = VIEWS_OF_VIEWS[name](y)
+    (view if into_view else y).mul_(2)
+    return view * 1, y * 1
+
+
 def writes_into_split_dims(x):
     """Write into views that split a dim, which need communication where a shard boundary falls inside a new dim."""
     y = x * 1
@@ -118,6 +138,7 @@ CASES = [
     case(strided_and_written, T(4, 4, shard_dims=(0,)), False, options=STRIDED),
     case(strided_and_written, T(4, 4, shard_dims=(0,)), True, options=STRIDED),
     case(views_read_after_a_write, T(4, 6), options={"layouts": 12}),
+    *(case(view_of_view, T(4, 6), name, w, options=FEW_WRITES) for name in VIEWS_OF_VIEWS for w in (False, True)),
     case(writes_into_split_dims, T(8, 3), options={"layouts": 12, "try_partial": False}),
     case(write_after_contiguous, T(2, 3), (1, 0), options=FEW_WRITES),
     case(write_after_contiguous, T(5, 3), (1, 0), options=FEW_WRITES),

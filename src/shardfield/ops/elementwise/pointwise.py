@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ... import runtime
-from ...dispatch.copied_views import write_through
+from ...dispatch.copied_views import of_copied_view, write_through
 from ...dispatch.registry import (
     as_operand,
     composed,
@@ -331,7 +331,20 @@ def detach(func, types, args, kwargs):
     target = args[0]
     if target._layout.partial and not (target.is_leaf and target.requires_grad):
         _reduce_in_place(target)
-    return pointwise(func, types, args, kwargs)
+    return of_copied_view(pointwise(func, types, args, kwargs), target, torch.Tensor.detach)
+
+
+@handler("conj", "positive", "resolve_conj", "resolve_neg")
+def itself_or_view(func, types, args, kwargs):
+    """Return the tensor itself where torch does; a view of a copied view is a copied view too."""
+    target = args[0] if args else kwargs["input"]
+    if target._layout.partial:
+        return pointwise(func, types, args, kwargs)
+    local = target._local_tensor
+    if func(local) is local:
+        return target
+    out = pointwise(func, types, args, kwargs)
+    return of_copied_view(out, target, func) if same_memory(out._local_tensor, local) else out
 
 
 handler("detach_")(pointwise_inplace)

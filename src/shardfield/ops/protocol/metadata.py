@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..._compat import tensor_getter
+from ...dispatch.copied_views import of_copied_view
 from ...dispatch.registry import handler, register
 from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
@@ -57,7 +58,7 @@ def nbytes(func, types, args, kwargs):
 def data(func, types, args, kwargs):
     target = args[0]
     shared = target.detach() if target._layout.partial else target  # which reduces it
-    return wrap(shared._local_tensor.data, shared._layout)
+    return of_copied_view(wrap(shared._local_tensor.data, shared._layout), shared, torch.Tensor.detach)
 
 
 def set_data(func, types, args, kwargs):

@@ -131,7 +131,7 @@ def single_element(input: Tensor) -> Tensor:
     return input.any() if input.dtype is torch.bool else input.sum(dtype=input.dtype)
 
 
-@rule("reshape", "view", "flatten", "ravel", "unflatten", partial=True, merged=True)
+@rule("reshape", "view", "flatten", "unflatten", partial=True, merged=True)
 def view(input: Operand, *args, fn, **kwargs):
     """Reshape locally if no shard boundary falls inside a new dim, else redistribute between two local reshapes."""
     if args and isinstance(args[0], torch.dtype) or "dtype" in kwargs:
@@ -182,6 +182,12 @@ def contiguous(input: Operand, memory_format: torch.memory_format = torch.contig
             ranks_differ=has_short_shards(input.layout) or not in_order,
         ),
     )
+
+
+@composed("ravel")
+def ravel(input):
+    """Return one dim; unlike `reshape`, torch copies whatever is not contiguous."""
+    return input.contiguous().view(-1)
 
 
 def loses_writes(source: Layout, target: Layout) -> bool:
