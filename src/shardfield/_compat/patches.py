@@ -155,7 +155,7 @@ class Patches:
     @property
     def installed(self) -> bool:
         """Whether all patches of imported modules are in place."""
-        if len(sys.modules) == self._modules:  # asked for every layout
+        if self._installed and len(sys.modules) == self._modules:  # asked for every layout
             return True
         if not self._installed or any(patch.pending for patch in self._of_code):
             return False
@@ -172,6 +172,7 @@ class Patches:
     ) -> None:
         """Add a patch of a function's code. It is installed with the first Layout after the import of its module."""
         self._of_code.append(CodePatch(path, make, reason))
+        self._modules = -1
         self._all.append(self._of_code[-1])
         if early:
             self._early.append(self._of_code[-1])
@@ -191,7 +192,7 @@ class Patches:
         """Put torch's attributes back, newest first."""
         for patch in reversed(self._all):
             patch.uninstall()
-        self._installed = False
+        self._installed, self._modules = False, -1
 
 
 safe_globals = SafeGlobals()
