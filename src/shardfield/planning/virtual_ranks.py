@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import runtime
 from .._compat import DispatchMode
+from ..comm import collectives
 from ..comm.grad_deferral import defer_to_average
 from ..tensor import ShardTensor
 from ..train.task import TaskSpec
@@ -172,9 +173,9 @@ def time_message(clock: Callable[[], float], count: int = 100) -> float:
     """Return the seconds of a small message between virtual ranks: mostly those of changing to another rank."""
 
     def program() -> None:
-        number = torch.ones(1)
+        number, group = torch.ones(1), dist.group.WORLD
         for _ in range(count):
-            dist.all_reduce(number)
+            collectives.all_reduce_(number, group)
 
     with VirtualWorld(2) as world:
         world.run(program)
