@@ -29,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first block")
+    parser.add_argument("--every", type=int, default=1, help="6: run the blocks that are compiled too, and no others")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a program hangs")
     parser.add_argument("--no-shrink", action="store_true", help="show failures as they are drawn")
     parser.add_argument("--log", type=Path, help="append the outcome of each block to this file")
@@ -60,9 +61,9 @@ def blocks(args: argparse.Namespace) -> Iterator[tuple[int, Block]]:
     run = partial(run_block, timeout=args.timeout, shrink=not args.no_shrink)
     if args.jobs == 1:
         virtual = VirtualRanks() if args.virtual else None
-        for seed in count(args.seed):
+        for seed in count(args.seed, args.every):
             yield seed, run(seed, virtual=virtual)
-    seeds = count(args.seed)
+    seeds = count(args.seed, args.every)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run, seed): seed for seed, _ in zip(seeds, range(args.jobs), strict=False)}
         while True:

@@ -40,7 +40,10 @@ REFUSED = [
     ("second_derivative", "slope of std"),
     ("second_derivative", "slope of var"),
     ("sort_topk", "quantile"),
+    ("view", "strided_and_written"),
+    ("view", "view_of_view"),
     ("view", "views_read_after_a_write"),
+    ("view", "write_after_contiguous"),
     ("view", "writes_into_split_dims"),
 ]
 
