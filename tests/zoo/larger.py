@@ -129,7 +129,7 @@ MODELS: dict[str, Entry] = {
     ),
     "swinunetr_64": Entry("MONAI SwinUNETR, larger", (1, 1, 64, 128), package="monai", steps=1, **BARS),
     "transformers_swin_128": Entry("transformers Swin, larger", (1, 3, 128, 128), steps=1, **BARS),
-    "zoedepth_128": Entry("transformers ZoeDepth, larger", (1, 3, 128, 128), steps=1, **BARS),
+    "zoedepth_128": Entry("transformers ZoeDepth, larger", (1, 3, 128, 128), steps=1, redundancy=1.2),
     "attentive_fp_512": Entry("torch_geometric AttentiveFP, larger", None, (0,), None, **BARS),
     "uno_64": Entry("neuraloperator UNO, larger", (1, 2, 64, 80), tolerance=ROUNDED, steps=1, **BARS),
     "xcit_128": Entry("timm XCiT, larger", (2, 3, 128, 192), package="timm", steps=1, **BARS),

@@ -74,7 +74,8 @@ two causes:
 
 The rows "larger" show from which size on a balance of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x
 32 tokens of DiT), graphs with 128 channels, however few nodes (1,024 of GraphUNet, which
-multiplies sparse matrices). Aurora on 2 x 2 ranks is the exception: 1.10 also at 64 x 128 points and 32 channels.
+multiplies sparse matrices). Exceptions are Aurora on 2 x 2 ranks, 1.10 also at 64 x 128 points and 32 channels, and
+ZoeDepth, 1.15 at 128 x 128, for the reason below.
 
 A result counts as large from 64 elements on a rank; the default is 8,192. With the default, four models of this size
 keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3, LSNO and S2 transformer 2.0.

@@ -2,6 +2,7 @@
 
 import torch
 
+from shardfield import ShardTensor
 from tests.harness import T, case, raises
 
 # Entries of a matrix of 6 x 5 and one of 5 x 7, in order; row 2 of the first and row 3 of the second have none.
@@ -31,11 +32,21 @@ def parts(matrix):
     return again.indices(), again.values()
 
 
+def dense(at, values, shape):
+    return torch.zeros(shape, dtype=values.dtype).index_put(tuple(at), values, accumulate=True)
+
+
 def product_of(make, other=None):
-    """Return a call that multiplies two matrices with these values."""
+    """Return a call that multiplies two matrices with these values.
+
+    Values of one device are those of the dense product: torch has no second derivative of a sparse one.
+    """
 
     def run(a, b):
-        return parts(make(LEFT, a, (6, 5)) @ (other or make)(RIGHT, b, (5, 7)))
+        indices, values = parts(make(LEFT, a, (6, 5)) @ (other or make)(RIGHT, b, (5, 7)))
+        if isinstance(values, ShardTensor):
+            return indices, values
+        return indices, (dense(LEFT, a, (6, 5)) @ dense(RIGHT, b, (5, 7)))[tuple(indices)]
 
     run.__name__ = f"product of {make.__name__} matrices"
     return run

@@ -162,20 +162,26 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
-def as_matrix(value: Any, like: Layout) -> SparseMatrix | None:
+def as_matrix(value: Any, like: Layout | None) -> SparseMatrix | None:
     """Return a sparse tensor as a matrix with entries sharded over the axes of other entries; None if it is none."""
     found = sparse_matrix(value)
-    if found is not None and found.sharding:
-        return found
-    local = value._local_tensor if value.__class__ is ShardTensor else value
-    if local.layout not in (COO, CSR, CSC) or local.ndim != 2 or local.dense_dim():
-        return None
-    coo, axes = local.to_sparse_coo().coalesce(), like.shard_axes
-    (rows, columns), values = coo.indices(), coo.values()
+    if found is not None:
+        if found.sharding or like is None:
+            return found
+        (rows, columns, values), shape = found.entries(), found.layout.shape
+    else:
+        local = value._local_tensor if value.__class__ is ShardTensor else value
+        if local.layout not in (COO, CSR, CSC) or local.ndim != 2 or local.dense_dim():
+            return None
+        coo = local.to_sparse_coo().coalesce()
+        (rows, columns), values, shape = coo.indices(), coo.values(), local.shape
+        if like is None:
+            return None
+    axes = like.shard_axes
     sizes = DimSharding(len(values), axes, nested_chunk(len(values), [like.mesh.size(a) for a in axes]))
     layout = Layout.make(like.mesh, [(sizes,)])
     rows, columns, values = (shard_entries(t, layout) for t in (rows, columns, values))
-    return SparseMatrix(COO, local.shape, rows, columns, values, True, like.mesh)
+    return SparseMatrix(COO, shape, rows, columns, values, found is None, like.mesh)
 
 
 def shard_entries(values: Any, layout: Layout | None) -> Any:

@@ -35,7 +35,11 @@ def sparse_matmul(left: Any, right: Any) -> Any:
     matrix, dense = (right, left) if sparse_right else (left, right)
     sharded = [found for found in map(sparse_matrix, (left, right)) if found is not None and found.sharding]
     if is_sparse(dense):
-        return multiply(left, right, sharded[0].sharding) if sharded else None
+        # torch has no second derivative of its sparse product, also of matrices that all ranks have
+        by_entries = sharded or (
+            sparse_matrix(left) and sparse_matrix(right) and (left.requires_grad or right.requires_grad)
+        )
+        return multiply(left, right, sharded[0].sharding if sharded else None) if by_entries else None
     if not sharded:
         matrix = matrix._local_tensor if matrix.__class__ is ShardTensor else matrix
     if not (sharded or isinstance(dense, ShardTensor)) or matrix.layout not in LAYOUTS or matrix.ndim != 2:
