@@ -326,7 +326,11 @@ READS: Mapping[str, Callable] = MappingProxyType(
 def read_entries(func, types, args, kwargs):
     """Read the entries of a matrix, sharded as they are; of a matrix on every rank, and of other forms, all of them."""
     matrix = sparse_matrix(args[0])
-    found = READS[func.__name__](matrix, *args[1:], **kwargs) if matrix is not None and matrix.sharding else None
+    found = (
+        READS[func.__name__](matrix, *args[1:], **kwargs)
+        if matrix is not None and (matrix.sharding or matrix.requires_grad)
+        else None
+    )
     if found is None:
         return gather_fallback(func, types, args, kwargs)
     return wrapped(found) if isinstance(found, SparseMatrix) else found
