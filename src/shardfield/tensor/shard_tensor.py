@@ -293,12 +293,8 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
 
     def _check_writable(self) -> None:
         """Notify the write observers of a write into the local tensor; raise if the write would be lost."""
-        if self._copied_view and write_is_lost(self._copied_view):
-            raise ShardingError(
-                "writing into this tensor would be lost, or reach its source on some ranks only: on one device it is "
-                f"a view of its source, here shards were moved or copied ({self._layout}). Write into the source by "
-                "index, or clone() this tensor first"
-            )
+        if self._copied_view is True:  # before observers change anything
+            self._refuse_write()
         if self._consumed:
             note_write(self._local_tensor, self._layout.mesh)
         observers = runtime.active.write_observers
@@ -308,6 +304,15 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
         local = self._local_tensor if observers or self._deferred is not None else None
         for observer in list(observers) if local is not None else ():
             observer.before_write(local)
+        if self._copied_view and write_is_lost(self._copied_view):  # an observer may have made a part of a spectrum
+            self._refuse_write()
+
+    def _refuse_write(self) -> None:
+        raise ShardingError(
+            "writing into this tensor would be lost, or reach its source on some ranks only: on one device it is a "
+            f"view of its source, here shards were moved or copied ({self._layout}). Write into the source by index, "
+            "or clone() this tensor first"
+        )
 
     # ------------------------------------------------------------------ torch.distributed.checkpoint
 
