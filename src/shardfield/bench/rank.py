@@ -23,8 +23,8 @@ A torch call takes 1 us in a loop and 2 to 3 us among others, whose code and dat
 loop, the torch calls of a group norm alone take a quarter of its time, those of a halo exchange 70 % of the
 exchange. This is the limit of separate torch calls: at 2 us each, the 45 calls of a group norm are the time that its
 bar allows, before any Python. For the bars of 3 and 4, a norm and a halo exchange would each have to be one compiled
-call, forward and backward, and the package has no compiled code. The times of CPUs below are older than the changes
-that the last section of this page lists for a rank of 8: they were measured on a machine with other load.
+call, forward and backward, and the package has no compiled code. The times of 16 cores below are
+older than the changes that the last section of this page lists for a rank of 8.
 
 Compiled, the 64 x 512 UNet of a rank of 8 has 122 Triton kernels, 22 convolutions and 28 messages; plain torch has 85
 and 16. The rest of the host time over `torch.compile` (12.6 ms against 4.3) is that of the messages: 42 to 44 us each
