@@ -25,8 +25,6 @@ Label = Hashable
 
 # If a Partial result is this many times larger than the largest operand, operands are redistributed instead.
 MAX_PARTIAL_GROWTH = 4
-# How many times larger a Partial operand must be to be scattered along a dim that later calls mix.
-MIXED_LIMIT = 16
 # Number of labels, not sharded by the axis so far, that are tried as the new sharded label.
 MAX_NEW_LABELS = 4
 
@@ -180,7 +178,7 @@ class _StrategySearch:
                     current.append(label)
                 elif axis in term.layout.shard_axes and self.sizes[label] > 1:
                     others.append(label)
-                elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term, axis):
+                elif axis in term.layout.partial_axes and self.sizes[label] > 1 and self._may_scatter(term):
                     others.append(label)
                     if dim < term.layout.ndim - 1 and not self.sizes[label] % self.mesh.size(axis):
                         outer.setdefault(label, dim)
@@ -250,16 +248,13 @@ class _StrategySearch:
         sizes = [n * max_local_fraction(sharding) for n, sharding in zip(layout.shape, layout.dims, strict=True)]
         return self.terms[i].itemsize * math.prod(sizes)
 
-    def _may_scatter(self, term: Term, axis: int) -> bool:
+    def _may_scatter(self, term: Term) -> bool:
         """Return whether a Partial operand may be reduce-scattered, so that its axis shards the result.
 
-        A small one, with a result of about its size, is all-reduced: later calls would gather it again. So is a larger
-        one whose samples or heads do not divide evenly: attention would gather keys and values of the others.
+        A small one, with a result of about its size, is all-reduced: later calls would gather it again.
         """
         grown = math.prod(self.sizes[x] for x in self.out_labels) > MAX_PARTIAL_GROWTH * term.layout.numel
-        separate = term.layout.ndim < 4 or any(n % self.mesh.size(axis) == 0 for n in term.layout.shape[:-2])
-        limit = runtime.active.min_scattered * (1 if separate else MIXED_LIMIT)
-        return grown or not self.linear or term.layout.numel >= limit
+        return grown or not self.linear or term.layout.numel >= runtime.active.min_scattered
 
     def _may_shard(self, label: Label) -> bool:
         return label not in self.unsharded and (self.allow_partial or label in self.out_labels)
