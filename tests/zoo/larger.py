@@ -6,6 +6,7 @@ exchange list has an entry per edge, however few channels the nodes have. Both v
 
 from __future__ import annotations
 
+from tests.models.graphcast import GraphCast, build_tensors
 from tests.zoo import science, vision, zoo
 from tests.zoo.entry import ROUNDED, SINGLE, Entry, imported
 
@@ -114,6 +115,11 @@ def stormcast_64():
     return science.physicsnemo_stormcast((64, 96), model_channels=32)
 
 
+def graphcast_512():
+    """The published width, layers and kinds of edges; 162 of its 40,962 mesh nodes, a grid of 8 degrees."""
+    return GraphCast(78, width=512), build_tensors(2, 23, 45, features=78)
+
+
 # The bars of the models page.
 BARS = {"balance": 1.25, "redundancy": 1.05}
 MODELS: dict[str, Entry] = {
@@ -123,6 +129,7 @@ MODELS: dict[str, Entry] = {
     "sage_512": Entry("torch_geometric SAGE, larger", None, (0,), None, **BARS),
     "gat_512": Entry("torch_geometric GAT, larger", None, (0,), None, **BARS),
     "graph_unet_1024": Entry("torch_geometric GraphUNet, larger", None, (0,), None, **BARS),
+    "graphcast_512": Entry("GraphCast-like", None, (0,), None, sharded=("state", "grid", "mesh"), steps=1, **BARS),
     "fno_1d_128": Entry("neuraloperator FNO 1-D, larger", (2, 2, 128), (2,), None, ROUNDED, **BARS),
     "anemoi_400": Entry(
         "anemoi graph transformer, larger", (1, 2, 1, 400, 3), (3,), None, package="anemoi.models", **BARS

@@ -121,7 +121,7 @@ PACKAGES = (
     ("torch-harmonics", "Microsoft Aurora", "CREDIT", "anemoi"),
     ("the_well",),
     ("PhysicsNeMo", "Transolver attention"),
-    ("torch_geometric", "MeshGraphNet"),
+    ("torch_geometric", "MeshGraphNet", "GraphCast-like"),
 )
 
 
