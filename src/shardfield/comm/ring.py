@@ -90,6 +90,24 @@ def plan_visits(ring: Ring, together: int) -> tuple[Visit, ...]:
     return (0,), *(tuple(rest[i : i + together]) for i in range(0, len(rest), together))
 
 
+def visit_at_once(ring: Ring) -> tuple[Visit, ...]:
+    """Return one visit of all blocks, also this rank's own, in the order of their positions: `gather_at_once`.
+
+    >>> visit_at_once(Ring((), (4,), (1,)))
+    ((1, 0, 3, 2),)
+    """
+    (size,), (coord,) = ring.sizes, ring.coords
+    return (tuple((coord - owner) % size for owner in range(size)),)
+
+
+def gather_at_once(block: Tensor, lengths: Sequence[int], ring: Ring) -> Tensor:
+    """Return the flat blocks of all ranks of a ring on one mesh axis, one behind the other by position."""
+    (group,) = ring.groups
+    if len(set(lengths)) == 1:
+        return collectives.all_gather_even(block, group).view(-1)
+    return torch.cat(collectives.all_gather(block, [(n,) for n in lengths], group))
+
+
 def iterate_blocks(
     block: Tensor, lengths: Sequence[int], ring: Ring, visits: Sequence[Visit] | None = None
 ) -> Iterator[Sequence[Tensor] | Tensor]:

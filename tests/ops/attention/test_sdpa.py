@@ -134,11 +134,12 @@ def count_sent_before_work():
 
 
 def test_messages_overlap_computation():
-    # Two visits are prefetched; in backward also the gradients of earlier blocks are in flight.
+    # Two visits are prefetched; in backward also the gradients of earlier blocks are in flight. Blocks that are small
+    # enough for one visit come by one all_gather, and one kernel computes the result.
     block = 2 * 2 * 3 * 6 * 8 * 8  # bytes of keys and values of a rank
     assert run_on_ranks(sent_before_work, 4, 0) == [[[2, 3, 3, 3], [2, 3, 4, 5]]] * 4
     assert run_on_ranks(sent_before_work, 4, 2 * block) == [[[3, 3, 3], [3, 3, 5]]] * 4
-    assert run_on_ranks(sent_before_work, 4, 3 * block) == [[[3, 3], [3, 3]]] * 4  # two kernels
+    assert run_on_ranks(sent_before_work, 4, 3 * block) == [[[1], [1]]] * 4
 
 
 def local_traffic(placements, mesh_shape):
@@ -314,9 +315,10 @@ def test_every_strategy(way, what, mesh):
     assert way == "heads" or all(taken for _, taken in results)
 
 
-@pytest.mark.parametrize("what", ["self", "causal", "groups"])
-def test_ring_of_single_blocks(what):
-    results = run_on_ranks(forced, 3, "ring", (3,), *FORCED[what], 6, 0, timeout=60)
+@pytest.mark.parametrize(("what", "ranks", "visit_bytes"), [*((name, 3, 0) for name in FORCED), ("self", 4, 2000)])
+def test_ring_of_several_visits(what, ranks, visit_bytes):
+    """Blocks one by one, and two at a time: small blocks, as in the other tests, are one visit."""
+    results = run_on_ranks(forced, ranks, "ring", (ranks,), *FORCED[what], 6, visit_bytes, timeout=60)
     assert not [c for complaints, _ in results for c in complaints]
     assert all(taken for _, taken in results)
 

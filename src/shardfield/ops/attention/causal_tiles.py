@@ -163,7 +163,7 @@ def zigzag(spans_by_coord: Sequence[Spans], square: int) -> list[Spans]:
     parts = len(spans_by_coord)
     ends = _split_spans(below, 2 * parts)
     rest = _split_spans(above, parts)
-    return [_merge_spans((*ends[c], *ends[2 * parts - 1 - c], *rest[c])) for c in range(parts)]
+    return [merge_spans((*ends[c], *ends[2 * parts - 1 - c], *rest[c])) for c in range(parts)]
 
 
 def _split_spans(spans: Sequence[Span], parts: int) -> list[Spans]:
@@ -184,7 +184,8 @@ def _split_spans(spans: Sequence[Span], parts: int) -> list[Spans]:
     return lists
 
 
-def _merge_spans(spans: Spans) -> Spans:
+def merge_spans(spans: Spans) -> Spans:
+    """Join spans that follow each other."""
     merged: list[Span] = []
     for span in spans:
         if merged and merged[-1].stop == span.start:

@@ -2,8 +2,9 @@
 
 The result of each block is combined with the others by log-sum-exp. A rank holds a few blocks of keys and values at a
 time (its own, the one in use, two in flight), for any number of ranks. Blocks that are too small for a kernel of their
-own are visited together (`strategy`). Received blocks are not saved for backward, which circulates them again
-and sends the gradient of each block to its owner.
+own are visited together (`strategy`). Where that is all of them, one all_gather brings them, and one kernel computes
+the result: the work on the rank's own block would be too short to hide a message. Received blocks are not saved for
+backward, which circulates them again and sends the gradient of each block to its owner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ... import runtime
 from ..._compat import has_saved_tensor_hooks, keeps_graph
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
-from ...comm.ring import gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
+from ...comm.ring import gather_at_once, gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
 from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
@@ -27,7 +28,7 @@ from .._common.autocast import autocast_disabled
 from .block_kernels import expand_heads, neg_inf_to_zero, reduce_heads
 from .causal_tiles import Tile
 from .kv_blocks import pack_pair, pack_spans, restore_spans, take_spans, unpack_pair
-from .result_order import HEADS_INSIDE
+from .result_order import HEADS_INSIDE, in_order
 from .ring_plan import RingPlan
 from .tile_operands import TileOperands, dropout_mask_fn, mask_tile, span_indices, take_columns, take_rows
 
@@ -94,22 +95,33 @@ def _kv_blocks(plan: RingPlan, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, T
     if plan.ring.num_steps == 1:
         yield take_spans(k, plan.used[0][0]), take_spans(v, plan.used[0][0])
         return
-    flat = iterate_blocks(pack_pair(k, v), _packed_sizes(plan, k, v), plan.ring, plan.visits)
-    next(flat)  # starts communication, which overlaps with the work on the own block
+    sizes = _packed_sizes(plan, k, v)
+    if plan.at_once:
+        flat = gather_at_once(pack_pair(k, v), sizes, plan.ring)
+        yield _unpack_visit(plan, 0, flat if k.shape == v.shape else flat.split(sizes), k, v)
+        return
+    circulating = iterate_blocks(pack_pair(k, v), sizes, plan.ring, plan.visits)
+    next(circulating)  # starts communication, which overlaps with the work on the own block
     yield take_spans(k, plan.used[0][0]), take_spans(v, plan.used[0][0])
-    for number, (visit, blocks) in enumerate(zip(plan.visits[1:], flat, strict=True), 1):
-        spans, _ = plan.used[number]
-        if isinstance(blocks, Tensor) and k.shape == v.shape:
-            column = 2 * math.prod(k.shape[:-2]) * k.shape[-1]
-            block = take_spans(blocks.view(plan.length(number), column), spans, 0)  # one copy for both
-            yield unpack_pair(block.view(-1), [[*t.shape[:-2], len(block), t.shape[-1]] for t in (k, v)])
-            continue
-        pairs = [
-            unpack_pair(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
-            for step, block in zip(visit, blocks, strict=True)
-        ]
-        ks, vs = (ts[0] if len(visit) == 1 else torch.cat(ts, -2) for ts in zip(*pairs, strict=True))
-        yield take_spans(ks, spans), take_spans(vs, spans)
+    for number, blocks in enumerate(circulating, 1):
+        yield _unpack_visit(plan, number, blocks, k, v)
+
+
+def _unpack_visit(
+    plan: RingPlan, number: int, blocks: Sequence[Tensor] | Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a visit that this rank uses, from its blocks or one tensor with all of them."""
+    visit, (spans, _) = plan.visits[number], plan.used[number]
+    if isinstance(blocks, Tensor) and k.shape == v.shape:
+        column = 2 * math.prod(k.shape[:-2]) * k.shape[-1]
+        block = take_spans(blocks.view(plan.length(number), column), spans, 0)  # one copy for both
+        return unpack_pair(block.view(-1), [[*t.shape[:-2], len(block), t.shape[-1]] for t in (k, v)])
+    pairs = [
+        unpack_pair(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
+        for step, block in zip(visit, blocks, strict=True)
+    ]
+    ks, vs = (ts[0] if len(visit) == 1 else torch.cat(ts, -2) for ts in zip(*pairs, strict=True))
+    return take_spans(ks, spans), take_spans(vs, spans)
 
 
 def _kv_shapes(plan: RingPlan, position: int, k: Tensor, v: Tensor) -> list[list[int]]:
@@ -128,6 +140,11 @@ def _packed_sizes(plan: RingPlan, k: Tensor, v: Tensor) -> list[int]:
 def _forward(plan: RingPlan, q, k, v, mask, head_index, key, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     dtype = collectives.accumulate_dtype(q.dtype)
     rows = q.shape[-2]
+    if plan.has_one_tile and not plan.merge and q.shape[0] and q.shape[1]:
+        ((kb, vb),) = _kv_blocks(plan, k, v)
+        ((tile, kernel, (qt, kt, vt, bias)),) = TileOperands(plan, 0, q, kb, vb, mask, head_index, key, False)
+        block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
+        return adjoints.detach_view(in_order(block_out.to(q.dtype), order)), block_lse.to(dtype)
     # The result is not a view: autograd would refuse a write into a view made here, but not on a rank with an empty
     # shard.
     out = torch.empty_permuted((*q.shape[:-1], v.shape[-1]), order, dtype=dtype, device=q.device)
@@ -194,11 +211,13 @@ def _backward(
     grad = grad.contiguous()
     if mask is not None or plan.is_causal:  # else every row attends to all columns
         lse = neg_inf_to_zero(lse)
-    dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    dq: Any = None
+    if not plan.has_one_tile or not q.shape[0] or not q.shape[1]:
+        dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dmask = torch.zeros_like(mask, dtype=dtype, memory_format=torch.contiguous_format) if needs_grad[3] else None
     block_sizes = _packed_sizes(plan, k, v)
     send_back = plan.ring.num_steps > 1 and (needs_grad[1] or needs_grad[2])
-    own_grad: Tensor | None = None
+    own_grad: Any = None
     in_flight: list[Callable[[], Tensor]] = []
     for number, (visit, (kb, vb)) in enumerate(zip(plan.visits, _kv_blocks(plan, k, v), strict=True)):
         dk: Any = None
@@ -210,7 +229,10 @@ def _backward(
         ):
             operands = take_rows(grad, tile), qt, kt, vt, take_rows(out, tile), take_rows(lse, tile, -1)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
-            take_rows(dq, tile).add_(grads_of_tile.query)
+            if dq is None:
+                dq = grads_of_tile.query
+            else:
+                take_rows(dq, tile).add_(grads_of_tile.query)
             if dk is None:
                 dk, dv = reduce_heads(grads_of_tile.key, kb), reduce_heads(grads_of_tile.value, vb)
             else:
@@ -221,7 +243,13 @@ def _backward(
                 assert grads_of_tile.bias is not None
                 target = mask_tile(dmask, plan, tile, plan.used[number][1])
                 target += grads_of_tile.bias.sum_to_size(target.shape)
-        if number == 0:
+        if plan.at_once:
+            parts = _split_by_owner(plan, 0, dk.to(k.dtype), dv.to(k.dtype))
+            own_grad = parts.pop(visit.index(0)).to(dtype)
+            if send_back:
+                others = tuple(step for step in visit if step)
+                in_flight.append(sum_at_owners(parts, others, block_sizes, plan.ring, dtype))
+        elif number == 0:
             own_grad = pack_spans(dk, dv, plan.used[0][0], plan.length(0)).to(dtype)
         elif send_back:
             if in_flight:  # the gradients of the previous visit were in flight during the work on this one
@@ -230,8 +258,8 @@ def _backward(
             in_flight.append(sum_at_owners(parts, visit, block_sizes, plan.ring, dtype))
     for wait in in_flight:
         own_grad += wait()
-    dk, dv = unpack_pair(own_grad, [k.shape, v.shape])
-    grads = [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype)]
+    dk, dv = unpack_pair(own_grad.to(k.dtype), [k.shape, v.shape])
+    grads = [dq.to(q.dtype), dk, dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype)]
     return [g if w else None for g, w in zip(grads, needs_grad, strict=True)]
 
 

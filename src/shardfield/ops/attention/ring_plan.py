@@ -40,6 +40,19 @@ class RingPlan:
     dropout: Dropout | None = None
 
     @property
+    def at_once(self) -> bool:
+        """Return whether the blocks of all ranks, also this rank's own, are one visit."""
+        return len(self.visits) == 1 and self.ring.num_steps > 1
+
+    @cached_property
+    def has_one_tile(self) -> bool:
+        """Return whether one kernel computes the scores of all rows, so that there is nothing to combine."""
+        if [len(tiles) for tiles in self.tiles] != [1]:
+            return False
+        ((tile,),) = self.tiles
+        return tile.squares == 1 and tile.rows == (0, total_length(self.rows))
+
+    @property
     def scores(self) -> float:
         """Return the number of scores per head that this rank computes."""
         return sum(tile.area for tiles in self.tiles for tile in tiles)

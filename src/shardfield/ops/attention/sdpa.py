@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ..._compat import left_aligned
 from ...comm import autograd_collectives
-from ...comm.ring import Ring, plan_visits
+from ...comm.ring import Ring, plan_visits, visit_at_once
 from ...comm.route import Route, tile_route
 from ...debug import explain
 from ...dispatch.arguments import to_full_tensor
@@ -40,6 +40,7 @@ from .causal_tiles import (
     all_columns,
     causal_tiles,
     full_tiles,
+    merge_spans,
     plan_zigzag,
     visible_columns,
 )
@@ -295,11 +296,14 @@ class _BlockwiseAttention:
         )
         positions = [_replace_coords(computed.coords, ring_axes, at) for at in product(*(range(n) for n in ring.sizes))]
         local_rows, ring_columns = rows_by_coords[computed.coords], tuple(columns_by_coords[c] for c in positions)
-        together = 1
-        if mask is None:  # the columns of a mask are in the order of single blocks
-            together = blocks_together(mesh.device_type, *_block_work(strategy, is_causal, dtype))
-        visits = plan_visits(ring, together)
-        columns_of = [tuple(span for step in visit for span in ring_columns[ring.owner(step)]) for visit in visits]
+        together = blocks_together(mesh.device_type, *_block_work(strategy, is_causal, dtype))
+        if not is_causal and len(ring.sizes) == 1 and together + 1 >= ring.num_steps:
+            visits = visit_at_once(ring)
+        else:  # the columns of a mask are in the order of single blocks
+            visits = plan_visits(ring, together if mask is None else 1)
+        columns_of = [
+            merge_spans(tuple(span for step in visit for span in ring_columns[ring.owner(step)])) for visit in visits
+        ]
         used = tuple((visible_columns if is_causal else all_columns)(local_rows, spans) for spans in columns_of)
         tiles = tuple((causal_tiles if is_causal else full_tiles)(local_rows, spans) for _, spans in used)
         self.plan = RingPlan(
