@@ -39,8 +39,10 @@ def result_order(
         kernel = _kernel(tensors, shapes, dtype, dropout_p, is_causal, enable_gqa)
     if kernel != SDPBackend.FLASH_ATTENTION.value:
         return IN_ORDER
-    strides = torch.empty_like(query, device="meta").stride()
-    return tuple(sorted(range(4), key=lambda d: -strides[d]))
+    strides, shape = torch.empty_like(query, device="meta").stride(), query.shape
+    # A dim of size 1, such as a shard of one head, has the stride of the dim around it. Features stay innermost, also
+    # on a rank without rows, whose strides say nothing: torch's backward kernel would be wrong.
+    return (*sorted(range(3), key=lambda d: (-strides[d], -shape[d])), 3)
 
 
 def _kernel(tensors: Sequence[Tensor], shapes, dtype, dropout_p, is_causal, enable_gqa) -> int:
@@ -57,8 +59,16 @@ def _kernel(tensors: Sequence[Tensor], shapes, dtype, dropout_p, is_causal, enab
 
 
 def in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return `t` with its dims in this order in memory: a copy, unless they are."""
-    if order == IN_ORDER:
-        return t.contiguous()
-    inverse = [order.index(d) for d in range(len(order))]
-    return t if t.permute(order).is_contiguous() else t.permute(order).contiguous().permute(inverse)
+    """Return `t` with its dims in this order in memory: a copy, unless they are.
+
+    Dims of size 1 have the strides of that order too: other ranks, or one device, may have more than one element there.
+    """
+    order = tuple(range(t.ndim)) if order == IN_ORDER else order  # of any number of leading dims
+    if not t.permute(order).is_contiguous():
+        inverse = [order.index(d) for d in range(len(order))]
+        t = t.permute(order).contiguous().permute(inverse)
+    if 1 in t.shape:
+        strides = torch.empty_permuted(t.shape, order, device="meta").stride()
+        if t.stride() != strides:
+            return t.as_strided(t.shape, strides)
+    return t
