@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import foreach_copy_
+from .._compat import foreach_copy_, unflatten_tensors
 
 MAX_PACKED = 1 << 18  # elements of the largest tensor that shares a buffer with others
 
@@ -49,8 +49,11 @@ class Packed:
                 key = (tensor.dtype, tensor.device) if small else i
                 by_dtype.setdefault(key, []).append(i)
         self._groups = list(by_dtype.values())
-        self._shapes = [None if t is None else t.shape for t in tensors]
-        self._sizes = [[tensors[i].numel() for i in group] for group in self._groups]  # type: ignore[union-attr]
+        self._count = len(tensors)
+        self._parts = [
+            [torch.empty(tensors[i].shape, device="meta") for i in group]  # type: ignore[union-attr]
+            for group in self._groups
+        ]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the buffers that hold the tensors."""
@@ -62,11 +65,9 @@ class Packed:
 
     def copies(self, buffers: Sequence[Tensor]) -> list[Tensor | None]:
         """Return copies of the tensors, in buffers of their own."""
-        found: list[Tensor | None] = [None] * len(self._shapes)
-        for group, sizes, buffer in zip(self._groups, self._sizes, copies(buffers), strict=True):
-            if len(group) == 1:
-                found[group[0]] = buffer
-                continue
-            for i, part in zip(group, torch.split_with_sizes(buffer, sizes), strict=True):
-                found[i] = part.view(self._shapes[i])
+        found: list[Tensor | None] = [None] * self._count
+        for group, parts, buffer in zip(self._groups, self._parts, copies(buffers), strict=True):
+            of_group = [buffer] if len(group) == 1 else unflatten_tensors(buffer, parts)
+            for i, tensor in zip(group, of_group, strict=True):
+                found[i] = tensor
         return found
