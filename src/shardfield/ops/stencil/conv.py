@@ -32,7 +32,7 @@ from .halo_plan import HaloPlan
 from .lazy_pad import accept_lazy_pad
 from .pad import PadSpec, dim_paddings_of, padded_operand
 from .padded_block import PaddedBlockPlan
-from .padded_conv import OVERLAP_BYTES, PaddedConv, prefers_joining
+from .padded_conv import PaddedConv, prefers_joining, prefers_overlap
 from .window import Window
 
 
@@ -329,9 +329,11 @@ def plan_padded_conv(
         padding.append(0 if layout.is_sharded(dim) else pad)
     largest = [max(layout.shard_sizes(d)) if len(layout.dims[d]) == 1 else layout.shape[d] for d in range(layout.ndim)]
     block_bytes = math.prod(largest) * dtype.itemsize
-    halo_bytes = max(block_bytes // max(largest[d], 1) * windows[d].reach for d in halo_plan.ranges)
+    rows = {d: max(windows[d].reach - windows[d].stride, 1) for d in halo_plan.ranges}
+    halo_bytes = max(block_bytes // max(largest[d], 1) * n for d, n in rows.items())
     if not prefers_joining(device.type, block_bytes, halo_bytes, len(halo_plan.ranges)):
         return None
     block_plan = PaddedBlockPlan(layout, windows)
     out = [stop - start for start, stop in block_plan.owned.values()]
-    return PaddedConv(call, block_plan.steps, padding, out, grad_groups, overlaps=block_bytes >= OVERLAP_BYTES)
+    overlaps = prefers_overlap(device.type, block_bytes, halo_bytes)
+    return PaddedConv(call, block_plan.steps, padding, out, grad_groups, overlaps)

@@ -28,11 +28,12 @@ class Speeds(NamedTuple):
     memory: float
     latency: float  # of one message between neighbors
     link: float
+    separate: float  # host time of a separate call for the gradients of the parameters
 
 
-SPEEDS = {"cpu": Speeds(20e-6, 8e9, 60e-6, 2e9)}
-DEVICE_SPEEDS = Speeds(10e-6, 4e12, 20e-6, 25e9)
-OVERLAP_BYTES = 1 << 20  # size of a block above which a separate call for the gradients of the parameters pays
+SPEEDS = {"cpu": Speeds(20e-6, 8e9, 60e-6, 2e9, 20e-6)}
+DEVICE_SPEEDS = Speeds(15e-6, 4e12, 20e-6, 25e9, 150e-6)
+OVERLAP_BYTES = 1 << 20  # size of a block from which the gradients of the parameters take as long as a message
 EXTRA_KERNELS = 40  # of overlapping, compared with joining, per dim: two sides, forward and backward (an estimate)
 
 
@@ -48,6 +49,18 @@ def prefers_joining(device: str, block_bytes: int, halo_bytes: int, dims: int) -
     speeds = SPEEDS.get(device, DEVICE_SPEEDS)
     joining = 2 * dims * (speeds.latency + halo_bytes / speeds.link) + 2 * block_bytes / speeds.memory
     return joining < dims * EXTRA_KERNELS * speeds.launch
+
+
+def prefers_overlap(device: str, block_bytes: int, halo_bytes: int) -> bool:
+    """Return whether the gradients of the parameters take a call of their own, while those of the halo are in flight.
+
+    All ranks pass equal arguments: the sizes of the largest block and halo.
+
+    >>> prefers_overlap("cuda", 64 << 20, 2 << 20), prefers_overlap("cuda", 1 << 30, 4 << 20)
+    (False, True)
+    """
+    speeds = SPEEDS.get(device, DEVICE_SPEEDS)
+    return block_bytes >= OVERLAP_BYTES and speeds.latency + halo_bytes / speeds.link > speeds.separate
 
 
 class PaddedConv:
