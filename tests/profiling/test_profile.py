@@ -124,6 +124,19 @@ def test_a_wait_without_a_module_is_unnamed():
     assert summary_of([made]).named == pytest.approx(2 / 3)
 
 
+def test_a_wait_in_the_backward_of_an_unknown_call_is_unnamed():
+    trace = trace_of_a_step()
+    named = [dict(e, args=dict(e["args"])) for e in trace["traceEvents"]]
+    assert read_rank({"traceEvents": named}, TABLE, 0).unnamed == 0.0
+    for e in trace["traceEvents"]:
+        if e["name"] == "autograd::engine::evaluate_function: HaloBackward":
+            e["args"]["Sequence number"] = 77  # of no call in the trace
+    made = read_rank(trace, TABLE, 0)
+    assert made.unnamed == pytest.approx(1e-5) and made.waits["?", "?", "parameters"][1] == 1
+    assert summary_of([made]).named == pytest.approx(1 - 10 / 230)
+    assert "95.7% of the waiting" in format_summary(summary_of([made]))
+
+
 def test_traces_are_merged_on_one_clock():
     first = read_rank(trace_of_a_step(), TABLE, 0)
     shifted = trace_of_a_step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .spans import PREFIX
@@ -24,11 +24,19 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Context:
-    """The module and op that events inside an annotation belong to; `parameters`: they are of FSDP or DDP."""
+    """The module and op that events inside an annotation belong to; `parameters`: they are of FSDP or DDP.
+
+    `known` is false inside an autograd node whose call is not in the trace: a wait there has no name.
+    """
 
     module: str = ""
     op: str = ""
     parameters: bool = False
+    known: bool = True
+
+
+# Outside modules, calls and autograd nodes, a step waits for one message: the sum of its loss and gradient norm.
+STEP = Context("(step)", "loss and gradient norm")
 
 
 @dataclass
@@ -123,8 +131,10 @@ class _Sweep:
             return self._annotation(event, self.table[int(name[len(PREFIX) :])], outer)
         sequence = args.get("Sequence number")
         if name.startswith(BACKWARD):
-            found = self.forward.get(sequence, outer) if sequence is not None else outer
-            return Context(found.module, found.op or name[len(BACKWARD) :], found.parameters), "backward"
+            found = self.forward.get(sequence)
+            if found is None:
+                return replace(outer, known=outer != STEP and outer.known), "backward"
+            return replace(found, op=found.op or name[len(BACKWARD) :]), "backward"
         if name.startswith("FSDP::"):
             unit = re.fullmatch(r"FSDP::([^ ]+)(?: \((.*)\))?", name)
             label, module = (unit[1], unit[2] or "(model)") if unit else (name, "(model)")
@@ -160,7 +170,7 @@ class _Sweep:
             return Context("(data)", "loader"), "data"
         if kind == "step":
             self._show(event, f"step {facts['number']}", "step")
-            return Context("(step)", "loss and gradient norm"), "step"
+            return STEP, "step"
         context = Context(facts.get("module", ""), facts.get("op", "forward"))
         self._show(event, f"{context.module} {context.op}" if kind != "module" else context.module, kind)
         return context, kind
@@ -182,6 +192,8 @@ class _Sweep:
         self._add(part, end - begin)
         if any(what == "data" for *_, what in self.stack):
             self._add("data", begin - end)  # it waits for other ranks, not for data
+        if not context.known:
+            context = Context()
         if self.in_step:
             entry = self.made.waits.setdefault((context.module or "?", context.op or "?", of), [0.0, 0])
             entry[0] += (end - begin) * 1e-6
