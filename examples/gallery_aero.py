@@ -25,10 +25,11 @@ def draw(points, fields, path):
     low, high = fields["pressure"].min(), fields["pressure"].max()
     for axis, (name, values) in zip(axes, fields.items(), strict=True):
         limits = {} if name == "error" else {"vmin": low, "vmax": high}
-        drawn = axis.scatter(*points.T, c=values, s=6, cmap="coolwarm", **limits)
+        # Markers that cover each other hide the points of the far side.
+        drawn = axis.scatter(*points.T, c=values, s=40, linewidths=0, depthshade=False, cmap="coolwarm", **limits)
         figure.colorbar(drawn, ax=axis, shrink=0.6)
         axis.set_title(name, fontsize=10)
-        axis.set_box_aspect((1, 1, 1))
+        axis.set_box_aspect((points.amax(0) - points.amin(0)).tolist(), zoom=1.2)
         axis.set_axis_off()
     figure.savefig(path, dpi=80)
 

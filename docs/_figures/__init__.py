@@ -9,6 +9,7 @@ FIGURES = {
     "shards": diagrams.shards,
     "halo-exchange": diagrams.halo_exchange,
     "ring-attention": diagrams.ring_attention,
+    "ring-neighbors": diagrams.ring_neighbors,
     "partial-dft": diagrams.partial_dft,
     "fsdp-domain": layers.fsdp_domain,
     "one-call": layers.one_call,

@@ -72,9 +72,31 @@ def halo_exchange() -> str:
 
 
 def ring_attention() -> str:
-    """Draw four ranks in a ring, and the block of keys and values that each has in each step."""
-    drawing = Drawing(760, 290, "Ring attention: queries stay, blocks of keys and values visit every rank")
-    drawing.text(20, 24, "Queries stay, keys and values are sent on", 13, bold=True)
+    """Draw ring attention on four ranks: blocks of keys and values visit every rank."""
+    return ring(
+        "Ring attention: queries stay, blocks of keys and values visit every rank",
+        "Queries stay, keys and values are sent on",
+        "Block of keys and values on each rank",
+        "K{} V{}",
+        ("Each step merges one block by log-sum-exp;", "the next blocks are in flight while a step computes."),
+    )
+
+
+def ring_neighbors() -> str:
+    """Draw a search for nearest neighbors on four ranks: blocks of points visit every rank."""
+    return ring(
+        "Nearest neighbors with a ring: queries stay, blocks of points visit every rank",
+        "Queries stay, points are sent on",
+        "Block of points on each rank",
+        "P{}",
+        ("Each step searches one block for the queries of the rank;", "the nearest points found so far are kept."),
+    )
+
+
+def ring(title: str, left: str, right: str, block: str, notes: tuple[str, str]) -> str:
+    """Draw four ranks in a ring, and the block that each has in each step; `block` formats a rank's number."""
+    drawing = Drawing(760, 290, title)
+    drawing.text(20, 24, left, 13, bold=True)
     center_x, center_y, radius = 165, 160, 92
     places = [(center_x + radius * cos(a), center_y + radius * sin(a)) for a in (-pi / 2, 0, pi / 2, pi)]
     for i, (x, y) in enumerate(places):
@@ -84,19 +106,19 @@ def ring_attention() -> str:
     for rank, (x, y) in enumerate(places):
         drawing.rect(x - 38, y - 24, 76, 48, COLORS[rank], radius=6)
         drawing.text(x, y - 5, f"rank {rank}", 12, "middle", "#fff", bold=True)
-        drawing.text(x, y + 13, f"Q{rank}  K{rank} V{rank}", 11, "middle", "#fff")
-    drawing.text(370, 24, "Block of keys and values on each rank", 13, bold=True)
+        drawing.text(x, y + 13, f"Q{rank}  {block.format(rank, rank)}", 11, "middle", "#fff")
+    drawing.text(370, 24, right, 13, bold=True)
     for rank in range(4):
         drawing.text(440, 72 + 40 * rank, f"Q{rank} on rank {rank}", 12, "end")
         for step in range(4):
-            block = (rank - step) % 4
+            source = (rank - step) % 4
             x, y = 460 + 70 * step, 50 + 40 * rank
-            drawing.rect(x, y, 58, 32, COLORS[block], radius=4)
-            drawing.text(x + 29, y + 21, f"K{block} V{block}", 11, "middle", "#fff")
+            drawing.rect(x, y, 58, 32, COLORS[source], radius=4)
+            drawing.text(x + 29, y + 21, block.format(source, source), 11, "middle", "#fff")
     for step in range(4):
         drawing.text(489 + 70 * step, 226, f"step {step}", 11, "middle", opacity="0.8")
-    drawing.text(370, 258, "Each step merges one block by log-sum-exp;", 12)
-    drawing.text(370, 276, "the next blocks are in flight while a step computes.", 12)
+    drawing.text(370, 258, notes[0], 12)
+    drawing.text(370, 276, notes[1], 12)
     return str(drawing)
 
 

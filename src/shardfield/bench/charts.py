@@ -214,15 +214,25 @@ def draw_panel(drawing: Drawing, panel: Panel, names: Sequence[str], box: tuple[
 
 
 def panels(title: str, plots: Sequence[Panel], *, size: tuple[float, float] = (230, 190), columns: int = 3) -> str:
-    """Return several plots of lines beside each other, with one legend for all."""
+    """Return several plots of lines beside each other.
+
+    One legend above them names all lines. Plots without a common name have a legend each.
+    """
     names = list(dict.fromkeys(n for p in plots for n in p.lines))
     columns = min(columns, len(plots))
     cell = size[0] + 74, size[1] + 72
     width = max(columns * cell[0], 420)
-    top = 18 * legend_lines(names, width - 20) + 22
-    drawing = Drawing(width, top + cell[1] * ceil(len(plots) / columns), title)
-    legend(drawing, names, 10, 18, width - 20)
+    shared = len(plots) == 1 or len(names) < sum(len(p.lines) for p in plots)
+    room = width - 20 if shared else size[0] + 50
+    lines = max(legend_lines(names if shared else list(p.lines), room) for p in plots)
+    above = 0 if shared else 18 * lines + 8  # of each plot
+    top = 18 * lines + 22 if shared else 4
+    drawing = Drawing(width, top + (cell[1] + above) * ceil(len(plots) / columns), title)
+    if shared:
+        legend(drawing, names, 10, 18, room)
     for i, panel in enumerate(plots):
-        corner = (i % columns) * cell[0] + 60, top + (i // columns) * cell[1] + 20
-        draw_panel(drawing, panel, names, (*corner, *size))
+        x, y = (i % columns) * cell[0], top + (i // columns) * (cell[1] + above)
+        if not shared:
+            legend(drawing, list(panel.lines), x + 20, y + 16, room)
+        draw_panel(drawing, panel, names if shared else list(panel.lines), (x + 60, y + above + 20, *size))
     return str(drawing)
