@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -429,3 +430,26 @@ def test_groups_of_a_mesh_are_destroyed():
     with VirtualWorld(2) as world:
         assert world.run(on_a_submesh) == [10.0, 10.0]
     assert not DistributedManager.is_initialized()
+
+
+def run_in_a_thread(world):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(world.run, dist.get_rank).exception()
+
+
+def test_two_worlds_at_the_same_time_are_refused():
+    with VirtualWorld(2) as world, VirtualWorld(2) as other:
+        other.run(dist.barrier)
+        for error in world.run(run_in_a_thread, other):
+            assert isinstance(error, WorldError) and "two threads" in str(error)
+        assert other.run(dist.get_rank) == world.run(dist.get_rank) == [0, 1]
+
+
+def test_a_forked_process_is_refused(monkeypatch):
+    """It has no threads of the ranks, and would wait for them for ever."""
+    with VirtualWorld(2) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: -1)
+            with pytest.raises(WorldError, match="forked"):
+                world.run(dist.get_rank)
+        assert world.run(dist.get_rank) == [0, 1]

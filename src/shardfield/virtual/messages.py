@@ -12,7 +12,7 @@ from torch import Tensor
 from .._compat import without_functions
 from ..errors import WorldError
 from .links import Links
-from .paged_operators import PagedOperators
+from .paged_operators import IN_MESSAGES, PagedOperators
 from .paging import Pager
 from .scheduler import Scheduler
 
@@ -146,7 +146,7 @@ class Exchange:
         """Copy tensors of several ranks, which may be paged out. Operators inside another one pass no mode."""
         before, self.copying = self.copying, True
         try:
-            with torch.no_grad(), nullcontext() if self.pager is None else PagedOperators(self.pager, -1):
+            with torch.no_grad(), nullcontext() if self.pager is None else PagedOperators(self.pager, IN_MESSAGES):
                 yield
         finally:
             self.copying = before

@@ -10,9 +10,10 @@ import ctypes
 import functools
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import ShardfieldError
 
@@ -74,46 +75,76 @@ class FileTransfer:
             ) from None
 
 
+class _File:
+    """A file without a name, closed with its last user."""
+
+    def __init__(self, folder: str | None):
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            self.number = os.dup(file.fileno())
+        self.close = weakref.finalize(self, os.close, self.number)
+
+
+class FilePlace(NamedTuple):
+    """A region of a file."""
+
+    file: _File
+    start: int
+    nbytes: int
+
+
 class FileStore:
     """Bytes of pages in an unnamed file, copied by one thread in the order of the calls.
 
-    Regions of the same size are used again.
+    Regions of the same size are used again. A forked process (a worker of a DataLoader) reads its pages in the file
+    that it shares with its parent: after a fork the parent writes to another file.
     """
 
     def __init__(self, folder: str | None):
         _return_freed_memory()
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._folder = folder
         self._thread, self._process = ThreadPoolExecutor(1, "virtual-ranks-io"), os.getpid()
+        self._begin_file()
+        os.register_at_fork(after_in_parent=functools.partial(_after_fork, weakref.ref(self)))
+
+    def _begin_file(self) -> None:
+        self._file = _File(self._folder)
         self._free: dict[int, list[int]] = {}
         self._end = 0
 
-    def write(self, storage: Any) -> tuple[tuple[int, int], FileTransfer]:
+    def write(self, storage: Any) -> tuple[FilePlace, FileTransfer]:
         nbytes = storage.nbytes()
         free = self._free.get(nbytes)
         start = free.pop() if free else self._end
         self._end = max(self._end, start + nbytes)
-        return (start, nbytes), self._transfer(self._write_at, storage, start)
+        place = FilePlace(self._file, start, nbytes)
+        return place, self._transfer(os.pwrite, storage, place)
 
-    def read(self, place: tuple[int, int], storage: Any) -> FileTransfer:
-        return self._transfer(self._read_at, storage, place[0])
+    def read(self, place: FilePlace, storage: Any) -> FileTransfer:
+        return self._transfer(_pread_into, storage, place)
 
-    def release(self, place: tuple[int, int]) -> None:
-        self._free.setdefault(place[1], []).append(place[0])
+    def release(self, place: FilePlace) -> None:
+        if place.file is self._file:
+            self._free.setdefault(place.nbytes, []).append(place.start)
 
     def close(self) -> None:
         self._thread.shutdown()
         self._file.close()
 
-    def _transfer(self, step: Callable[[memoryview, int], int], storage: Any, start: int) -> FileTransfer:
-        copy = functools.partial(_copy, step, storage.data_ptr(), storage.nbytes(), start)
+    def _transfer(self, step: Callable[[int, memoryview, int], int], storage: Any, place: FilePlace) -> FileTransfer:
+        copy = functools.partial(_copy, step, storage, place)
         background = storage.nbytes() >= IN_BACKGROUND and os.getpid() == self._process
         return FileTransfer(copy, storage.nbytes(), self._thread if background else None)
 
-    def _write_at(self, view: memoryview, start: int) -> int:
-        return os.pwrite(self._file.fileno(), view, start)
 
-    def _read_at(self, view: memoryview, start: int) -> int:
-        return os.preadv(self._file.fileno(), [view], start)
+def _after_fork(store: weakref.ref[FileStore]) -> None:
+    """Leave the file of a store to a process that was forked from this one."""
+    parent = store()
+    if parent is not None and parent._end and parent._file.close.alive:
+        parent._begin_file()
+
+
+def _pread_into(file: int, view: memoryview, start: int) -> int:
+    return os.preadv(file, [view], start)
 
 
 def _return_freed_memory() -> None:
@@ -127,12 +158,15 @@ def _return_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
-def _copy(step: Callable[[memoryview, int], int], address: int, nbytes: int, start: int) -> None:
-    """Read or write all bytes at an address. The caller keeps the memory alive."""
-    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def _copy(step: Callable[[int, memoryview, int], int], storage: Any, place: FilePlace) -> None:
+    """Read or write all bytes of a storage, which lives as long as the copy."""
+    file, start, nbytes = place
+    if storage.nbytes() != nbytes:
+        raise OSError("the memory of a tensor was released while it was copied")
+    view = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr())).cast("B")
     done = 0
     while done < nbytes:
-        moved = step(view[done:], start + done)
+        moved = step(file.number, view[done:], start + done)
         if moved == 0:
             raise OSError(f"the file of the pages ends after {start + done} bytes")
         done += moved

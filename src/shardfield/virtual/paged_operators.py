@@ -13,6 +13,7 @@ from .._compat import DispatchMode
 from .._compat.fake import is_fake
 from .paging import Pager
 
+IN_MESSAGES = -1  # in the place of a rank: operators that copy and add what ranks exchange
 KNOWN_SIZES = 4096  # calls whose result sizes are remembered
 # Calls that give the address of a tensor's memory to code that the pager does not see.
 _EXPOSING = frozenset(
@@ -58,6 +59,8 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
     if expected is None:
         expected = max((t.numel() * t.element_size() for t in operands), default=0)
     pager.make_room(expected, used)
+    outer = pager.running.get(rank)  # an operator in Python may call others, and wait for messages
+    pager.running[rank] = used if outer is None else used | outer
     try:
         out = func(*args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -67,9 +70,16 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         out = func(*args, **kwargs)
+    finally:
+        if outer is None:
+            del pager.running[rank]
+        else:
+            pager.running[rank] = outer
     for tensor in _tensors(out):
         if tensor.layout is not torch.strided:
             _expose_components(pager, tensor)
+    if rank == IN_MESSAGES:  # tensors of ranks are pages already, unless an operator in Python that waits has made them
+        return out
     if len(pager.result_bytes) > KNOWN_SIZES:
         pager.result_bytes.clear()
     pager.result_bytes[key] = pager.add(_tensors(out), rank)

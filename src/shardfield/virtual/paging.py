@@ -18,7 +18,7 @@ import gc
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from .._compat import inside_backward, storage_of, without_modes
 from ..errors import ShardfieldError
-from .page_store import FileStore, PageStore, Transfer
+from .page import Page
+from .page_store import FileStore, PageStore
 from .pinned_store import PinnedStore
 
 MIN_BYTES = 1 << 16  # smaller results stay on the device
@@ -38,52 +39,6 @@ STRIDE = 1 / 32  # of the budget: new pages after which pages are copied ahead a
 
 class BudgetExceeded(ShardfieldError):
     """A page would have to leave the device, and the pager `refuses` to move pages."""
-
-
-class Page:
-    """The memory of one storage, and the copy of its bytes.
-
-    `place` is where the copy is, None without one; `transfer` is the copy in flight, out of a resident page or into
-    one. A resident page with a place is clean: its memory can be released.
-    """
-
-    __slots__ = (
-        "storage",
-        "nbytes",
-        "device",
-        "rank",
-        "place",
-        "transfer",
-        "incoming",
-        "kept",
-        "previous",
-        "__weakref__",
-    )
-
-    def __init__(self, storage: Any, rank: int, previous: Page | None, gone: Callable[[Page], None]):
-        self.nbytes, self.device, self.rank = storage.nbytes(), storage.device, rank
-        self.place: Any = None
-        self.transfer: Transfer | None = None
-        self.incoming = False  # the direction of the transfer
-        self.kept: Any = None  # the storage, while a transfer reads or writes its memory
-        self.previous = None if previous is None else weakref.ref(previous)
-        me = weakref.ref(self)
-
-        def ended(_: Any) -> None:
-            page = me()
-            if page is not None:
-                gone(page)
-
-        self.storage = weakref.ref(storage, ended)
-
-    def settle(self) -> None:
-        """Wait for the copy in flight."""
-        transfer, self.transfer = self.transfer, None
-        if transfer is not None:
-            try:
-                transfer.wait()
-            finally:
-                self.kept = None
 
 
 class Pager:
@@ -110,6 +65,9 @@ class Pager:
         self.left_clean = 0  # bytes that left without waiting for their copy
         self._since_clean = 0  # bytes of pages that have come since pages were copied ahead
         self.refuses = False  # raise BudgetExceeded instead of moving a page out
+        self.running: dict[int, set[int]] = {}  # rank -> pages that an operator reads while its rank waits inside it
+        self._choosing = False
+        self._ended: list[tuple[int, Page]] = []  # storages that have ended while pages were chosen
 
     def make_store(self, device: torch.device) -> PageStore:
         """Return a new store for pages of a device."""
@@ -191,7 +149,10 @@ class Pager:
         self.peak = max(self.peak, self.held)
 
     def _forget(self, key: int, page: Page) -> None:
-        """Drop a page whose storage has ended."""
+        """Drop a page whose storage has ended. The garbage collector calls it, between any two instructions."""
+        if self._choosing:  # it would change the dict that is read
+            self._ended.append((key, page))
+            return
         if self.resident.get(key) is page:
             del self.resident[key]
             self.held -= page.nbytes
@@ -253,17 +214,25 @@ class Pager:
         chosen: list[tuple[int, Page]] = []
         if os.getpid() != self._process:  # a worker of a DataLoader: the file belongs to its parent
             return chosen
-        for key, page in self.resident.items():
-            if nbytes <= 0:
-                break
-            storage = page.storage()
-            if storage is None or storage.nbytes() != page.nbytes:  # its owner has released it, as FSDP does
-                continue
-            if not storage.resizable():  # numpy shares its memory
-                continue
-            if key not in used and wanted(page):
-                chosen.append((key, page))
-                nbytes -= page.nbytes
+        if self.running:
+            used = used.union(*self.running.values())
+        self._choosing = True
+        try:
+            for key, page in self.resident.items():
+                if nbytes <= 0:
+                    break
+                storage = page.storage()
+                if storage is None or storage.nbytes() != page.nbytes:  # its owner has released it, as FSDP does
+                    continue
+                if not storage.resizable():  # numpy shares its memory
+                    continue
+                if key not in used and wanted(page):
+                    chosen.append((key, page))
+                    nbytes -= page.nbytes
+        finally:
+            self._choosing = False
+        while self._ended:
+            self._forget(*self._ended.pop())
         return chosen
 
     def _start_copy(self, key: int, page: Page) -> None:
@@ -276,12 +245,13 @@ class Pager:
         self.moved_out += page.nbytes
 
     def _settle(self, key: int, page: Page) -> None:
-        self._moving.pop(key, None)
         try:
             page.settle()
-        except BaseException:
+        except Exception:
+            self._moving.pop(key, None)
             self._drop_copy(page)
             raise
+        self._moving.pop(key, None)
 
     def _make_current(self, key: int, page: Page) -> None:
         """Leave a resident page without a copy, which the next operator may make out of date."""
@@ -352,21 +322,33 @@ class Pager:
             torch.UntypedStorage.resize_ = _resize
 
     def restore_all(self) -> None:
-        """Bring in every page, ignoring the budget, and forget them: their tensors are ordinary ones from now on."""
+        """Bring in every page, ignoring the budget, and forget them: their tensors are ordinary ones from now on.
+
+        An error of one page is raised once the others are in memory.
+        """
         if self._away:
             gc.collect()  # cycles keep tensors that no program can reach
         budget, self.budget, peak = self.budget, None, self.peak
-        try:
-            for key, page in list(self._away.items()):
-                self._bring_in(key, page, set())
-            for key, page in list(self.resident.items()):
-                self._make_current(key, page)
-        finally:
-            self.resident.clear()
-            self._moving.clear()
-            self._last.clear()
-            self.result_bytes.clear()
-            self.held, self.budget, self.peak = 0, budget, peak
+        failed: list[Exception] = []
+        for key, page in self._pages(self._away):
+            if page.storage() is not None:
+                _call(self._bring_in, key, page, set(), errors=failed)
+        for key, page in self._pages(self.resident):
+            _call(self._make_current, key, page, errors=failed)
+        self.resident.clear()
+        self._moving.clear()
+        self._last.clear()
+        self.result_bytes.clear()
+        self.held, self.budget, self.peak = 0, budget, peak
+        if failed:
+            raise failed[0]
+
+    def _pages(self, table: Mapping[int, Page]) -> Iterator[tuple[int, Page]]:
+        """Yield the pages of a table, without those that end meanwhile."""
+        for key in list(table):
+            page = table.get(key)
+            if page is not None:
+                yield key, page
 
     def close(self) -> None:
         """Close the stores of the pages."""
@@ -376,6 +358,13 @@ class Pager:
 
 
 _resize = torch.UntypedStorage.resize_
+
+
+def _call(function: Callable[..., None], *args: Any, errors: list[Exception]) -> None:
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001 - raised by the caller
+        errors.append(error)
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import runtime, trace_state
 from .._compat.virtual import RankState, current_world, set_rank_state
 from ..distributed.manager import DistributedManager
+from ..errors import WorldError
 from .paging import Pager
 
 # Flags that a program may set for a while, also around a wait: with `sdpa_kernel` or `set_default_dtype`, for example.
@@ -81,17 +82,24 @@ class ProcessState:
 
 
 @contextmanager
-def caller_state(states: Sequence[ProcessState], shown: NumpyState) -> Iterator[None]:
-    """Begin a run of ranks with the state of the caller; restore it at the end."""
+def caller_state(states: Sequence[ProcessState], shown: NumpyState, exchange: Any) -> Iterator[None]:
+    """Begin a run of ranks with the state of the caller; restore it at the end. `exchange`: the ranks' messages."""
+    active, manager = runtime.active, DistributedManager._shared_state
+    if active.virtual is not None:
+        raise WorldError(
+            "a virtual rank cannot run virtual ranks of its own, and virtual ranks cannot run in two threads of a "
+            "process at the same time: each has the state of the process while it runs"
+        )
     generators, flags, of_warnings = get_generators(), get_flags(), _warning_state()
     shown.value = generators.numpy
     for state in states:
         state.begin(generators)
-    active, manager = runtime.active, DistributedManager._shared_state
     world = current_world()
     try:
+        active.virtual = exchange
         yield
     finally:
+        active.virtual = None
         set_rank_state(world, False)
         runtime.active, DistributedManager._shared_state = active, manager
         _restore(generators, flags, of_warnings, shown)

@@ -7,6 +7,7 @@ alone, so that every run of a program has the same schedule.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Scheduler:
 
     def __init__(self, contexts: Sequence[RankContext], first: int = 0):
         self.ranks = [_Rank(self, i, context) for i, context in enumerate(contexts, first)]
+        self._process = os.getpid()
         self._parked: list[_Rank] = []  # the one that parked last is at the end
         self._finished = threading.Event()
         self._abort: str | None = None
@@ -79,17 +81,19 @@ class Scheduler:
         self.switches = 0
         self.poll: Callable[[], None] | None = None  # takes in messages of other processes
         self.links: Links | None = None
+        self.at_end: Callable[[list[BaseException]], None] | None = None  # called with the errors of the ranks
+        self._end_error: BaseException | None = None
         for rank in self.ranks:
             rank.start()
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call `jobs[i]` on rank i and return the results. Raise what the ranks raised."""
-        if self._current is not None:
-            raise WorldError("a virtual rank cannot run virtual ranks of its own")
+        if os.getpid() != self._process:
+            raise WorldError("virtual ranks cannot run in a process that was forked from theirs: make a world there")
         for rank, job in zip(self.ranks, jobs, strict=True):
             rank.job, rank.result, rank.error, rank.ready = job, None, None, _always
         self._parked = list(reversed(self.ranks))  # rank 0 begins
-        self._abort = None
+        self._abort = self._end_error = None
         self._finished.clear()
         interrupted: BaseException | None = None
         while not self._finished.is_set():  # an interrupt may be raised at the end of a wait that has succeeded
@@ -105,6 +109,8 @@ class Scheduler:
                 rank.result = rank.error = None
             raise interrupted
         self._raise_errors()
+        if self._end_error is not None:
+            raise self._end_error
         results = [rank.result for rank in self.ranks]
         for rank in self.ranks:
             rank.result = None
@@ -149,12 +155,22 @@ class Scheduler:
             chosen = self._next()
         if chosen is None:
             self._current = None
-            self._finished.set()
+            self._end()
             return
         self._parked.remove(chosen)
         self.switches += 1
         self._current = chosen
         chosen.turn.release()
+
+    def _end(self) -> None:
+        """Call `at_end` in the thread of the last rank, where no interrupt is raised, and let the caller go on."""
+        try:
+            if self.at_end is not None:
+                self.at_end([rank.error for rank in self.ranks if rank.error is not None])
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._end_error = error
+        finally:
+            self._finished.set()
 
     def _await_others(self) -> bool:
         """Wait for a message of another process; return False if none will come."""

@@ -117,19 +117,26 @@ class VirtualWorld:
         modes = _thread_modes()
         self.exchange.pager = self.pager if self.paging else None
         calls = [functools.partial(self._call, rank, modes, job) for rank, job in enumerate(jobs)]
+        self.scheduler.at_end = functools.partial(_call_in, modes, self._clean_up)
         try:
             with nullcontext() if self.pager is None else self.pager.watching_resizes():
                 results = self._run_jobs(calls)
         except BaseException as error:
-            self.exchange.clear()
-            for each in (error, *getattr(error, "errors", {}).values()):
-                traceback.clear_frames(each.__traceback__)  # their variables hold tensors that may be paged out
+            self._clean_up([error])
             raise
         finally:
-            if self.pager is not None:
-                self.pager.restore_all()
+            self.scheduler.at_end = None
         set_generators(self._states[0].generators)
         return results
+
+    def _clean_up(self, errors: list[BaseException]) -> None:
+        """Drop the messages and variables of ranks that failed; make the tensors of all ranks ordinary ones."""
+        if errors:
+            self.exchange.clear()
+        for error in errors:
+            traceback.clear_frames(error.__traceback__)  # their variables hold tensors that may be paged out
+        if self.pager is not None:
+            self.pager.restore_all()
 
     def _run_jobs(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call `jobs[i]` on rank i. Raise an error of a rank, of another process, or of messages that are left."""
@@ -147,7 +154,7 @@ class VirtualWorld:
         return results
 
     def _run_here(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        with caller_state(self._states, self._shown):
+        with caller_state(self._states, self._shown, self.exchange):
             results = self.scheduler.run(jobs)
         left = self.exchange.unfinished()
         if left:
@@ -214,17 +221,17 @@ def _thread_modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, stream
 
 
-def _call_in(modes: tuple[Any, ...], job: Callable[[], Any]) -> Any:
+def _call_in(modes: tuple[Any, ...], job: Callable[..., Any], *args: Any) -> Any:
     grad, inference, autocast, stream = modes
     if stream is not None:
         with torch.cuda.stream(stream):  # sets the device too
-            return _call_in((grad, inference, autocast, None), job)
+            return _call_in((grad, inference, autocast, None), job, *args)
     if inference:
         with torch.inference_mode():
-            return _call_in((grad, False, autocast, None), job)
+            return _call_in((grad, False, autocast, None), job, *args)
     if autocast:
         (kind, enabled, dtype), *rest = autocast
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return _call_in((grad, False, rest, None), job)
+            return _call_in((grad, False, rest, None), job, *args)
     with torch.set_grad_enabled(grad):
-        return job()
+        return job(*args)
