@@ -339,6 +339,43 @@ def test_every_dtype_and_layout(tmp_path):
     assert run_on_ranks(every_kind, 4, tmp_path) == [([], 21)] * 4
 
 
+def moved_between_saves(folder):
+    """Check that a save describes anew what has moved since the last one, and nothing else."""
+    mesh, kept = init_device_mesh("cpu", (2,)), Checkpoints(folder, keep=9)
+    full, describe, described = torch.arange(15.0).reshape(5, 3), storage.Snapshot.write_items, []
+
+    def noted(self, name):
+        described.append(name)
+        return describe(self, name)
+
+    x = ShardTensor.from_local(full, mesh, [Replicate()], "chunk", (5, 3))
+    rows, plain = x.redistribute(placements=[Shard(0)]), torch.ones(2)
+    states = [
+        {"x": rows, "plain": plain},
+        {"x": rows + 1, "plain": plain + 1},
+        {"x": rows.redistribute(sharding_shapes={0: [1, 4]}), "plain": plain},
+        {"x": x.redistribute(placements=[Shard(1)]), "plain": torch.ones(3)},
+        {"x": distribute_tensor(full, mesh, [Shard(1)]), "plain": plain.double()},
+        {"x": distribute_tensor(full, mesh, [Shard(0)]), "plain": x},
+    ]
+    storage.Snapshot.write_items = noted
+    try:
+        for number, state in enumerate(states):
+            kept.save(number, nn.Linear(1, 1), extra=state)
+            kept.wait()
+    finally:
+        storage.Snapshot.write_items = describe
+    found = [storage.read_checkpoint(path)[1] for path in kept.steps().values()]
+    for state, held in zip(states, found, strict=True):
+        for name, value in state.items():
+            assert bits(held[f"extra.{name}"]) == bits(value), (name, held)
+    assert [described.count(f"extra.{name}") for name in ("x", "plain")] == [5, 4], described
+
+
+def test_what_has_moved_is_described_anew(tmp_path):
+    run_on_ranks(moved_between_saves, 2, tmp_path)
+
+
 def test_nothing_is_pickled():
     source = Path(storage.__file__).parent
     for path in source.glob("*.py"):

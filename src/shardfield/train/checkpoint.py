@@ -26,7 +26,14 @@ from ..errors import ShardingError
 from .buffers import check_buffers
 from .checkpoint_index import CheckpointError, encode, read_index, run_of
 from .complex_params import to_complex_state, to_pair_state
-from .storage import CheckpointReader, CheckpointWriter, Snapshot, remove_checkpoint
+from .storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    WriteItems,
+    remove_checkpoint,
+    save_snapshots,
+    take_snapshots,
+)
 
 
 def _call_now(function: Callable[[], Any]) -> Future[Any]:
@@ -57,6 +64,7 @@ class Checkpoints:
         self._saves: list[Future[Any]] = []  # the save that nobody has waited for
         weakref.finalize(self, _report_lost, self._saves, self.folder)
         self._process = os.getpid()
+        self._write_items: WriteItems = {}
         # One thread for all saves: to start one blocks training until the interpreter switches back, 5 ms. The thread
         # ends with this object, and a process does not end before its save.
         self._executor = ThreadPoolExecutor(1)
@@ -108,8 +116,6 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Start a save once the previous one is complete. `extra`: further tensors, with equal names on all ranks."""
-        import torch.distributed.checkpoint as dcp
-
         self.wait()
         if self.run_id is None:
             self.claim(self._loaded)
@@ -119,15 +125,13 @@ class Checkpoints:
             tensors, plain = _named_state(model, optimizer, extra)
             content = {"step": step, "optimizer": plain, "run": dict(scalars or {})}
             _check_scalars(content)
-            snapshots = {name: Snapshot.of(tensor) for name, tensor in tensors.items()}
+            snapshots = take_snapshots(tensors)
         except Exception as error:  # perhaps of this rank alone
             failed = error
         if self.group is None or check_buffers(model, self.group, what, failed is not None):
             self._raise_together(f"{self.folder}: {what}", failed)
         writer = _PruningWriter(self.folder / f"step-{step:06d}", content, self)
-        write = functools.partial(
-            dcp.save, snapshots, storage_writer=writer, process_group=self.group, no_dist=self.group is None
-        )
+        write = functools.partial(save_snapshots, snapshots, writer, self.group, self._write_items)
         if self._virtual:  # it sends from its own thread
             self._saves.append(_call_now(write))
             return
@@ -270,13 +274,15 @@ def _flat_options() -> Any:
 
 def _flat_state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of model and optimizer by name, and the optimizer's other settings."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
+    held: dict[str, Any]
     with _suppress_warnings():
-        tensors = {f"model.{n}": v for n, v in get_model_state_dict(model).items() if isinstance(v, Tensor)}
         if optimizer is None:
-            return tensors, {}
-        state = get_optimizer_state_dict(model, optimizer, options=_flat_options())
+            held, state = get_model_state_dict(model), {}
+        else:
+            held, state = get_state_dict(model, optimizer, options=_flat_options())
+    tensors = {f"model.{n}": v for n, v in held.items() if isinstance(v, Tensor)}
     tensors |= {f"optimizer.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
     return tensors, {n: v for n, v in state.items() if not isinstance(v, Tensor)}
 

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from .checkpoint_index import INDEX, CheckpointError, check_scalars
 from .complex_params import SUFFIX, to_complex_state
-from .storage import CheckpointWriter, Snapshot, fsync_folder, read_checkpoint, temporary_name
+from .storage import (
+    CheckpointWriter,
+    fsync_folder,
+    read_checkpoint,
+    save_snapshots,
+    take_snapshots,
+    temporary_name,
+)
 
 SCALARS = "shardfield_scalars"  # the name of the scalars, as JSON, in other formats
 PREFIXES = ("model.", "optimizer.", "extra.")
@@ -114,10 +121,8 @@ def _parse_scalars(path: Path, text: Any) -> dict[str, Any]:
 
 
 def _write_shardfield(folder: Path, scalars: dict[str, Any] | None, tensors: Mapping[str, Tensor]) -> None:
-    import torch.distributed.checkpoint as dcp
-
     writer = CheckpointWriter(folder, uuid.uuid4().hex[:12], scalars or {"step": 0, "optimizer": {}, "run": {}})
-    dcp.save({name: Snapshot.of(tensor) for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)
+    save_snapshots(take_snapshots(tensors), writer)
 
 
 # ---------------------------------------------------------------------- torch.distributed.checkpoint

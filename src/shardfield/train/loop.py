@@ -79,7 +79,7 @@ class Trainer:
         self.ema_average = None if config.ema is None else ParameterEMA(self.model, config.ema)
         self.recorder = ModuleRecorder(self.model, mesh, config.out) if config.record else None
         self.recorded = 0  # steps since the start
-        self.checkpoints = Checkpoints(config.out, config.keep)
+        self.checkpoints, self.settings = Checkpoints(config.out, config.keep), config.as_json()
         if max(config.rollout) > 1 and task.lead is None:
             raise UsageError(f"--rollout {config.rollout}: a sample of this recipe has one step")
         self.steps_per_epoch = len(task.train) // config.accumulate
@@ -365,7 +365,7 @@ class Trainer:
     # ------------------------------------------------------------------ checkpoints
 
     def _scalars(self) -> dict[str, Any]:
-        return {"step": self.step, "loader": self.task.train.state_dict(), "config": self.config.as_json()}
+        return {"step": self.step, "loader": self.task.train.state_dict(), "config": self.settings}
 
     def _save(self) -> None:
         if self.last_saved_step != self.step:
