@@ -7,16 +7,37 @@ place heads next to features: there results stay in the order in which they are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..._compat import choose_attention_kernel, without_modes
+from ...tensor import ShardTensor, wrap
 
 IN_ORDER = (0, 1, 2, 3)
 HEADS_INSIDE = (0, 2, 1, 3)  # heads next to features
+
+
+def keep_order(out: ShardTensor, named: Mapping[str, Any]) -> ShardTensor:
+    """Return the result in one device's order in memory, which moving the queries or the result may have changed."""
+    local = out._local_tensor
+    if local.device.type != "cpu":
+        return out
+    tensors = [t for t in (named.get(name) for name in ("query", "key", "value", "attn_mask")) if t is not None]
+    held = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    short = _is_short(local, out.shape) or _is_short(held[0], tensors[0].shape)
+    if held[0].is_contiguous() and local.is_contiguous() and not short:
+        return out  # whatever kernel one device calls
+    options = named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False)
+    order = result_order(held, [t.shape for t in tensors], out.dtype, *options)
+    assert order is not None
+    ordered = in_order(local, order)
+    if short:
+        ordered = _with_strides(ordered, order)
+    return out if ordered is local else wrap(ordered, out._layout)
 
 
 def result_order(
@@ -59,16 +80,20 @@ def _kernel(tensors: Sequence[Tensor], shapes, dtype, dropout_p, is_causal, enab
 
 
 def in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return `t` with its dims in this order in memory: a copy, unless they are.
+    """Return `t` with its dims in this order in memory: a copy, unless they are."""
+    if order == IN_ORDER:
+        return t.contiguous()
+    inverse = [order.index(d) for d in range(len(order))]
+    return t if t.permute(order).is_contiguous() else t.permute(order).contiguous().permute(inverse)
 
-    Dims of size 1 have the strides of that order too: other ranks, or one device, may have more than one element there.
-    """
+
+def _is_short(local: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether this rank has at most one element along a longer dim of the global `shape`: it hides the order."""
+    return any(n < 2 and n != size for n, size in zip(local.shape, shape, strict=True))
+
+
+def _with_strides(t: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return `t`, whose dims are in this order in memory, with strides of dims of size 1 that show the order."""
     order = tuple(range(t.ndim)) if order == IN_ORDER else order  # of any number of leading dims
-    if not t.permute(order).is_contiguous():
-        inverse = [order.index(d) for d in range(len(order))]
-        t = t.permute(order).contiguous().permute(inverse)
-    if 1 in t.shape:
-        strides = torch.empty_permuted(t.shape, order, device="meta").stride()
-        if t.stride() != strides:
-            return t.as_strided(t.shape, strides)
-    return t
+    strides = torch.empty_permuted(t.shape, order, device="meta").stride()
+    return t if t.stride() == strides else t.as_strided(t.shape, strides)

@@ -44,7 +44,7 @@ from .causal_tiles import (
     plan_zigzag,
     visible_columns,
 )
-from .result_order import in_order, result_order
+from .result_order import keep_order, result_order
 from .ring import attend
 from .ring_plan import Dropout, RingPlan
 from .strategy import Strategy, blocks_together, choose_strategy, is_zigzag, mean_local_numel
@@ -119,7 +119,7 @@ def sdpa_handler(func, types, args, kwargs):
     # A CausalBias implies that its module is imported. Importing it here would import the compiler, which takes 0.5 s.
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(bias, module.CausalBias):
-        return _keep_order(_run_merged(func, types, args, kwargs, named), named)
+        return keep_order(_run_merged(func, types, args, kwargs, named), named)
     if named.get("is_causal"):
         raise ValueError("CausalBias should not be used with causal=True")
     rows, columns = bias.seq_len_q, bias.seq_len_kv
@@ -129,19 +129,7 @@ def sdpa_handler(func, types, args, kwargs):
     else:
         device = named["query"].device
         named["attn_mask"] = torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
-    return _keep_order(_run_merged(func, types, (), named, named), named)
-
-
-def _keep_order(out: ShardTensor, named: dict[str, Any]) -> ShardTensor:
-    """Return the result in one device's order in memory, which moving the queries or the result may have changed."""
-    tensors = [t for t in (named.get(name) for name in ("query", "key", "value", "attn_mask")) if t is not None]
-    held = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
-    options = named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("enable_gqa", False)
-    order = result_order(held, [t.shape for t in tensors], out.dtype, *options)
-    if order is None:
-        return out
-    local = in_order(out._local_tensor, order)
-    return out if local is out._local_tensor else wrap(local, out._layout)
+    return keep_order(_run_merged(func, types, (), named, named), named)
 
 
 def _run_merged(func, types, args, kwargs, named: dict[str, Any]) -> Any:
