@@ -83,7 +83,8 @@ test-models: $(VENV)/.zoo
 # random programs: takes a while, writes docs/op-coverage.md, and fails where its numbers fall.
 sweep: setup
 	SHARDFIELD_LAYOUTS=1000 $(BIN)/python -m pytest tests/ops/test_case_tables.py tests/ops/test_low_precision.py \
-		tests/ops/test_second_derivatives.py tests/compiler/test_compile.py tests/planning/test_bars.py
+		tests/ops/test_second_derivatives.py tests/ops/test_inference_mode.py tests/compiler/test_compile.py \
+		tests/planning/test_bars.py
 	$(BIN)/python -m tests.ops.opinfo_sweep --page docs/op-coverage.md
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 

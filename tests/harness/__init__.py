@@ -1,8 +1,8 @@
 """Check an op on ShardTensors against the same op on one device: values, all gradients, errors and messages.
 
 `cases` describes a call, `draw` draws values and layouts for its tensors, `run` calls both sides and judges errors,
-`compare` compares results and gradients, `precision` does all of it in bf16 and under autocast. All of them run on the
-ranks but `cases`, and `virtual`, which has all ranks in one process.
+`compare` compares results and gradients, `precision` does all of it in bf16 and under autocast, `inference` in
+inference mode. All of them run on the ranks but `cases`, and `virtual`, which has all ranks in one process.
 """
 
 from .cases import Case as Case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import tracemalloc
 
 import pytest
@@ -209,6 +210,23 @@ def redistributed():
 
 def test_redistribute():
     run_on_ranks(redistributed, 2)
+
+
+def written_after_redistribute(shape):
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for grad in (False, True) if math.prod(shape) == 1 else (False,):
+            with mode():
+                x = scatter_tensor(field(4, 3), 0, world_mesh(shape), [Replicate()]).requires_grad_(grad) * 1
+                for dim in (0, 1):
+                    y = x.redistribute(placements=[Shard(dim)])
+                    y.add_(1)
+                    assert torch.equal(x.full_tensor(), field(4, 3)), (mode, grad, dim)
+                    assert torch.equal(y.full_tensor(), field(4, 3) + 1), (mode, grad, dim)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_into_a_redistributed_tensor_does_not_reach_its_source(ranks):
+    run_on_ranks(written_after_redistribute, ranks, (ranks,))
 
 
 def replicated_over_all_axes():

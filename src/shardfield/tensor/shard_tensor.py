@@ -24,6 +24,7 @@ from ..layout import Layout
 from ..pickling import layout_values, rebuild_layout
 from ..redistribute import redistribute, unmerge_dims
 from ..spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
+from ..trace_state import same_memory
 from .autograd import LocalAutograd
 from .deferred import Deferred
 from .handlers import Handlers
@@ -239,8 +240,9 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     def _redistributed(self, placements: Any, sharding_shapes: Any) -> ShardTensor:
         target = target_layout(self._layout, placements, sharding_shapes)
         local = redistribute(self._local_tensor, self._layout, target)
-        if target.bare is not self._layout.bare and local._is_view() and not local.requires_grad:
-            local = local.clone()  # else a write into the result would reach this tensor
+        if target.bare is not self._layout.bare and same_memory(local, self._local_tensor):
+            if local is self._local_tensor or not local.requires_grad:  # autograd refuses a write into a view
+                local = local.clone()  # else a write into the result would reach this tensor
         return wrap(local, target)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:

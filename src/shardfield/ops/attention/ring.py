@@ -66,8 +66,9 @@ class _RingAttention(adjoints.Collective):
                 out, lse = log.compute("attention", lambda: _forward(plan, q, k, v, mask, head_index, key, order))
         ctx.plan = plan
         # On one device the result need not be saved, so that it may be written; here a snapshot is taken before a
-        # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it.
-        ctx.out = None if has_saved_tensor_hooks() else SavedTensor(out.detach())
+        # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it. In
+        # inference mode there is no backward, and no version that would show a write.
+        ctx.out = None if has_saved_tensor_hooks() or out.is_inference() else SavedTensor(out.detach())
         ctx.save_for_backward(q, k, v, mask, head_index, key, out if ctx.out is None else None, lse)
         return out
 

@@ -221,6 +221,11 @@ def build_coo(sparse_dim, dense_dim, size, indices, values, *, is_coalesced=None
     return SparseMatrix(COO, size, indices[0], indices[1], values, bool(is_coalesced), mesh_of((indices, values), {}))
 
 
+def build_coo_in_inference_mode(indices, values, size, **options):
+    """Defer `torch.sparse_coo_tensor` of a matrix in inference mode, where C++ does not split the call into others."""
+    return build_coo(indices.shape[0], values.ndim - 1, size, indices, values, **options)
+
+
 def build_compressed(offsets, indices, values, size, *, layout=None, **options):
     """Defer `torch.sparse_csr_tensor` and `torch.sparse_csc_tensor` of a matrix."""
     if (
@@ -250,6 +255,7 @@ def register_factory(op: Any, build: Callable[..., SparseMatrix | None]) -> None
 
 
 register_factory(build_sparse_coo, build_coo)
+register_factory(torch.ops.aten.sparse_coo_tensor.indices_size, build_coo_in_inference_mode)
 register_factory(torch.ops.aten.sparse_compressed_tensor.comp_plain_value_size, build_compressed)
 
 

@@ -288,8 +288,10 @@ def _probe_with(
         passed.append(made.clone())  # torch refuses a write into a leaf with an error of its own
         return passed[-1]
 
-    # Hooks of the caller (a checkpoint) must not see what is saved here: a recomputation finds the plan cached.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    # Hooks of the caller (a checkpoint) must not see what is saved here: a recomputation finds the plan cached. In
+    # inference mode stand-ins would have neither gradients nor versions, and the plan serves later calls outside it.
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), hooks:
         given = {
             name: replace(value, _probe_shape(call, layouts[name]) if name in layouts else None)
             for name, value in bound.items()
