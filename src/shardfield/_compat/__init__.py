@@ -33,11 +33,14 @@ _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 def _apply(cls: Any, *args: Any) -> Any:
     """Call the C++ part of `Function.apply`; torch's Python part, where it has one, takes as long as the C++ part.
 
-    torch 2.11-2.13. What that part does is done here: a transform of torch.func refuses Functions without
-    `setup_context`, and a tensor that outlived its transform is unwrapped.
+    torch 2.11-2.13. What that part does is done here: a tensor that outlived its transform is unwrapped, and transforms
+    of torch.func are refused, as torch refuses Functions without `setup_context`.
     """
     if transforms_active():
-        return _torch_apply.__get__(None, cls)(*args)
+        raise RuntimeError(
+            "torch.func (grad, vjp, jvp, jacrev, jacfwd, vmap) cannot transform a call on ShardTensors that "
+            "communicates: use torch.autograd.grad or torch.autograd.functional instead"
+        )
     return _c_apply.__get__(None, cls)(*[_unwrap_if_dead(a) if a.__class__ is torch.Tensor else a for a in args])
 
 

@@ -118,6 +118,13 @@ CASES = [
     *reductions(F.soft_margin_loss, X, T(5, 6, fill=signs, grad=False)),
     *reductions(F.binary_cross_entropy, UNIT, T(5, 6, fill="unit")),
     case(F.binary_cross_entropy, UNIT, T(5, 6, fill="unit", grad=False), weight=T(6, fill="unit", grad=False)),
+    case(  # the weight alone is sharded
+        F.binary_cross_entropy,
+        T(5, 6, fill="unit", shard_dims=()),
+        T(5, 6, fill="unit", shard_dims=(), grad=False),
+        weight=T(5, 6, fill="unit", grad=False),
+        options=FEW,
+    ),
     case(
         F.binary_cross_entropy,
         X,

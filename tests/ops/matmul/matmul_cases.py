@@ -34,7 +34,8 @@ def into(fn):
 
 
 LINEAR = [
-    case(F.linear, T(3, 5, 6), plain(5, 6), plain(5), options=no_messages(layouts=20)),
+    case(F.linear, T(3, 5, 6), plain(5, 6), plain(5), options=no_messages(layouts=20, try_partial=False)),
+    case(F.linear, T(3, 5, 6), plain(5, 6), plain(5), options={"layouts": 20, "name": "linear of pending sums"}),
     case(F.linear, T(3, 5, 6), plain(7, 6), plain(7)),  # a pending sum is reduced before it grows
     case(F.linear, T(5, 6), T(7, 6), T(7), options={"layouts": 20}),
     case(F.linear, T(5, 6), T(7, 6)),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat import NAMESPACES, caller_argument, without_override_check
 from ...dispatch.plan import process_groups
@@ -48,7 +49,7 @@ def apply_reduction(losses: Tensor, reduction: int) -> Tensor:
 def elementwise_loss(func, types, args, kwargs):
     position = ELEMENTWISE[func]
     if func == NN.binary_cross_entropy:
-        check_probabilities(*args[:2])
+        check_probabilities(*args[:2], mesh=mesh_of(args, kwargs))
     if len(args) > position:
         reduction, args = args[position], (*args[:position], NONE, *args[position + 1 :])
     else:
@@ -60,9 +61,9 @@ for _function in ELEMENTWISE:
     handler(_function, exact=True)(elementwise_loss)
 
 
-def check_probabilities(*tensors: Any) -> None:
+def check_probabilities(*tensors: Any, mesh: DeviceMesh) -> None:
     """Raise on all ranks if an element on any rank is outside [0, 1]; torch's kernel would raise on that rank alone."""
-    operands = [as_operand(t, mesh_of(tensors, {})) for t in tensors]
+    operands = [as_operand(t, mesh) for t in tensors]
     axes = sorted({a for _, layout in operands for a in layout.shard_axes})
     bad = torch.stack([~((local >= 0) & (local <= 1)).all() for local, _ in operands])
     groups = process_groups(operands[0][1], axes)
