@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from shardfield.train.checkpoint_index import run_of
 from shardfield.train.config import UsageError
 from shardfield.train.log import Log, read_curves
 from shardfield.train.loop import Trainer
+from shardfield.train.preemption import Preempted
 from shardfield.train.recipes import RECIPES
 from shardfield.train.run_folder import FolderLock, launch_id
 from tests.train.test_loop import CNN
@@ -164,6 +166,43 @@ def test_restart_continues_its_run(tmp_path):
     for began, losses, runs in run_on_ranks(restarted, 1, tmp_path / "path", str(begin)):
         assert began == ["step-000002"] and runs == 1
         assert losses == whole[1:]
+
+
+def after_the_end(folder):
+    """Restart runs that were complete, preempted, or refused."""
+    save = Checkpoints.save
+
+    def stopped(self, *args):
+        save(self, *args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def begin(restart, out, fail_at=None, **env):
+        with attempt(restart):
+            os.environ |= env
+            try:
+                losses = train(replace(SHORT, out=folder / out, resume="never"), fail_at)
+                return "failed" if losses is None else len(losses)
+            except Preempted:
+                return "preempted"
+            except CheckpointError as error:
+                return "refused" if "has checkpoints of another run" in str(error) else str(error)
+
+    assert begin(0, "complete") == 6
+    assert begin(1, "complete") == 6, "a rank was killed after the last step"
+    assert begin(1, "complete") == "refused", "this start has run it already"
+    assert begin(2, "complete") == "refused", "a restart of what was refused"
+    with mock.patch.object(Checkpoints, "save", stopped):
+        assert begin(0, "preempted") == "preempted"
+    assert begin(0, "preempted", SLURM_RESTART_COUNT="1") == 6, "SLURM has queued the job again"
+    assert begin(0, "later") == 6
+    with mock.patch.object(os, "getppid", lambda: 1):
+        assert begin(1, "later") == "refused", "a restart by a later launch with the same id"
+    assert begin(0, "crashed", fail_at=3) == "failed"
+    assert begin(0, "crashed") == "refused" and begin(1, "crashed") == "refused", "a later launch with the same id"
+
+
+def test_restart_of_a_run_that_has_ended(tmp_path):
+    run_on_ranks(after_the_end, 1, tmp_path)
 
 
 def test_launches_have_different_ids():

@@ -68,18 +68,38 @@ class FolderLock:
 
     def take(self, run_id: str) -> None:
         """Write who holds the lock, for a second run and for a restart of this one."""
-        self._write({"run": run_id, "launch": launch_id(os.environ), "host": socket.gethostname(), "pid": os.getpid()})
+        holder = {"run": run_id, "launch": launch_id(os.environ), "host": socket.gethostname(), "pid": os.getpid()}
+        self._write(holder | {"parent": os.getppid(), "restarts": restarts(os.environ)})
+
+    def refuse(self) -> None:
+        """Write that this launch does not continue the last run here, so that no restart of it does either.
+
+        torchrun restarts ranks that were refused, and its id may be that of an earlier launch (`--rdzv-id 7`).
+        """
+        if self.previous.get("launch") == launch_id(os.environ):
+            self._write(self.previous | {"launch": None})
 
     def release(self, ended: bool) -> None:
-        """Release the lock. ended: the run is not to be restarted."""
+        """Release the lock. ended: the run is complete, or was saved and stopped."""
         with suppress(OSError):  # a full disk must not hide the error that ends the run
-            self._write(self._read() | {"pid": None} | ({"launch": None} if ended else {}))
+            self._write(self._read() | {"pid": None, "ended": ended})
         os.close(self._file)
 
     def restarted_run(self) -> str | None:
-        """Return the run that this process continues if its launcher has restarted it."""
-        launch = launch_id(os.environ) if is_restart(os.environ) else None
-        return self.previous.get("run") if launch and self.previous.get("launch") == launch else None
+        """Return the run that this process continues if its launcher has restarted it.
+
+        Also a run that has ended: a rank may be killed after the last step, and SLURM queues a job again that was
+        preempted. The next command of one job, and a later launch with the same id, are no restarts of it.
+        """
+        last, count = self.previous, restarts(os.environ)
+        if not any(count) or not last.get("launch") or last["launch"] != launch_id(os.environ):
+            return None
+        if last.get("ended"):
+            slurm, torchrun = last["restarts"]
+            same_agent = (last["host"], last["parent"]) == (socket.gethostname(), os.getppid())
+            if not (count[0] > slurm or (same_agent and count[1] > torchrun)):
+                return None
+        return last.get("run")
 
     def abandoned(self) -> str | None:
         """Return which process held the lock before and ended without releasing it."""
@@ -113,9 +133,10 @@ def launch_id(env: Mapping[str, str]) -> str:
     return ""
 
 
-def is_restart(env: Mapping[str, str]) -> bool:
-    """Return whether the launcher has started this program before: torchrun's restarts, SLURM's requeued jobs."""
-    return any(env.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+def restarts(env: Mapping[str, str]) -> list[int]:
+    """Return how often SLURM and torchrun have started this program before: requeued jobs, restarts of ranks."""
+    counts = (env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return [int(count) if count.isdigit() else 0 for count in counts]
 
 
 @contextmanager
@@ -127,7 +148,11 @@ def own_folder(config: TrainConfig, checkpoints: Checkpoints, log: Log) -> Itera
         lock = FolderLock(config.out)
         locks.append(lock)
         path = _choose_checkpoint(lock, config, checkpoints, log)
-        run_id = checkpoints.claim_alone(path)
+        try:
+            run_id = checkpoints.claim_alone(path)
+        except CheckpointError:
+            lock.refuse()
+            raise
         settings = {"recipe": type(config).__name__, **config.as_json()}
         (config.out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         lock.take(run_id)
