@@ -49,6 +49,18 @@ def test_marks_and_markup():
     assert "4 MB" in text
 
 
+def test_the_bytes_come_first_and_long_outcomes_wrap():
+    report = Report()
+    report.rows = [Row("net", "attention", [])]
+    text = explain_page(report)
+    heads = re.findall(r"<th>([^<]*)</th>", text)
+    assert heads.index("bytes") < heads.index("by") < heads.index("in")  # in sight on a phone, where the table scrolls
+    cells = re.findall(r'<td class="(\w+)"', text)
+    assert cells == ["bars", "number", "number", "op", "bars", "number", "number", "by", "layout", "layout"]
+    # A long outcome in one line took the width of the layouts, which then had a line for each character.
+    assert "td.by .mark { white-space: normal; }" in text and "overflow-wrap: anywhere" not in text
+
+
 def explain_page(report):
     from shardfield.debug.explain_html import page
 

@@ -114,6 +114,7 @@ def test_slow_links_are_found_within_their_kind():
     between = [LinkTime(a, b, 1 << 20, 0.02) for a in (0, 1) for b in (2, 3)]
     inside = [LinkTime(0, 1, 1 << 20, 0.001), LinkTime(2, 3, 1 << 20, 0.001)]
     assert [f.level for f in check_links(between + inside, hosts)] == ["ok"]
+    assert check_links([LinkTime(0, 1, 1024, 1e-4)], ["a", "a"])[0].text == "1 pair of ranks"  # nothing to compare
     between[1] = between[1]._replace(seconds=0.2)
     (found,) = check_links(between + inside, hosts)
     assert found.level == "warning" and "ranks 0 and 3 (a, b): 1 MiB take 200 ms, 10.0 times" in found.text

@@ -178,6 +178,14 @@ def test_advice():
     assert "2.00" in text and len(text.splitlines()) < 40
 
 
+def test_messages_of_other_libraries_are_not_counted_as_none():
+    rank = rank_with(computing=0.5, parameters=0.3, domain=0.2)
+    rank.waits = {("(model)", "FSDP all_gather", "parameters"): [0.3, 1], ("conv", "conv2d", "exchange"): [0.2, 1]}
+    rank.sent = {("conv", "conv2d", "exchange"): [2, 640]}
+    ends = {line.split()[0]: line.split()[-3:] for line in format_summary(summary_of([rank])).splitlines() if line}
+    assert ends["(model)"][-2:] == ["-", "-"] and ends["conv"] == ["2", "640", "B"]
+
+
 def profile_with_delay(folder: Path, strategy: str):
     """Profile the recipe cnn; rank 1 sleeps before features.5, whose halos rank 0 waits for."""
     kind, recipe = command.RECIPES["cnn"]

@@ -19,12 +19,13 @@ p { margin: .2rem 0 .8rem; color: var(--dim); }
 table { border-collapse: collapse; width: 100%; }
 th { text-align: left; color: var(--dim); font-weight: 600; border-bottom: 2px solid var(--line);
   padding: .3rem .5rem; }
-td { padding: .22rem .5rem; border-bottom: 1px solid var(--line); vertical-align: middle; }
+td { padding: .22rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr.module td { background: var(--band); font-weight: 600; }
 td.op { padding-left: 1.6rem; white-space: nowrap; }
-td.layout { font: 12px/1.35 ui-monospace, monospace; color: var(--dim); max-width: 24rem; overflow-wrap: anywhere; }
-td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.bars { width: 22%; min-width: 7rem; }
+td.by { min-width: 8rem; } td.by .mark { white-space: normal; }
+td.layout { font: 12px/1.35 ui-monospace, monospace; color: var(--dim); min-width: 11rem; }
+td.number { text-align: left; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.bars { width: 20%; min-width: 6rem; padding-top: .45rem; }
 .bar { height: .5rem; border-radius: 2px; margin: 2px 0; min-width: 1px; }
 .forward { background: var(--forward); } .backward { background: var(--backward); }
 .mark { border-radius: 3px; padding: 0 .35rem; font-size: 13px; white-space: nowrap; }
@@ -46,7 +47,7 @@ def page(report: Any) -> str:
         f"{calls} calls, {report.messages} messages, {_bytes(report.bytes)} sent by this rank. "
         f"{_mark('gather', f'{len(report.gathers)} gathered')} {_mark('lost', f'{len(report.lost)} lost sharding')}"
     )
-    head = "".join(f"<th>{name}</th>" for name in ("module, op", "by", "in", "out", "bytes", "messages", "sent"))
+    head = "".join(f"<th>{name}</th>" for name in ("module, op", "bytes", "messages", "sent", "by", "in", "out"))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>shardfield explain</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
@@ -72,8 +73,8 @@ def _module(name: str, rows: list[Any], largest: int) -> str:
         if count
     )
     line = (
-        f'<tr class="module"><td>{escape(name)}</td><td colspan="3">{marks}</td>'
-        f"{_numbers(forward, backward, messages, largest)}</tr>"
+        f'<tr class="module"><td>{escape(name)}</td>{_numbers(forward, backward, messages, largest)}'
+        f'<td colspan="3">{marks}</td></tr>'
     )
     return line + "".join(_calls(rows, largest))
 
@@ -95,8 +96,8 @@ def _calls(rows: list[Any], largest: int) -> list[str]:
         inputs = "<br>".join(escape(str(layout)) for layout in row.inputs)
         output = escape(str(row.output or ""))
         lines.append(
-            f'<tr><td class="op">{escape(row.op)}{times}</td><td>{_outcome(row)}</td><td class="layout">{inputs}</td>'
-            f'<td class="layout">{output}</td>{_numbers(forward, backward, messages, largest)}</tr>'
+            f'<tr><td class="op">{escape(row.op)}{times}</td>{_numbers(forward, backward, messages, largest)}'
+            f'<td class="by">{_outcome(row)}</td><td class="layout">{inputs}</td><td class="layout">{output}</td></tr>'
         )
     return lines
 

@@ -120,7 +120,9 @@ def check_links(times: Sequence[LinkTime], hosts: Sequence[str]) -> list[Finding
         Finding("links", "warning", f"ranks {a} and {b} ({hosts[a]}, {hosts[b]}): {text}", _MEND)
         for (a, b), text in sorted(slow.items())
     ]
-    return findings or [Finding("links", "ok", f"{len({(t.a, t.b) for t in times})} pairs of ranks, all about as fast")]
+    pairs = len({(t.a, t.b) for t in times})
+    fine = "1 pair of ranks" if pairs == 1 else f"{pairs} pairs, all about as fast"
+    return findings or [Finding("links", "ok", fine)]
 
 
 _MEND = (

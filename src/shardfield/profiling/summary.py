@@ -158,10 +158,7 @@ def format_summary(summary: Summary) -> str:
     lines += _table(head, rows[:8], 1) + ([f"... and {hidden} ranks"] if hidden > 0 else [])
     waits = summary.waits()
     if waits:
-        body = [
-            (*key, f"{mean:.2f}", f"{longest:.2f}", f"{summary.sent(key)[0]:.0f}", _bytes(summary.sent(key)[1]))
-            for key, mean, longest in waits[:SHOWN]
-        ]
+        body = [(*key, f"{mean:.2f}", f"{longest:.2f}", *_sent(summary, key)) for key, mean, longest in waits[:SHOWN]]
         head = ("waits for", "op", "message", "ms", "slowest rank", "messages", "sends")
         lines += ["", *_table(head, body, 3), f"{summary.named:.1%} of the waiting has a module and an op"]
     computing = [(module, f"{mean:.2f}", f"{longest:.2f}") for module, mean, longest in summary.computing()[:SHOWN]]
@@ -169,6 +166,14 @@ def format_summary(summary: Summary) -> str:
     lines += [f"imbalance of computing: {summary.imbalance:.2f} (slowest rank over the mean)"]
     lines += ["", *_prediction(summary), "", "what to change"]
     return "\n".join([*lines, *(f"- {text}" for text in advice(summary))])
+
+
+def _sent(summary: Summary, key: tuple[str, str, str]) -> tuple[str, str]:
+    """Return the messages and bytes that a call sends in a step; those of FSDP and DDP are not counted."""
+    if key[2] == "parameters":
+        return "-", "-"
+    messages, nbytes = summary.sent(key)
+    return f"{messages:.0f}", _bytes(nbytes)
 
 
 def _prediction(summary: Summary) -> list[str]:
