@@ -453,3 +453,12 @@ def test_a_forked_process_is_refused(monkeypatch):
             with pytest.raises(WorldError, match="forked"):
                 world.run(dist.get_rank)
         assert world.run(dist.get_rank) == [0, 1]
+
+
+def test_a_closed_world_is_refused():
+    """Its threads have ended, so that a run would wait for ever."""
+    with VirtualWorld(2) as world:
+        world.run(dist.get_rank)
+    with pytest.raises(WorldError, match="were closed"):
+        world.run(dist.get_rank)
+    world.close()

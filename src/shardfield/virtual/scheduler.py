@@ -88,6 +88,8 @@ class Scheduler:
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call `jobs[i]` on rank i and return the results. Raise what the ranks raised."""
+        if not all(rank.is_alive() for rank in self.ranks) and os.getpid() == self._process:
+            raise WorldError("the virtual ranks were closed: make a new world, or a new step")
         if os.getpid() != self._process:
             raise WorldError("virtual ranks cannot run in a process that was forked from theirs: make a world there")
         for rank, job in zip(self.ranks, jobs, strict=True):
