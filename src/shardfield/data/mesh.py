@@ -256,4 +256,6 @@ def _read_rows(array: Any, dim: int, rows: slice) -> Tensor:
         raise
     except Exception as error:  # whatever the reader of this format raises on a broken file
         raise OSError(f"cannot read: {type(error).__name__}: {error}") from error
-    return torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))
+    tensor = torch.from_numpy(np.array(found, dtype=found.dtype.newbyteorder("="), order="C"))
+    # numpy gives empty arrays strides of zero: both rows of no edges would be one view, and share their exchange lists.
+    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -289,6 +289,35 @@ def test_exchange_lists_are_not_stale():
     run_on_ranks(stale, 3, timeout=60)
 
 
+def alike() -> None:
+    """Check indices of which a rank has equal views: their lists are not mixed up when they are used in turn."""
+    mesh = world_mesh((3,))
+    nodes = graph()[0]
+    along = Layout.of(mesh, [Shard(0)], nodes.shape, {0: (1, 1, NODES - 2)})
+    x = placed(nodes, along, 0)
+    # A replicated index is sharded evenly where it meets nodes, and as its messages where it meets these: rank 2 has no
+    # entry in both cases.
+    entries = torch.tensor([NODES - 1, 3, 0, NODES - 2])
+    index = ShardTensor(entries, Layout.replicate(mesh, entries.shape))
+    messages = placed(nodes[:4] + 1.0, Layout.of(mesh, [Shard(0)], (4, WIDTH), {0: (4, 0, 0)}), 0)
+    for _ in range(2):
+        torch.testing.assert_close(to_full_tensor(x[index]), nodes[entries])
+        added = x.index_add(0, index, messages)
+        torch.testing.assert_close(to_full_tensor(added), nodes.index_add(0, entries, nodes[:4] + 1.0))
+    # Both ends of the edges: the empty local tensor of rank 2 has strides of zero, as one of numpy has.
+    both = torch.tensor([[NODES - 1, 3, 0, 1], [NODES - 2, NODES - 2, NODES - 1, 5]])
+    local = both.split((3, 1, 0), 1)[torch.distributed.get_rank()]
+    local = local.clone() if local.numel() else torch.zeros(0, dtype=torch.int64).as_strided((2, 0), (0, 0))
+    edges = ShardTensor.from_local(local, mesh, [Shard(1)], "infer")
+    for _ in range(2):
+        for end in (0, 1):
+            torch.testing.assert_close(to_full_tensor(x[edges[end]]), nodes[both[end]])
+
+
+def test_indices_that_look_alike_on_a_rank():
+    run_on_ranks(alike, 3, timeout=60)
+
+
 def compact() -> None:
     """Check that points in the order of `partition_points` have few remote neighbors."""
     mesh, side = world_mesh((3,)), 24

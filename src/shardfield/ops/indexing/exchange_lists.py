@@ -134,6 +134,7 @@ def deliver_rows(
 # ---------------------------------------------------------------------- the cache
 
 _MAX_LISTS_PER_INDEX = 32  # the oldest are evicted
+_AMBIGUOUS = None  # cached by a rank without entries if several indices look alike there: their lists are built anew
 
 
 class IndexRequest(NamedTuple):
@@ -191,7 +192,8 @@ class IndexRequest(NamedTuple):
             lists = ExchangeLists(self.owners, flat, self.exchange_axes, self.distinct)
         lists.has_negative = has_negative
         if cached is not None:
-            cached[key] = lists
+            # A rank without entries may have the same empty view of two indices, of which each has its own route.
+            cached[key] = _AMBIGUOUS if not index.numel() and key in cached else lists
             if len(cached) > _MAX_LISTS_PER_INDEX:
                 del cached[next(iter(cached))]
         return lists
@@ -203,8 +205,12 @@ class IndexRequest(NamedTuple):
         explain.record_outcome("rule: rows by cached lists", nested=True)
         return lists
 
-    def _cache_entry(self, index: Tensor) -> tuple[dict[tuple, ExchangeLists] | None, tuple]:
-        """Return the cached lists of an index tensor, and the key of this request among them."""
+    def _cache_entry(self, index: Tensor) -> tuple[dict[tuple, ExchangeLists | None] | None, tuple]:
+        """Return the cached lists of an index tensor, and the key of this request among them.
+
+        The sharding of the index is part of the key: a replicated index may be sharded in several ways, and the slices
+        of one rank may be equal in two of them.
+        """
         found = base_and_version(index)
         if found is None:
             return None, ()
@@ -216,8 +222,9 @@ class IndexRequest(NamedTuple):
         owners = self.owners
         layout = owners.layout
         shardings = tuple(layout.dims[d] for d in owners.dims)  # lists do not depend on the other dims
+        entries = tuple(f for factors in self.index_layout.dims for f in factors if f.axes)
         view = (index.dtype, index.storage_offset(), tuple(index.shape), index.stride())
-        return entry[1], (view, layout.mesh, shardings, owners.axes, self.exchange_axes, self.distinct)
+        return entry[1], (view, entries, layout.mesh, shardings, owners.axes, self.exchange_axes, self.distinct)
 
 
 def _any_rank(flags: Sequence[bool], where: Layout) -> list[bool]:
