@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,9 +23,10 @@ VERSION = 2  # increase if the arrays of a prepared mesh change
 
 
 def prepared_folder(path: Path, order: str, cache: Path | None) -> Path:
-    """Return the folder of a mesh's arrays: next to the file, or in `cache`."""
-    folder = path.parent if cache is None else cache
-    return folder / f"{path.name}.{order}"
+    """Return the folder of a mesh's arrays: next to the file, or in `cache`, where files of one name have their own."""
+    if cache is None:
+        return path.parent / f"{path.name}.{order}"
+    return cache / f"{path.name}.{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]}.{order}"
 
 
 def load_prepared(folder: Path, path: Path) -> dict[str, Any] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 from ..errors import ShardingError
 from .connectivity import CELL_CORNERS
 from .formats import import_package, list_arrays, missing_chunks
+from .meshio_files import read_meshio
 from .stl import read_stl
 
 CELLS, FACES = "cells/", "faces/"
@@ -78,6 +77,8 @@ def named_arrays(path: Path) -> dict[str, Any]:
     n = arrays["points"].shape[0]
     if other := [f"{m} {a.shape}" for m, a in arrays.items() if _is_point_data(m) and a.shape[:1] != (n,)]:
         raise ShardingError(f"{path}: {', '.join(other)}: data of {n} points has as many rows")
+    if "edges" in arrays:
+        _check_edge_array(path, arrays["edges"])
     for name, array in arrays.items():
         kind, _, data = name.removeprefix(CELLS).partition("/")
         if name.startswith(CELLS) and not data:
@@ -112,7 +113,7 @@ def _read_arrays(path: Path) -> RawMesh:
         for name, array in named_arrays(path).items()
     }
     cells = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") == 1}
-    cell_data = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") == 2}
+    cell_data = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") > 1}
     data = {n: a for n, a in arrays.items() if not n.startswith(CELLS) and n != "points"}
     return RawMesh(arrays["points"], cells, data, cell_data)
 
@@ -123,12 +124,7 @@ def _read_stl(path: Path) -> RawMesh:
 
 
 def _read_meshio(path: Path) -> RawMesh:
-    meshio = import_package("meshio", "meshes")
-    formats = meshio.extension_to_filetypes.get(path.suffix.lower(), ())
-    if not formats:
-        raise ShardingError(f"{path}: meshio reads no {path.suffix or 'files without a suffix'}")
-    found = _try_formats(path, formats)
-    _check_end(path, sum(len(block.data) for block in found.cells))
+    found = read_meshio(path)
     cells: dict[str, list[np.ndarray]] = {}
     cell_data: dict[str, list[np.ndarray]] = {}
     for at, block in enumerate(found.cells):
@@ -141,50 +137,6 @@ def _read_meshio(path: Path) -> RawMesh:
         {name: np.asarray(values) for name, values in found.point_data.items()},
         {name: np.concatenate(parts) for name, parts in cell_data.items()},
     )
-
-
-def _try_formats(path: Path, formats: list[str]) -> Any:
-    """Read a file by meshio, as each format that its suffix may have. (`meshio.read` ends the process on errors.)"""
-    failed = None
-    for name in formats:
-        try:
-            return importlib.import_module(f"meshio.{name.replace('-', '_').rstrip('0123456789')}").read(path)
-        except (Exception, SystemExit) as error:
-            failed = failed or error
-    if problem := _find_missing_parts(path):
-        raise ShardingError(problem)
-    raise OSError(f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__)
-
-
-def _check_end(path: Path, cells: int) -> None:
-    """Raise if a file in a format without an end mark is truncated, where meshio returns what it could read."""
-    suffix, data = path.suffix.lower(), path.read_bytes() if path.suffix.lower() in (".vtk", ".obj", ".off") else b""
-    declared = re.search(rb"\nCELL_TYPES\s+(\d+)\s", data) if suffix == ".vtk" else None
-    if declared is not None and int(declared[1]) != cells:
-        raise ShardingError(f"{path} is truncated: it declares {int(declared[1])} cells, and {cells} can be read")
-    is_text = suffix != ".vtk" or b"ASCII" in data[:1000].upper().splitlines()
-    if data and is_text and not data[-1:].isspace():
-        raise ShardingError(f"{path} is truncated, or its last line has no line end: its last number may be incomplete")
-
-
-def _find_missing_parts(path: Path) -> str | None:
-    """Return why meshio fails on a VTU file without saying so: no pieces, points, or cells, or another compressor."""
-    if path.suffix.lower() != ".vtu":
-        return None
-    with path.open("rb") as file:
-        text = file.read(1 << 20)  # one piece, the usual case, is declared at the beginning
-    pieces = re.findall(rb"<Piece\b[^>]*>", text)
-    points, cells = (
-        [int(n) for piece in pieces for n in re.findall(rb'\b%s\s*=\s*"(\d+)"' % name, piece)]
-        for name in (b"NumberOfPoints", b"NumberOfCells")
-    )
-    if b"<UnstructuredGrid" in text and not any(points) and len(points) == len(pieces):
-        return f"{path} has no points"
-    if b"vtkLZ4DataCompressor" in text:
-        return f"{path} is compressed by LZ4, which meshio does not read: write it with ZLib or LZMA"
-    if cells and not any(cells):
-        return f"{path} has no cells, and meshio reads no such VTU file: write its points as zarr or HDF5"
-    return None
 
 
 def _read_polydata(path: Path) -> RawMesh:
@@ -238,6 +190,12 @@ def _check_cell_array(path: Path, kind: str, corners: Any) -> None:
             f"{path}: {kind} cells are {corners.dtype} of shape {tuple(corners.shape)}, not integers of shape (number, "
             f"{CELL_CORNERS[kind]})"
         )
+
+
+def _check_edge_array(path: Path, edges: Any) -> None:
+    shape, dtype = tuple(edges.shape), edges.dtype
+    if len(shape) != 2 or shape[0] != 2 or dtype.kind not in "iu":
+        raise ShardingError(f"{path}: edges are {dtype} of shape {shape}, not integers of shape (2, number)")
 
 
 def _check_cell_rows(path: Path, name: str, rows: tuple[int, ...], corners: Any) -> None:

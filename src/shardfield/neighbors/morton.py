@@ -46,13 +46,19 @@ def partition_points(points: Tensor, mesh: DeviceMesh | None = None) -> tuple[Te
 
 
 def _agreed_codes(points: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the codes of points that all ranks have; raise on all ranks if they differ or one is not finite."""
+    """Return the codes of points that all ranks have; raise on all ranks if they differ or one is not finite.
+
+    The checksum has a weight for each place: the same points in another order differ, as does another scale.
+    """
     codes, problem = points.new_zeros(0, dtype=torch.int64), None
     try:
         codes = morton_codes(points, *_global_bounds(points, ()))
     except ValueError as error:
         problem = str(error).partition(": ")[2]
-    claim = {"points": tuple(points.shape), "dtype": points.dtype, "checksum": int(codes.sum())}
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[points.dtype.itemsize]
+    bits = (points + 0.0).contiguous().view(ints).flatten().long()  # adding zero: -0.0 equals 0.0
+    places = torch.arange(bits.numel(), device=bits.device) * 0x5851F42D4C957F2D + 1  # modulo 2**64
+    claim = {"points": tuple(points.shape), "dtype": points.dtype, "checksum": int((bits * places).sum())}
     consensus.check_arguments("partition_points", mesh, claim, problem=problem)
     return codes
 
