@@ -27,9 +27,9 @@ def shards() -> str:
         drawing.text(x, 44, note, 12, opacity="0.85")
     grid(drawing, 20, 62, [[0] * 4] * 3 + [[1] * 4] * 2)
     rank_label(drawing, 64, 99, 0)
-    rank_label(drawing, 64, 154, 1)
+    rank_label(drawing, 64, 143, 1)
     grid(drawing, 210, 62, [[0, 0, 0, 1]] * 3 + [[2, 2, 2, 3]] * 2)
-    for rank, (x, y) in enumerate(((243, 99), (288, 99), (243, 154), (288, 154))):
+    for rank, (x, y) in enumerate(((243, 99), (288, 99), (243, 143), (288, 143))):
         drawing.text(x, y, str(rank), 11, "middle", "#fff", bold=True)
     for start, sign in ((400, ""), (590, "+")):
         for rank in range(2):
@@ -55,7 +55,7 @@ def halo_exchange() -> str:
                 drawing.rect(x + 20, y, width, height - 2, COLORS[rank], INK, stroke_width="0.6")
                 drawing.text(x + 14, y + 16, str(4 * rank + row), 11, "end", opacity="0.8")
     for rank, top in enumerate(tops):
-        rank_label(drawing, 20 + 20 + width / 2, top + 52, rank)
+        rank_label(drawing, 20 + 20 + width / 2, top + 39, rank)  # inside the second row
     below, above = tops[0] + 4 * height, tops[1] - height
     for x in (275, 530):
         drawing.rect(x + 20, below, width, height - 2, COLORS[1], INK, opacity="0.4", dash="3 2")
