@@ -15,6 +15,7 @@ FORMATS = {
     ".vtu": "vtu", ".vtk": "vtk", ".ply": "ply", ".off": "off", ".obj": "obj", ".msh": "gmsh", ".mesh": "medit",
     ".xdmf": "xdmf", ".xmf": "xdmf", ".med": "med", ".h5m": "h5m", ".vol": "netgen",
 }  # fmt: skip
+PIECE = re.compile(rb"<Piece\b[^>]*>")
 TEXT = (".vtk", ".ply", ".obj", ".off")  # their last line may be cut inside a number
 
 
@@ -63,11 +64,20 @@ def _read_format(path: Path, name: str) -> Any:
 
 
 def _check_end(path: Path, cells: int) -> None:
-    """Raise if a file in a format without an end mark is truncated, where meshio returns what it could read."""
-    suffix, data = path.suffix.lower(), path.read_bytes() if path.suffix.lower() in TEXT else b""
-    declared = re.search(rb"\nCELL_TYPES\s+(\d+)\s", data) if suffix == ".vtk" else None
-    if declared is not None and int(declared[1]) != cells:
-        raise ShardingError(f"{path} is truncated: it declares {int(declared[1])} cells, and {cells} can be read")
+    """Raise if a file is truncated, or has cells of unknown types, where meshio returns what it could read."""
+    suffix, data = path.suffix.lower(), path.read_bytes() if path.suffix.lower() in (*TEXT, ".vtu") else b""
+    declared = None
+    if suffix == ".vtk" and (found := re.search(rb"\nCELL_TYPES\s+(\d+)\s", data)):
+        declared = int(found[1])
+    if suffix == ".vtu":
+        declared = sum(_piece_numbers(data, b"NumberOfCells"))
+    if declared not in (None, cells):
+        raise ShardingError(
+            f"{path} declares {declared} cells, and {cells} can be read: it is truncated, or has types of cells that "
+            "meshio leaves out (voxels, pixels, triangle strips, polyhedra)"
+        )
+    if suffix == ".vtu":
+        return
     start = data[:1000].upper()
     is_text = b"ASCII" in start.splitlines() if suffix == ".vtk" else suffix != ".ply" or b"\nFORMAT ASCII" in start
     if data and is_text and not data[-1:].isspace():
@@ -80,15 +90,16 @@ def _find_missing_parts(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         text = file.read(1 << 20)  # one piece, the usual case, is declared at the beginning
-    pieces = re.findall(rb"<Piece\b[^>]*>", text)
-    points, cells = (
-        [int(n) for piece in pieces for n in re.findall(rb'\b%s\s*=\s*"(\d+)"' % name, piece)]
-        for name in (b"NumberOfPoints", b"NumberOfCells")
-    )
-    if b"<UnstructuredGrid" in text and not any(points) and len(points) == len(pieces):
+    points, cells = (_piece_numbers(text, name) for name in (b"NumberOfPoints", b"NumberOfCells"))
+    if b"<UnstructuredGrid" in text and not any(points) and len(points) == len(PIECE.findall(text)):
         return f"{path} has no points"
     if b"vtkLZ4DataCompressor" in text:
         return f"{path} is compressed by LZ4, which meshio does not read: write it with ZLib or LZMA"
     if cells and not any(cells):
         return f"{path} has no cells, and meshio reads no such VTU file: write its points as zarr or HDF5"
     return None
+
+
+def _piece_numbers(text: bytes, name: bytes) -> list[int]:
+    """Return an attribute of the pieces of a VTU file, of those that have it."""
+    return [int(n) for piece in PIECE.findall(text) for n in re.findall(rb'\b%s\s*=\s*"\s*(\d+)\s*"' % name, piece)]
