@@ -46,6 +46,14 @@ def add_into(x):
     return ShardTensor.from_local(held, x.device_mesh).add_(x)
 
 
+def write_numbers(x):
+    """Write a number at sharded places into a plain tensor whose memory another tensor uses."""
+    held = torch.zeros(ROWS, COLUMNS).double()
+    view = held[:]
+    held.scatter_(0, (x > 5).long(), 1)
+    return view
+
+
 class Handled:
     """A function whose handler returns a replicated result, as a user's may."""
 
@@ -62,6 +70,7 @@ def replicate(func, types, args, kwargs):
 LOSES = {
     "a handler": (Handled.replicated, "replicated", ROWS * COLUMNS * 8),
     "a write into a replicated buffer": (write, "__setitem__", ROWS * COLUMNS * 8),
+    "numbers written into a plain tensor": (write_numbers, "scatter_", ROWS * COLUMNS * 8),
     "an in-place sum into a replicated buffer": (add_into, "add_", ROWS * COLUMNS * 8),
 }
 # Calls on a field that lose nothing, though their results are Replicate or Partial.

@@ -89,6 +89,14 @@ def best_rows(x):
     return x[order[torch.arange(len(x)) < len(x) // 3]] * 2
 
 
+def one_hot(x):
+    """Return the one-hot matrix of the nearest code of each row, as a codebook does, and its product with the codes."""
+    codes = torch.arange(16 * x.shape[1], dtype=x.dtype).view(16, -1).sin()
+    nearest = torch.cdist(x, codes).argmin(1)
+    found = torch.zeros(len(x), 16, dtype=x.dtype).scatter_(1, nearest.unsqueeze(1), 1)
+    return found @ codes + x
+
+
 def squared_matrix(x):
     """Return the entries of the square of a sparse matrix of as many edges as rows."""
     nodes = torch.arange(len(x))
@@ -128,6 +136,7 @@ PROGRAMS: dict[str, Program] = {
     "index": Program(lambda x: x[ENTRIES].relu(), ROWS, (Shard(0),), (0,), 0.8),
     "index_select": Program(lambda x: x.index_select(0, ENTRIES), ROWS, (Shard(0),), (0,), 0.8),
     "best rows": Program(best_rows, ROWS, (Shard(0),), (0,), 0.5),
+    "one-hot": Program(one_hot, ROWS, (Shard(0),), (0,), 0.01),
     "squared sparse matrix": Program(squared_matrix, ROWS, (Shard(0),), (0,), 0.3),
     "gather": Program(lambda x: x.gather(0, ENTRIES[:, None].expand(-1, 50)), ROWS, (Shard(0),), (0,), 0.8),
     "take_along_dim": Program(lambda x: x.take_along_dim(ENTRIES[:, None], 0), ROWS, (Shard(0),), (0,), 0.8),

@@ -34,7 +34,8 @@ USER_LEVEL_MODULES = (
 
 # Functions whose results take no values from operands, or each from an operand of its own.
 UNRELATED = frozenset(
-    "new_zeros new_ones new_empty new_full new_tensor new_empty_strided broadcast_tensors grad backward".split()
+    "new_zeros new_ones new_empty new_full new_tensor new_empty_strided broadcast_tensors grad backward "
+    "embedding_renorm_".split()
 )
 # Functions that read the values of the first operand alone.
 OF_FIRST = frozenset("expand_as view_as reshape_as type_as".split())
@@ -82,6 +83,13 @@ def lost_axes(shares: Mapping[int, int], result: Any) -> tuple[list[int], dict[i
     return lost, pending
 
 
+def _lost_by_plain(shares: Mapping[int, int], layout: Layout) -> list[int]:
+    """Return the mesh axes whose sharding a plain tensor lacks, into which sharded values were written."""
+    if layout.numel < runtime.active.min_scattered:
+        return []
+    return [axis for axis, share in shares.items() if layout.numel >= max(share, layout.axis_sizes[axis])]
+
+
 def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
     """Record, warn of or refuse the sharding that the results of a call on ShardTensors have lost."""
     layout: Layout | None = getattr(out, "_layout", None)
@@ -97,7 +105,11 @@ def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) 
     if not shares or name in UNRELATED:
         return
     lost: dict[int, int] = {}
-    results = sharded_tensors((args[0] if name == "__setitem__" else out, (kwargs or {}).get("out")))
+    target = args[0] if name == "__setitem__" else out
+    results = sharded_tensors((target, (kwargs or {}).get("out")))
+    if args and target is args[0] and target.__class__ is Tensor:  # a plain tensor that was written
+        worst = Layout.replicate(next(iter(sharded_tensors((args, kwargs))))._layout.mesh, target.shape)
+        lost = dict.fromkeys(_lost_by_plain(shares, worst), target.numel() * target.dtype.itemsize)
     for result in results:
         axes, pending = lost_axes(shares, result)
         if pending or result._pending_shares:

@@ -71,6 +71,17 @@ def into_zeros(name, *args, **kwargs):
     return call
 
 
+def one_hot(x, index):
+    """Return the one-hot matrix of an index, as of codes of a codebook, and a plain tensor whose view is read later."""
+    place = index.unsqueeze(1)
+    held = torch.zeros(9, 5, dtype=x.dtype, device=x.device)
+    view = held[2:]
+    held.scatter_(1, place, 1)
+    named = torch.zeros(9, 5, dtype=x.dtype, device=x.device).scatter_(dim=1, index=place, value=2.0)
+    filled = torch.zeros(9, 5, dtype=x.dtype, device=x.device).index_fill_(1, index[:2], 3)
+    return torch.zeros(9, 5, dtype=x.dtype).scatter_(1, place, 1).T @ x, held * 1, view * 1, named @ x[:5], filled * 1
+
+
 def into_plain(index, src):
     """Write into a plain tensor in place and read it afterwards."""
     out = torch.zeros(5, 3, dtype=src.dtype, device=src.device)
@@ -108,6 +119,7 @@ CASES = [
     ),
     case(double_backward(lambda x, s: by_rows(torch.scatter_add)(x, FIXED, s)), T(5, 3), T(7, 3), options=OPTIONS),
     case(into_zeros("scatter_add_"), I(9), T(9, 3), options=OPTIONS),
+    case(one_hot, T(9, 3), I(9), options=OPTIONS),
     case(into_zeros("scatter_reduce_", "amax", include_self=False), I(9), ROWS, options=OPTIONS),
     case(into_zeros("scatter_reduce_", "mean"), I(4), T(4, 3), options=OPTIONS),
     case(into_plain, I(9), T(9, 3), options=OPTIONS),

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import runtime
 from ...dispatch.executor import make_handler
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import handler, mesh_of, to_full_tensor
+from ...dispatch.torch_aliases import function_name
 from ...layout import DimSharding, Layout, chunk
 from ...tensor import ShardTensor
 from .._common.broadcast import align, broadcast_layout
@@ -174,7 +176,7 @@ def run_in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dic
     if target.__class__ is ShardTensor:
         target._check_writable()
         reduce_partial(target)
-    reshard = _may_reshard_target(target, *args)
+    reshard = _may_reshard_target(function_name(func), target, args, kwargs)
     result = run(func, (), (target, *args), {**kwargs, "reshard": True} if reshard else kwargs)
     if result._local_tensor is (target._local_tensor if target.__class__ is ShardTensor else target):
         return target
@@ -184,12 +186,23 @@ def run_in_place(run: Callable, func: Any, target: Any, args: tuple, kwargs: dic
     return target._write(result) if target.__class__ is ShardTensor else target.copy_(to_full_tensor(result))
 
 
-def _may_reshard_target(target: Any, *args: Any) -> bool:
-    """Return whether the target of an in-place `fn(target, dim, index, source, ...)` may be resharded."""
-    if len(args) < 3 or not isinstance(args[0], int) or not all(isinstance(t, Tensor) for t in (target, *args[1:3])):
+def _may_reshard_target(name: str, target: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether the target of an in-place `fn(target, dim, index, source, ...)` may be resharded.
+
+    The source is a tensor or a number: `torch.zeros(n, classes).scatter_(1, index, 1)` is sharded as the index is.
+    """
+    given = dict(zip(("dim", "index", "source"), args, strict=False)) | kwargs
+    dim, index = given.get("dim"), given.get("index")
+    source = next((given[key] for key in ("source", "src", "value") if key in given), None)
+    if not isinstance(dim, int) or not all(isinstance(t, Tensor) for t in (target, index)):
         return False
-    dim, index, source = args[:3]
-    if source.ndim != target.ndim or index.ndim not in (1, target.ndim) or not -target.ndim <= dim < target.ndim:
+    assert isinstance(index, Tensor)
+    if index.ndim != (1 if name.startswith("index_") else target.ndim) or not -target.ndim <= dim < target.ndim:
+        return False
+    if isinstance(source, (bool, int, float, complex)):  # a small target stays as it is
+        is_large = target.numel() >= runtime.active.min_scattered
+        return is_large and may_reshard(target, (index,), mesh_of((target, index), None))
+    if not isinstance(source, Tensor) or source.ndim != target.ndim:
         return False
     return may_reshard(target, (index, source), mesh_of((target, index, source), None))
 
@@ -325,7 +338,7 @@ def _index_reduce(input, dim, index, source, reduce, *, include_self=True, resha
     return _plan_row_write(input, dim, index, source, False, reshard, fn, more, (reduce, include_self))
 
 
-def _index_fill(input, dim, index, value, *, fn):
+def _index_fill(input, dim, index, value, *, reshard=False, fn):
     if not input.ndim:
         return plan_replicated(lambda input, index, value: fn(input, dim, index, value), input.layout, index=index)
     dim = normalize_dim(dim, input.ndim)
@@ -336,7 +349,7 @@ def _index_fill(input, dim, index, value, *, fn):
             f"index_fill_ only supports a 0-dimensional value tensor, but got {value.ndim} dimension(s)."
         )
     entries = index.layout if index.ndim else Layout.replicate(input.layout.mesh, (1,))
-    write = IndexedWrite(input, [dim], entries, None, False, fn.__name__.endswith("_"))
+    write = IndexedWrite(input, [dim], entries, None, False, fn.__name__.endswith("_"), reshard=reshard)
 
     def local(input, index, value):
         target = write.writable_target(input)
