@@ -114,3 +114,18 @@ def test_broken_meshes_are_one_error_on_all_ranks(tmp_path):
         open_mesh(tmp_path / "good.vtk")["pressure"]
     with pytest.raises(ValueError, match="order='hilbert'"):
         open_mesh(tmp_path / "good.vtk", order="hilbert")
+
+
+def others_on_one_rank(folder):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
+    here = folder / str(mesh.get_rank())  # a disk of each rank
+    with pytest.raises(ShardingError, match="checksum"):
+        open_mesh(here / "body.stl", mesh)
+
+
+def test_copies_of_other_contents(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        points = OCTAHEDRON * [1, 1, 1 + rank]
+        meshio.Mesh(points, [("triangle", FACES)]).write(tmp_path / str(rank) / "body.stl", binary=True)
+    run_on_ranks(others_on_one_rank, 2, tmp_path)

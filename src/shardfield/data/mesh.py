@@ -68,11 +68,13 @@ def open_mesh(
         raise ValueError(f"open_mesh: order={order!r} is none of {', '.join(ORDERS)}")
     if mesh is None and (placements is not None or sizes is not None):
         raise ValueError("open_mesh: placements and sizes are for a mesh: pass the mesh too")
-    arrays, closed, part_sizes = _open_arrays(path, mesh, order, folder)
+    arrays, properties = _open_arrays(path, mesh, order, folder)
+    closed, part_sizes = properties["closed"], properties["part_sizes"]
     layout = None
     if mesh is not None:
         found = {name: (tuple(a.shape), str(a.dtype)) for name, a in sorted(arrays.items())}
-        check_arguments("open_mesh", mesh, {"fields": found, "closed": closed}, {"path": path}, always=True)
+        equal = {"fields": found, "properties": properties}
+        check_arguments("open_mesh", mesh, equal, {"path": path}, always=True)
         placements = [Shard(0)] * mesh.ndim if placements is None else placements
         if any(p not in (Shard(0), Replicate()) for p in placements):
             raise ShardingError(f"open_mesh: points are placed Shard(0) or Replicate(), not {tuple(placements)}")
@@ -85,13 +87,16 @@ def open_mesh(
 
 def _open_arrays(
     path: Path, mesh: DeviceMesh | None, order: str, cache: Path | None
-) -> tuple[dict[str, Any], bool, list[int]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a mesh, which are read when they are indexed; the first rank prepares them if needed.
 
-    Also returns whether the surface is closed, and the sizes of METIS's parts.
+    Also returns whether the surface is closed, the sizes of METIS's parts, and a checksum.
     """
     if order == "file" and is_array_file(path):
-        return run_with_error_sync("open_mesh", mesh, lambda: _arrays_in_place(path)), False, []
+        return run_with_error_sync("open_mesh", mesh, lambda: _arrays_in_place(path)), {
+            "closed": False,
+            "part_sizes": [],
+        }
     folder = prepared_folder(path, order, cache)
 
     def prepare(rank: bool) -> dict[str, Any] | None:
@@ -116,7 +121,7 @@ def _open_arrays(
         return mapped
 
     arrays = run_with_error_sync("open_mesh", mesh, open_mapped)
-    return arrays, description["closed"], description["part_sizes"]
+    return arrays, {name: description[name] for name in ("closed", "part_sizes", "checksum")}
 
 
 def _arrays_in_place(path: Path) -> dict[str, Any]:

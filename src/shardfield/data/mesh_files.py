@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from .faces import boundary_faces, cell_faces
 from .mesh_readers import CELLS, FACES, RawMesh, read_mesh
 from .metis import metis_parts
 
-VERSION = 2  # increase if the arrays of a prepared mesh change
+VERSION = 3  # increase if the arrays of a prepared mesh change
 
 
 def prepared_folder(path: Path, order: str, cache: Path | None) -> Path:
@@ -47,7 +48,10 @@ def prepare_mesh(folder: Path, path: Path, order: str) -> dict[str, Any]:
     source = _fingerprint(path)  # before it is read: a file that changes meanwhile is read again next time
     arrays, properties = ordered_arrays(read_mesh(path), order)
     fields = {name: {"shape": list(a.shape), "dtype": a.dtype.str} for name, a in arrays.items()}
-    description = {"source": source, "fields": fields} | properties
+    checksum = 0  # ranks with disks of their own compare it; areas and normals may round differently on their machines
+    for name in sorted({*arrays} - {"areas", "normals"}):
+        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).tobytes(), checksum)
+    description = {"source": source, "fields": fields, "checksum": checksum} | properties
     part = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         for name, array in arrays.items():
