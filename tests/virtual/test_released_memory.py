@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from shardfield.errors import ShardfieldError
-from shardfield.virtual import VirtualWorld
+from shardfield.virtual import VirtualWorld, paging
 from shardfield.virtual.page_store import IN_BACKGROUND, FileStore
 from shardfield.virtual.paging import Pager
 
@@ -121,6 +121,31 @@ def test_a_copy_keeps_the_memory_that_it_reads():
     go.set()
     transfer.wait()
     store.close()
+
+
+def test_memory_that_is_not_enough(monkeypatch):
+    """A page that finds no memory makes others leave; at the end of a run, where none may leave, it is an error."""
+    pager, refused, resize = Pager(minimum=1), [], paging._resize
+
+    def refuse(storage, nbytes):
+        if nbytes and refused:
+            raise refused.pop()
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(paging, "_resize", refuse)
+    tensors = [torch.full((100,), float(i)) for i in range(5)]
+    pager.add(tensors, 0)
+    pager._move_out(400, set(), lambda page: True)
+    refused.append(RuntimeError("can't allocate memory"))
+    pager.use(tensors[:1])
+    assert float(tensors[0].mean()) == 0 and pager.away == 4 * 400
+    refused.append(RuntimeError("can't allocate memory"))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        pager.restore_all()
+    assert pager.away == 400 and [float(t.mean()) for t in tensors[2:]] == [2.0, 3.0, 4.0]
+    pager.restore_all()
+    assert pager.away == 0 and float(tensors[1].mean()) == 1
+    pager.close()
 
 
 class Numbers(Dataset):

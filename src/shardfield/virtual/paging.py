@@ -288,9 +288,12 @@ class Pager:
         with without_modes():
             try:
                 _resize(storage, page.nbytes)
-            except torch.OutOfMemoryError:  # workspaces of kernels, or gaps between blocks: more must leave
+            except RuntimeError:  # no memory: workspaces of kernels, or gaps between blocks. More must leave
+                if not used:  # every page comes in: none may leave again
+                    raise
                 self.evict_all(used)
-                torch.cuda.empty_cache()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
                 _resize(storage, page.nbytes)
             page.transfer = self._store(page).read(page.place, storage)
         page.kept, page.incoming = storage, True
