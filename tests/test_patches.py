@@ -53,7 +53,8 @@ def our_ops():
 
 from torch.nn.attention.flex_attention import flex_attention
 
-torch.ops.aten.sparse_compressed_tensor  # looked up for the first time, an operator is entered in a table of torch.jit
+# Looked up for the first time, an operator is entered in a table of torch.jit.
+torch.ops.aten.sparse_compressed_tensor, torch.ops.aten.sparse_coo_tensor
 
 def source():
     return flex_attention.__code__, flex_attention.__defaults__, flex_attention.__kwdefaults__

@@ -40,7 +40,7 @@ def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
     if compute_mode == MODES[None] and min(x1.ndim, x2.ndim) > 1:
         # torch decides by the number of points, which must be the global one
         compute_mode = MODES[1] if max(x1.shape[-2], x2.shape[-2]) > 25 else MODES[2]
-    probe(torch.cdist, x1, x2, p=p, compute_mode=compute_mode)
+    dtype = probe(torch.cdist, x1, x2, p=p, compute_mode=compute_mode).dtype
     left, right = batch_labels(x1.ndim - 2), batch_labels(x2.ndim - 2)
     terms = [make_term(x1, (*left, "p", "m")), make_term(x2, (*right, "r", "m"))]
     out = (*max(left, right, key=len), "p", "r")
@@ -50,7 +50,7 @@ def cdist(x1: Operand, x2: Operand, p=2.0, compute_mode=MODES[None]):
 
     def local(x1: Tensor, x2: Tensor) -> Tensor:
         if not (x1.shape[-2] and x2.shape[-2]):  # torch's kernel for no points has no second derivative
-            return (x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(-1)
+            return (x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(-1).to(dtype)  # autocast gives cdist alone fp32
         distance = torch.cdist(x1, x2, p=p, compute_mode=compute_mode)
         return _combine_distances(distance, p, groups) if groups else distance
 
