@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_ten_thousand_inputs_are_parsed_or_refused():
             assert size != 2 or peer.rank in (0, 1)
             registered += 1
     assert registered > 20  # some changes leave a valid registration: the test reaches the checks behind the parser
+
+
+@pytest.mark.parametrize("start, part", [(b'"', b'\\"'), (b"", b'\\"'), (b'{"a":"', b"\\\\"), (b"", b'"'), (b"", b"{")])
+def test_no_line_takes_long_to_refuse(start, part):
+    """One thread reads what every rank and every stranger sends: a line that takes it seconds stops the world."""
+    line = (start + part * tcp.MAX_BYTES)[: tcp.MAX_BYTES]
+    before = time.thread_time()
+    with pytest.raises(ValueError):
+        tcp.parse_message(line)
+    assert time.thread_time() - before < 0.5
 
 
 def join_world(launch, members):

@@ -311,6 +311,27 @@ def test_ranks_agree_before_the_first_step(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def folders_of_one_name(folder):
+    """Return what every rank raises where a relative --out is a folder of its own on each of them, as on two hosts."""
+    here, mine = os.getcwd(), folder / str(dist.get_rank())
+    mine.mkdir()
+    os.chdir(mine)
+    try:
+        with pytest.raises(ShardfieldError) as caught:
+            train(replace(SHORT, out=Path("out"), domain=(2,), save_every=0))
+    finally:
+        os.chdir(here)
+    return str(caught.value)
+
+
+def test_ranks_without_a_common_folder_are_refused_before_the_first_step(tmp_path):
+    first, second = run_on_ranks(folders_of_one_name, 2, tmp_path)
+    assert first == second
+    reason = f"does not see what rank 0 writes in {tmp_path / '1' / 'out'}: all ranks need one folder"
+    assert first == f"--out out: cannot be done\n  rank 1: {reason}"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [], "nothing is left of the probe"
+
+
 def unlike_views(folder):
     """Resume where rank 1 sees no checkpoint yet, as on a file system that caches listings."""
     config = replace(SHORT, out=folder, domain=(2,))

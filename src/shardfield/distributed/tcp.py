@@ -21,7 +21,8 @@ OTHER_GREETING = "sends another greeting than rank 0"
 MAX_BYTES = 65536
 MAX_NESTING = 4
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+# A string without an end is matched too: else each of its quotes begins another search, 7 s for a line of 64 kB.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?')
 _open_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 

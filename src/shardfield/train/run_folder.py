@@ -10,8 +10,10 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,16 +33,34 @@ LOCK = "run.lock"
 
 
 def check_writable(folder: Path) -> None:
-    """Raise on all ranks unless every rank can write to a run's folder."""
-    problem = None
+    """Raise on all ranks unless every rank can write to a run's folder, and sees there what rank 0 writes.
+
+    Ranks whose folders have one name and are not one folder, on hosts without a shared file system, could save nothing.
+    """
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    def make() -> list[str | None]:
+        try:
+            probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
+            probe.mkdir(parents=True)
+            return [probe.name, None]
+        except OSError as error:
+            return [None, error.strerror or str(error)]
+
+    name, failed = ask_first_rank(make, group)
+    problem = failed if rank == 0 else None
+    if name is not None:
+        try:
+            (folder / name / f"rank-{rank}").write_text("0")
+        except FileNotFoundError:
+            problem = f"does not see what rank 0 writes in {folder.absolute()}: all ranks need one folder"
+        except OSError as error:
+            problem = error.strerror or str(error)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
-        probe.write_text("0")
-        probe.unlink()
-    except OSError as error:
-        problem = error.strerror or str(error)
-    raise_together(f"--out {folder}", dist.group.WORLD, problem)
+        raise_together(f"--out {folder}", group, problem)
+    finally:
+        if rank == 0 and name is not None:
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 class FolderLock:
