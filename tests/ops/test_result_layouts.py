@@ -43,11 +43,14 @@ class Program(NamedTuple):
     bytes: float
 
 
-def written(write: Callable[[Tensor, Any], Any], plain: bool, pad: int = 0) -> Callable[[Any], Any]:
-    """Return a program that writes a field into a buffer with twice the channels, and `pad` more rows and columns."""
+def written(write: Callable[[Tensor, Any], Any], plain: bool, pad: int = 0, factor: int = 1) -> Callable[[Any], Any]:
+    """Return a program that writes a field into a buffer with twice the channels.
+
+    The buffer has `factor` times the rows and columns, and `pad` more.
+    """
 
     def run(x: Any) -> Any:
-        shape = (x.shape[0], 2 * x.shape[1], x.shape[2] + pad, x.shape[3] + pad)
+        shape = (x.shape[0], 2 * x.shape[1], factor * x.shape[2] + pad, factor * x.shape[3] + pad)
         buffer = torch.zeros(shape, dtype=x.dtype) if plain else x.new_zeros(shape)
         write(buffer, x)
         return buffer * 2
@@ -61,6 +64,38 @@ def assign(buffer, x):
 
 def assign_inside(buffer, x):
     buffer[:, 1 : 1 + x.shape[1], 1:-1, 1:-1] = x
+
+
+def copy_inside(buffer, x):
+    buffer[:, 1 : 1 + x.shape[1], 1:-1, 1:-1].copy_(x)
+
+
+def add_inside(buffer, x):
+    buffer[:, :, 1:-1][:, 1 : 1 + x.shape[1], :, 1:-1].add_(x)
+    buffer[:, : x.shape[1], 1:-1, 1:-1] += x
+
+
+def assign_nested(buffer, x):
+    buffer[0][: x.shape[1], 1:-1, 1:-1] = x[0]
+
+
+def assign_steps(buffer, x):
+    buffer[:, ::2, ::2, 1::2] = x
+    buffer[:, 1::2, 1::2, ::2] = 2 * x
+
+
+def assign_halves(buffer, x):
+    rows, columns = x.shape[2:]
+    buffer[:, : x.shape[1], :rows, :columns] = x
+    buffer[:, x.shape[1] :, rows:, columns:] = x.sin()
+
+
+def assign_rows(buffer, x):
+    buffer[:, : x.shape[1], torch.arange(x.shape[2]) * 2, 1 : 1 + x.shape[3]] = x
+
+
+def assign_masked(buffer, x):
+    buffer[:, : x.shape[1], torch.arange(buffer.shape[2]) % 2 > 0, : x.shape[3]] = x
 
 
 def add_slice(buffer, x):
@@ -81,6 +116,37 @@ def copy_sample(buffer, x):
 
 def add_all(buffer, x):
     buffer += torch.cat([x, x], 1)
+
+
+def pad_columns(x):
+    """Pad columns periodically, in a buffer that has the rows of the field: `new_zeros` shards it along these."""
+    buffer = x.new_zeros(*x.shape[:3], x.shape[3] + 4)
+    buffer[..., 2:-2].copy_(x)
+    buffer[..., :2] = x[..., -2:]
+    buffer[..., -2:] = x[..., :2]
+    return buffer * 2
+
+
+def put_rows(plain):
+    """Return a program that writes rows, and adds rows, at places of an index."""
+
+    def run(x):
+        shape = (3 * len(x), x.shape[1] + 2)
+        buffer = torch.zeros(shape, dtype=x.dtype) if plain else x.new_zeros(shape)
+        places = torch.arange(len(x)) * 7 % len(buffer)
+        buffer.index_put_((places, torch.tensor(3)), x[:, 0], accumulate=True)
+        buffer[1:][places[: len(x) // 2], 1:-1] = x[: len(x) // 2]
+        return buffer * 2
+
+    return run
+
+
+def marked_rows(x):
+    """Return a matrix with ones in the rows of the largest sums."""
+    order = x.sum(1).argsort()
+    marks = x.new_zeros(2 * len(x), 40)
+    marks[order[: len(x) // 2]] = 1
+    return marks + x.amax()
 
 
 def best_rows(x):
@@ -136,6 +202,10 @@ PROGRAMS: dict[str, Program] = {
     "index": Program(lambda x: x[ENTRIES].relu(), ROWS, (Shard(0),), (0,), 0.8),
     "index_select": Program(lambda x: x.index_select(0, ENTRIES), ROWS, (Shard(0),), (0,), 0.8),
     "best rows": Program(best_rows, ROWS, (Shard(0),), (0,), 0.5),
+    "columns": Program(pad_columns, IMAGE, (Shard(3),), (3,), 0.3),
+    "put rows, plain": Program(put_rows(True), ROWS, (Shard(0),), (0,), 1.1),
+    "put rows, new_zeros": Program(put_rows(False), ROWS, (Shard(0),), (0,), 1.1),
+    "marked rows": Program(marked_rows, ROWS, (Shard(0),), (0,), 0.5),
     "one-hot": Program(one_hot, ROWS, (Shard(0),), (0,), 0.01),
     "squared sparse matrix": Program(squared_matrix, ROWS, (Shard(0),), (0,), 0.3),
     "gather": Program(lambda x: x.gather(0, ENTRIES[:, None].expand(-1, 50)), ROWS, (Shard(0),), (0,), 0.8),
@@ -146,8 +216,26 @@ PROGRAMS: dict[str, Program] = {
         for name, write in WRITES.items()
         for plain in (True, False)
     },
-    "assign inside, plain": Program(written(assign_inside, True, 2), IMAGE, (Shard(2),), (2,), 0.01),
-    "assign inside, new_zeros": Program(written(assign_inside, False, 2), IMAGE, (Shard(3),), (3,), 0.01),
+    **{
+        f"{name} inside, {'plain' if plain else 'new_zeros'}": Program(
+            written(write, plain, 2), IMAGE, (Shard(dim),), (dim,), 0.01
+        )
+        for name, write in {"assign": assign_inside, "copy": copy_inside, "add": add_inside}.items()
+        for plain, dim in ((True, 2), (False, 3))
+    },
+    **{
+        f"{name}, {'plain' if plain else 'new_zeros'}": Program(
+            written(write, plain, pad, factor), IMAGE, (Shard(2),), (2,), sent
+        )
+        for name, write, pad, factor, sent in (
+            ("nested slices", assign_nested, 2, 1, 0.01),
+            ("steps", assign_steps, 0, 2, 0.01),
+            ("halves", assign_halves, 0, 2, 2.0),
+            ("rows of an index", assign_rows, 2, 2, 1.1),
+            ("rows of a mask", assign_masked, 0, 2, 1.1),
+        )
+        for plain in (True, False)
+    },
     "add in place, plain": Program(written(add_in_place, True), IMAGE, (Shard(2),), (2,), 0.01),
 }
 TWO_AXES: dict[str, Program] = {
@@ -160,6 +248,15 @@ TWO_AXES: dict[str, Program] = {
     "index": Program(lambda x: x[ENTRIES].relu(), ROWS, (Shard(0), Shard(1)), (0, 1), 0.8),
     "index by one axis": Program(lambda x: x[ENTRIES].relu(), ROWS, (Replicate(), Shard(0)), (None, 0), 0.8),  # type: ignore
     "narrow": Program(written(copy_narrow, True), IMAGE, (Shard(2), Shard(3)), (2, 3), 0.01),
+    **{
+        f"{name}, {'plain' if plain else 'new_zeros'}": Program(
+            written(write, plain, 2), IMAGE, (Shard(2), Shard(3)), (2, 3), 0.01
+        )
+        for name, write in {"assign inside": assign_inside, "add inside": add_inside, "nested": assign_nested}.items()
+        for plain in (True, False)
+    },
+    "columns": Program(pad_columns, IMAGE, (Shard(2), Shard(3)), (2, 3), 0.11),
+    "columns of channels": Program(pad_columns, IMAGE, (Shard(1), Shard(3)), (1, 3), 0.11),
 }
 
 
@@ -234,7 +331,7 @@ def test_results_stay_sharded(programs, mesh, sizes):
 def compiled() -> list[str]:
     """Return, on a rank, programs whose compiled form has other values, gradients or layouts."""
     wrong = []
-    for name in ("gelu of a sum", "narrow, plain", "add slice, new_zeros"):
+    for name in ("gelu of a sum", "narrow, plain", "add slice, new_zeros", "columns"):
         program = PROGRAMS[name]
         full = torch.randn(program.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         layout = Layout.of(world_mesh((2,)), program.placements, program.shape)
@@ -252,6 +349,26 @@ def compiled() -> list[str]:
 
 def test_compiled_programs_have_these_layouts():
     assert run_on_ranks(compiled, 2, timeout=120) == [[], []]
+
+
+def inferred() -> list[str]:
+    """Return, on a rank, programs that write by slices of `new_zeros` and lose the sharding in inference mode."""
+    wrong = []
+    for name in ("copy inside, new_zeros", "add inside, new_zeros", "nested slices, new_zeros", "steps, new_zeros"):
+        program = PROGRAMS[name]
+        full = torch.randn(program.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        layout = Layout.of(world_mesh((2,)), program.placements, program.shape)
+        with strict(), torch.inference_mode():
+            out = program.run(ShardTensor(local_shard(full, layout), layout))
+            if not torch.allclose(to_full_tensor(out), program.run(full)) or not out._layout.is_sharded(
+                program.placed[0]
+            ):
+                wrong.append(f"{name}: {out._layout}")
+    return wrong
+
+
+def test_buffers_of_inference_mode():
+    assert run_on_ranks(inferred, 2) == [[], []]
 
 
 # ---------------------------------------------------------------------- buffers that others refer to

@@ -308,24 +308,34 @@ def is_sole_reference(tensor: torch.Tensor) -> bool:
 def is_viewed_once(base: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether a plain tensor and one view of it are the only users of its storage, so that both can be swapped.
 
-    torch 2.11-2.15: a view holds its base in C++ (twice if it has no data), and each of them the storage. The counts of
-    a new tensor and a view of it are the baseline.
+    torch 2.11-2.15: a view holds its base in C++ (twice if it has no data), and each of them the storage. In inference
+    mode it holds the storage alone. The counts of a new tensor and a view of it are the baseline.
     """
-    if view._base is not base or weakref.getweakrefs(base) or weakref.getweakrefs(view):
+    known = view._base is base or (view.is_inference() and storage_id(view) == storage_id(base))
+    if not known or weakref.getweakrefs(base) or weakref.getweakrefs(view):
         return False
-    other = torch.empty(1)
-    other_view = other[:]
+    other, other_view = _viewed_tensor(base.is_inference())
     pairs = ((base, other), (view, other_view))
     return _storage_users(base) == _storage_users(other) and all(a._use_count() == b._use_count() for a, b in pairs)
 
 
-def is_sole_holder(attributes: dict[str, Any], name: str) -> bool:
-    """Return whether no Python object but this dict refers to its entry `name`.
+def is_sole_holder(attributes: dict[str, Any], name: str, viewed: bool = False) -> bool:
+    """Return whether no Python object but this dict refers to its entry `name`. `viewed`: a tensor that has views.
 
-    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. The count of a
-    new object, referred to in the same way, is the baseline.
+    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. torch 2.13: a tensor
+    that a view refers to in C++ has one more. The count of a new object, referred to in the same way, is the baseline.
     """
-    return _references(attributes, name) <= _references({name: object()}, name)
+    like, view = _viewed_tensor(attributes[name].is_inference()) if viewed else (object(), None)
+    held = {name: like}
+    del like  # `view` refers to it while references are counted
+    return _references(attributes, name) <= _references(held, name)
+
+
+def _viewed_tensor(inference: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a new tensor and a view of it."""
+    with torch.inference_mode(inference):
+        made = torch.empty(1)
+        return made, made[:]
 
 
 def _references(attributes: dict[str, Any], name: str) -> int:

@@ -130,7 +130,7 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
     _consumed = False  # a call has read it, and may have saved it for backward; or it is a view
     # of a Partial or deferred value as large as a rank's share of what it is computed from: mesh axis -> this share
     _pending_shares: Mapping[int, int] | None = None
-    _slice_of: ShardTensor | None = None  # the replicated tensor that this is a slice of
+    _slice_of: ShardTensor | None = None  # the tensor that this is a slice of, along dims that are not sharded
     _wrap_local, _localize = staticmethod(wrap), staticmethod(localize)
 
     @staticmethod

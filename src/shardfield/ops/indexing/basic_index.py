@@ -62,8 +62,9 @@ class BasicIndexPlan(NamedTuple):
             CopiedView(out, x, self.run)
         if self.narrowed or x._narrowed:
             out._narrowed = True
-        if x._layout.is_replicated and not local.requires_grad:  # it may be a buffer; a graph must not be kept alive
-            out._slice_of = x
+        if not (self.narrowed or self.copied or x._layout.is_sharded_over_all_axes or local.requires_grad):
+            # x may be a buffer that is sharded by what is written into this slice; a graph must not be kept alive
+            out._slice_of = x if x._slice_of is None else x._slice_of
         return out
 
 

@@ -88,9 +88,14 @@ def setitem(func, types, args, kwargs):
     x._check_writable()
     reduce_partial(x)
     parsed, value = parse_index(x.shape, index, x.device), _value_as_tensor(value, x)
-    if is_buffer_for(x, [value]) and not parsed.tensors:
-        shard_buffer(x, [value], parsed)
+    _shard_written(x, parsed, value)
     _assign(x, parsed, value)
+
+
+def _shard_written(x: Tensor, parsed: ParsedIndex, value: Tensor) -> bool:
+    """Shard a buffer that a value is written into, if nothing else refers to it; return whether it was done."""
+    values = [value, *(tensor for _, tensor in parsed.tensors)]
+    return is_buffer_for(x, values) and shard_buffer(x, values, parsed)
 
 
 def _value_as_tensor(value: Any, x: Tensor) -> Tensor:
@@ -200,6 +205,9 @@ def _setitem_on_plain(func, types, args):
     """
     x, index, value = args
     mesh = mesh_of(args, None)
+    if x._is_view():  # buffer[0][:, :8] = value
+        if _shard_written(x, parse_index(x.shape, index, x.device), _value_as_tensor(value, x)):
+            return setitem(func, types, args, {})
     written = getattr(value, "_layout", "a plain value")
     call = f"writing {written} into a plain tensor of {tuple(x.shape)} at {format_index(index)}"
     if Consensus.start(mesh, call, flag=has_lasting_aliases(x), always=True).wait():
@@ -209,7 +217,7 @@ def _setitem_on_plain(func, types, args):
     if out is None:
         parsed = parse_index(x.shape, index, x.device)
         value = _value_as_tensor(value, x)
-        layout = layout_like_value(x.shape, parsed, value, mesh)
+        layout = layout_like_value(Layout.replicate(mesh, x.shape), parsed, value)
         if x.dtype.is_complex:
             layout = lazy_spectrum.mark_assembled(layout)
         out = wrap(_take_over(x, layout), layout)
@@ -260,6 +268,8 @@ def _index_put_(input, indices, values, accumulate=False):
     if input.__class__ is ShardTensor:
         input._check_writable()
         reduce_partial(input)
+    _shard_written(input, parsed, values)
+    if input.__class__ is ShardTensor:
         _assign(input, parsed, values, accumulate)
         return input
     result = index_put(input, indices, values, accumulate)
