@@ -15,7 +15,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardfield import ShardfieldError, ShardTensor, cli, runtime, scatter_tensor, sync_module_over_mesh
 from shardfield.bench import BENCHMARKS, attention_plots, measure, overhead, page, plots, scaling, table
 from shardfield.bench import command as bench
+from shardfield.bench.charts import Dot, dots
 from shardfield.bench.ranks import domain_mesh, make_sharded_field
+from shardfield.bench.table import Row
 from shardfield.bench.traffic import CommCounter, checked_traffic, comm_counts
 from shardfield.comm import collectives as comm_collectives
 from shardfield.testing import run_on_ranks
@@ -180,6 +182,18 @@ def test_plots_have_every_number():
     assert 'stroke-width="2"' in ratios, "the bar"
     assert times.count("<circle") == 4, "two candidates and their legend"
     assert "not met" in plots.plot_bars([made()])
+
+
+def test_zero_is_written_on_a_logarithmic_scale():
+    drawn = dots("t", {"row": [Dot("a", 0.0), Dot("b", 0.0), Dot("c", 2.0)]}, "ratio")
+    zeros = re.findall(r'<text x="([\d.]+)"[^>]*>0</text>', drawn)
+    assert len(set(zeros)) == 2 and drawn.count("<circle") == 4, "three names in the legend, one dot"
+
+
+def test_a_ratio_just_above_its_bar_differs_from_it_in_print():
+    row = Row("a case", "shardfield", ratio=1.0504, ratio_low=1.0, ratio_high=1.1, against="plain torch", bar=1.05)
+    assert row.format_ratio() == "1.0504 (1 to 1.1); bar 1.05: not met"
+    assert Row("a case", "shardfield", ratio=1.0496, bar=1.05).format_ratio() == "1.05; bar 1.05: met"
 
 
 def test_command(capsys, tmp_path):

@@ -304,6 +304,8 @@ def test_command(capsys):
         (["vot"], "unknown recipe 'vot'; did you mean 'vit'?"),
         (["cnn", "--gpus", "none"], "--gpus none: expected positive integers"),
         (["cnn", "--memory", "80GO"], "--memory 80GO: expected a number with one of the units B, kB"),
+        (["cnn", "--memory", "80"], "--memory 80: expected a number with one of the units B, kB"),
+        (["cnn", "--latency", "5"], "--latency 5: expected a number with one of the units s, ms, us, ns, e.g. 80ns"),
         (["cnn", "--device", "h20"], "--device 'h20'; did you mean 'h200'?"),
         (["cnn", "--shape", "1,3,8,8"], "--shape is for package.module:function"),
         (["cnn", "--gpus", "7", "--height", "4", "--width", "4"], "no mesh of 7 GPUs"),

@@ -174,6 +174,10 @@ def test_advice():
     assert any("parameters and gradients" in t for t in advice(summary_of([rank_with(computing=0.7, parameters=0.3)])))
     assert any("host's Python" in t for t in advice(summary_of([rank_with(computing=0.3, host=0.7)])))
     assert any("waiting for data" in t for t in advice(summary_of([rank_with(computing=0.8, data=0.2)])))
+    late = [rank_with(0, computing=0.4, data=0.6), rank_with(1, computing=0.4, domain=0.6)]
+    late[1].waits["(data)", "loader", "all_gather"] = [0.6, 1]
+    told = advice(summary_of(late))
+    assert told == ["60% waiting for data of this rank or another: a faster store, chunks aligned to shards"]
     text = format_summary(summary_of(uneven, predicted=Cost(0.02, 0.01, 0.005, 0.005)))
     assert "2.00" in text and len(text.splitlines()) < 40
 
@@ -251,8 +255,8 @@ def test_own_models_on_2_x_2_ranks(tmp_path):
     [
         (["cnm"], "did you mean 'cnn'"),
         (["cnn", "--steps", "0"], "--steps is 0"),
-        (["cnn", "--shape", "1,2"], "--shape"),
-        ([MODEL], "--shape"),
+        (["cnn", "--shape", "1,2"], "--shape and --dims are for package.module:function"),
+        ([MODEL], "--shape is needed"),
         ([MODEL, "--shape", "2,x"], "positive integers"),
         ([MODEL, "--shape", "2,3,8,8", "--dims", "4"], "--dims"),
         ([MODEL, "--shape", "2,3,8,8", "--dims", "2", "--domain", "2", "2"], "2 dims"),

@@ -240,7 +240,7 @@ def ring_share(settings: Settings, device: str, table: Table) -> None:
                 table.add_ratio(f"{case}, per score", name, of_call, "the fastest single call", bar)
                 if device == "cuda":
                     at_speed = [t * SHARE_BARS[backward] / work[name] for t in times[name]]
-                    goal = f"{SHARE_BARS[backward] / 1e12:g} TFLOP/s"
+                    goal = f"the time at {SHARE_BARS[backward] / 1e12:g} TFLOP/s"
                     table.add_ratio(f"{case}, against the chip", name, at_speed, goal, 1.0)
 
 

@@ -109,7 +109,10 @@ def legend_lines(names: Sequence[str], width: float) -> int:
 def dots(
     title: str, rows: Mapping[str, Sequence[Dot]], label: str, *, width: float = 680, mark: float | None = None
 ) -> str:
-    """Return a chart with a line per row: its name, and below it one dot per series on a logarithmic scale."""
+    """Return a chart with a line per row: its name, and below it one dot per series on a logarithmic scale.
+
+    A value of zero is written at the left end.
+    """
     names = list(dict.fromkeys(d.series for ds in rows.values() for d in ds))
     top, step, pad = 18 * legend_lines(names, width - 20) + 34, 31, 14
     drawing = Drawing(width, top + step * len(rows) + 14, title)
@@ -130,13 +133,18 @@ def dots(
         drawing.text(10, y + 11, name, 12)
         y += 20
         drawing.line([(pad, y), (width - pad, y)], opacity=FAINT)
+        zeros = 0  # of this row: a logarithmic scale has no place for them, so they are numbers at its left end
         for d in ds:
             color = COLORS[names.index(d.series) % len(COLORS)]
             if d.limit:
                 drawing.line([(axis(d.limit), y - 6), (axis(d.limit), y + 6)], color, "2")
             if d.low and d.high and axis(d.high) - axis(d.low) > 8:
                 drawing.line([(axis(d.low), y), (axis(d.high), y)], color, "3", opacity="0.45")
-            drawing.circle(axis(d.value), y, 4.5, color)
+            if d.value > 0:
+                drawing.circle(axis(d.value), y, 4.5, color)
+            else:
+                drawing.text(pad + 2 + 12 * zeros, y + 5, "0", 12, fill=color, bold=True)
+                zeros += 1
     return str(drawing)
 
 

@@ -142,7 +142,7 @@ def measure(table: Table, settings: Settings, steps: int, undisturbed: Path, kil
     first = Trace.read(killed / "trace-0.jsonl")
     starts = [events[0]["at"] for events in first.attempts()]
     useful = first.useful_seconds()
-    table.add_counts(case, {"the run": took, "steps that were not repeated": useful}, "s", "the run")
+    table.add_counts(case, {"the run": took, "steps that were not repeated": useful}, "s")
     table.add_ratio(case, "time lost", [1 - useful / took], "the run", bar=0.2)
     expected, found = (dict(read_curves(folder / "metrics.jsonl")[0]) for folder in (undisturbed, killed))
     same = sum(found.get(step) == loss for step, loss in expected.items())

@@ -158,9 +158,8 @@ def bars_table(tables: list[Table], labels: list[str]) -> str:
                     continue
                 key = (name, row.case, f"{row.candidate} over {row.against}", f"at most {format_number(row.bar)}")
                 line = body.setdefault(key, [""] * len(labels))
-                line[labels.index(t.label)] = (
-                    format_number(row.ratio) if row.met else f"**{format_number(row.ratio)}**, not met"
-                )
+                ratio = row.format_median_ratio()
+                line[labels.index(t.label)] = ratio if row.met else f"**{ratio}**, not met"
     return markdown_table(["benchmark", "case", "ratio", "bar", *labels], ([*key, *line] for key, line in body.items()))
 
 

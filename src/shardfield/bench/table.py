@@ -60,8 +60,24 @@ class Row:
         """Return the ratio with its quartiles, and whether its bar is met."""
         if self.ratio is None:
             return ""
-        bar = "" if self.bar is None else f"; bar {format_number(self.bar)}: {'met' if self.met else 'not met'}"
-        return _with_quartiles(self.ratio, self.ratio_low, self.ratio_high) + bar
+        if self.bar is None:
+            return _with_quartiles(self.ratio, self.ratio_low, self.ratio_high)
+        bar = f"; bar {format_number(self.bar)}: {'met' if self.met else 'not met'}"
+        return _with_quartiles(self.ratio, self.ratio_low, self.ratio_high, self.format_median_ratio()) + bar
+
+    def format_median_ratio(self) -> str:
+        """Return the ratio with as many digits as it takes to see that it exceeds its bar.
+
+        >>> Row("a case", "shardfield", ratio=1.0538, bar=1.05).format_median_ratio()
+        '1.054'
+        """
+        assert self.ratio is not None
+        text = format_number(self.ratio)
+        for digits in range(4, 7):
+            if self.bar is None or self.met or text != format_number(self.bar):
+                break
+            text = f"{self.ratio:.{digits}g}"
+        return text
 
 
 @dataclass
@@ -210,10 +226,11 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
-def _with_quartiles(value: float, low: float | None, high: float | None) -> str:
+def _with_quartiles(value: float, low: float | None, high: float | None, text: str | None = None) -> str:
+    text = text or format_number(value)
     if low is None or high is None or format_number(low) == format_number(high):
-        return format_number(value)
-    return f"{format_number(value)} ({format_number(low)} to {format_number(high)})"
+        return text
+    return f"{text} ({format_number(low)} to {format_number(high)})"
 
 
 def _round_digits(value: float) -> float:

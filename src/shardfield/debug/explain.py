@@ -99,7 +99,7 @@ class Row:
     @property
     def outcome(self) -> str:
         """How the call ended, why it was planned in this way, and what it lost."""
-        costs = ", ".join(f"{name} {cost / 1e3:.3g}" for name, cost in self.costs.items())
+        costs = ", ".join(f"{name} {cost / 1e3:,.{0 if cost >= 99_950 else 1}f}" for name, cost in self.costs.items())
         why = [f"cost in kB: {costs}"] if len(self.costs) > 1 else []
         lost = [f"lost sharding over axis {axis!r} ({nbytes} bytes)" for axis, nbytes in self.lost.items()]
         return ", ".join([self.ending, *why, *lost, *["compiled"] * self.compiled])

@@ -151,6 +151,9 @@ def check(
     try:
         found = run_on_ranks(_compare, ranks, name, tuple(mesh), *options, timeout=timeout)
     except RanksFailed as failed:
+        texts = {error.message for error in failed.errors.values()}
+        if len(texts) == 1 and (text := texts.pop()).startswith("check: "):
+            raise ShardfieldError(text) from failed  # an error of the call, not of the model: no traceback is needed
         raise ShardfieldError(f"check: {name} could not be run\n{failed}") from failed
     return _merged(found, TOLERANCE[dtype] if tolerance is None else tolerance)
 
@@ -190,7 +193,9 @@ def _compare(
     model, given = _build_model(name, seed, cast)
     if given is None:
         if shape is None:
-            raise ShardfieldError(f"check: {name} returns a model without inputs: pass the shape of its input")
+            raise ShardfieldError(
+                f"check: {name} returns a model without inputs: pass the shape of its input, --shape 1,3,64,64"
+            )
         given = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     inputs = Inputs.of(given).map(lambda path, t: cast(t))
     chosen = choose_sharded(inputs.tensors(), dims, shard)

@@ -32,8 +32,8 @@ PLANNABLE: dict[str, tuple[type[TrainConfig], Callable[[Any], TaskSpec]]] = {
     **{name: (RECIPES[name][0], TASK_SPECS[name]) for name in RECIPES},
     "unet": (UNetConfig, unet_outline),
 }
-BYTES = {"": 1.0, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
-SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def command(words: list[str]) -> int:
@@ -188,8 +188,7 @@ def _parse_quantity(key: str, text: str, units: Mapping[str, float]) -> float:
         value = 0.0
     if not value > 0:
         raise UsageError(
-            f"{key} {text}: expected a number with one of the units {', '.join(u for u in units if u)}, "
-            f"e.g. 80{[*units][4]}"
+            f"{key} {text}: expected a number with one of the units {', '.join(units)}, e.g. 80{[*units][3]}"
         )
     return value
 

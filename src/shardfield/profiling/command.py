@@ -59,8 +59,10 @@ def _config(options: argparse.Namespace, rest: list[str]) -> TrainConfig:
     own_model = ":" in options.name
     if not own_model and options.name not in RECIPES:
         raise UsageError(f"unknown recipe {options.name!r}{suggest_name(options.name, RECIPES)}")
-    if own_model != bool(options.shape):
-        raise UsageError("--shape 8,3,256,256 is the input of package.module:function; recipes have their own options")
+    if own_model and not options.shape:
+        raise UsageError("--shape is needed: the input shape of the model, batch dim first, e.g. 8,3,256,256")
+    if not own_model and (options.shape or options.dims):
+        raise UsageError("--shape and --dims are for package.module:function; recipes have their own options")
     for name in ("steps", "warmup"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} is {getattr(options, name)}; at least 1 is needed")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..planning import Cost
-from .trace import PARTS, RankProfile
+from .trace import LOADER, PARTS, RankProfile
 
 SHOWN = 6  # rows of a table
 
@@ -47,6 +47,11 @@ class Summary:
     def share(self, part: str) -> float:
         """Return the part of the profiled steps that all ranks spend so, on average."""
         return sum(r.parts[part] for r in self.ranks) / max(sum(r.seconds for r in self.ranks), 1e-12)
+
+    def waiting_for_batches_of_others(self) -> float:
+        """Return the part of the profiled steps in which a rank has its batch and waits for that of another rank."""
+        waited = sum(seconds for r in self.ranks for key, (seconds, _) in r.waits.items() if key[0] == LOADER)
+        return waited / max(sum(r.seconds for r in self.ranks), 1e-12)
 
     def waits(self) -> list[tuple[tuple[str, str, str], float, float]]:
         """Return (module, op, kind), milliseconds of a step on the mean and on the slowest rank, the longest first."""
@@ -104,19 +109,22 @@ def advice(summary: Summary) -> list[str]:
         text = f"rank {slowest.rank} computes {summary.imbalance:.2f} times the mean, and the others wait for it"
         cause = "choose shard sizes that share the work, and check that no other program uses its cores"
         found.append((share["domain"] + share["parameters"], f"{text}: {cause}"))
-    first = next((key for key, *_ in summary.waits() if key[2] != "parameters"), None)
-    if share["domain"] > 0.2 and first is not None:
+    first = next((key for key, *_ in summary.waits() if key[2] != "parameters" and key[0] != LOADER), None)
+    late = summary.waiting_for_batches_of_others()
+    domain = share["domain"] - late
+    if domain > 0.2 and first is not None:
         most = f"most of it in {first[0]} {first[1]} ({first[2]})"
-        text = f"{share['domain']:.0%} waiting for messages of the domain, {most}"
-        found.append((share["domain"], f"{text}: use fewer domain ranks, or larger fields per rank"))
+        text = f"{domain:.0%} waiting for messages of the domain, {most}"
+        found.append((domain, f"{text}: use fewer domain ranks, or larger fields per rank"))
     if share["parameters"] > 0.2:
         text = f"{share['parameters']:.0%} waiting for parameters and gradients"
         found.append((share["parameters"], f"{text}: a larger batch, --accumulate, or --strategy hsdp or ddp"))
     if share["host"] > 0.4:
         text = f"{share['host']:.0%} of a step is the host's Python, the profiler's included"
         found.append((share["host"] / 2, f"{text}: larger batches or fields per rank, or shardfield.compile"))
-    if share["data"] > 0.1:
-        found.append((share["data"], f"{share['data']:.0%} waiting for data: a faster store, chunks aligned to shards"))
+    if (data := share["data"] + late) > 0.1:
+        text = f"{data:.0%} waiting for data" + (" of this rank or another" if late > 0.05 else "")
+        found.append((data, f"{text}: a faster store, chunks aligned to shards"))
     return [text for _, text in sorted(found, key=lambda item: -item[0])] or ["nothing stands out"]
 
 

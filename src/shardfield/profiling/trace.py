@@ -16,6 +16,7 @@ from .spans import PREFIX
 # The parts of a step. "host" is the rest: Python, and the launch of operators.
 PARTS = ("computing", "domain", "parameters", "data", "host")
 PARAMETERS = "(parameters)"
+LOADER = "(data)"  # stands for the module of the loader's messages
 BACKWARD = "autograd::engine::evaluate_function: "
 DDP_COPY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"  # follows the wait for a bucket
 _OPERATOR = re.compile(r"(?!autograd|c10d|_c10d|torch|FSDP|gloo|nccl|ProfilerStep)\w+::\w+")
@@ -167,7 +168,7 @@ class _Sweep:
         if kind == "data":
             self._add("data", event["dur"])
             self._show(event, "data", "data")
-            return Context("(data)", "loader"), "data"
+            return Context(LOADER, "loader"), "data"
         if kind == "step":
             self._show(event, f"step {facts['number']}", "step")
             return STEP, "step"

@@ -258,6 +258,7 @@ def way_of(shapes, placements, mesh_shape, kwargs):
     (line,) = report.rows
     way = line.ending.removeprefix("rule: ")
     assert min(line.costs, key=line.costs.__getitem__) == way and ("cost in kB" in str(report)) == (len(line.costs) > 1)
+    assert "e+" not in line.outcome, "costs are plain numbers"
     return line.ending
 
 
