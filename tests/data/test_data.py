@@ -442,6 +442,35 @@ def test_dtypes_are_compared():
     run_on_ranks(dtypes, 2)
 
 
+class Shaped:
+    """Samples of one shape, under one key; read in blocks, or indexed."""
+
+    def __init__(self, shape, key="x", blocks=False):
+        self.shapes, self.key = {key: shape}, key
+        if blocks:
+            self.read = lambda i, slices: {key: torch.ones(shape)[slices[key]]}
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return {self.key: torch.ones(self.shapes[self.key])}
+
+
+def shapes():
+    mesh, rank = mesh_of(data=1, spatial=2), dist.get_rank()
+    for blocks in (False, True):
+        said = refused(lambda b=blocks: ShardedLoader(Shaped((4, 4 + rank), blocks=b), 2, mesh), "agree on shapes")
+        assert "rank 0: keys ['x'], shapes [(4, 4)]" in said and "rank 1: keys ['x'], shapes [(4, 5)]" in said
+    refused(lambda: ShardedLoader(Shaped((4, 4), "xy"[rank]), 2, mesh), "the ranks do not agree on keys")
+    unlike = [[Shard(0)], [Shard(1)]][rank]
+    refused(lambda: ShardedLoader(Shaped((4, 4)), 2, mesh, placements=unlike), "the ranks do not agree on layouts")
+
+
+def test_shapes_and_keys_are_compared():
+    run_on_ranks(shapes, 2)
+
+
 def structures_and_errors():
     mesh = mesh_of(data=1, spatial=2)
     for x, label in ShardedLoader(Pairs(), 3, mesh, shuffle=False):

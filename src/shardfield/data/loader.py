@@ -107,6 +107,9 @@ class ShardedLoader:
         self._sharding = run_with_error_sync(
             "ShardedLoader", mesh, lambda: SampleSharding(dataset, self.domain, placements, sizes)
         )
+        if self.domain is not None:
+            # Ranks with other shapes would exchange messages of other sizes; with other keys, one of them fails alone.
+            check_arguments("ShardedLoader", mesh, self._sharding.describe(), always=True)
         self._syncs_errors = can_exchange_on_host(mesh)
         self._dtypes: list[torch.dtype] | None = None  # of the first batch, the same on all ranks
         self.epoch, self._seen, self._resume = 0, 0, 0

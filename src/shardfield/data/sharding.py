@@ -58,6 +58,11 @@ class SampleSharding:
         self._first = shapes, self._build_layouts(shapes)
         self._empty: list[Tensor] | None = None
 
+    def describe(self) -> dict[str, Any]:
+        """Return the keys, shapes and layouts of sample 0, which must be equal on all ranks."""
+        shapes, layouts = self._first
+        return {"keys": self.keys, "shapes": shapes, "layouts": layouts}
+
     def read(self, indices: Sequence[int]) -> list[tuple[Tensor, Layout | None]]:
         """Return this rank's blocks of each tensor, stacked over the samples, and the layout of one sample.
 

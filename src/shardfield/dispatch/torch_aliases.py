@@ -47,6 +47,15 @@ OPERATORS = {
     "bitwise_xor_": ["__ixor__"],
 }
 
+# Names of one function, as torch documents them.
+SYNONYMS = (
+    "abs absolute", "acos arccos", "acosh arccosh", "asin arcsin", "asinh arcsinh", "atan arctan", "atan2 arctan2",
+    "atanh arctanh", "cat concat concatenate", "clamp clip", "div divide true_divide", "ge greater_equal", "gt greater",
+    "le less_equal", "lt less", "movedim moveaxis", "mul multiply", "ne not_equal", "neg negative", "outer ger",
+    "sub subtract", "transpose swapaxes swapdims", "trunc fix", "vstack row_stack",
+)  # fmt: skip
+_NAMES = {name: line.split() for line in SYNONYMS for name in line.split()}
+
 
 def aliases(function: Any) -> Iterator[Any]:
     """Yield every function object for the operation of `function` (an object, or a name), itself first."""
@@ -66,10 +75,15 @@ def aliases(function: Any) -> Iterator[Any]:
 
 
 def torch_aliases(function: Any) -> list[Any]:
-    """Return the aliases of a torch function; a function of another library is its only alias."""
+    """Return the aliases of a torch function under all its names; a function of another library is its only alias."""
     name = getattr(function, "__name__", None)
-    known = name is not None and any(look_up(name, None) is function for look_up in _LOOKUPS)
-    return list(aliases(function)) if known else [function]
+    if name is None or all(look_up(name, None) is not function for look_up in _LOOKUPS):
+        return [function]
+    found = dict.fromkeys(aliases(function))
+    inplace = name[:-1] in _NAMES and name.endswith("_")
+    for other in _NAMES.get(name[:-1] if inplace else name, ()):
+        found.update(dict.fromkeys(aliases(other + "_" if inplace else other)))
+    return list(found)
 
 
 def _is_namespaced(function: Any) -> bool:
