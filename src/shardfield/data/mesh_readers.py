@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 
 from ..errors import ShardingError
 from .connectivity import CELL_CORNERS
-from .formats import import_package, list_arrays, missing_chunks
+from .formats import list_arrays, missing_chunks
+from .legacy_vtk import VtkArrays, dataset_of, read_legacy_vtk
 from .meshio_files import read_meshio
+from .pyvista_files import read_grid, read_surface
 from .stl import read_stl
 
 CELLS, FACES = "cells/", "faces/"
@@ -51,11 +54,8 @@ def _reader_of(path: Path) -> Callable[[Path], RawMesh]:
     suffix = path.suffix.lower()
     if is_array_file(path):
         return _read_arrays
-    if suffix == ".stl":
-        return _read_stl
-    if suffix == ".vtp" or (suffix == ".vtk" and b"POLYDATA" in path.read_bytes()[:1000].upper()):
-        return _read_polydata
-    return _read_meshio
+    readers = {".stl": _read_stl, ".vtp": _read_vtp, ".vtk": _read_legacy_vtk, ".vtu": _read_vtu}
+    return readers.get(suffix, _read_meshio)
 
 
 def is_array_file(path: Path) -> bool:
@@ -139,21 +139,46 @@ def _read_meshio(path: Path) -> RawMesh:
     )
 
 
-def _read_polydata(path: Path) -> RawMesh:
-    """Read a surface of VTK: polygons become triangles."""
-    pyvista = import_package("pyvista", "pyvista")
-    with pyvista.VtkErrorCatcher(raise_errors=True):  # VTK prints errors, and returns what it could read
-        surface = pyvista.read(path)
-    if surface.n_lines:
-        raise ShardingError(f"{path} has lines; of PolyData, points and polygons are supported")
-    found = surface.triangulate()
-    cells = {"triangle": np.asarray(found.regular_faces)} if found.n_cells else {}
-    return RawMesh(
-        np.asarray(found.points),
-        cells,
-        {name: np.asarray(found.point_data[name]) for name in found.point_data},
-        {f"triangle/{name}": np.asarray(found.cell_data[name]) for name in found.cell_data if cells},
-    )
+def _read_vtu(path: Path) -> RawMesh:
+    """Read a VTU file with meshio; what meshio does not read, with VTK where it is installed."""
+    try:
+        return _read_meshio(path)
+    except Exception:
+        if importlib.util.find_spec("pyvista") is None:
+            raise
+    return _of_grid(path, read_grid(path))
+
+
+def _read_vtp(path: Path) -> RawMesh:
+    return _of_surface(read_surface(path))
+
+
+def _read_legacy_vtk(path: Path) -> RawMesh:
+    dataset = dataset_of(path)
+    if dataset == "UNSTRUCTURED_GRID":
+        return _of_grid(path, read_legacy_vtk(path))
+    if dataset == "POLYDATA":
+        found = read_legacy_vtk(path)  # VTK would return what it can read of a truncated file
+        return _of_surface(found if found.has_triangles_only() else read_surface(path))
+    try:
+        return _read_meshio(path)
+    except Exception as error:
+        raise ShardingError(
+            f"{path} is truncated, no legacy VTK file, or one of a kind that meshio does not read: save "
+            f"{dataset or 'it'} as UNSTRUCTURED_GRID"
+        ) from error
+
+
+def _of_grid(path: Path, found: VtkArrays) -> RawMesh:
+    cells, cell_data = found.cells_by_type(path)
+    return RawMesh(found.points, cells, found.data["POINT_DATA"], cell_data)
+
+
+def _of_surface(found: VtkArrays) -> RawMesh:
+    triangles, data = found.triangles()
+    cells = {"triangle": triangles} if len(triangles) else {}
+    cell_data = {f"triangle/{name}": values for name, values in data.items() if cells}
+    return RawMesh(found.points, cells, found.data["POINT_DATA"], cell_data)
 
 
 # ---------------------------------------------------------------------- checks
@@ -222,6 +247,8 @@ def _check_cells(path: Path, raw: RawMesh) -> None:
 def _check_data(path: Path, raw: RawMesh) -> None:
     if taken := [n for n in raw.point_data if n in RESERVED or ".." in n or n.startswith(("/", CELLS, FACES))]:
         raise ShardingError(f"{path}: data of points cannot be called {', '.join(map(repr, taken))}")
+    if other := [f"{m} {a.shape}" for m, a in raw.point_data.items() if a.shape[:1] != raw.points.shape[:1]]:
+        raise ShardingError(f"{path}: {', '.join(other)}: data of {len(raw.points)} points has as many rows")
     for name, values in raw.cell_data.items():
         if ".." in name:
             raise ShardingError(f"{path}: data of cells cannot be called {name!r}")

@@ -66,17 +66,12 @@ def _read_format(path: Path, name: str) -> Any:
 def _check_end(path: Path, cells: int) -> None:
     """Raise if a file is truncated, or has cells of unknown types, where meshio returns what it could read."""
     suffix, data = path.suffix.lower(), path.read_bytes() if path.suffix.lower() in (*TEXT, ".vtu") else b""
-    declared = None
-    if suffix == ".vtk" and (found := re.search(rb"\nCELL_TYPES\s+(\d+)\s", data)):
-        declared = int(found[1])
     if suffix == ".vtu":
-        declared = sum(_piece_numbers(data, b"NumberOfCells"))
-    if declared not in (None, cells):
-        raise ShardingError(
-            f"{path} declares {declared} cells, and {cells} can be read: it is truncated, or has types of cells that "
-            "meshio leaves out (voxels, pixels, triangle strips, polyhedra)"
-        )
-    if suffix == ".vtu":
+        if cells != (declared := sum(_piece_numbers(data, b"NumberOfCells"))):
+            raise ShardingError(
+                f"{path} declares {declared} cells, and {cells} can be read: it is truncated, has several pieces, or "
+                "types of cells that meshio leaves out (voxels, pixels, triangle strips, polyhedra)"
+            )
         return
     start = data[:1000].upper()
     is_text = b"ASCII" in start.splitlines() if suffix == ".vtk" else suffix != ".ply" or b"\nFORMAT ASCII" in start
