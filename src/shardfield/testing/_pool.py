@@ -26,7 +26,11 @@ PROCESS_NAME = "shardfield rank"
 START_TIMEOUT_S = 120.0
 GRACE_S = 2.0
 BARRIER_TIMEOUT_S = 10.0
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Ranks share few cores. torch's compiler compiles in the rank itself: it would start a pool of processes for each rank,
+# and code from such a pool has corrupted the memory of the process that loads it (pytorch#181618).
+_ONE_THREAD = dict.fromkeys(
+    ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"], "1"
+)
 _UNMATCHED = (
     "the function returned on all ranks, but a barrier after it does not complete: "
     "some ranks started a collective that others did not"
