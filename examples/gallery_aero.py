@@ -23,10 +23,13 @@ def draw(points, fields, path):
     figure = Figure(figsize=(9, 3), layout="constrained")
     axes = figure.subplots(1, len(fields), subplot_kw={"projection": "3d"})
     low, high = fields["pressure"].min(), fields["pressure"].max()
+    elevation, azimuth = torch.tensor([axes[0].elev, axes[0].azim]).deg2rad()
+    viewer = torch.stack([elevation.cos() * azimuth.cos(), elevation.cos() * azimuth.sin(), elevation.sin()])
+    normals = points / (points.amax(0) - points.amin(0)) ** 2
+    near = normals.float() @ viewer > 0  # not the far side
     for axis, (name, values) in zip(axes, fields.items(), strict=True):
-        limits = {} if name == "error" else {"vmin": low, "vmax": high}
-        # Markers that cover each other hide the points of the far side.
-        drawn = axis.scatter(*points.T, c=values, s=40, linewidths=0, depthshade=False, cmap="coolwarm", **limits)
+        style = {"cmap": "viridis"} if name == "error" else {"cmap": "coolwarm", "vmin": low, "vmax": high}
+        drawn = axis.scatter(*points[near].T, c=values[near], s=85, linewidths=0, depthshade=False, **style)
         figure.colorbar(drawn, ax=axis, shrink=0.6)
         axis.set_title(name, fontsize=10)
         axis.set_box_aspect((points.amax(0) - points.amin(0)).tolist(), zoom=1.2)

@@ -21,7 +21,8 @@ def draw(fields, ranks, path):
     axes = figure.subplots(1, 4)
     for axis, (name, field) in zip(axes, fields.items(), strict=True):
         axis.set_title(name, fontsize=10)
-        figure.colorbar(axis.imshow(field, cmap="viridis"), ax=axis, shrink=0.75)
+        limits = {"vmin": 0, "vmax": fields["pressure"].max()} if name == "prediction" else {}
+        figure.colorbar(axis.imshow(field, cmap="viridis", **limits), ax=axis, shrink=0.75)
         rows = -(-len(field) // ranks)
         for rank in range(1, ranks):
             axis.axhline(rank * rows - 0.5, color="white", linestyle="--", linewidth=0.8)
