@@ -159,6 +159,11 @@ def has_saved_tensor_hooks() -> bool:
     return not _saved_hooks_enabled() or _top_saved_hooks(False) is not None
 
 
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the (pack, unpack) hooks by which a tensor is saved for backward now, or None."""
+    return _top_saved_hooks(False)
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Return a context without dispatch modes, so that calls see real tensors inside a trace.

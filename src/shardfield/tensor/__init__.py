@@ -8,6 +8,7 @@ ShardTensors are dispatched to the handlers of `runtime.Registry`, which `dispat
 from ..dispatch.promotion import TensorPromotionMode as TensorPromotionMode
 from .deferred import DEFERRED_ATTRIBUTES as DEFERRED_ATTRIBUTES
 from .deferred import Deferred as Deferred
+from .deferred import has_later_hooks as has_later_hooks
 from .shard_tensor import ShardTensor as ShardTensor
 from .shard_tensor import as_operand as as_operand
 from .shard_tensor import is_single_sum as is_single_sum

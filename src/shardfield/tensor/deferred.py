@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..dispatch.write_tracking import WriteObserver
+from .._compat import saved_tensor_hooks
+from ..dispatch.write_tracking import SavedTensor, WriteObserver
 from ..layout import Layout
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ class Deferred(WriteObserver):
     layout: Layout  # of the value
     graph_local: Tensor | None = None  # where backward starts, if it does not need the value
     volatile = False  # computed at every read, not once
+    repeatable = False  # `materialize` may be called again, by a checkpoint that recomputes
     version: Any = 0
+    saved_hooks: tuple[Any, Any] | None = None  # those of saved tensors when the value was made
 
     @property
     def requires_grad(self) -> bool:
@@ -67,12 +71,30 @@ class _MaterializeOnRead:
         deferred = None if tensor is None else tensor._deferred
         if deferred is None:
             raise AttributeError(f"{owner.__name__!r} object has no attribute '_local_tensor'")
-        local = deferred.materialize()._local_tensor
         if deferred.volatile:
-            return local
+            return deferred.materialize()._local_tensor
+        with _without_later_hooks(deferred):
+            local = deferred.materialize()._local_tensor
         tensor._local_tensor = local
         del tensor.__dict__["_deferred"]
         return local
+
+
+def has_later_hooks(deferred: Deferred) -> bool:
+    """Return whether saved-tensor hooks were entered since the value was made, by a checkpoint that reads it."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and hooks != deferred.saved_hooks
+
+
+def _without_later_hooks(deferred: Deferred) -> AbstractContextManager[Any]:
+    """Return a context in which later hooks do not see the tensors that the computation of the value saves.
+
+    A checkpoint does not repeat the computation of a value that was made before it. Had it saved tensors of that
+    computation, it would find fewer when it recomputes.
+    """
+    if not has_later_hooks(deferred):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(SavedTensor, SavedTensor.checked_tensor)
 
 
 class LocalState:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import runtime
-from .._compat import dynamo_disable, make_wrapper
+from .._compat import dynamo_disable, make_wrapper, saved_tensor_hooks
 from .._compat.patches import safe_globals
 from ..comm import autograd_collectives
 from ..dispatch.lost_sharding import examine, examined
@@ -43,6 +43,7 @@ def wrap(local: Tensor, layout: Layout) -> ShardTensor:
 def wrap_deferred(deferred: Deferred, dtype: torch.dtype, device: torch.device) -> ShardTensor:
     """Return the ShardTensor of a deferred value, which has no local tensor until one is read."""
     layout = deferred.layout
+    vars(deferred).setdefault("saved_hooks", saved_tensor_hooks())
     made = make_wrapper(ShardTensor, layout.shape, None, None, None, dtype, torch.strided, device)
     made.__dict__ = {"_deferred": deferred, "_layout": layout, "_dtype": dtype, "_device": device}
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -146,6 +147,60 @@ def test_written_input(ranks, mesh, placements, lengths):
     assert ranks.check(torch.Size(mesh).numel(), written, mesh, placements, lengths) == []
 
 
+def recompute(function, *args):
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def periodic(x):
+    return F.pad(x[None, None], (1, 1, 1, 0), mode="circular")
+
+
+def smooth(p):
+    return F.conv2d(p, torch.full((1, 1, 2, 2), 0.3, dtype=p.dtype)).sin()
+
+
+def modes(s):
+    return (s[..., :2] * s[..., :2]).abs()
+
+
+# Functions of a field with a checkpoint that reads a value whose computation is deferred, or that is Partial.
+DEFERRED = {
+    "padded": lambda x: recompute(lambda p: (p * p).sin(), periodic(x)),
+    "padded, in a closure": lambda x: (lambda h: recompute(lambda p: (h * p.sum()).sin(), x))(periodic(x)),
+    "padded, convolved": lambda x: recompute(smooth, periodic(x)),
+    "padded, convolved and read": lambda x: recompute(lambda p: smooth(p).sum() + p * p, periodic(x)),
+    "padded, read later": lambda x: (lambda h: recompute(smooth, h).sum() * (h * h))(periodic(x)),
+    "padded in a checkpoint": lambda x: recompute(lambda p: recompute(torch.sin, periodic(p * p)), x),
+    "spectrum": lambda x: recompute(lambda s: (s * s).abs(), torch.fft.rfft2(x)),
+    "modes": lambda x: recompute(modes, torch.fft.rfft2(x)),
+    "modes, read later": lambda x: (lambda s: recompute(modes, s).sum() + (s * s).abs())(torch.fft.rfft2(x)),
+    "spectrum in a checkpoint": lambda x: recompute(lambda p: torch.fft.irfft2(torch.fft.rfft2(p) ** 2), x * 1),
+    "sum": lambda x: recompute(lambda p: (p * p).sin() + p.detach(), x.sum(0)),
+    "single sum": lambda x: recompute(lambda p, q: (p * q).sin(), x.sum(), x),
+}
+
+
+def deferred_inputs(mesh, placements, lengths) -> list[str]:
+    """Compare gradients of checkpoints of values that were not computed when the checkpoint began."""
+    wrong = []
+    for name, function in DEFERRED.items():
+        found = []
+        for a in (on(mesh, placements, lengths), full_input().requires_grad_()):
+            y = function(a)
+            found.append((y.detach(), *backward(y, a)))
+        try:
+            for got, ref in zip(*found, strict=True):
+                close(got, ref)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(("mesh", "placements", "lengths"), LAYOUTS)
+def test_deferred_inputs(ranks, mesh, placements, lengths):
+    assert ranks.check(torch.Size(mesh).numel(), deferred_inputs, mesh, placements, lengths) == []
+
+
 def on_processes(layouts) -> list[str]:
     """Run nested checkpoints on processes, where a rank that sends other messages than its peers would block."""
     wrong = []
@@ -153,6 +208,7 @@ def on_processes(layouts) -> list[str]:
         for outer, inner in NESTED:
             wrong += nested(*layout, outer, inner, True)
         wrong += second_derivatives(*layout)
+        wrong += deferred_inputs(*layout)
     return wrong
 
 

@@ -23,7 +23,7 @@ from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
 from ...errors import ShardingError
 from ...layout import Layout
-from ...tensor import Deferred, ShardTensor, wrap
+from ...tensor import Deferred, ShardTensor, has_later_hooks, wrap
 from .mode_blocks import (
     IndexRanges,
     as_slice,
@@ -104,7 +104,13 @@ class LazySpectrum(Deferred):
         return made
 
     def read_block(self, index: Any) -> ShardTensor | None:
-        """Return the modes at an index, replicated or sharded; None if it is not a block, or the block is too large."""
+        """Return the modes at an index, replicated or sharded; None if it is not a block, or the block is too large.
+
+        None too in a checkpoint that the spectrum was made before: it would recompute with the full spectrum, if that
+        has been read by then.
+        """
+        if has_later_hooks(self):
+            return None
         words = f"{self}{format_index(index)}{'' if self._records_grad() else ', no grad'}"
         with Consensus.start(self.layout.mesh, words, problem=self._write_conflict()) as check:
             return self._read_block(index, check)

@@ -38,6 +38,8 @@ eager_pad = make_handler(plan_pad, partial=True, merged=True, is_torch_function=
 class LazyPad(Deferred):
     """A field and the arguments of successive `F.pad` calls on it, each along other dims than those before."""
 
+    repeatable = True
+
     def __init__(self, source: ShardTensor, steps: tuple[tuple, ...], pre_pad: PadSpec, layout: Layout, grad: bool):
         self.source, self.steps, self.pre_pad, self.layout = source, steps, pre_pad, layout
         self.version, self.grad_enabled = source._version, grad
