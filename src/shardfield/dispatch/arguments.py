@@ -69,6 +69,8 @@ def write_out(target: Tensor, value: Any) -> None:
     """Write a result into an `out=` tensor of the same shape."""
     if target.shape != value.shape:
         raise ShardingError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}: they must agree")
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
     if isinstance(target, ShardTensor):
         target._write(value)
     else:

@@ -231,3 +231,52 @@ CASES += [
         }.items()
     ),
 ]
+
+
+# ---- integers by zero, which one rank alone may have
+
+
+def remainder_in_place(x, y):
+    x = x.clone()
+    x %= y
+    return x
+
+
+def ints(*shape):
+    return T(*shape, fill="ints")
+
+
+def with_a_zero(*shape):
+    return T(*shape, fill=lambda shape, generator: (torch.arange(12).view(shape) != 7).long())
+
+
+DIVISIONS = {
+    "floor_divide": torch.floor_divide,
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+    "div to floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "remainder in place": remainder_in_place,
+    "div in place": lambda x, y: x.clone().div_(y, rounding_mode="trunc"),
+    "of a number": lambda x, y: 7 // y + x,
+}
+for _name, _fn in DIVISIONS.items():
+    _row = {"layouts": 4, "name": f"integer {_name}"}
+    CASES.append(case(_fn, ints(4, 3), with_a_zero(4, 3), options=_row | raises(RuntimeError, "ZeroDivisionError")))
+    CASES.append(case(_fn, ints(4, 3), T(4, 3, fill=lambda *of: torch.full(of[0], 3)), options=_row))
+ZERO = raises(RuntimeError, "ZeroDivisionError")
+CASES += [
+    case(lambda x: x // 0, ints(1, 3), options={"layouts": 4, "name": "integer, by the number 0"} | ZERO),
+    case(lambda x: x[:0] % 0, ints(4, 3), options={"layouts": 4, "name": "no integer, by the number 0"}),
+    # ---- operands that do not broadcast to the target, results that `out` does not take
+    case(
+        lambda x, y: x.clone().add_(y),
+        T(),
+        T(4, 3),
+        options={"layouts": 4, "name": "add_ of a larger tensor"} | raises(RuntimeError, "doesn't match the broadcast"),
+    ),
+    case(
+        lambda x: torch.sin(x.detach(), out=torch.empty(4, 3, dtype=torch.int64)),
+        T(4, 3),
+        options={"layouts": 4, "name": "sin into integers"} | raises(RuntimeError, "can't be cast"),
+    ),
+]

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardfield import runtime
 from shardfield.dispatch.executor import make_handler
 from shardfield.ops.indexing.point_search import radius_search
-from tests.harness import T, case
+from tests.harness import T, case, raises
 
 
 def found_in_order(points, queries, radius, limit):
@@ -26,6 +26,8 @@ def stand_in(
     return_dists: bool = False,
     return_points: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if radius < 0:
+        raise RuntimeError("the radius must not be negative")
     assert points.is_contiguous() and queries.is_contiguous() and queries.numel() and max_points is not None
     at, number = found_in_order(points, queries, radius, max_points)
     padded = torch.cat([points, torch.zeros_like(points[..., :1, :])], -2)
@@ -89,6 +91,10 @@ CASES = [
     case(search, T(9, 3, grad=False), queries(7, 3), 1.3, 4, True, True, options={"layouts": 12}),
     case(search, T(2, 9, 3, grad=False), queries(2, 7, 3), 1.3, 3, options={"layouts": 8}),
     case(search, T(9, 3, grad=False), queries(1, 3), 1.3, 2, True, options={"layouts": 4}),
+    # ranks without queries raise the operator's errors too
+    case(
+        search, T(9, 3), queries(1, 3), -1.0, 2, options={"layouts": 4} | raises(RuntimeError, "must not be negative")
+    ),
     case(searched_points, T(9, 3), queries(7, 3), 1.5, 4, options={"layouts": 10}),
     case(searched_points, T(2, 6, 3), queries(2, 5, 3), 1.5, 4, options={"layouts": 8}),
 ]

@@ -135,6 +135,7 @@ CASES = [
     case(torch.isin, I(3, 5, high=9), I(4, high=9)),
     case(torch.isin, I(3, high=9), I(4, 2, high=9), invert=True),
     case(torch.isin, T(6, fill=halves, grad=False), T(3, fill=halves, grad=False), assume_unique=False, options=FEW),
+    case(torch.isin, I(4, 3), I(4, 3), options={"layouts": 8}),  # torch takes contiguous tensors only
     case(torch.isin, I(5), 2, options=FEW),
     case(torch.isin, 2, I(5), invert=True, options=FEW),
     case(torch.isin, I(5, shard_dims=(0,)), I(3, shard_dims=()), options={"no_messages": True}),

@@ -2,6 +2,7 @@
 
 import torch
 
+from shardfield import ShardTensor
 from tests.harness import T, case, raises
 
 fft = torch.fft
@@ -54,3 +55,12 @@ CASES += [
     case(fft.fftshift, T(4, 5), options=FEW),
     case(fft.ifftshift, T(4, 5), dim=1, options=FEW),
 ]
+
+
+def pairs(x):
+    """Return the real and imaginary parts of a spectrum that one device has as a conjugate, and ranks as it is."""
+    spectrum = fft.ihfft(x, dim=0)
+    return torch.view_as_real(spectrum if isinstance(spectrum, ShardTensor) else spectrum.resolve_conj())
+
+
+CASES.append(case(pairs, T(4, 5, 6), options=FEW))

@@ -43,6 +43,11 @@ CASES = [
     case(torch.nn.AdaptiveAvgPool2d((1, None)), T(2, 2, 6, 5), options=FEW | {"name": "AdaptiveAvgPool2d"}),
     case(F.adaptive_avg_pool2d, T(8, 7), 3, options=FEW | raises(RuntimeError, "Expected 3D or 4D tensor")),
     case(
+        lambda x: F.adaptive_avg_pool2d(x[:, :, :0], 3),
+        T(2, 4, 5, 6),
+        options=SOME | {"name": "average of no rows"} | raises(RuntimeError, "non-zero size"),
+    ),
+    case(
         F.adaptive_avg_pool2d,
         T(2, 3, 8, 7),
         -1,

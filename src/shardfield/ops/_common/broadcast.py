@@ -105,6 +105,9 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
 @runtime.memo
 def align_to(result: Layout, layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Alignment:
     """Align operands to a fixed result layout, as an in-place op needs."""
+    shape = _broadcast_shape([x.shape for x in layouts])
+    if len(shape) > result.ndim:
+        raise RuntimeError(f"output with shape {list(result.shape)} doesn't match the broadcast shape {list(shape)}")
     return _align(result, layouts, result.partial, keep_partial)
 
 

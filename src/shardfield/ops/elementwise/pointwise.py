@@ -31,6 +31,7 @@ from ...tensor import ShardTensor, wrap
 from ...trace_state import same_memory
 from .._common.broadcast import Alignment, align, align_to
 from ..indexing.buffers import is_buffer_for, shard_buffer
+from .integer_division import raise_for_zero_divisors
 
 UNARY = """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -126,8 +127,11 @@ def pointwise(func, types, args, kwargs):
             return wrap(out, layout)
         if out is not None:
             return wrap_results(out, layout)
-    elif kwargs and kwargs.get("inplace"):  # F.relu(x, inplace=True)
-        return pointwise_inplace(func, types, args, kwargs)
+    elif kwargs:
+        if kwargs.get("inplace"):  # F.relu(x, inplace=True)
+            return pointwise_inplace(func, types, args, kwargs)
+        if kwargs.get("rounding_mode"):
+            raise_for_zero_divisors(args, kwargs)
     key, values = call_key(BROADCAST, args, kwargs)
     plan = runtime.active.plans[key] or plan_broadcast(key, align)
     if plan is None or not plan.no_redistribute:  # else every rank saves the operands themselves
@@ -153,6 +157,8 @@ def pointwise(func, types, args, kwargs):
 
 def pointwise_inplace(func, types, args, kwargs):
     target = args[0]
+    if kwargs and kwargs.get("rounding_mode"):
+        raise_for_zero_divisors(args, kwargs)
     buffered = is_buffer_for(target, args[1:]) and not shard_buffer(target, args[1:])
     if target.__class__ is not ShardTensor:  # a plain target takes the full values of ShardTensors
         if buffered:
@@ -323,6 +329,19 @@ handler("copy_", "fill_", "zero_")(pointwise_inplace)
 handler("fill")(pointwise)
 handler(torch.where)(pointwise)
 runtime.active.registry.elementwise = pointwise
+
+
+def _divides_integers(run: Callable) -> Callable:
+    def divide(func, types, args, kwargs):
+        raise_for_zero_divisors(args, kwargs)
+        return run(func, types, args, kwargs)
+
+    return divide
+
+
+for _name in ("floor_divide", "remainder", "fmod"):
+    handler(_name)(_divides_integers(pointwise))
+    handler(_name + "_")(_divides_integers(pointwise_inplace))
 
 
 @handler("detach")

@@ -41,9 +41,12 @@ def radius_search(
 
     def local(points, queries):
         if 0 in queries.shape:
+            # The operator sees a query on every rank, so that all raise its errors and have results of its dtypes.
+            one = [x.new_zeros([max(n, 1) for n in x.shape]) for x in (points.detach(), queries.detach())]
+            found = fn(*one, radius, max_points, return_dists, return_points)
             return tuple(
                 empty_result_of([points], layout.local_shape, out.dtype, points)
-                for layout, out in zip(layouts, made, strict=True)
+                for layout, out in zip(layouts, found, strict=True)
             )
         # the operator has no gradient of the queries
         return fn(points.contiguous(), queries.detach().contiguous(), radius, max_points, return_dists, return_points)

@@ -57,7 +57,7 @@ def bucketize(input, boundaries: Operand, *, out_int32=False, right=False, fn):
 
 
 def _contiguous(value: Any) -> Any:
-    """Return a contiguous tensor: torch warns about others, and a shard of a contiguous tensor may be strided."""
+    """Return a contiguous tensor: torch warns about others, or raises. A shard of a contiguous one may be strided."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
@@ -120,7 +120,8 @@ def isin(elements, test_elements, *, assume_unique=False, invert=False, fn):
     groups = process_groups(test_layout, test_layout.shard_axes)
 
     def local(elements, test_elements):
-        is_in = fn(elements, test_elements, assume_unique=assume_unique, invert=invert and not groups)
+        options = {"assume_unique": assume_unique, "invert": invert and not groups}
+        is_in = fn(_contiguous(elements), _contiguous(test_elements), **options)
         for group in groups:
             is_in = collectives.all_reduce(is_in, group, "max")
         return redistribute(~is_in if groups and invert else is_in, target, element_layout)

@@ -64,7 +64,7 @@ def transform(input: Operand, n=None, dim=-1, norm=None, *, fn):
 
 def _apply(fn, input, n, dim, norm, length):
     if input.numel():
-        return fn(input, n, dim, norm)
+        return fn(input, n, dim, norm).resolve_conj()  # ifft of a real input; empty shards have no such bit
     shape = list(input.shape)
     shape[dim] = length
     return _empty_result(fn, input, shape)
@@ -184,7 +184,8 @@ def _fft_nd(fn, fft_1d, last_fft, last_dim_first: bool):
         ]
 
         def local(input):
-            return fn(input, s, dims, norm) if input.numel() else _empty_result(last_fft, input, layout.local_shape)
+            found = fn(input, s, dims, norm) if input.numel() else _empty_result(last_fft, input, layout.local_shape)
+            return found.resolve_conj()
 
         return Plan(local=local, operands={"input": input.layout.unshard(dims)}, layout=layout)
 

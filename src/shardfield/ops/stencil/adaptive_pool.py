@@ -163,7 +163,8 @@ def adaptive_avg_pool(input: Operand, output_size, *, fn):
     call = ADAPTIVE_AVG_POOL[nd]
     out_size = probe(call, input, output_size, meta=True).shape[-nd:]
     # For output size 1 torch calls mean, whose kernels support other dtypes than those of adaptive pooling.
-    dtype = probe(call, stand_in(input, (1,) * (nd + 2)), 1 if set(out_size) == {1} else 2).dtype
+    # A dim of size 0 stays: torch's kernels refuse it, unlike those of meta tensors.
+    dtype = probe(call, stand_in(input, [min(n, 1) for n in input.shape]), 1 if set(out_size) == {1} else 2).dtype
     plan = AdaptivePoolPlan(keep_partial_sums(input.layout), out_size, reduce_cost=1)
     shape = plan.result.local_shape
 
@@ -198,7 +199,7 @@ def adaptive_max_pool(input: Operand, output_size, return_indices=False, *, fn):
     nd = int(fn.__name__.removeprefix("adaptive_max_pool")[0])
     call, with_indices = ADAPTIVE_MAX_POOL[nd], fn in WITH_INDICES
     out = probe(call, input, output_size, meta=True).shape[-nd:]
-    dtype = probe(call, stand_in(input, (1,) * (nd + 2)), 1).dtype
+    dtype = probe(call, stand_in(input, [min(n, 1) for n in input.shape]), 1).dtype
     plan = AdaptivePoolPlan(input.layout, out, reduce_cost=2)  # an output is a value and an index
     layout, result, groups = plan.source, plan.result, process_groups(plan.source, plan.axes)
     shape, sizes = result.local_shape, layout.shape[-nd:]
