@@ -335,5 +335,6 @@ def plan_padded_conv(
         return None
     block_plan = PaddedBlockPlan(layout, windows)
     out = [stop - start for start, stop in block_plan.owned.values()]
-    overlaps = prefers_overlap(device.type, block_bytes, halo_bytes)
-    return PaddedConv(call, block_plan.steps, padding, out, grad_groups, overlaps)
+    any_empty = any(0 in shard_sizes_of(sharding) for sharding in block_plan.out_shardings.values())
+    at_once = not any_empty and not prefers_overlap(device.type, block_bytes, halo_bytes)
+    return PaddedConv(call, block_plan.steps, padding, out, grad_groups, at_once)

@@ -1,9 +1,11 @@
 """Sharded convolution as one convolution of the block joined with its halo.
 
 The fewest kernels: one packs the rows for all neighbors, one joins the received rows with the block, one convolves.
-Backward: the gradient of the joined block comes first, the rows of the halo in it are sent to their owners, and the
-gradients of weight and bias are computed in the meantime. `conv_local.py` instead convolves the block while the halo is
-in flight, which takes many more kernels. `prefers_joining` estimates which of the two is faster.
+Backward: torch computes all gradients of the convolution in one call, and one autograd node sends the rows of the halo
+in the gradient of the joined block to their owners and sums the gradients of weight and bias over the ranks. Of a large
+block the gradient of the joined block comes first, and those of weight and bias are computed while its rows are in
+flight. `conv_local.py` instead convolves the block while the halo is in flight, which takes many more kernels.
+`prefers_joining` estimates which of the two is faster.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ class PaddedConv:
 
     The gradients of weight and bias are summed over `grad_groups`. `out`: the spatial shape of the rank's outputs,
     which may be empty. `padding`: of the local call, 0 along sharded dims, whose joined block contains the padding.
-    `overlaps`: backward computes the gradients of the parameters while those of the halo are in flight, by a call of
-    its own; small blocks take one call for all gradients.
+    `at_once`: torch's own node of the convolution computes all gradients in one call; equal on all ranks, and False if
+    one of them has no outputs. Otherwise backward computes the gradients of the parameters by a call of its own, while
+    those of the halo are in flight.
     """
 
     def __init__(
@@ -79,20 +82,33 @@ class PaddedConv:
         padding: Sequence[int],
         out: Sequence[int],
         grad_groups: Groups,
-        overlaps: bool,
+        at_once: bool,
     ):
-        self.overlaps = overlaps
+        self.at_once = at_once
         self.steps, self.out, self.grad_groups = list(steps), tuple(out), grad_groups
         self.call, self.padding = call, tuple(padding)
         self.is_empty = 0 in self.out
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the rank's outputs."""
-        if not runtime.active.deferring_groups:
-            return _PaddedConvFunction.apply(self, self.grad_groups, block, weight, bias)[0]
-        params = [weight] if bias is None else [weight, bias]
-        params, groups = grad_deferral.defer_sums(params, self.grad_groups)
-        return _PaddedConvFunction.apply(self, groups, block, params[0], None if bias is None else params[1])[0]
+        rt, groups = runtime.active, self.grad_groups
+        if rt.deferring_groups:
+            params, groups = grad_deferral.defer_sums([weight] if bias is None else [weight, bias], groups)
+            weight, bias = params if bias is not None else (params[0], None)
+        # A compiled program may compute the gradients of the parameters later, while other messages are in flight.
+        if not self.at_once or rt.tracer is not None:
+            return _PaddedConvFunction.apply(self, groups, block, weight, bias)[0]
+        sums_weight = bool(groups) and weight.requires_grad
+        sums_bias = bool(groups) and bias is not None and bias.requires_grad
+        if sums_weight and sums_bias:
+            joined, weight, bias = _JoinFunction.apply(self, groups, block, weight, bias)
+        elif sums_weight:
+            joined, weight = _JoinFunction.apply(self, groups, block, weight)
+        elif sums_bias:
+            joined, bias = _JoinFunction.apply(self, groups, block, bias)
+        else:
+            (joined,) = _JoinFunction.apply(self, groups, block)
+        return self.run(joined, weight, bias)
 
     def join(self, block: Tensor) -> Tensor:
         """Return the block joined with its halo, without autograd."""
@@ -136,6 +152,35 @@ class PaddedConv:
         return self.call.grads(grad, joined, weight, [weight.shape[0]], self.padding, needs_grad)
 
 
+class _JoinFunction(adjoints.Collective):
+    """The block joined with its halo, and parameters that enter work that differs from rank to rank.
+
+    Adjoint: the gradients of the halo rows are sent to their owners and added there, and the gradients of the
+    parameters are summed over the groups.
+    """
+
+    @staticmethod
+    def forward(ctx, conv, groups, block, *params):
+        ctx.conv, ctx.groups = conv, groups
+        joined = conv.join(block)
+        if not ctx.needs_input_grad[2]:
+            ctx.mark_non_differentiable(joined)
+        return joined, *params
+
+    @staticmethod
+    def backward(ctx, grad, *grads):
+        conv, groups = ctx.conv, ctx.groups
+        need_block = ctx.needs_input_grad[2]
+        if torch.is_grad_enabled():
+            for step in reversed(conv.steps) if need_block else ():
+                grad = step.apply_adjoint(grad)
+            sums = autograd_collectives.reduce_all(grads, groups) if grads else ()
+            return None, None, grad if need_block else None, *sums
+        pending = conv.start_adjoint(grad) if need_block else None
+        sums = autograd_collectives.sum_owned(grads, groups) if grads else ()
+        return None, None, None if pending is None else pending.wait(), *sums
+
+
 class _PaddedConvFunction(adjoints.Collective):
     """One autograd node for a convolution with its halo exchange.
 
@@ -161,13 +206,10 @@ class _PaddedConvFunction(adjoints.Collective):
             (weight,) = autograd_collectives.replicate_in([weight], groups)
         pending = block_grad = weight_grad = bias_grad = None
         params: list[Tensor] = []
-        # A compiled program may compute the gradients of the parameters later, while other messages are in flight.
-        at_once = not conv.overlaps and not differentiable and runtime.active.tracer is None
         if need_block:
             block_grad = joined_grad
             if grad is not None:
-                needs_grad = [True, need_weight, need_bias] if at_once else [True, False, False]
-                of_conv, *params = conv.grads(grad, joined, weight, needs_grad)
+                of_conv = conv.grads(grad, joined, weight, [True, False, False])[0]
                 block_grad = of_conv if joined_grad is None else of_conv + joined_grad
             if differentiable:
                 for step in reversed(conv.steps):
@@ -175,8 +217,7 @@ class _PaddedConvFunction(adjoints.Collective):
             else:
                 pending = conv.start_adjoint(block_grad if grad is not None else block_grad.clone())
         if grad is not None and (need_weight or need_bias):
-            if not (need_block and at_once):
-                (_, *params) = conv.grads(grad, joined, weight, [False, need_weight, need_bias])
+            (_, *params) = conv.grads(grad, joined, weight, [False, need_weight, need_bias])
             params = [g for g, needed in zip(params, (need_weight, need_bias), strict=True) if needed]
             if differentiable:
                 params = autograd_collectives.reduce_all(params, groups)
