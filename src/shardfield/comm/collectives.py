@@ -254,7 +254,8 @@ def all_gather_even(tensor: Tensor, group: ProcessGroup) -> Tensor:
     out = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
         transport_for(out, group).all_gather(_flat_view(out), _flat_view(contiguous(tensor)), group)
-        _record_sent("all_gather", 1, (size - 1) * _nbytes(tensor))
+        if runtime.active.meter is not None:
+            _record_sent("all_gather", 1, (size - 1) * _nbytes(tensor))
     return out
 
 
@@ -292,8 +293,11 @@ def start_sends(
         return Pending((), (), runtime.active.tracer.exchange(sends, receives, group, like))
     kept: Sequence[tuple[int, Tensor]]
     if packed and into is None:
-        kept, incoming = sends, [(peer, like.new_empty(shape)) for peer, shape in receives]
-        received = [buffer for _, buffer in incoming]
+        kept, incoming, received = sends, [], []
+        for peer, shape in receives:  # no comprehensions: each is a call
+            buffer = like.new_empty(shape)
+            received.append(buffer)
+            incoming.append((peer, buffer))
     elif packed:
         kept, received = sends, list(into or ())
         incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,20 @@ from .route import Region, Route, Shapes
 from .route_split import RouteSplit
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
+# Devices on which received rows are added by a concatenation, where the block would be copied or is small: elsewhere it
+# takes more launches than adding in place does.
+CONCATENATING = frozenset(["cpu"])
+SMALL = 4096
 
 
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """Exchange shards by a route, without autograd."""
-    shapes, split = route.shapes_for(tensor.shape), route.split
-    if split is not None and shapes.filled:
-        block = _densified(tensor)
-        if _splits(block, split):
-            sends, kept = _pack_split(block, route, split)
-            received = collectives.start_sends(sends, shapes.receives, group, block, packed=True).wait()
-            return _join_split(kept, split, received, block is not tensor)
+    shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
+    block = _splittable(tensor, split) if split is not None and shapes.filled else None
+    if split is not None and block is not None:
+        sends, parts = _pack_split(block, route, split)
+        received = collectives.start_sends(sends, shapes.receives, group, block, packed=True).wait()
+        return _join_split(block, parts, split, received, block is not tensor)
     received = collectives.start_sends(
         _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
     ).wait()
@@ -41,14 +45,13 @@ def start_route(
 
     `owned`: the tensor may be overwritten, and the result may be a view of it.
     """
-    shapes, split = route.shapes_for(tensor.shape), route.split
-    if split is not None and shapes.filled:
-        block = _densified(tensor)
-        if _splits(block, split):
-            sends, kept = _pack_split(block, route, split)
-            pending = collectives.start_sends(sends, shapes.receives, group, block, packed=True)
-            owned = owned or block is not tensor
-            return collectives.Pending((), (), lambda: _join_split(kept, split, pending.wait(), owned))
+    shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
+    block = _splittable(tensor, split) if split is not None and shapes.filled else None
+    if split is not None and block is not None:
+        sends, parts = _pack_split(block, route, split)
+        messages = collectives.start_sends(sends, shapes.receives, group, block, packed=True)
+        join = partial(_join_split, block, parts, split, owned=owned or block is not tensor)
+        return collectives.Pending((), (), lambda: join(messages.wait()))
     pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
     return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
 
@@ -56,39 +59,62 @@ def start_route(
 # ---------------------------------------------------------------------- one region for each peer
 
 
-def _densified(block: Tensor) -> Tensor:
-    """Return a copy of a block that repeats its elements, like the gradient of a sum; any other block itself."""
-    return block if block.is_contiguous() or 0 not in block.stride() else block.contiguous()
+def _splittable(block: Tensor, split: RouteSplit) -> Tensor | None:
+    """Return the block as `split` exchanges it; None if it must not: a sum is accumulated in its dtype, and the memory
+    format is kept.
+
+    A block that repeats its elements, like the gradient of a sum, is copied.
+    """
+    if runtime.active.tracer is not None:
+        return None
+    if not block.is_contiguous():
+        if 0 not in block.stride():
+            return None
+        block = block.contiguous()
+    if block.is_conj() or block.is_neg() or is_zero_tensor(block):
+        return None
+    if split.added is not None and collectives.accumulate_dtype(block.dtype) is not block.dtype:
+        return None
+    return block
 
 
-def _splits(block: Tensor, split: RouteSplit) -> bool:
-    """Return whether a block is exchanged by `split`: a sum is accumulated in its dtype, its memory format is kept."""
-    if runtime.active.tracer is not None or not block.is_contiguous() or block.is_conj() or block.is_neg():
-        return False
-    if is_zero_tensor(block):
-        return False
-    return split.added is None or collectives.accumulate_dtype(block.dtype) is block.dtype
-
-
-def _pack_split(block: Tensor, route: Route, split: RouteSplit) -> tuple[list[tuple[int, Tensor]], Tensor]:
-    """Return a contiguous tensor for each peer, and the part that this rank keeps."""
+def _pack_split(block: Tensor, route: Route, split: RouteSplit) -> tuple[list[tuple[int, Tensor]], Sequence[Tensor]]:
+    """Return a contiguous tensor for each peer, and all parts of the block."""
     dim, sizes, chosen = split.sources
     parts = block.split_with_sizes(sizes, dim)
-    kept = block if split.own is None else parts[chosen[split.own]]
     if route.equal_sends and block.device.type != "cpu":  # one kernel packs the messages to all peers
         packed = collectives.concatenate([parts[i] for i in chosen[: len(split.peers)]], new_dim=True)
-        return list(zip(split.peers, packed.unbind(0), strict=True)), kept
-    return [(peer, parts[i].contiguous()) for peer, i in zip(split.peers, chosen, strict=False)], kept
+        return list(zip(split.peers, packed.unbind(0), strict=True)), parts
+    return [(peer, parts[i].contiguous()) for peer, i in zip(split.peers, chosen, strict=False)], parts
 
 
-def _join_split(kept: Tensor, split: RouteSplit, received: Sequence[Tensor], owned: bool) -> Tensor:
-    """Return the result from the part that this rank keeps and the received ones."""
+def _join_split(
+    block: Tensor, parts: Sequence[Tensor], split: RouteSplit, received: Sequence[Tensor], owned: bool
+) -> Tensor:
+    """Return the result from the parts that this rank keeps and the received ones.
+
+    `owned`: the block may be overwritten, and the result may be a view of it.
+    """
     if split.added is None:
-        return collectives.concatenate([kept if i < 0 else received[i] for i in split.order], split.dim)
+        own = block if split.own is None else parts[split.sources.chosen[split.own]]
+        return collectives.concatenate([own if i < 0 else received[i] for i in split.order], split.dim)
     dim, sizes, chosen = split.added
-    out = kept if owned else kept.clone(memory_format=torch.contiguous_format)
-    parts = out.split_with_sizes(sizes, dim)
-    add_to_all([parts[i] for i in chosen], received)
+    if split.kept is not None:
+        first, number, start, length = split.kept
+        if block.device.type in CONCATENATING and (not owned or block.numel() <= SMALL):
+            joined = list(parts[first : first + number])
+            for i, part in zip(chosen, received, strict=True):
+                joined[i] = part.add_(joined[i])
+            return collectives.concatenate(joined, dim)
+        own = block.narrow(dim, start, length)
+        if owned:
+            add_to_all([parts[first + i] for i in chosen], received)
+            return own
+    else:
+        own = block if split.own is None else parts[split.sources.chosen[split.own]]
+    out = own if owned else own.clone(memory_format=torch.contiguous_format)
+    targets = out.split_with_sizes(sizes, dim)
+    add_to_all([targets[i] for i in chosen], received)
     return out
 
 

@@ -49,6 +49,8 @@ class RouteSplit(NamedTuple):
     peers: the receivers of the first parts of `sources`. own: index in `sources.chosen` of the part that this rank
     keeps, None if it keeps the full block. order: the result as a concatenation along `dim` of received parts, by
     index; -1 is the part that this rank keeps. added: regions of the result to which received parts are added, instead.
+    kept: where `sources` divides the part that this rank keeps as `added` does, the index of its first part, their
+    number, and its start and length along the dim.
     """
 
     sources: Parts
@@ -57,6 +59,7 @@ class RouteSplit(NamedTuple):
     dim: int
     order: tuple[int, ...]
     added: Parts | None
+    kept: tuple[int, int, int, int] | None = None
 
     @staticmethod
     def of(route: Route) -> RouteSplit | None:
@@ -80,4 +83,12 @@ class RouteSplit(NamedTuple):
             order = tuple(i if kind else -1 for kind, i, _ in route.steps)
             return RouteSplit(sources, peers, own, target.ranges[0][0], order, None)
         added = Parts.of(route.targets, dict(route.sizes_out)) if route.add and route.keeps_all else None
-        return None if added is None else RouteSplit(sources, peers, own, added.dim, (), added)
+        if added is None:
+            return None
+        if own is None or sources.dim != added.dim:
+            return RouteSplit(sources, peers, own, added.dim, (), added)
+        at, more = sources.chosen[own], len(added.sizes) - 1
+        kept = at, more + 1, sum(sources.sizes[:at]), sources.sizes[at]
+        divided = [*sources.sizes[:at], *added.sizes, *sources.sizes[at + 1 :]]
+        sources = Parts(sources.dim, divided, [i + more if i > at else i for i in sources.chosen])
+        return RouteSplit(sources, peers, own, added.dim, (), added, kept)

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardfield import ShardTensor, explain, runtime, strict
+from shardfield.comm import route_messages
 from shardfield.layout import DimSharding, Layout
 from shardfield.ops.stencil import conv as conv_rule
 from shardfield.ops.stencil.padded_conv import prefers_joining
 from shardfield.redistribute import redistribute
 from shardfield.testing import run_on_ranks
 from tests.harness import local_shard, to_full_tensor, world_mesh
+from tests.harness.virtual import VirtualRanks
 from tests.ops import case_tables
 from tests.ops.test_case_tables import run_rows
 
@@ -190,6 +192,17 @@ def test_exchange_is_overlapped(mesh):
     rows = list(range(0, len(case_tables.table("conv")), 5))
     found = run_on_ranks(overlapping_rows, math.prod(mesh), rows, mesh, timeout=120)
     failures = [f"rank {rank}: {failure}" for rank, listed in enumerate(found) for failure in listed]
+    assert not failures, "\n".join(failures[:6])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["conv", "pool"])
+def test_received_rows_are_added_in_place(name, mesh, monkeypatch):
+    monkeypatch.setattr(route_messages, "CONCATENATING", frozenset())  # as on other devices, and in large blocks
+    rows = list(range(0, len(case_tables.table(name)), 10))
+    with VirtualRanks() as ranks:
+        failures = ranks.check(math.prod(mesh), run_rows, name, rows, mesh)
     assert not failures, "\n".join(failures[:6])
 
 
