@@ -47,7 +47,7 @@ def on_device(values: Tensor) -> bool:
 
 def supports(values: Tensor, *parameters: Tensor | None) -> bool:
     """Return whether the kernels support these tensors: contiguous, not in double precision."""
-    if not on_cuda(values) or values.dtype not in DTYPES or not values.is_contiguous():
+    if not values.is_cuda or not on_cuda(values) or values.dtype not in DTYPES or not values.is_contiguous():
         return False
     for p in parameters:
         if p is not None and not (p.is_cuda and p.is_floating_point() and p.is_contiguous() and not p.is_neg()):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import flatten_tensors
+from ..._compat import autocast_on, flatten_tensors
 from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups
@@ -323,7 +323,10 @@ class _ShardedNormFunction(Collective):
     def forward(ctx, norm_and_stats, input, weight, bias):
         ctx.norm, stats = norm_and_stats
         ctx.set_materialize_grads(False)
-        with autocast_disabled(input):
+        if autocast_on():
+            with autocast_disabled(input):
+                out, mean, variance = ctx.norm.forward(ctx, input, weight, bias)
+        else:
             out, mean, variance = ctx.norm.forward(ctx, input, weight, bias)
         if not stats:
             return detach_view(out)
@@ -336,5 +339,8 @@ class _ShardedNormFunction(Collective):
     def backward(ctx, grad, *_):
         if grad is None:
             return None, None, None, None
+        backward = ctx.norm.double_backward if torch.is_grad_enabled() else ctx.norm.backward
+        if not autocast_on():
+            return None, *backward(ctx, grad)
         with autocast_disabled(grad):
-            return None, *(ctx.norm.double_backward if torch.is_grad_enabled() else ctx.norm.backward)(ctx, grad)
+            return None, *backward(ctx, grad)
