@@ -218,14 +218,16 @@ def run_backward(outputs, gradients, retain_graph, create_graph, inputs) -> None
     if inputs is not None:  # before the outputs: reading the local tensor of a sum in flight completes it
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         inputs = [t._local_for_grad() if isinstance(t, ShardTensor) else t for t in inputs]
-    locals_, seeds = [], []
+    locals_, seeds, meshes = [], [], []
     for output, gradient in zip(outputs, gradients, strict=True):
         local, seed = seed_gradient(output, gradient)
         locals_.append(local)
         seeds.append(seed)
+        if local is not output:
+            meshes.append(output._layout.mesh)
     rt = runtime.active
     before = rt.sharded_backward
-    rt.sharded_backward = tuple([t._layout.mesh for t in outputs if isinstance(t, ShardTensor)])
+    rt.sharded_backward = tuple(meshes)
     try:  # `runtime.observing`, written out: it takes as long as the rest of this function
         backward(locals_, seeds, retain_graph, create_graph, inputs)
     finally:
@@ -237,7 +239,7 @@ def seed_gradient(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(output, ShardTensor):
         return output, to_full_tensor(gradient) if isinstance(gradient, ShardTensor) else gradient
     if gradient is None:
-        if output.numel() != 1:
+        if output._layout.numel != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         local = output._local_for_backward()
         # For one number torch creates the seed itself, without a check of shapes. An empty shard needs an explicit

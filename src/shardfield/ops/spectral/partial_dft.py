@@ -278,6 +278,7 @@ def _real_inverse_steps(a: DimModes, norm: str | None, y: StepKey, half: bool) -
 def _double_step(a: DimModes, y: StepKey, power: int = 1) -> Step:
     """Return the step that doubles the modes of half a spectrum that have a conjugate in the other half; -1: halves."""
     factors = _conjugate_factors(a.size, a.modes, y.dtype, y.device).view(_broadcast_shape(y.ndim, a.dim)) ** power
+    factors = factors.to(y.dtype)  # torch would convert them in every call
     return lambda y: y * factors
 
 
