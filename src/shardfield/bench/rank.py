@@ -16,12 +16,12 @@ its host time is that of 57 messages, 40 of them for gradients of parameters, wh
 the keys of all other ranks together, and its kernels take 23 ms, plain torch's 20; 217 messages, their buffers and
 copies take the host. The figures of the H200 are older than those of CPUs.
 
-On a CPU, forward, sum and backward of a group norm take 45 torch calls (plain torch: 9) and 195 calls of Python and
-built-in functions; a batch norm 39 and 190, a convolution 29 and 195, a softmax 19 and 130, a truncated transform 31
-and 640. The sum is 5 of these torch calls in all rows: its value is on its way to every rank before it is read.
+On a CPU, forward, sum and backward of a group norm take 44 torch calls (plain torch: 9) and 175 calls of Python and
+built-in functions; a batch norm 38 and 170, a convolution 31 and 190, a softmax 19 and 130, a truncated transform 31
+and 630. The sum is 5 of these torch calls in all rows: its value is on its way to every rank before it is read.
 A torch call takes 1 us in a loop and 2 to 3 us among others, whose code and data it finds no longer in the caches. In a
 loop, the torch calls of a group norm alone take a quarter of its time, those of a halo exchange 70 % of the
-exchange. This is the limit of separate torch calls: at 2 us each, the 45 calls of a group norm are the time that its
+exchange. This is the limit of separate torch calls: at 2 us each, the 44 calls of a group norm are the time that its
 bar allows, before any Python. For the bars of 3 and 4, a norm and a halo exchange would each have to be one compiled
 call, forward and backward, and the package has no compiled code. The times of 16 cores below are
 older than the changes that the last section of this page lists for a rank of 8.
