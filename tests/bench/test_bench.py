@@ -190,6 +190,14 @@ def test_zero_is_written_on_a_logarithmic_scale():
     assert len(set(zeros)) == 2 and drawn.count("<circle") == 4, "three names in the legend, one dot"
 
 
+def test_a_legend_leaves_room_for_the_label():
+    names = [f"rank of {n}" for n in (1, 2, 8, 64, 512, 4096)]
+    drawn = dots("t", {"row": [Dot(name, 1.0) for name in names]}, "us, on a machine with a long name")
+    places = {text: (float(x), y) for x, y, text in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', drawn)}
+    label, last = places["us, on a machine with a long name"], places["rank of 4096"]
+    assert last[1] != label[1] or last[0] + 80 < label[0] - 180, "the label ends at its place"
+
+
 def test_a_ratio_just_above_its_bar_differs_from_it_in_print():
     row = Row("a case", "shardfield", ratio=1.0504, ratio_low=1.0, ratio_high=1.1, against="plain torch", bar=1.05)
     assert row.format_ratio() == "1.0504 (1 to 1.1); bar 1.05: not met"

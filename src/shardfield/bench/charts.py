@@ -114,9 +114,10 @@ def dots(
     A value of zero is written at the left end.
     """
     names = list(dict.fromkeys(d.series for ds in rows.values() for d in ds))
-    top, step, pad = 18 * legend_lines(names, width - 20) + 34, 31, 14
+    room = width - 34 - text_width(label, 11)  # the label is beside the last line of the legend
+    top, step, pad = 18 * legend_lines(names, room) + 34, 31, 14
     drawing = Drawing(width, top + step * len(rows) + 14, title)
-    bottom = legend(drawing, names, 10, 18, width - 20)
+    bottom = legend(drawing, names, 10, 18, room)
     values = [v for ds in rows.values() for d in ds for v in (d.value, d.low, d.high, d.limit) if v and v > 0]
     values += [mark] if mark else []
     values = values or [1.0]  # all zero
