@@ -18,8 +18,8 @@ from .route import Region, Route, Shapes
 from .route_split import RouteSplit
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by ndim
-# Devices on which received rows are added by a concatenation, where the block would be copied or is small: elsewhere it
-# takes more launches than adding in place does.
+# Devices on which received rows are added to a small block by a concatenation. The result is contiguous, so that its
+# consumer does not copy it. Elsewhere, and for more elements, adding in place takes less time.
 CONCATENATING = frozenset(["cpu"])
 SMALL = 4096
 
@@ -29,9 +29,10 @@ def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: An
     shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
     block = _splittable(tensor, split) if split is not None and shapes.filled else None
     if split is not None and block is not None:
-        sends, parts = _pack_split(block, route, split)
+        owned = block is not tensor
+        sends, parts = _pack_split(block, route, split, owned)
         received = collectives.start_sends(sends, shapes.receives, group, block, packed=True).wait()
-        return _join_split(block, parts, split, received, block is not tensor)
+        return _join_split(block, parts, split, received, owned)
     received = collectives.start_sends(
         _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
     ).wait()
@@ -48,9 +49,10 @@ def start_route(
     shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
     block = _splittable(tensor, split) if split is not None and shapes.filled else None
     if split is not None and block is not None:
-        sends, parts = _pack_split(block, route, split)
+        owned = owned or block is not tensor
+        sends, parts = _pack_split(block, route, split, owned)
         messages = collectives.start_sends(sends, shapes.receives, group, block, packed=True)
-        join = partial(_join_split, block, parts, split, owned=owned or block is not tensor)
+        join = partial(_join_split, block, parts, split, owned=owned)
         return collectives.Pending((), (), lambda: join(messages.wait()))
     pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
     return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
@@ -78,9 +80,11 @@ def _splittable(block: Tensor, split: RouteSplit) -> Tensor | None:
     return block
 
 
-def _pack_split(block: Tensor, route: Route, split: RouteSplit) -> tuple[list[tuple[int, Tensor]], Sequence[Tensor]]:
-    """Return a contiguous tensor for each peer, and all parts of the block."""
-    dim, sizes, chosen = split.sources
+def _pack_split(
+    block: Tensor, route: Route, split: RouteSplit, owned: bool
+) -> tuple[list[tuple[int, Tensor]], Sequence[Tensor]]:
+    """Return a contiguous tensor for each peer, and all parts of the block; of an `owned` one as `divided`."""
+    dim, sizes, chosen = split.divided if owned and split.divided is not None else split.sources
     parts = block.split_with_sizes(sizes, dim)
     if route.equal_sends and block.device.type != "cpu":  # one kernel packs the messages to all peers
         packed = collectives.concatenate([parts[i] for i in chosen[: len(split.peers)]], new_dim=True)
@@ -99,19 +103,16 @@ def _join_split(
         own = block if split.own is None else parts[split.sources.chosen[split.own]]
         return collectives.concatenate([own if i < 0 else received[i] for i in split.order], split.dim)
     dim, sizes, chosen = split.added
-    if split.kept is not None:
+    if owned and split.divided is not None:
         first, number, start, length = split.kept
-        if block.device.type in CONCATENATING and (not owned or block.numel() <= SMALL):
-            joined = list(parts[first : first + number])
-            for i, part in zip(chosen, received, strict=True):
-                joined[i] = part.add_(joined[i])
-            return collectives.concatenate(joined, dim)
-        own = block.narrow(dim, start, length)
-        if owned:
+        if block.device.type not in CONCATENATING or block.numel() > SMALL:
             add_to_all([parts[first + i] for i in chosen], received)
-            return own
-    else:
-        own = block if split.own is None else parts[split.sources.chosen[split.own]]
+            return block.narrow(dim, start, length)
+        joined = list(parts[first : first + number])
+        for i, part in zip(chosen, received, strict=True):
+            joined[i] = part.add_(joined[i])
+        return collectives.concatenate(joined, dim)
+    own = block if split.own is None else parts[split.sources.chosen[split.own]]
     out = own if owned else own.clone(memory_format=torch.contiguous_format)
     targets = out.split_with_sizes(sizes, dim)
     add_to_all([targets[i] for i in chosen], received)

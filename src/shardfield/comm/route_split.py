@@ -49,8 +49,8 @@ class RouteSplit(NamedTuple):
     peers: the receivers of the first parts of `sources`. own: index in `sources.chosen` of the part that this rank
     keeps, None if it keeps the full block. order: the result as a concatenation along `dim` of received parts, by
     index; -1 is the part that this rank keeps. added: regions of the result to which received parts are added, instead.
-    kept: where `sources` divides the part that this rank keeps as `added` does, the index of its first part, their
-    number, and its start and length along the dim.
+    divided: `sources` with the part that this rank keeps divided as `added` divides it, so that one split serves both;
+    for a block that may be overwritten. kept: the index of its first part, their number, and its start and length.
     """
 
     sources: Parts
@@ -59,7 +59,8 @@ class RouteSplit(NamedTuple):
     dim: int
     order: tuple[int, ...]
     added: Parts | None
-    kept: tuple[int, int, int, int] | None = None
+    divided: Parts | None = None
+    kept: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @staticmethod
     def of(route: Route) -> RouteSplit | None:
@@ -89,6 +90,6 @@ class RouteSplit(NamedTuple):
             return RouteSplit(sources, peers, own, added.dim, (), added)
         at, more = sources.chosen[own], len(added.sizes) - 1
         kept = at, more + 1, sum(sources.sizes[:at]), sources.sizes[at]
-        divided = [*sources.sizes[:at], *added.sizes, *sources.sizes[at + 1 :]]
-        sources = Parts(sources.dim, divided, [i + more if i > at else i for i in sources.chosen])
-        return RouteSplit(sources, peers, own, added.dim, (), added, kept)
+        sizes_of_both = [*sources.sizes[:at], *added.sizes, *sources.sizes[at + 1 :]]
+        divided = Parts(sources.dim, sizes_of_both, [i + more if i > at else i for i in sources.chosen])
+        return RouteSplit(sources, peers, own, added.dim, (), added, divided, kept)
