@@ -54,6 +54,17 @@ def write_numbers(x):
     return view
 
 
+def write_out(x):
+    """Write a result into a plain tensor that is passed as `out=`."""
+    return torch.add(x, 1, out=torch.zeros(ROWS, COLUMNS).double())
+
+
+def write_outs(x):
+    """Write two results into a plain and a replicated tensor."""
+    largest, place = torch.zeros(ROWS, COLUMNS).double(), torch.zeros(ROWS, COLUMNS).long()
+    return torch.sort(x, out=(largest, ShardTensor.from_local(place, x.device_mesh)))
+
+
 class Handled:
     """A function whose handler returns a replicated result, as a user's may."""
 
@@ -71,6 +82,8 @@ LOSES = {
     "a handler": (Handled.replicated, "replicated", ROWS * COLUMNS * 8),
     "a write into a replicated buffer": (write, "__setitem__", ROWS * COLUMNS * 8),
     "numbers written into a plain tensor": (write_numbers, "scatter_", ROWS * COLUMNS * 8),
+    "a result written into a plain tensor": (write_out, "add", ROWS * COLUMNS * 8),
+    "results written into two tensors": (write_outs, "sort", 2 * ROWS * COLUMNS * 8),
     "an in-place sum into a replicated buffer": (add_into, "add_", ROWS * COLUMNS * 8),
 }
 # Calls on a field that lose nothing, though their results are Replicate or Partial.

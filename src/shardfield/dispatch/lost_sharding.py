@@ -105,12 +105,13 @@ def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) 
     if not shares or name in UNRELATED:
         return
     lost: dict[int, int] = {}
-    target = args[0] if name == "__setitem__" else out
-    results = sharded_tensors((target, (kwargs or {}).get("out")))
-    if args and target is args[0] and target.__class__ is Tensor:  # a plain tensor that was written
-        worst = Layout.replicate(next(iter(sharded_tensors((args, kwargs))))._layout.mesh, target.shape)
-        lost = dict.fromkeys(_lost_by_plain(shares, worst), target.numel() * target.dtype.itemsize)
-    for result in results:
+    target, given = args[0] if name == "__setitem__" else out, (kwargs or {}).get("out")
+    for plain in _plain_tensors((target if args and target is args[0] else None, given)):  # that were written
+        layout = Layout.replicate(next(iter(sharded_tensors((args, kwargs))))._layout.mesh, plain.shape)
+        for axis in _lost_by_plain(shares, layout):
+            lost[axis] = lost.get(axis, 0) + plain.numel() * plain.dtype.itemsize
+            worst = layout
+    for result in sharded_tensors((target, given if given is not target else None)):
         axes, pending = lost_axes(shares, result)
         if pending or result._pending_shares:
             result._pending_shares = pending or None
@@ -160,6 +161,12 @@ def sharded_tensors(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)) and value.__class__ is not torch.Size:
         return [t for v in value for t in sharded_tensors(v)]
     return []
+
+
+def _plain_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the plain tensors among values and in tuples and lists of them."""
+    flat = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,))]
+    return [t for t in flat if t.__class__ is Tensor]
 
 
 def user_stacklevel() -> int:
