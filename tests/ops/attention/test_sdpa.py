@@ -158,6 +158,22 @@ def test_batch_and_heads_send_nothing(placements, mesh):
     assert run_on_ranks(local_traffic, 4, placements, mesh) == [0] * 4
 
 
+def few_key_heads(ranks):
+    mesh = world_mesh((ranks,))
+    tensors = drawn((2, 6, 12, 4), *[(2, 1, 12, 4)] * 2)
+    q, k, v = held(tensors[0], mesh, [Shard(1)]), *tensors[1:]
+    out = attend(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out.full_tensor(), attend(*tensors, enable_gqa=True))
+    return out.placements, out.to_local().numel() * ranks / out.numel()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_heads_of_fewer_key_heads_than_ranks_are_no_unit(ranks):
+    """All query heads of one key head were on one rank: the rows are sharded instead."""
+    for (placement,), balance in run_on_ranks(few_key_heads, ranks, ranks):
+        assert placement == Shard(2) and balance == 1.0
+
+
 def replicated_keys():
     mesh = world_mesh((3,))
     q, k, v = drawn((2, 2, 9, 4), (2, 2, 5, 4), (2, 2, 5, 4))

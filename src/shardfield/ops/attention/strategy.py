@@ -121,7 +121,8 @@ def _axis_roles(axis: int, shapes: Shapes, q: Layout, k: Layout, v: Layout, mask
     size = q.mesh.size(axis)
     query_kind, *kv_kinds = [_sharded_dim_kind(x, axis, ndim) for x in (q, k, v)]
     mask_kind = _sharded_dim_kind(mask.layout, axis, ndim) if mask is not None else None
-    if query_kind is not None and query_kind[0] == "lead":
+    few_key_heads = query_kind == ("lead", len(shapes.lead) - 1) and shapes.lead[-1] // shapes.group < size
+    if query_kind is not None and query_kind[0] == "lead" and not (shapes.group > 1 and few_key_heads):
         yield AxisRole(*query_kind)
         return
     if query_kind is None and not any(kv_kinds) and mask_kind is None:
