@@ -127,6 +127,11 @@ def pad_columns(x):
     return buffer * 2
 
 
+def stack_rows(x):
+    """Stack rows of a sharded dim, each of which is on the ranks of one coordinate."""
+    return torch.stack([x[:, i].exp() for i in range(x.shape[1])], 1)
+
+
 def put_rows(plain):
     """Return a program that writes rows, and adds rows, at places of an index."""
 
@@ -256,6 +261,8 @@ TWO_AXES: dict[str, Program] = {
         for plain in (True, False)
     },
     "columns": Program(pad_columns, IMAGE, (Shard(2), Shard(3)), (2, 3), 0.11),
+    "stacked rows": Program(stack_rows, FIELD, (Shard(1), Shard(2)), (1, 2), 0.01),
+    "stacked rows of both axes": Program(stack_rows, FIELD, (Shard(1), Shard(1)), (1, 1), 0.01),
     "columns of channels": Program(pad_columns, IMAGE, (Shard(1), Shard(3)), (1, 3), 0.11),
 }
 

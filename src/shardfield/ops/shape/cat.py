@@ -8,6 +8,7 @@ each part back.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -182,9 +183,9 @@ def stack(tensors, dim=0, *, fn):
     dim %= global_out.ndim
     partial = common_partial(tensors)
     mesh = tensors[0].layout.mesh
-    owners = _single_owner_coords([t.layout for t in tensors]) if not partial else None
-    if owners is not None:
-        return _stack_by_owner([t.layout for t in tensors], dim, *owners)
+    owned = _owned_rows([t.layout for t in tensors]) if not any(t.layout.partial for t in tensors) else None
+    if owned is not None:
+        return _stack_by_owner([t.layout for t in tensors], dim, owned)
     shardings = common_shardings([t.layout for t in tensors], bool(partial))
     dims = [shardings.get(d, (DimSharding(n),)) for d, n in enumerate(tensors[0].shape)]
     target = Layout.make(mesh, dims, partial)
@@ -195,34 +196,76 @@ def stack(tensors, dim=0, *, fn):
     )
 
 
-def _single_owner_coords(layouts: Sequence[Layout]) -> tuple[int, int, list[int]] | None:
-    """Return (dim, axis, coord per layout) if each layout has one non-empty shard along the same dim and axis."""
-    shardings = {(d, layout.axes_of(d)) for layout in layouts for d in layout.sharded_dims}
-    if len(shardings) != 1 or any(len(layout.sharded_dims) != 1 or layout.partial for layout in layouts):
-        return None
-    ((dim, axes),) = shardings
-    if len(axes) != 1 or any(sum(n > 0 for n in shard_sizes_of(layout.dims[dim][-1])) != 1 for layout in layouts):
-        return None
-    coords = [next(c for c, n in enumerate(layout.shard_sizes(dim)) if n) for layout in layouts]
-    return (dim, axes[0], coords) if len(set(coords)) > 1 else None
+class OwnedRows(NamedTuple):
+    """Operands of `stack` that are each on the ranks of one coordinate on some mesh axes, as rows of a sharded dim are.
+
+    dim: the dim of the operands that these axes shard. axes: the axes on which one coordinate has non-empty shards.
+    coords: the flat coordinate over them, for each operand. left: the sharding of the dim over its other axes.
+    """
+
+    dim: int
+    axes: tuple[int, ...]
+    coords: list[int]
+    left: DimSharding
 
 
-def _stack_by_owner(layouts: Sequence[Layout], dim: int, sharded_dim: int, axis: int, coords: Sequence[int]) -> Plan:
+def _owned_rows(layouts: Sequence[Layout]) -> OwnedRows | None:
+    """Return how the operands are held; None if one coordinate holds all of them, or if they are sharded otherwise."""
+    first = layouts[0]
+    for dim in first.sharded_dims:
+        held = [_held_by_one_coord(layout, dim) for layout in layouts]
+        others = {(layout.dims[:dim], layout.dims[dim + 1 :], layout.partial) for layout in layouts}
+        if len(others) > 1 or None in held or len({(h[0], h[2]) for h in held if h}) > 1:
+            continue
+        coords = [h[1] for h in held if h]
+        if len(set(coords)) > 1:
+            assert held[0] is not None
+            return OwnedRows(dim, held[0][0], coords, held[0][2])
+    return None
+
+
+def _held_by_one_coord(layout: Layout, dim: int) -> tuple[tuple[int, ...], int, DimSharding] | None:
+    """Return the axes on which one coordinate has all of a dim, this coordinate, and the sharding over other axes."""
+    if len(layout.dims[dim]) > 1 or not layout.is_sharded(dim):
+        return None
+    factor, counts = layout.dims[dim][0], [layout.mesh.size(a) for a in layout.axes_of(dim)]
+    places = list(itertools.product(*map(range, counts)))
+    filled = [place for place, n in zip(places, factor.shard_sizes, strict=True) if n]
+    owner = [i for i, n in enumerate(counts) if n > 1 and len({place[i] for place in filled}) == 1]
+    if not owner:
+        return None
+    coord = 0
+    for i in owner:
+        coord = coord * counts[i] + filled[0][i]
+    rest = [i for i in range(len(counts)) if i not in owner]
+    pairs = zip(places, factor.shard_sizes, strict=True)
+    sizes = [n for place, n in pairs if all(place[i] == filled[0][i] for i in owner)]
+    left = DimSharding(factor.size, tuple(factor.axes[i] for i in rest), tuple(sizes) if rest else ())
+    return tuple(factor.axes[i] for i in owner), coord, left
+
+
+def _stack_by_owner(layouts: Sequence[Layout], dim: int, rows: OwnedRows) -> Plan:
     """Shard the new dim by owner: each rank's shard consists of the operands that the rank holds."""
-    parts, size = layouts[0].mesh.size(axis), layouts[0].shape[sharded_dim]
-    shard_sizes = tuple(sum(c == coord for c in coords) for coord in range(parts))
+    first, (factor,) = layouts[0], layouts[0].dims[rows.dim]
+    after = rows.left.with_origins(first.origins(rows.dim))
+    counts = [first.mesh.size(a) for a in rows.axes]
+    shard_sizes = tuple(sum(c == coord for c in rows.coords) for coord in range(math.prod(counts)))
 
     def owned_by(coord: int) -> Layout:
-        return layouts[0].with_dim(
-            sharded_dim, DimSharding(size, (axis,), tuple(size * (c == coord) for c in range(parts)))
-        )
+        sizes, left = [], iter(shard_sizes_of(rows.left))
+        for place in itertools.product(*(range(first.mesh.size(a)) for a in factor.axes)):
+            at = 0
+            for axis, count in zip(rows.axes, counts, strict=True):
+                at = at * count + place[factor.axes.index(axis)]
+            sizes.append(next(left) if at == coord else 0)
+        return first.with_dim(rows.dim, DimSharding(factor.size, factor.axes, tuple(sizes)))
 
-    owners = sorted(coords)
+    owners, here = sorted(rows.coords), first.index(rows.axes)
     result = (
-        layouts[0].unshard([sharded_dim]).insert(dim).with_dim(dim, DimSharding(len(layouts), (axis,), shard_sizes))
+        first.with_dim(rows.dim, after).insert(dim).with_dim(dim, DimSharding(len(layouts), rows.axes, shard_sizes))
     )
-    kept_shape = result.shape[:dim] + result.shape[dim + 1 :]
-    shapes = [(*kept_shape[:dim], int(owner == layouts[0].coords[axis]), *kept_shape[dim:]) for owner in owners]
+    kept_shape = result.local_shape[:dim] + result.local_shape[dim + 1 :]
+    shapes = [(*kept_shape[:dim], int(owner == here), *kept_shape[dim:]) for owner in owners]
     return Plan(
         local=lambda tensors: torch.cat([t.reshape(s) for t, s in zip(tensors, shapes, strict=True)], dim),
         operands={"tensors": [owned_by(owner) for owner in owners]},
