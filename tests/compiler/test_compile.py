@@ -497,6 +497,11 @@ def refused():
     few(x), few(field(mesh, 6, 6, dim=0))
     with pytest.raises(Untraceable, match="traced 2 times already"):
         few(field(mesh, 8, 6, dim=0))
+    with pytest.warns(UserWarning, match="round up sizes that change") as warned:
+        some = eagerly(lambda x: x * 2, retraces=1, fullgraph=False)
+        for n in range(4, 12):
+            assert torch.equal(some(field(mesh, n, 6, dim=0)).full_tensor(), 2 * field(mesh, n, 6, dim=0).full_tensor())
+    assert some.traces == 1 and len(warned) == 1 and len(some._eager) == 1, "sizes that change keep nothing"
     with pytest.raises(ValueError, match="backend 'inducto' is not one of inductor, aot_eager"):
         shardfield.compile(sizes, backend="inducto")
     with pytest.raises(ValueError, match="no pass is named 'twice'"):

@@ -169,11 +169,13 @@ class Compiled:
 
     def _trace(self, key: tuple, leaves: list[Any], spec: Any) -> Program | None:
         if self.traces - self._old_traces >= self._retraces:
+            # Without its key: sizes that change in every step would add one for each.
             self._fall_back(
-                key,
-                leaves,
+                None,
+                [],
                 f"it was traced {self.traces} times already, for other layouts, shapes, flags or non-tensor arguments. "
-                "Pass a number that changes from call to call as a tensor",
+                "Pass a number that changes from call to call as a tensor, and round up sizes that change, as "
+                "`MeshDataset(..., bucket=1.25)` does",
             )
             return None
         self.traces += 1
@@ -204,7 +206,7 @@ class Compiled:
                 raise
             return Program(self._target, state, *inputs, constant_indices=True, last_signature=last)
 
-    def _fall_back(self, key: tuple, leaves: list[Any], reason: str) -> None:
+    def _fall_back(self, key: tuple | None, leaves: list[Any], reason: str) -> None:
         if self._fullgraph:
             raise Untraceable(f"compile: {self.__qualname__}: {reason}")
         if not self._eager:
