@@ -262,6 +262,31 @@ def test_edges_have_two_rows_of_integers(edges, tmp_path):
         open_mesh(tmp_path / "graph.h5", order="file")
 
 
+def graph_on_ranks(path, order):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("points",))
+    opened = open_mesh(path, mesh, order=order)
+    begin, end = opened.layout.span(0)
+    targets = opened["edges"].to_local()[1]
+    assert bool(((targets >= begin) & (targets < end)).all()), "an edge is on the rank of its target"
+    return opened["order"].full_tensor()[opened["edges"].full_tensor()].T.tolist()
+
+
+@pytest.mark.parametrize("order", ["morton", "metis"])
+def test_edges_of_the_file(order, tmp_path):
+    """A graph of its own, of one direction and with an edge twice: renumbered, and sorted by its targets."""
+    path, random = tmp_path / "graph.h5", np.random.default_rng(0)
+    edges = random.integers(0, 300, (2, 500))
+    edges[:, 1] = edges[:, 0]
+    with importlib.import_module("h5py").File(path, "w") as file:
+        file["points"], file["edges"], file["cells/line"] = random.random((300, 3)), edges, [[0, 1]]
+    for found in run_on_ranks(graph_on_ranks, 3, path, order):
+        assert sorted(found) == sorted(edges.T.tolist())
+    with importlib.import_module("h5py").File(tmp_path / "nowhere.h5", "w") as file:
+        file["points"], file["edges"] = OCTAHEDRON, [[0, 1], [2, 6]]
+    with pytest.raises(ShardingError, match=r"1 of 2 edges name points that do not exist; the first is edge 1"):
+        open_mesh(tmp_path / "nowhere.h5", order=order)
+
+
 def damaged(path):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
     with pytest.raises(ShardingError, match=r"\.morton is damaged \(height: .*delete it"):

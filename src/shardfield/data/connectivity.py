@@ -34,6 +34,11 @@ def cell_edges(cells: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(both[:, ::-1].T)
 
 
+def sorted_edges(edges: np.ndarray) -> np.ndarray:
+    """Return edges (2, number) sorted by their targets, then by their sources."""
+    return np.ascontiguousarray(edges[:, np.lexsort((edges[0], edges[1]))])
+
+
 def triangles_of(cells: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the surface's triangles (number, 3); a quadrilateral is two of them."""
     parts = [cells[kind][:, list(corners)] for kind, *splits in TRIANGLES if kind in cells for corners in splits]

@@ -52,6 +52,7 @@ def open_mesh(
 
     A zarr or HDF5 file has an array "points" (number, coordinates), data of the points with as many rows, cells in
     "cells/triangle" and so on, and their data in "cell_data/triangle/NAME", which is the field "cells/triangle/NAME".
+    "edges" (2, number), sources and targets, take the place of those of the cells.
     Surfaces of triangles and quadrilaterals get "normals" and "areas", shares of the surface by point, unless the file
     has its own; `closed` says whether the surface has no boundary and one orientation. Volume cells get their faces:
     "faces/triangle", and in "faces/triangle/cells" the cell that a face's normal points out of and the cell that it

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..neighbors import partition_points
-from .connectivity import cell_edges, is_closed, point_areas, triangles_of
+from .connectivity import cell_edges, is_closed, point_areas, sorted_edges, triangles_of
 from .faces import boundary_faces, cell_faces
 from .mesh_readers import CELLS, FACES, RawMesh, read_mesh
 from .metis import metis_parts
 
-VERSION = 3  # increase if the arrays of a prepared mesh change
+VERSION = 4  # increase if the arrays of a prepared mesh change
 
 
 def prepared_folder(path: Path, order: str, cache: Path | None) -> Path:
@@ -92,7 +92,8 @@ def ordered_arrays(raw: RawMesh, order: str) -> tuple[dict[str, np.ndarray], dic
         cell_rows[kind] = np.argsort(renumbered.min(1), kind="stable")
         cells[kind] = renumbered[cell_rows[kind]]
     points = raw.points[rows]
-    arrays = {"points": points, "order": rows.astype(np.int64), "edges": cell_edges(cells)}
+    edges = cell_edges(cells) if raw.edges is None else sorted_edges(number[raw.edges])
+    arrays = {"points": points, "order": rows.astype(np.int64), "edges": edges}
     faces = cell_faces(points, cells)
     triangles = triangles_of(cells)
     if not len(triangles):
@@ -115,7 +116,8 @@ def _point_order(raw: RawMesh, order: str) -> tuple[np.ndarray, list[int]]:
     rows = partition_points(torch.from_numpy(raw.points))[0].numpy()
     if order == "morton":
         return rows, []
-    parts = metis_parts(len(rows), cell_edges(raw.cells))
+    edges = raw.cells if raw.edges is None else {"line": raw.edges.T}  # METIS needs each edge in both directions
+    parts = metis_parts(len(rows), cell_edges(edges))
     return rows[np.argsort(parts[rows], kind="stable")], np.bincount(parts).tolist()
 
 

@@ -25,12 +25,13 @@ RESERVED = ("points", "order", "edges")  # names of fields that every mesh has
 
 @dataclass
 class RawMesh:
-    """A mesh as a file has it: points (n, features), cells by type, and data of points and cells by name."""
+    """A mesh as a file has it: points (n, features), cells by type, data of points and cells by name, and own edges."""
 
     points: np.ndarray
     cells: dict[str, np.ndarray] = field(default_factory=dict)
     point_data: dict[str, np.ndarray] = field(default_factory=dict)
     cell_data: dict[str, np.ndarray] = field(default_factory=dict)  # "triangle/pressure"
+    edges: np.ndarray | None = None  # (2, number) of a file that has them; otherwise those of its cells
 
 
 def read_mesh(path: Path) -> RawMesh:
@@ -46,6 +47,7 @@ def read_mesh(path: Path) -> RawMesh:
         raise ShardingError(f"cannot read {path}, which is truncated or not supported: {reason}") from error
     _check_points(path, raw)
     _check_cells(path, raw)
+    _check_edges(path, raw)
     _check_data(path, raw)
     return raw
 
@@ -114,8 +116,8 @@ def _read_arrays(path: Path) -> RawMesh:
     }
     cells = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") == 1}
     cell_data = {n.removeprefix(CELLS): a for n, a in arrays.items() if n.startswith(CELLS) and n.count("/") > 1}
-    data = {n: a for n, a in arrays.items() if not n.startswith(CELLS) and n != "points"}
-    return RawMesh(arrays["points"], cells, data, cell_data)
+    data = {n: a for n, a in arrays.items() if _is_point_data(n) and n != "points"}
+    return RawMesh(arrays["points"], cells, data, cell_data, arrays.get("edges"))
 
 
 def _read_stl(path: Path) -> RawMesh:
@@ -242,6 +244,17 @@ def _check_cells(path: Path, raw: RawMesh) -> None:
                 f"{bad[0]} with points {corners[bad[0]].tolist()} of {len(raw.points)}"
             )
         raw.cells[kind] = corners.astype(np.int64)
+
+
+def _check_edges(path: Path, raw: RawMesh) -> None:
+    if raw.edges is None:
+        return
+    if len(bad := np.flatnonzero(((raw.edges < 0) | (raw.edges >= len(raw.points))).any(0))):
+        raise ShardingError(
+            f"{path}: {len(bad)} of {raw.edges.shape[1]} edges name points that do not exist; the first is edge "
+            f"{bad[0]} with points {raw.edges[:, bad[0]].tolist()} of {len(raw.points)}"
+        )
+    raw.edges = raw.edges.astype(np.int64)
 
 
 def _check_data(path: Path, raw: RawMesh) -> None:
