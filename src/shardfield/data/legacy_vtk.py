@@ -26,6 +26,7 @@ CELL_TYPES = {
     11: "voxel", 12: "hexahedron", 13: "wedge", 14: "pyramid", 21: "line3", 22: "triangle6", 23: "quad8", 24: "tetra10",
     25: "hexahedron20", 26: "wedge15", 27: "pyramid13", 42: "polyhedron",
 }  # fmt: skip
+WORDS = 1 << 18  # of an ASCII file that are converted at a time: words take twenty times the memory of numbers
 SURFACE_CELLS = ("VERTICES", "LINES", "POLYGONS", "TRIANGLE_STRIPS")  # of POLYDATA, in the order of its cell data
 SHAPES = {
     "VECTORS": (3,), "NORMALS": (3,), "TENSORS": (3, 3), "TENSORS6": (6,), "GLOBAL_IDS": (), "PEDIGREE_IDS": ()
@@ -187,18 +188,21 @@ class _Reader:
                 raise ShardingError(f"{len(self.data) - self.at} bytes of an array of {end - self.at}")
             found, self.at = np.frombuffer(self.data, dtype.newbyteorder(">"), count, self.at), end
             return found.astype(dtype)
-        words: list[bytes] = []
-        while len(words) < count:
-            if self.at == len(self.data):
-                raise ShardingError(f"{len(words)} numbers of an array of {count}")
-            words += self.end_line().split()
-        try:
-            return np.array(words, dtype=bytes).astype(dtype) if len(words) == count else self._too_many(words, count)
-        except ValueError as error:
-            raise ShardingError(str(error)) from None
-
-    def _too_many(self, words: list[bytes], count: int) -> np.ndarray:
-        raise ShardingError(f"an array of {count} numbers ends inside a line of {len(words)}")
+        found, begin = np.empty(min(count, len(self.data)), dtype), 0  # two numbers are at least two bytes apart
+        while begin < count:
+            words: list[bytes] = []
+            while len(words) < min(count - begin, WORDS):
+                if self.at == len(self.data):
+                    raise ShardingError(f"{begin + len(words)} numbers of an array of {count}")
+                words += self.end_line().split()
+            if begin + len(words) > count:
+                raise ShardingError(f"an array of {count} numbers ends inside a line")
+            try:
+                found[begin : begin + len(words)] = np.array(words, dtype=bytes).astype(dtype)
+            except ValueError as error:
+                raise ShardingError(str(error)) from None
+            begin += len(words)
+        return found
 
     def _text(self) -> str:
         """Return a string: in a binary file the first two bits tell how many bytes its length has."""
