@@ -287,6 +287,34 @@ def test_edges_of_the_file(order, tmp_path):
         open_mesh(tmp_path / "nowhere.h5", order=order)
 
 
+def others_on_one_rank(path):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
+    first = dist.get_rank() == 0
+    for others in (
+        {"order": "file" if first else "morton"},
+        {"order": "hilbert" if first else "morton"},
+        {"placements": [Replicate() if first else Shard(0)]},
+        {"sizes": {"points": [6, 0]} if first else None},
+    ):
+        with pytest.raises(ShardingError, match="the ranks do not agree on"):
+            open_mesh(path, mesh, **others)
+    with pytest.raises(ValueError, match="order='hilbert'"):
+        open_mesh(path, mesh, order="hilbert")
+    opened = open_mesh(path, mesh)
+    for name in ("edges", "pressure"):
+        with pytest.raises(ShardingError, match="the ranks do not agree on"):
+            opened[name if first else "points"]
+    return opened["points"].shape
+
+
+def test_arguments_that_differ_between_ranks(tmp_path):
+    """Each raised on one rank, or read other files, while the other rank waited or received what it did not expect."""
+    path = tmp_path / "body.h5"
+    with importlib.import_module("h5py").File(path, "w") as file:
+        file["points"], file["cells/triangle"] = OCTAHEDRON, FACES
+    assert run_on_ranks(others_on_one_rank, 2, path) == [(6, 3)] * 2
+
+
 def damaged(path):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("points",))
     with pytest.raises(ShardingError, match=r"\.morton is damaged \(height: .*delete it"):

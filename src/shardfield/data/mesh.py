@@ -65,6 +65,9 @@ def open_mesh(
     """
     path = Path(path).expanduser()
     folder = None if cache is None else Path(cache).expanduser()
+    if mesh is not None:  # before the first message, which depends on them
+        chosen = {"order": order, "placements": placements and tuple(placements), "sizes": sizes}
+        check_arguments("open_mesh", mesh, chosen, {"path": path}, always=True)
     if order not in ORDERS:
         raise ValueError(f"open_mesh: order={order!r} is none of {', '.join(ORDERS)}")
     if mesh is None and (placements is not None or sizes is not None):
@@ -165,6 +168,8 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Any:
         """Read a field: a ShardTensor, or a plain tensor without a device mesh. All ranks must read together."""
+        if self.layout is not None:
+            check_arguments("mesh", self.layout.mesh, {"field": name}, {"path": self.path})
         array = self._array(name)
         if self.layout is None:
             return run_with_error_sync("mesh", None, lambda: self._read_all(name))
