@@ -66,7 +66,13 @@ def gather_fallback(func, types, args, kwargs):
     for target, copy, before in copies:
         if not torch.equal(copy, before) if copy.is_inference() else copy._version != before:
             written[id(copy)] = target._write(wrap(copy, Layout.replicate(mesh, copy.shape)))
-    out = map_tensors(out, lambda t: written[id(t)] if id(t) in written else wrap(t, Layout.replicate(mesh, t.shape)))
+
+    def wrap_full(value):
+        if value.is_nested:
+            raise ShardingError(f"{name}: a ShardTensor cannot be nested; call it on full_tensor()")
+        return written[id(value)] if id(value) in written else wrap(value, Layout.replicate(mesh, value.shape))
+
+    out = map_tensors(out, wrap_full)
     if sharded and _returns_view(func):
         return _as_copied_view(out, func, args, kwargs)
     return out

@@ -101,3 +101,15 @@ CASES = [
     case(torch.view_as_real_copy, T(3, 4, dtype=torch.complex128), options=FEW),
     case(torch.view_as_complex_copy, T(3, 4, 2), options=FEW | {"grad": False}),
 ]
+
+# Where the view is a copy it is refused.
+VIEWED = in_place("squeeze_ of a view", lambda y: y[None].squeeze_(0), T(4, 5))
+VIEWED.may_refuse = True
+CASES += [
+    VIEWED,
+    case(
+        lambda x: torch.nested.nested_tensor([x[0].detach(), x[1].detach()]),
+        T(2, 5),
+        options=FEW | {"name": "nested tensor", "may_gather": True, "refuses": "cannot be nested"},
+    ),
+]

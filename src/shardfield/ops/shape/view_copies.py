@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
 from ...dispatch.registry import composed, handler, map_tensors
+from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
 
 VIEW_COPIES = """
@@ -45,6 +48,11 @@ def inplace_view(name: str):
 
     def run(func, types, args, kwargs):
         target = args[0]
+        if weakref.getweakrefs(target):  # swap_tensors refuses it
+            raise ShardingError(
+                f"{name}_: this tensor is a copy of a view, whose source was Partial or has other shards, or another "
+                f"object has a weak reference to it. Use x = x.{name}(...) instead"
+            )
         if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         out = view(target._reduced_value(), *args[1:], **kwargs)
