@@ -175,10 +175,10 @@ def _run_module(words: list[str], module: str, expected: tuple[type[Exception], 
 
 def info(words: list[str]) -> int:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if accelerator is not None else 0
+    devices = f"{torch.accelerator.device_count()} x {accelerator.type}" if accelerator else "no accelerator"
     _print_rank0(
         f"shardfield {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"{os.cpu_count()} cores, {count} x {accelerator.type if accelerator else 'no accelerator'}"
+        f"{os.cpu_count()} cores, {devices}"
     )
     return 0
 

@@ -213,3 +213,14 @@ def test_a_world_that_cannot_connect(capsys, monkeypatch):
 
 def test_examples_in_docstrings():
     assert not doctest.testmod(links).failed and not doctest.testmod(command).failed
+
+
+def test_info(capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(" cores, no accelerator")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(" cores, 8 x cuda")
