@@ -41,11 +41,13 @@ def radius_search(
 
     def local(points, queries):
         if 0 in queries.shape:
-            # The operator sees a query on every rank, so that all raise its errors and have results of its dtypes.
+            # The operator sees a query on every rank, so that all raise its errors and have results of its dtypes. Its
+            # results are used: a compiled program drops a call without a use, and with it the error.
             one = [x.new_zeros([max(n, 1) for n in x.shape]) for x in (points.detach(), queries.detach())]
             found = fn(*one, radius, max_points, return_dists, return_points)
             return tuple(
-                empty_result_of([points], layout.local_shape, out.dtype, points)
+                out.flatten()[:0].view(layout.local_shape)
+                + empty_result_of([points], layout.local_shape, out.dtype, points)
                 for layout, out in zip(layouts, found, strict=True)
             )
         # the operator has no gradient of the queries
