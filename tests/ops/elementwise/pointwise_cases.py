@@ -255,7 +255,9 @@ DIVISIONS = {
     "remainder": torch.remainder,
     "fmod": torch.fmod,
     "div to floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "floor_divide in place": lambda x, y: x.clone().floor_divide_(y),
     "remainder in place": remainder_in_place,
+    "fmod in place": lambda x, y: x.clone().fmod_(y),
     "div in place": lambda x, y: x.clone().div_(y, rounding_mode="trunc"),
     "of a number": lambda x, y: 7 // y + x,
 }
