@@ -58,7 +58,7 @@ CASES += [
 
 
 def pairs(x):
-    """Return the real and imaginary parts of a spectrum that one device has as a conjugate, and no rank with a shard."""
+    """Return the parts of the numbers of a spectrum that one device has as a conjugate, and no rank with a shard."""
     spectrum = fft.ihfft(x, dim=0)
     is_sharded = isinstance(spectrum, ShardTensor) and spectrum.device_mesh.size() > 1
     return torch.view_as_real(spectrum if is_sharded else spectrum.resolve_conj())
