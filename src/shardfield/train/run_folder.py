@@ -51,6 +51,8 @@ def check_writable(folder: Path) -> None:
     problem = failed if rank == 0 else None
     if name is not None:
         try:
+            # NFS may have cached that there is no such folder: this call asks the server.
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / name / f"rank-{rank}").write_text("0")
         except FileNotFoundError:
             problem = f"does not see what rank 0 writes in {folder.absolute()}: all ranks need one folder"
