@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 from . import _compat, runtime
-from ._compat import unwrap_functional, without_modes
+from ._compat import storage, without_modes
 from ._compat.fake import drop_from_fake_memo, has_no_data
+from ._compat.storage import unwrap_functional
 
 _UNCHANGED = nullcontext()
 
@@ -39,7 +40,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors share memory, or will when the program runs."""
     if runtime.active.tracer is not None:
         a, b = unwrap_functional(a), unwrap_functional(b)
-    return _compat.same_memory(a, b)
+    return storage.same_memory(a, b)
 
 
 def is_concrete(tensor: Tensor) -> bool:

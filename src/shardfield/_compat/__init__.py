@@ -1,9 +1,10 @@
 """Every private torch name that the package uses: which versions have it, why it is needed, when it can go.
 
-This module has the names for tensors and calls, `world` those for groups and meshes, `fake` those for tensors without
-data, `aot` those for traces and compilers, `saved` those for tensors saved for backward, `patches` the attributes of
-torch that are replaced. No other module may use
-a private name of torch (a test checks this).
+This module has the names for tensors and calls. Of the others, `storage` has those for the memory of tensors,
+`attention` its kernels, `lists` functions of lists of tensors, `saved` those for tensors saved for backward, `engine`
+those for a quick backward, `world` those for groups and meshes, `virtual` those for virtual ranks, `fake` those for
+tensors without data, `aot` those for traces and compilers, `patches` the attributes of torch that are replaced. No
+other module of the package may use a private name of torch (a test checks this).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -76,9 +76,6 @@ foreach_mul_ = torch._foreach_mul_
 # torch 2.11-2.15: copy many tensors in a few launches. No public name.
 foreach_copy_ = torch._foreach_copy_
 
-# torch 2.11-2.15: whether two tensors share memory. Unlike data_ptr, it works for tensors without data too.
-same_memory = torch._C._is_alias_of
-
 
 # torch 2.11-2.15: the types of `torch.ops.lib.op`, which has all its overloads, and of one overload. No public names.
 OpOverloadPacket: Any = type(torch.ops.aten.add)
@@ -96,7 +93,7 @@ def select_overload(packet: Any, args: tuple, kwargs: dict) -> str | None:
         return None
 
 
-def inside_backward() -> bool:
+def in_backward() -> bool:
     """Return whether autograd's engine runs in this thread. torch 2.11-2.15; no public name."""
     return torch._C._current_graph_task_id() != -1
 
@@ -104,15 +101,6 @@ def inside_backward() -> bool:
 def is_foreign_thread(thread: threading.Thread) -> bool:
     """Return whether C++ started a thread: autograd's engine has one per device. Python 3.10-3.14; no public name."""
     return isinstance(thread, threading._DummyThread)
-
-
-def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside a FunctionalTensor of AOTAutograd; any other tensor itself.
-
-    torch 2.11-2.15: `FunctionalTensor` wraps each view separately; inner tensors share memory as views do. No public
-    name.
-    """
-    return getattr(tensor, "elem", tensor)
 
 
 def unwrap_functorch(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,23 +118,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor. Function modes do not see it: they take it for code that reads the memory.
-
-    torch 2.11-2.15; no public name.
-    """
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
-
-
 def without_functions() -> Any:
     """Return a context in which function modes and subclasses do not see calls. torch 2.11-2.15; no public name."""
     return torch._C.DisableTorchFunction()
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the storage of a tensor. torch 2.11-2.15: no public name."""
-    return storage_of(unwrap_functional(tensor))._cdata
 
 
 # torch 2.11-2.15: the state that `torch.autograd.graph.saved_tensors_hooks` reads; no public name.
@@ -257,11 +231,6 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def in_backward() -> bool:
-    """Return whether a backward runs in this thread. torch 2.11-2.15; no public name."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def after_backward(call: Callable[[], Any]) -> None:
     """Call a function when the running backward ends. torch 2.11-2.15; FSDP uses it; no public name."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
@@ -294,73 +263,6 @@ def tensor_getter(name: str, method: str = "__get__") -> Any:
     return None if found is None else getattr(found, method, None)
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether another object (a view, a detached tensor, an array) uses the storage of a plain tensor.
-
-    torch 2.11-2.15: there is no public use count. The count of a tensor with a storage of its own is the baseline.
-    """
-    return _storage_users(tensor) > _storage_users(torch.empty(1))
-
-
-def is_sole_reference(tensor: torch.Tensor) -> bool:
-    """Return whether a plain tensor and its storage have no other user, so that it can be swapped for another.
-
-    torch 2.11-2.15: `torch.utils.swap_tensors` refuses tensors that C++ code or a weak reference holds.
-    """
-    return tensor._use_count() == 1 and not weakref.getweakrefs(tensor) and not shares_memory(tensor)
-
-
-def is_viewed_once(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return whether a plain tensor and one view of it are the only users of its storage, so that both can be swapped.
-
-    torch 2.11-2.15: a view holds its base in C++ (twice if it has no data), and each of them the storage. In inference
-    mode it holds the storage alone. The counts of a new tensor and a view of it are the baseline.
-    """
-    known = view._base is base or (view.is_inference() and storage_id(view) == storage_id(base))
-    if not known or weakref.getweakrefs(base) or weakref.getweakrefs(view):
-        return False
-    other, other_view = _viewed_tensor(base.is_inference())
-    pairs = ((base, other), (view, other_view))
-    return _storage_users(base) == _storage_users(other) and all(a._use_count() == b._use_count() for a, b in pairs)
-
-
-def is_sole_holder(attributes: dict[str, Any], name: str, viewed: bool = False) -> bool:
-    """Return whether no Python object but this dict refers to its entry `name`. `viewed`: a tensor that has views.
-
-    Python 3.11-3.14: the count includes references of the interpreter, fewer of them in 3.14. torch 2.13: a tensor
-    that a view refers to in C++ has one more. The count of a new object, referred to in the same way, is the baseline.
-    """
-    like, view = _viewed_tensor(attributes[name].is_inference()) if viewed else (object(), None)
-    held = {name: like}
-    del like  # `view` refers to it while references are counted
-    return _references(attributes, name) <= _references(held, name)
-
-
-def _viewed_tensor(inference: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a new tensor and a view of it."""
-    with torch.inference_mode(inference):
-        made = torch.empty(1)
-        return made, made[:]
-
-
-def _references(attributes: dict[str, Any], name: str) -> int:
-    return sys.getrefcount(attributes[name])
-
-
-def _storage_users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(storage_id(tensor))
-
-
-def base_and_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return the base of a view (or the tensor itself) and its version; None in inference mode, which counts no writes.
-
-    torch 2.11-2.15: autograd's own base and version counter.
-    """
-    if tensor.is_inference():
-        return None
-    return (tensor if tensor._base is None else tensor._base), tensor._version
-
-
 # torch 2.11-2.15: unlike the public function it needs no device type, and costs a few nanoseconds.
 autocast_on = torch._C._is_any_autocast_enabled
 
@@ -385,32 +287,3 @@ def caller_argument(func: Any, name: str) -> Any:
             return frame.f_locals[name]
         frame = frame.f_back
     return None
-
-
-# torch 2.11-2.15: the kernels of F.scaled_dot_product_attention, which return the log-sum-exp of each row, and their
-# backwards, which take it. They go when a public function returns it (flex_attention compiles first).
-_aten = torch.ops.aten
-
-flash_cpu, flash_cpu_backward = (
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
-choose_attention_kernel = torch._fused_sdp_choice  # torch 2.11-2.15; returns the value of an SDPBackend
-
-flash_cuda, flash_cuda_backward = (
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_backward.default,
-)
-
-cudnn_cuda, cudnn_cuda_backward = (
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_cudnn_attention_backward.default,
-)
-
-efficient_cuda, efficient_cuda_backward = (
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_efficient_attention_backward.default,
-)
-
-# torch 2.11-2.15: nn.TransformerEncoder calls it before its fast path, to see if a padding mask is left-aligned.
-left_aligned = torch._nested_tensor_from_mask_left_aligned

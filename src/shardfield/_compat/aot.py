@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import unwrap_functional
+from .storage import unwrap_functional
 
 
 def is_written(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from . import flash_cpu, flash_cpu_backward
+from .attention import flash_cpu, flash_cpu_backward
 
 
 def start_fake_world(rank: int, size: int) -> None:

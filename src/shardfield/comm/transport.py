@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .. import runtime
-from .._compat import inside_backward, is_foreign_thread, zero_all
+from .._compat import in_backward, is_foreign_thread, zero_all
 from .._compat.world import all_gather_flat, backend_class
 from ..errors import ShardingError
 from . import stalls
@@ -200,7 +200,7 @@ def transport_for(tensor: Tensor, group: ProcessGroup) -> Transport:
     """Return the transport of the next message of a group. All ranks of the group call it: the first call may probe."""
     rt = runtime.active
     if not torch.compiler.is_dynamo_compiling() and get_ident() != rt.thread:
-        if get_ident() != rt.engine_thread or not inside_backward():
+        if get_ident() != rt.engine_thread or not in_backward():
             _enter_thread(rt)
     rt.messages += 1
     if rt.before_collective is not None:
@@ -243,7 +243,7 @@ def _enter_thread(rt: runtime.Runtime) -> None:
     if owner is not None and current.ident == owner:
         rt.thread = owner
         stalls.start_monitor(rt)
-    elif not (inside_backward() and is_foreign_thread(current)):
+    elif not (in_backward() and is_foreign_thread(current)):
         raise ShardingError(
             f"the thread {current.name!r} communicates, and so may {names.get(owner or 0)!r}: messages of two "
             "threads would be mixed up, in an order that differs from rank to rank. Communicate from one thread: the "

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from .._compat import DispatchMode, function_apply, storage_id
+from .._compat import DispatchMode, function_apply
+from .._compat.storage import storage_id
 from ..comm.consensus import any_rank
 from ..comm.transport import HostStagedTransport, transport_for
 from ..debug.explain import Unreported

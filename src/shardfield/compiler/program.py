@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
-from .._compat import autocast_state, storage_id
+from .._compat import autocast_state
 from .._compat.aot import aot_compile, is_data_dependent_error, is_written
+from .._compat.storage import storage_id
 from ..comm.collectives import device_of
 from ..dispatch.arguments import mark_consumed
 from ..dispatch.torch_aliases import function_name

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime
-from .._compat import storage_of
+from .._compat.storage import storage_of
 from ..comm.consensus import any_rank
 from ..layout import Layout
 from ..trace_state import same_memory

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import inside_backward, storage_of, without_modes
+from .._compat import in_backward, without_modes
+from .._compat.storage import storage_of
 from ..errors import ShardfieldError
 from .page import Page
 from .page_store import FileStore, PageStore
@@ -95,7 +96,7 @@ class Pager:
                     continue
                 self._bring_in(key, page, used)
                 self._make_current(key, page)
-                if inside_backward():
+                if in_backward():
                     self._prefetch(page, used)
         return used
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import base_and_version
+from ..._compat.storage import base_and_version
 
 Value = TypeVar("Value")
 MAX_KEPT = 8  # per owner: a layer sees few layouts

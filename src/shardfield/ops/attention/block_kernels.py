@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import (
+from ..._compat.attention import (
     cudnn_cuda,
     cudnn_cuda_backward,
     efficient_cuda,

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..._compat import base_and_version, dynamo_disable
+from ..._compat import dynamo_disable
 from ..._compat.patches import replace_flex_attention
+from ..._compat.storage import base_and_version
 from ...dispatch.arguments import map_tensors, mesh_of
 from ...layout import Span
 from ...tensor import ShardTensor, torch_function

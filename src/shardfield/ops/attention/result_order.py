@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..._compat import choose_attention_kernel, without_modes
+from ..._compat import without_modes
+from ..._compat.attention import choose_attention_kernel
 from ...tensor import ShardTensor, wrap
 
 IN_ORDER = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..._compat import left_aligned
+from ..._compat.attention import left_aligned
 from ...comm import autograd_collectives
 from ...comm.ring import Ring, plan_visits, visit_at_once
 from ...comm.route import Route, tile_route

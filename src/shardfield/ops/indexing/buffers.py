@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import runtime, trace_state
-from ..._compat import is_sole_holder, is_sole_reference, is_viewed_once
+from ..._compat.storage import is_sole_holder, is_sole_reference, is_viewed_once
 from ...comm import consensus
 from ...layout import DimSharding, Layout, rescale, starts
 from ...redistribute import redistribute

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ... import runtime
-from ..._compat import base_and_version
+from ..._compat.storage import base_and_version
 from ...comm import autograd_collectives, consensus, route_messages
 from ...comm.route import Route
 from ...debug import explain

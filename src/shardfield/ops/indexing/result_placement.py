@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import trace_state
-from ..._compat import is_sole_holder, is_sole_reference
+from ..._compat.storage import is_sole_holder, is_sole_reference
 from ...comm import consensus
 from ...debug import explain
 from ...layout import DimSharding, Layout, Origin, nested_chunk

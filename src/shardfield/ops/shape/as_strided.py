@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import storage_of
+from ..._compat.storage import storage_of
 from ...comm.consensus import Consensus
 from ...dispatch.copied_views import CopiedView
 from ...dispatch.registry import gather_fallback, handler

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import storage_id, storage_of
+from ..._compat.storage import storage_id, storage_of
 from ...comm.consensus import Consensus
 from ...comm.grad_deferral import has_deferred
 from ...dispatch.plan import process_groups
