@@ -11,7 +11,7 @@ from . import BENCHMARKS
 from .attention_plots import ATTENTION, plot_attention
 from .command import load_benchmark
 from .plots import BARS, HISTORY_PLOT, SCALING, plot_bars, plot_history, plots_of
-from .table import Table, format_number, format_settings, format_skip, read_table
+from .table import Row, Table, format_number, format_settings, format_skip, read_table
 from .virtual_plots import VIRTUAL
 
 HISTORY = "history.toml"
@@ -51,8 +51,7 @@ DTensor is what torch's dispatcher saw.
 def page(folder: Path) -> str:
     """Return the page of all results in a folder."""
     tables = [read_table(path) for path in sorted(folder.glob("*.json"))]
-    labels = sorted({t.label for t in tables})
-    parts = [HEAD, "## Machines\n", machines(tables), "## Bars\n", bars_summary(tables, labels)]
+    parts = [HEAD, "## Machines\n", machines(tables), "## Bars\n", bars_summary(tables)]
     for name, of_benchmark in by_benchmark(tables).items():
         question, details = introduction(name)
         parts += [f"## {name}\n", question, pictures(name, of_benchmark), details, results(of_benchmark)]
@@ -120,13 +119,16 @@ def pictures(name: str, tables: list[Table]) -> str:
     return text
 
 
-def bars_summary(tables: list[Table], labels: list[str]) -> str:
-    """Return how many bars are met, as a plot, and the table of all."""
-    met = [row.met for t in tables for row in t.rows if row.met is not None]
-    if not met:
+def bars_summary(tables: list[Table]) -> str:
+    """Return how many bars are met, as a plot, and tables of those that are not met and of those that are."""
+    measured = [t for name in BENCHMARKS for t in tables if t.name == name]
+    with_bar = [(t, row) for t in measured for row in t.rows if row.met is not None]
+    if not with_bar:
         return "None of these results has a bar.\n"
-    text = f"{sum(met)} of {len(met)} bars are met.\n\n" + image(BARS, "Limits that are met and not met")
-    return text + "\n" + folded("All bars", bars_table(tables, labels))
+    missed, met = ([(t, row) for t, row in with_bar if row.met is kind] for kind in (False, True))
+    text = f"{len(met)} of {len(with_bar)} bars are met.\n\n" + image(BARS, "Limits that are met and not met") + "\n"
+    tables_of = {f"The {len(missed)} bars that are not met": missed, f"The {len(met)} bars that are met": met}
+    return text + "\n".join(folded(summary, bars_table(found)) for summary, found in tables_of.items() if found)
 
 
 def machines(tables: list[Table]) -> str:
@@ -148,19 +150,14 @@ def machines(tables: list[Table]) -> str:
     return markdown_table(head, (rows[label] for label in sorted(rows)))
 
 
-def bars_table(tables: list[Table], labels: list[str]) -> str:
-    """Return a table of every bar, with the ratio on each machine. A quick run has no bars."""
-    body: dict[tuple[str, ...], list[str]] = {}
-    for name in BENCHMARKS:
-        for t in (t for t in tables if t.name == name):
-            for row in t.rows:
-                if row.bar is None or row.ratio is None:
-                    continue
-                key = (name, row.case, f"{row.candidate} over {row.against}", f"at most {format_number(row.bar)}")
-                line = body.setdefault(key, [""] * len(labels))
-                ratio = row.format_median_ratio()
-                line[labels.index(t.label)] = ratio if row.met else f"**{ratio}**, not met"
-    return markdown_table(["benchmark", "case", "ratio", "bar", *labels], ([*key, *line] for key, line in body.items()))
+def bars_table(found: list[tuple[Table, Row]]) -> str:
+    """Return a table of bars, a line for each machine that measured one. A quick run has no bars."""
+    lines = []
+    for t, row in found:
+        assert row.bar is not None
+        figures = [f"{row.candidate} over {row.against}", row.format_median_ratio(), format_number(row.bar)]
+        lines.append([t.name, row.case, *figures, t.label, t.date])
+    return markdown_table(["benchmark", "case", "ratio", "measured", "at most", "machine", "date"], lines)
 
 
 def introduction(name: str) -> tuple[str, str]:
