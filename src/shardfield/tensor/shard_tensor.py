@@ -26,6 +26,7 @@ from ..redistribute import redistribute, unmerge_dims
 from ..spec import ShardTensorSpec, infer_layout, layout_from_shapes, target_layout
 from ..trace_state import same_memory
 from .autograd import LocalAutograd
+from .checkpoint import Checkpointed
 from .deferred import Deferred
 from .handlers import Handlers
 from .values import Values, observed_call
@@ -113,7 +114,7 @@ def torch_function(cls, func, types, args=(), kwargs=None):
     return out
 
 
-class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
+class ShardTensor(Values, LocalAutograd, Checkpointed, Handlers, torch.Tensor):
     """A drop-in tensor that is sharded, evenly or not, over the ranks of a `DeviceMesh`.
 
     Make one with `scatter_tensor` (one rank has the data) or `ShardTensor.from_local` (each rank has its shard), and
@@ -316,27 +317,6 @@ class ShardTensor(Values, LocalAutograd, Handlers, torch.Tensor):
             f"view of its source, here shards were moved or copied ({self._layout}). Write into the source by index, "
             "or clone() this tensor first"
         )
-
-    # ------------------------------------------------------------------ torch.distributed.checkpoint
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return the chunks that this rank writes. Communicates if the tensor is deferred."""
-        from .. import dcp  # torch's checkpoints take long to import
-
-        return dcp.write_items(fqn, self._local_tensor, self._layout)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        """Return the chunks to load into this tensor."""
-        from .. import dcp
-
-        self._check_writable()
-        return dcp.chunk_list(self._layout)
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the chunk at `index.offset`, a view of the local tensor."""
-        from .. import dcp
-
-        return dcp.chunk_at(index.offset, self._local_tensor, self._layout)
 
     # ------------------------------------------------------------------ Python protocols
 
