@@ -1,4 +1,4 @@
-"""natten's attention with the reach that docs/own-ops.md states, and without it, on sharded fields.
+"""natten's own functions and module on sharded fields, against one device.
 
 natten without its kernels, which have no build for CPUs, runs on `flex_attention`, which has no backward there.
 """
@@ -14,33 +14,38 @@ from torch.distributed.tensor import Shard
 
 import shardfield
 from shardfield.virtual import VirtualWorld
-from tests.ops.stencil.opaque_cases import reach
 
-functional = pytest.importorskip("natten.functional")
-OPTIONS = ({"kernel_size": 3}, {"kernel_size": 7, "scale": 0.3}, {"kernel_size": (3, 5), "dilation": (2, 1)})
+natten = pytest.importorskip("natten")
+OPTIONS = (
+    {"kernel_size": 3},
+    {"kernel_size": 7, "scale": 0.3},
+    {"kernel_size": (3, 5), "dilation": (2, 1)},
+    {"kernel_size": (4, 3), "stride": (2, 1), "is_causal": (False, True)},
+)
 
 
-def attend(function, fields, shape):
+def attend(fields, shape, module):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("h", "w")[: len(shape)])
     sharded = [shardfield.scatter_tensor(t, 0, mesh, [Shard(1), Shard(2)][: len(shape)]) for t in fields]
-    found = []
-    with torch.no_grad(), shardfield.strict():
-        for options in OPTIONS:
-            found.append(function(*sharded, **options))
+    with torch.no_grad(), shardfield.strict(), shardfield.explain() as report:
+        found = [natten.na2d(*sharded, **options) for options in OPTIONS]
+        found.append(module(sharded[0].flatten(3)))
+    assert not any("flex" in row.op for row in report.rows)  # natten's kernel gets plain tensors
     return [t.full_tensor() for t in found], found[0]._layout
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("shape", [(2,), (5,), (2, 2)], ids=str)
-def test_na2d(shape, stated):
+def test_na2d(shape):
     fields = [torch.randn(1, 9, 8, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    function = functional.na2d
-    if stated:
-        function = shardfield.stencil(radius=reach, fields=("query", "key", "value"))(function)
+    module = natten.NeighborhoodAttention2D(16, 2, 3, dilation=2)
+    with torch.no_grad():
+        expected = [natten.na2d(*fields, **options) for options in OPTIONS] + [module(fields[0].flatten(3))]
     with VirtualWorld(math.prod(shape)) as world:
-        for results, layout in world.run(attend, function, fields, shape):
+        for results, layout in world.run(attend, fields, shape, module):
             assert layout.shard_axes
-            for ours, options in zip(results, OPTIONS, strict=True):
-                torch.testing.assert_close(ours, functional.na2d(*fields, **options))
-                torch.testing.assert_close(ours, shardfield.neighborhood_attention(*fields, **options))
+            for ours, one_device in zip(results, expected, strict=True):
+                torch.testing.assert_close(ours, one_device)
+    for options in OPTIONS[:3]:
+        ours = shardfield.neighborhood_attention(*fields, **options)
+        torch.testing.assert_close(ours, natten.na2d(*fields, **options))

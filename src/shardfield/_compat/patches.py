@@ -299,14 +299,8 @@ def check_legacy_backward_hooks(check: Callable[[torch.nn.Module, Any, Any], Non
     )
 
 
-def replace_flex_attention(call: Callable, kind: type) -> None:
-    """Declare the patch by which `flex_attention` of tensors of `kind` calls `call(plain, module, *args, **kwargs)`.
-
-    `call` must not be traced by a compiler.
-
-    torch 2.11-2.15: the function compiles itself before any tensor's override is called. Can go when it honors
-    `__torch_function__`.
-    """
+def _replace_for(kind: type, path: str, call: Callable, reason: str) -> None:
+    """Declare the patch by which a function calls `call(plain, module, *args, **kwargs)` if an argument is a `kind`."""
 
     def make(plain: Callable, module: Any) -> Callable:
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -318,10 +312,36 @@ def replace_flex_attention(call: Callable, kind: type) -> None:
 
         return replacement
 
-    patches.declare_code(
+    patches.declare_code(path, make, reason)
+
+
+def replace_flex_attention(call: Callable, kind: type) -> None:
+    """Declare the patch by which `flex_attention` of tensors of `kind` calls `call(plain, module, *args, **kwargs)`.
+
+    `call` must not be traced by a compiler.
+
+    torch 2.11-2.15: the function compiles itself before any tensor's override is called. Can go when it honors
+    `__torch_function__`.
+    """
+    _replace_for(
+        kind,
         "torch.nn.attention.flex_attention.flex_attention",
-        make,
+        call,
         "it compiles itself before any override is called; names imported from its module must reach the rule too",
+    )
+
+
+def replace_natten(call: Callable, kind: type) -> None:
+    """Declare the patch by which natten's attention of tensors of `kind` calls `call(plain, module, *args, **kwargs)`.
+
+    natten 0.21: `na1d`, `na2d`, `na3d` and the modules call this function, which reorders tokens before it reaches an
+    operator. Can go when it honors `__torch_function__`.
+    """
+    _replace_for(
+        kind,
+        "natten.functional.neighborhood_attention_generic",
+        call,
+        "it reorders tokens and selects a kernel before any override is called; its modules must reach the rule too",
     )
 
 

@@ -1,6 +1,7 @@
 """Rules of all torch functions, one package per family. Importing this package registers them."""
 
 from .attention import flex as flex
+from .attention import natten as natten
 from .attention import packed as packed
 from .attention import sdpa as sdpa
 from .attention import sphere as sphere

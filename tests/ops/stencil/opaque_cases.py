@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from shardfield import local, neighborhood_attention, stencil
+from shardfield import local, stencil
 from tests.harness import T, case, double_backward, raises
 
 SOME = {"layouts": 10}
@@ -50,23 +50,6 @@ attend = stencil(
     radius=lambda query, key, value, kernel_size: {0: 0, 1: kernel_size // 2, 2: kernel_size // 2, 3: 0},
     fields=("query", "key", "value"),
 )(neighborhood)
-
-
-def na2d(query, key, value, kernel_size, stride=1, dilation=1, is_causal=False, scale=None, backend=None):
-    """Attend as natten's function of this name, with some of its many arguments."""
-    assert stride == 1 and not is_causal and backend is None
-    return neighborhood_attention(query, key, value, kernel_size, dilation, scale)
-
-
-def reach(query, key, value, kernel_size, stride, dilation, is_causal, **options):
-    """Return the reach that docs/own-ops.md states for natten's function."""
-    if stride != 1 or is_causal:
-        raise NotImplementedError("a stride, or causal windows")
-    size, step = ((n, n) if isinstance(n, int) else n for n in (kernel_size, dilation))
-    return {0: 0, 1: size[0] * step[0] // 2, 2: size[1] * step[1] // 2, 3: 0}
-
-
-natten_attend = stencil(radius=reach, fields=("query", "key", "value"))(na2d)
 
 
 @stencil(radius={-1: 1})
@@ -230,11 +213,6 @@ CASES = [
     case(writes, T(5, 6, grad=False), options=refuses("writes into an argument")),
     case(hidden, T(5, 3), options=refuses("make it an argument")),
     case(flat, T(5, 6), options=refuses("name the dims")),
-    case(
-        lambda q, k, v: natten_attend(q, k, v, (3, 1), dilation=(2, 1)),
-        *[T(1, 7, 5, 2, 3)] * 3,
-        options=FEW | {"name": "na2d"},
-    ),
     case(lambda x: forward_only(x.detach()) + 0 * x, T(2, 7), options=FEW | {"name": "forward only"}),
     case(forward_only, T(2, 7), options=FEW | raises(NotImplementedError, "no backward")),
     case(attend, T(1, 6, 5, 2, 3), T(1, 6, 4, 2, 3), T(1, 6, 5, 2, 3), 3, options=refuses("equal sizes along dim 2")),
