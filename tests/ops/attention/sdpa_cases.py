@@ -213,7 +213,7 @@ CASES = [
     case(attend, *qkv(2, 2, rows=3, columns=0), options=FEW),
     case(attend, *qkv(2, 2, rows=0, columns=3), options=FEW),
     case(attend, T(2, 4, 6, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, options=SOME),
-    case(attend, T(2, 4, 7, 4), T(2, 2, 7, 4), T(2, 2, 7, 4), enable_gqa=True, is_causal=True, options=SOME),
+    case(attend, T(1, 4, 8, 4), T(1, 2, 8, 4), T(1, 2, 8, 4), enable_gqa=True, is_causal=True, options=SOME),
     case(attend, T(6, 6, 4), T(3, 7, 4), T(3, 7, 4), enable_gqa=True, options=FEW),
     # features that are not contiguous
     case(

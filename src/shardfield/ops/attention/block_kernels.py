@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,6 +64,12 @@ class Kernel(Protocol):
     ) -> BlockGrads: ...
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the generation of a GPU: torch takes as long to say it as to launch a kernel."""
+    return torch.cuda.get_device_capability(device)
+
+
 def select_kernel(
     q: Tensor, v: Tensor, bias: Tensor | None, *, dropout: DropoutMaskFn | None, bias_grad: bool
 ) -> Kernel:
@@ -73,7 +80,7 @@ def select_kernel(
         return FlashCpu() if q.shape[-1] == v.shape[-1] else MathKernel()
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
         half = q.dtype in (torch.float16, torch.bfloat16)
-        ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+        ampere = _capability(q.device) >= (8, 0)
         if half and ampere and q.shape[-1] == v.shape[-1] <= 256:
             if _prefers_cudnn(q, v, bias):
                 return CudnnCuda()
@@ -146,7 +153,7 @@ def _prefers_cudnn(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     With a bias, its backward returns NaN for some rows if the last tile of 128 columns is not full, and it reads a bias
     of another dtype as if it had the dtype of the queries (torch 2.11 to 2.13).
     """
-    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled()
+    hopper = _capability(q.device) >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled()
     tile = 64 if bias is None else 128
     same_dtype = bias is None or bias.dtype is q.dtype
     return hopper and same_dtype and q.shape[-1] <= 128 and not (q.shape[-2] % tile or v.shape[-2] % tile)

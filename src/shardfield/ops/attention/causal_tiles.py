@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ...layout import Span, balanced, starts
 
 Spans = tuple[Span, ...]
@@ -44,10 +42,6 @@ class Tile(NamedTuple):
         size = (self.rows.stop - self.rows.start) // self.squares
         (r, _), (c, _), shifts = self.rows, self.columns, range(0, self.squares * size, size)
         return tuple(Tile(Span(r + s, r + s + size), Span(c + s, c + s + size), True) for s in shifts)
-
-    def covers(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether the tile has all rows of `q` and all columns of `k`."""
-        return self.squares == 1 and self.rows == (0, q.shape[-2]) and self.columns == (0, k.shape[-2])
 
 
 def total_length(spans: Spans) -> int:

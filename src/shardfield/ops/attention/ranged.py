@@ -22,7 +22,7 @@ from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout, Span, balanced, shard_sizes_of, starts
 from .._common.autocast import autocast_disabled
 from .._common.together import empty_result_of, together
-from .sdpa import exchange_kv
+from .sdpa import exchange_together
 
 SEQUENCE = 2  # operands are (batch, heads, sequence, features)
 
@@ -70,9 +70,8 @@ def attend_ranges(query: Operand, key: Operand, value: Operand, captured, form: 
     def local(query, key, value, captured):
         explain.record_outcome(f"rule: {fetch.summary}")
         if fetch.route is not None:
-            key, value = exchange_kv(
-                partial(autograd_collectives.exchange, route=fetch.route, group=fetch.group), key, value
-            )
+            move = partial(autograd_collectives.exchange, route=fetch.route, group=fetch.group)
+            key, value = exchange_together(move, key, value)
         query, key, value, *captured = together([query, key, value, *captured])
         if not query.numel():
             sources = [query, key, value, *captured]

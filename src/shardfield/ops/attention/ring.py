@@ -25,12 +25,12 @@ from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
 from .._common.autocast import autocast_disabled
-from .block_kernels import expand_heads, neg_inf_to_zero, reduce_heads
+from .block_kernels import expand_heads, neg_inf_to_zero
 from .causal_tiles import Tile
 from .kv_blocks import pack_pair, pack_spans, restore_spans, take_spans, unpack_pair
 from .result_order import HEADS_INSIDE, in_order
 from .ring_plan import RingPlan
-from .tile_operands import TileOperands, dropout_mask_fn, mask_tile, span_indices, take_columns, take_rows
+from .tile_operands import TileOperands, add_tile, dropout_mask_fn, mask_tile, span_indices, take_rows
 
 
 def attend(
@@ -212,38 +212,28 @@ def _backward(
     grad = grad.contiguous()
     if mask is not None or plan.is_causal:  # else every row attends to all columns
         lse = neg_inf_to_zero(lse)
-    dq: Any = None
-    if not plan.has_one_tile or not q.shape[0] or not q.shape[1]:
-        dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    dq: Tensor | None = None
     dmask = torch.zeros_like(mask, dtype=dtype, memory_format=torch.contiguous_format) if needs_grad[3] else None
     block_sizes = _packed_sizes(plan, k, v)
     send_back = plan.ring.num_steps > 1 and (needs_grad[1] or needs_grad[2])
     own_grad: Any = None
     in_flight: list[Callable[[], Tensor]] = []
     for number, (visit, (kb, vb)) in enumerate(zip(plan.visits, _kv_blocks(plan, k, v), strict=True)):
-        dk: Any = None
-        dv: Any = None
-        if not (len(plan.tiles[number]) == 1 and q.shape[0] and q.shape[1] and plan.tiles[number][0].covers(q, kb)):
-            dk, dv = (torch.zeros_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (kb, vb))
+        dk: Tensor | None = None
+        dv: Tensor | None = None
         for tile, kernel, (qt, kt, vt, bias) in TileOperands(
             plan, number, q, kb, vb, mask, head_index, key, needs_grad[3]
         ):
             operands = take_rows(grad, tile), qt, kt, vt, take_rows(out, tile), take_rows(lse, tile, -1)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)
-            if dq is None:
-                dq = grads_of_tile.query
-            else:
-                take_rows(dq, tile).add_(grads_of_tile.query)
-            if dk is None:
-                dk, dv = reduce_heads(grads_of_tile.key, kb), reduce_heads(grads_of_tile.value, vb)
-            else:
-                for total, part in ((dk, grads_of_tile.key), (dv, grads_of_tile.value)):
-                    target = take_columns(total, tile)
-                    target.add_(reduce_heads(part, target))
+            dq = add_tile(dq, grads_of_tile.query, tile.rows, tile.squares, q, dtype)
+            dk = add_tile(dk, grads_of_tile.key, tile.columns, tile.squares, kb, dtype)
+            dv = add_tile(dv, grads_of_tile.value, tile.columns, tile.squares, vb, dtype)
             if dmask is not None:
                 assert grads_of_tile.bias is not None
                 target = mask_tile(dmask, plan, tile, plan.used[number][1])
                 target += grads_of_tile.bias.sum_to_size(target.shape)
+        dk, dv = (torch.zeros_like(t) if d is None else d for d, t in ((dk, kb), (dv, vb)))
         if plan.at_once:
             parts = _split_by_owner(plan, 0, dk.to(k.dtype), dv.to(k.dtype))
             own_grad = parts.pop(visit.index(0)).to(dtype)
@@ -260,6 +250,7 @@ def _backward(
     for wait in in_flight:
         own_grad += wait()
     dk, dv = unpack_pair(own_grad.to(k.dtype), [k.shape, v.shape])
+    dq = torch.zeros_like(q) if dq is None else dq
     grads = [dq.to(q.dtype), dk, dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype)]
     return [g if w else None for g, w in zip(grads, needs_grad, strict=True)]
 

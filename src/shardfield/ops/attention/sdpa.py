@@ -93,7 +93,7 @@ def sdpa(
                 key, value = autograd_collectives.gather_all_replicate_in([key, value], dim, sizes, group)
             else:
                 move = partial(autograd_collectives.gather_replicate_in, dim=dim, shard_sizes=sizes, group=group)
-                key, value = exchange_kv(move, key, value)
+                key, value = exchange_together(move, key, value)
         if is_local:
             out = fn(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
@@ -205,13 +205,13 @@ def _has_empty_shard(layout: Layout) -> bool:
     return any(min((*f.shard_sizes, f.size), default=1) == 0 for d in layout.dims for f in d)
 
 
-def exchange_kv(move: Callable[[Tensor], Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply `move` to keys and values, in one message if their shapes allow it."""
-    if key.shape[:-1] != value.shape[:-1] or key.dtype != value.dtype:
-        return move(key), move(value)
-    features = key.shape[-1]
-    both = move(torch.cat([key, value], -1))
-    return both[..., :features], both[..., features:]
+def exchange_together(move: Callable[[Tensor], Tensor], *tensors: Tensor) -> Sequence[Tensor]:
+    """Apply `move` to queries, keys or values, in one message if their shapes allow it."""
+    first = tensors[0]
+    if any(t.shape[:-1] != first.shape[:-1] or t.dtype != first.dtype for t in tensors):
+        return [move(t) for t in tensors]
+    # `split`, not slices: its backward is one `cat`, and slices would each fill all features with zeros
+    return move(torch.cat(tensors, -1)).split([t.shape[-1] for t in tensors], -1)
 
 
 def _gather_steps(strategy: Strategy) -> list[tuple[int, Sequence[int], Any]]:
@@ -264,12 +264,15 @@ class _BlockwiseAttention:
         columns_by_coords = {c: _row_spans(keys, c) for c in all_coords}
         exchanges: list[ZigzagExchange] = []
         key_exchanges: list[ZigzagExchange] = []
+        self.exchange_all = False  # queries, keys and values in one message
         if is_zigzag(strategy, is_causal, mask is not None):
             square = min(rows, columns)
             axes, key_axes = (
                 computed.nontrivial_axes(computed.axes_of(computed.ndim - 2)),
                 computed.nontrivial_axes(strategy.ring),
             )
+            # the same on all ranks, as it follows from the spans of all
+            self.exchange_all = axes == key_axes and rows_by_coords == columns_by_coords
             exchanges, rows_by_coords = plan_zigzag(rows_by_coords, mesh.shape, axes, computed.coords, square, False)
             key_exchanges, columns_by_coords = plan_zigzag(
                 columns_by_coords, mesh.shape, key_axes, computed.coords, square, True
@@ -314,9 +317,14 @@ class _BlockwiseAttention:
         k, v = (_kv_as_4d(t, lead) for t in (k, v))
         mask = None if mask is None else _mask_as_4d(mask, lead)
         for e in self.exchanges:
-            q = autograd_collectives.exchange(q, e.forward_route, e.group)
-        for e in self.key_exchanges:
-            k, v = exchange_kv(partial(autograd_collectives.exchange, route=e.forward_route, group=e.group), k, v)
+            move = partial(autograd_collectives.exchange, route=e.forward_route, group=e.group)
+            if self.exchange_all:
+                q, k, v = exchange_together(move, q, k, v)
+            else:
+                q = move(q)
+        for e in () if self.exchange_all else self.key_exchanges:
+            move = partial(autograd_collectives.exchange, route=e.forward_route, group=e.group)
+            k, v = exchange_together(move, k, v)
         head_index = key = None
         if self.dropout is not None:
             key = draw_key(self.lead.mesh)

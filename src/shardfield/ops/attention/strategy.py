@@ -30,7 +30,7 @@ from .forced_strategy import allowed_roles
 # The least work of a visit, so that it takes longer than its launches and messages, about a millisecond of host time;
 # and the largest number of bytes of keys and values that are visited together.
 VISIT_FLOPS = {"cpu": 1e8, "cuda": 5.6e11}
-VISIT_BYTES = 1 << 26
+VISIT_BYTES = 1 << 27
 
 # Floating point operations that take as long as sending one byte.
 FLOPS_PER_BYTE = {"cpu": 64, "cuda": 1024}
@@ -368,7 +368,7 @@ def blocks_together(device: str, flops: float, nbytes: float) -> int:
     """Return how many blocks of a ring to visit at once, by the work with one block and its size.
 
     >>> blocks_together("cuda", 3.4e10, 8 << 20), blocks_together("cuda", 6e11, 8 << 20)
-    (8, 1)
+    (16, 1)
     """
     wanted = VISIT_FLOPS.get(device, VISIT_FLOPS["cuda"]) / max(flops, 1.0)
     return max(1, int(min(wanted, VISIT_BYTES / max(nbytes, 1.0))))

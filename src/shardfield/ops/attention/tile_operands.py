@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...comm import collectives
+from ...layout import Span
 from ..elementwise.random import uniform_at
 from . import block_kernels
-from .block_kernels import expand_heads
+from .block_kernels import expand_heads, reduce_heads
 from .causal_tiles import Spans, Tile
 from .kv_blocks import take
 from .ring_plan import RingPlan
@@ -101,6 +102,23 @@ def take_rows(tensor: Tensor, tile: Tile, dim: int = -2) -> Tensor:
 def take_columns(tensor: Tensor, tile: Tile) -> Tensor:
     """Return the columns of a tile."""
     return _squares_as_batch(take(tensor, -2, tile.columns), tile.squares)
+
+
+def add_tile(total: Tensor | None, part: Tensor, span: Span, squares: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add a tile's gradient, of a span of the rows of `like`, to the sum in `dtype` of the tiles before it.
+
+    A first gradient of all rows is the sum, as it is: most visits have one tile, and need no zeros and no addition.
+    """
+    if squares > 1:  # in the order of rows
+        part = part.transpose(0, 1).reshape(1, part.shape[1], -1, part.shape[-1])
+    part = reduce_heads(part, like)
+    if total is None and span == (0, like.shape[-2]):
+        return part
+    if total is None:
+        total = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    total = total.to(dtype)
+    take(total, -2, span).add_(part)
+    return total
 
 
 def _squares_as_batch(tensor: Tensor, squares: int) -> Tensor:
