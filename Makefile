@@ -117,7 +117,12 @@ performance: setup
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-setup: $(VENV)/.dev
+setup: $(VENV)/.dev $(VENV)/.native
+
+# Functions in C++, where there is a compiler; everything works without them.
+$(VENV)/.native: src/shardfield/native/leaves.cpp $(VENV)/.dev
+	@$(BIN)/python -m shardfield build --if-possible
+	@touch $@
 
 # torch goes first and alone, so that no other package's range decides which build is taken. The two packages without
 # their dependencies: one pulls in hundreds of megabytes that its models never import (what they import is in the extra

@@ -16,6 +16,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
     {"_compat", "_moved", "_version"},
     {"errors", "caches", "dim_sharding"},
+    {"native"},
     {"runtime"},
     {"triton_kernels"},
     {"trace_state"},

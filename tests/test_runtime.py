@@ -286,6 +286,7 @@ ALLOWED = {
     "ops/stencil/decorators.py module.<key>": "rebind=True: the user replaces a function of a library",
     "testing/_run.py _lock": "guards the pools",
     "testing/_run.py _pools": "rank processes live for the whole test run",
+    "native/__init__.py extension": "the library of this process",
     "triton_kernels/jit.py jit": "kernels of this package's functions, bounded",
     "triton_kernels/fold.py _launch": "pure function of shapes and strides, bounded",
     "virtual/process_state.py warnings.<name>": "filters of the running virtual rank, restored when it stops",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from . import native
 from ._version import __version__
 from .errors import ShardfieldError
 
@@ -27,6 +28,7 @@ USAGE = """usage: shardfield COMMAND [...]
   profile RECIPE|MODULE:FACTORY [--steps 3]          trace some steps on every rank; say what ranks wait for
   bench [NAME ...] [--quick] [--out DIR]             measure against the alternatives; --list shows the names
   convert CHECKPOINT TARGET [--weights]              to and from safetensors and torch.distributed.checkpoint
+  build                                              compile functions that a rank calls around messages, once
   doctor                                             check launcher, devices, versions and links; say what to mend
   info                                               print versions and devices
 
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         "profile": partial(_run_module, module="profiling.command", expected=ERRORS, alone=False),
         "bench": partial(_run_module, module="bench.command", expected=ERRORS, alone=False),
         "convert": partial(_run_module, module="train.convert", expected=ERRORS, alone=True),
+        "build": partial(_run_module, module="native.build", expected=ERRORS, alone=True),
         "doctor": partial(_run_module, module="doctor.command", expected=ERRORS, alone=False),
         "info": info,
     }
@@ -178,7 +181,8 @@ def info(words: list[str]) -> int:
     devices = f"{torch.accelerator.device_count()} x {accelerator.type}" if accelerator else "no accelerator"
     _print_rank0(
         f"shardfield {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"{os.cpu_count()} cores, {devices}"
+        f"{os.cpu_count()} cores, {devices}\n"
+        f"leaf functions {native.state()}"
     )
     return 0
 

@@ -19,7 +19,7 @@ from shardfield.testing import run_on_ranks
 
 HEALTHY = Process(
     env={}, python="3.12.1", torch="2.13.0+cpu", cuda_build=False, driver=False, devices=0, nccl=None, gloo=True,
-    threads=1, cores=4, files=4096, files_max=1 << 20, shared=1 << 33,
+    threads=1, cores=4, files=4096, files_max=1 << 20, shared=1 << 33, leaves="in Python",
 )  # fmt: skip
 RANK = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 GPUS = HEALTHY._replace(cuda_build=True, driver=True, devices=4, nccl="2.27.3", env=RANK | {"LOCAL_WORLD_SIZE": "4"})
@@ -218,9 +218,9 @@ def test_examples_in_docstrings():
 def test_info(capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert cli.main(["info"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(" cores, no accelerator")
+    assert capsys.readouterr().out.splitlines()[1].endswith(" cores, no accelerator")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     assert cli.main(["info"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(" cores, 8 x cuda")
+    assert capsys.readouterr().out.splitlines()[1].endswith(" cores, 8 x cuda")

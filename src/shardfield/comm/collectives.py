@@ -291,21 +291,26 @@ def start_sends(
     """
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.exchange(sends, receives, group, like))
-    kept: Sequence[tuple[int, Tensor]]
-    if packed and into is None:
-        kept, incoming, received = sends, [], []
-        for peer, shape in receives:  # no comprehensions: each is a call
-            buffer = like.new_empty(shape)
-            received.append(buffer)
-            incoming.append((peer, buffer))
-    elif packed:
-        kept, received = sends, list(into or ())
-        incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]
-    else:
-        received = [like.new_empty(shape) for _, shape in receives] if into is None else list(into)
-        kept = [(peer, contiguous(tensor)) for peer, tensor in sends if tensor.numel()]
-        incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True) if buffer.numel()]
-    outgoing = kept
+    received = [like.new_empty(shape) for _, shape in receives] if into is None else list(into)
+    incoming = [(peer, buffer) for (peer, _), buffer in zip(receives, received, strict=True)]
+    if not packed:
+        sends = [(peer, contiguous(tensor)) for peer, tensor in sends if tensor.numel()]
+        incoming = [(peer, buffer) for peer, buffer in incoming if buffer.numel()]
+    return start_packed(sends, incoming, received, group, like)
+
+
+def start_packed(
+    outgoing: Sequence[tuple[int, Tensor]],
+    incoming: Sequence[tuple[int, Tensor]],
+    received: list[Tensor],
+    group: ProcessGroup,
+    like: Tensor,
+) -> Pending[list[Tensor]]:
+    """Apply `start_sends` to contiguous tensors, none of them empty, and the receive buffers of some peers.
+
+    `received` is the value of the result: the buffers, and empty tensors for which no message comes.
+    """
+    kept = outgoing
     if like.dtype not in _SUPPORTED_DTYPES:
         incoming, outgoing = ([(peer, _flat_view(t)) for peer, t in pairs] for pairs in (incoming, kept))
     handles = transport_for(like, group).exchange(incoming, outgoing, group)

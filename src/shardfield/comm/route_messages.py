@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .. import runtime
 from .._compat import add_to_all, is_zero_tensor
+from ..native import leaf
 from . import collectives
 from .route import Region, Route, Shapes
 from .route_split import RouteSplit
@@ -27,12 +27,10 @@ SMALL = 4096
 def exchange_no_grad(tensor: Tensor, route: Route, group: ProcessGroup, fill: Any = 0) -> Tensor:
     """Exchange shards by a route, without autograd."""
     shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
-    block = _splittable(tensor, split) if split is not None and shapes.filled else None
-    if split is not None and block is not None:
-        owned = block is not tensor
-        sends, parts = _pack_split(block, route, split, owned)
-        received = collectives.start_sends(sends, shapes.receives, group, block, packed=True).wait()
-        return _join_split(block, parts, split, received, owned)
+    started = None if split is None else _start_split(tensor, route, split, shapes, group)
+    if split is not None and started is not None:
+        block, messages = started
+        return _finish_split(block, messages.wait(), split, block is not tensor)
     received = collectives.start_sends(
         _pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled
     ).wait()
@@ -47,13 +45,11 @@ def start_route(
     `owned`: the tensor may be overwritten, and the result may be a view of it.
     """
     shapes, split = route.shapes.get(tensor.shape) or route.shapes_for(tensor.shape), route.split
-    block = _splittable(tensor, split) if split is not None and shapes.filled else None
-    if split is not None and block is not None:
+    started = None if split is None else _start_split(tensor, route, split, shapes, group)
+    if split is not None and started is not None:
+        block, messages = started
         owned = owned or block is not tensor
-        sends, parts = _pack_split(block, route, split, owned)
-        messages = collectives.start_sends(sends, shapes.receives, group, block, packed=True)
-        join = partial(_join_split, block, parts, split, owned=owned)
-        return collectives.Pending((), (), lambda: join(messages.wait()))
+        return collectives.Pending((), (), lambda: _finish_split(block, messages.wait(), split, owned))
     pending = collectives.start_sends(_pack(tensor, route), shapes.receives, group, tensor, packed=shapes.filled)
     return collectives.Pending((), (), lambda: _assemble(tensor, route, shapes, pending.wait(), fill, owned))
 
@@ -61,61 +57,92 @@ def start_route(
 # ---------------------------------------------------------------------- one region for each peer
 
 
-def _splittable(block: Tensor, split: RouteSplit) -> Tensor | None:
-    """Return the block as `split` exchanges it; None if it must not: a sum is accumulated in its dtype, and the memory
-    format is kept.
+def _start_split(
+    tensor: Tensor, route: Route, split: RouteSplit, shapes: Shapes, group: ProcessGroup
+) -> tuple[Tensor, collectives.Pending[list[Tensor]]] | None:
+    """Return the block that `split` divides, and its messages; None if it must not: a sum is accumulated in its dtype.
 
-    A block that repeats its elements, like the gradient of a sum, is copied.
+    The block is the tensor, or a copy of one that repeats its elements.
     """
-    if runtime.active.tracer is not None:
+    if not shapes.filled or runtime.active.tracer is not None:
         return None
-    if not block.is_contiguous():
-        if 0 not in block.stride():
-            return None
-        block = block.contiguous()
-    if block.is_conj() or block.is_neg() or is_zero_tensor(block):
+    if split.added is not None and collectives.accumulate_dtype(tensor.dtype) is not tensor.dtype:
         return None
-    if split.added is not None and collectives.accumulate_dtype(block.dtype) is not block.dtype:
+    stacked = route.equal_sends and tensor.device.type != "cpu"  # one kernel packs the messages to all peers
+    packed = pack_split(tensor, *split.sources, split.peers, shapes.receives, stacked)
+    if packed is None:
         return None
-    return block
+    block, sends, incoming, received = packed
+    return block, collectives.start_packed(sends, incoming, received, group, block)
 
 
-def _pack_split(
-    block: Tensor, route: Route, split: RouteSplit, owned: bool
-) -> tuple[list[tuple[int, Tensor]], Sequence[Tensor]]:
-    """Return a contiguous tensor for each peer, and all parts of the block; of an `owned` one as `divided`."""
-    dim, sizes, chosen = split.divided if owned and split.divided is not None else split.sources
-    parts = block.split_with_sizes(sizes, dim)
-    if route.equal_sends and block.device.type != "cpu":  # one kernel packs the messages to all peers
-        packed = collectives.concatenate([parts[i] for i in chosen[: len(split.peers)]], new_dim=True)
-        return list(zip(split.peers, packed.unbind(0), strict=True)), parts
-    return [(peer, parts[i].contiguous()) for peer, i in zip(split.peers, chosen, strict=False)], parts
-
-
-def _join_split(
-    block: Tensor, parts: Sequence[Tensor], split: RouteSplit, received: Sequence[Tensor], owned: bool
-) -> Tensor:
-    """Return the result from the parts that this rank keeps and the received ones.
+def _finish_split(block: Tensor, received: list[Tensor], split: RouteSplit, owned: bool) -> Tensor:
+    """Return the result from the part that this rank keeps and the received ones.
 
     `owned`: the block may be overwritten, and the result may be a view of it.
     """
     if split.added is None:
-        own = block if split.own is None else parts[split.sources.chosen[split.own]]
-        return collectives.concatenate([own if i < 0 else received[i] for i in split.order], split.dim)
-    dim, sizes, chosen = split.added
-    if owned and split.divided is not None:
-        first, number, start, length = split.kept
-        if block.device.type not in CONCATENATING or block.numel() > SMALL:
-            add_to_all([parts[first + i] for i in chosen], received)
-            return block.narrow(dim, start, length)
-        joined = list(parts[first : first + number])
-        for i, part in zip(chosen, received, strict=True):
-            joined[i] = part.add_(joined[i])
-        return collectives.concatenate(joined, dim)
-    own = block if split.own is None else parts[split.sources.chosen[split.own]]
+        return join_split(block, received, split.kept, split.dim, split.order)
+    joins = owned and bool(split.kept) and block.device.type in CONCATENATING and block.numel() <= SMALL
+    return add_split(block, received, split.kept, *split.added, owned, joins)
+
+
+@leaf
+def pack_split(
+    tensor: Tensor,
+    dim: int,
+    sizes: list[int],
+    chosen: list[int],
+    peers: Sequence[int],
+    receives: Sequence[tuple[int, Sequence[int]]],
+    stacked: bool,
+) -> tuple[Tensor, list[tuple[int, Tensor]], list[tuple[int, Tensor]], list[Tensor]] | None:
+    """Return the block, what is sent to each peer and the buffer for what it sends, with their coords, and the buffers.
+
+    Return None if the memory of the tensor is not that of its elements, or has another format, which must be kept. A
+    tensor that repeats its elements, like the gradient of a sum, is copied.
+    """
+    if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
+        return None
+    if not tensor.is_contiguous() and 0 not in tensor.stride():
+        return None
+    block = tensor.contiguous()
+    parts = block.split_with_sizes(sizes, dim)
+    chosen_parts: Sequence[Tensor] = [parts[i] for i in chosen[: len(peers)]]
+    if stacked:
+        chosen_parts = collectives.concatenate(list(chosen_parts), new_dim=True).unbind()
+    sends = [(peer, part.contiguous()) for peer, part in zip(peers, chosen_parts, strict=True)]
+    incoming = [(peer, block.new_empty(shape)) for peer, shape in receives]
+    return block, sends, incoming, [buffer for _, buffer in incoming]
+
+
+@leaf
+def join_split(block: Tensor, received: list[Tensor], kept: Sequence[int], dim: int, order: Sequence[int]) -> Tensor:
+    """Return the concatenation of the part that this rank keeps and the received ones."""
+    own = block.narrow(*kept) if kept else block
+    return collectives.concatenate([own if i < 0 else received[i] for i in order], dim)
+
+
+@leaf
+def add_split(
+    block: Tensor,
+    received: list[Tensor],
+    kept: Sequence[int],
+    dim: int,
+    sizes: list[int],
+    chosen: list[int],
+    owned: bool,
+    joins: bool,
+) -> Tensor:
+    """Return the part that this rank keeps with received parts added to it: joined from sums, or added in place."""
+    own = block.narrow(*kept) if kept else block
     out = own if owned else own.clone(memory_format=torch.contiguous_format)
-    targets = out.split_with_sizes(sizes, dim)
-    add_to_all([targets[i] for i in chosen], received)
+    parts = list(out.split_with_sizes(sizes, dim))
+    if joins:
+        for i, part in zip(chosen, received, strict=True):
+            parts[i] = part.add_(parts[i])
+        return collectives.concatenate(parts, dim)
+    add_to_all([parts[i] for i in chosen], received)
     return out
 
 

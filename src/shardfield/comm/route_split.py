@@ -46,21 +46,17 @@ class Parts(NamedTuple):
 class RouteSplit(NamedTuple):
     """A route of one region for each peer along one dim, as the fewest calls of torch: a split, then a concatenation.
 
-    peers: the receivers of the first parts of `sources`. own: index in `sources.chosen` of the part that this rank
-    keeps, None if it keeps the full block. order: the result as a concatenation along `dim` of received parts, by
-    index; -1 is the part that this rank keeps. added: regions of the result to which received parts are added, instead.
-    divided: `sources` with the part that this rank keeps divided as `added` divides it, so that one split serves both;
-    for a block that may be overwritten. kept: the index of its first part, their number, and its start and length.
+    peers: the receivers of the first parts of `sources`. kept: dim, start and length of the part that this rank keeps,
+    empty if it keeps the full block. order: the result as a concatenation along `dim` of received parts, by index; -1
+    is the part that this rank keeps. added: regions of the result to which received parts are added, instead.
     """
 
     sources: Parts
     peers: tuple[int, ...]
-    own: int | None
+    kept: tuple[int, ...]
     dim: int
     order: tuple[int, ...]
     added: Parts | None
-    divided: Parts | None = None
-    kept: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @staticmethod
     def of(route: Route) -> RouteSplit | None:
@@ -77,19 +73,14 @@ class RouteSplit(NamedTuple):
         sources = Parts.of(regions if full else [*regions, source], sizes)
         if sources is None:
             return None
-        peers, own = tuple(peer for peer, _ in route.send), None if full else len(regions)
+        peers, kept = tuple(peer for peer, _ in route.send), tuple[int, ...]()
+        if not full:
+            at = sources.chosen[len(regions)]
+            kept = sources.dim, sum(sources.sizes[:at]), sources.sizes[at]
         if route.steps is not None:
             if any(kind == 2 or (kind == 1 and len(route.targets[i].ranges) != 1) for kind, i, _ in route.steps):
                 return None
             order = tuple(i if kind else -1 for kind, i, _ in route.steps)
-            return RouteSplit(sources, peers, own, target.ranges[0][0], order, None)
+            return RouteSplit(sources, peers, kept, target.ranges[0][0], order, None)
         added = Parts.of(route.targets, dict(route.sizes_out)) if route.add and route.keeps_all else None
-        if added is None:
-            return None
-        if own is None or sources.dim != added.dim:
-            return RouteSplit(sources, peers, own, added.dim, (), added)
-        at, more = sources.chosen[own], len(added.sizes) - 1
-        kept = at, more + 1, sum(sources.sizes[:at]), sources.sizes[at]
-        sizes_of_both = [*sources.sizes[:at], *added.sizes, *sources.sizes[at + 1 :]]
-        divided = Parts(sources.dim, sizes_of_both, [i + more if i > at else i for i in sources.chosen])
-        return RouteSplit(sources, peers, own, added.dim, (), added, divided, kept)
+        return None if added is None else RouteSplit(sources, peers, kept, added.dim, (), added)

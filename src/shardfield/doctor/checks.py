@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import native
 from ..distributed.launch import Launch, detect
 from ..errors import WorldError
 
@@ -53,6 +54,7 @@ class Process(NamedTuple):
     files: int  # soft limit of open files
     files_max: int  # hard limit
     shared: int | None  # free bytes of /dev/shm
+    leaves: str  # which leaf functions run
 
 
 def this_process() -> Process:
@@ -73,6 +75,7 @@ def this_process() -> Process:
         files=soft if soft != resource.RLIM_INFINITY else unlimited,
         files_max=hard if hard != resource.RLIM_INFINITY else unlimited,
         shared=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else None,
+        leaves=native.state(),
     )
 
 
@@ -89,6 +92,7 @@ def check_process(process: Process) -> tuple[list[Finding], Launch | None]:
         _version("python", process.python, PYTHONS, f"install Python {_dotted(PYTHONS[0])} to {_dotted(PYTHONS[1])}"),
         _version("torch", process.torch, TORCHES, f"install torch {_dotted(TORCHES[0])} to {_dotted(TORCHES[1])}"),
     ]
+    findings.append(Finding("native", "ok", f"leaf functions {process.leaves}"))
     launch, found = _launcher(process.env)
     findings += [*found, *_backend(process), *_devices(process, launch), _files(process, launch)]
     if launch is not None and launch.world_size > 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import runtime
 from ...comm import collectives
+from ...native import leaf
 from .stat_groups import SMALL, SplitGroupStats
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ class SmallNorm:
     def __init__(self, norm: ShardedNorm):
         scheme = norm.scheme
         self.norm, self.scheme = norm, scheme
-        self.is_split = isinstance(scheme, SplitGroupStats)  # statistics of other schemes broadcast as they are
-        self._moment_dims = [d + 1 for d in scheme.moment_dims]  # of two stacked views
-        self._sum_dims = [d + 1 for d in scheme.sum_dims]
+        # Of each channel; statistics of other schemes broadcast as they are.
+        self.group_of = scheme.group_of if isinstance(scheme, SplitGroupStats) else None
+        self._moment_dims = tuple([d + 1 for d in scheme.moment_dims])  # of two stacked views
+        self._sum_dims = tuple([d + 1 for d in scheme.sum_dims])
         # As tensors of the dtype of the other operand: a number, or another dtype, takes torch twice as long.
         self._eps, self._share = (
             torch.tensor(value, dtype=torch.float64, device="cpu") for value in (norm.eps, 1 / scheme.total)
@@ -43,50 +45,79 @@ class SmallNorm:
 
     def forward(self, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None):
         """Return the result, and mean and variance in fp64."""
-        scheme = self.scheme
-        wide = scheme.view(input).double()
-        moments = torch.stack([wide, wide * wide])
-        if self._moment_dims:  # torch sums over all dims for none
-            moments = moments.sum(self._moment_dims, True)
-        if self.is_split:
-            moments = scheme.merge(moments)
-        moments.mul_(self._share)
+        wide, moments = norm_moments(input, self.scheme.shape, self._moment_dims, self._share)
+        if self.group_of is not None:
+            moments = self.scheme.merge(moments)
         for group in self.norm.stat_groups:
             moments = collectives.all_reduce_(moments, group)
-        mean, second = moments.unbind()
-        variance = torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
-        rstd = (variance + self._eps).rsqrt_().float()
-        if self.is_split:
-            normalized = wide.sub_(scheme.expand_stat(mean)).float().mul_(scheme.expand_stat(rstd))
-        else:
-            normalized = wide.sub_(mean).float().mul_(rstd)
-        w = None if weight is None else scheme.expand_param(weight, torch.float32)
-        ctx.save_for_backward(input, weight, normalized, rstd, w)
-        if w is None:
-            out = normalized.clone() if bias is None else normalized + scheme.expand_param(bias, torch.float32)
-        elif bias is None:
-            out = normalized * w
-        else:
-            out = torch.addcmul(scheme.expand_param(bias, torch.float32), normalized, w)
+        out, mean, variance, *saved = normalize(
+            wide, moments, self._eps, weight, bias, self.scheme.param_shape, self.group_of
+        )
+        ctx.save_for_backward(input, weight, *saved)
         return out, mean, variance
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
-        norm, scheme = self.norm, self.scheme
+        norm = self.norm
         input, weight, normalized, rstd, w = ctx.saved_tensors
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
-        g = scheme.view(grad if grad.dtype is torch.float32 else grad.float())
-        sums = torch.stack([g, g * normalized])
-        if self._sum_dims:
-            sums = sums.sum(self._sum_dims, True)
+        g, sums = norm_grad_sums(grad, normalized, self.scheme.shape, self._sum_dims)
         stats, params = norm.reduce_channel_sums(sums, w, want_input, want_weight or want_bias)
         grad_input = None
         if want_input:
-            scale = scheme.expand_stat(rstd) if self.is_split else rstd
-            scale = scale if w is None else scale * w
-            # (g * w - level / n - normalized * slope / n) * rstd; the sums of a batch norm are without the weight
-            level, slope = (stats * (scale if norm.batch else rstd)).mul_(self._grad_share).unbind()
-            if self.is_split:
-                level, slope = scheme.expand_stat(level), scheme.expand_stat(slope)
-            grad_input = torch.addcmul(level, normalized, slope).addcmul_(g, scale)
+            grad_input = norm_grad_input(g, normalized, stats, rstd, w, self._grad_share, norm.batch, self.group_of)
         return norm.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
+
+
+# ---------------------------------------------------------------------- between the messages
+
+
+@leaf
+def norm_moments(input: Tensor, shape: tuple, dims: tuple, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the view of a block in fp64, and this rank's share of its first and second moments."""
+    wide = input.view(shape).double()
+    moments = torch.stack([wide, wide * wide])
+    if dims:  # torch sums over all dims for none
+        moments = moments.sum(dims, True)
+    return wide, moments.mul_(share)
+
+
+@leaf
+def normalize(
+    wide: Tensor, moments: Tensor, eps: Tensor, weight: Any, bias: Any, shape: tuple, group_of: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the result, mean and variance, and what backward needs: the normalized block, 1 / std and the weight."""
+    mean, second = moments.unbind()
+    variance = torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
+    rstd = (variance + eps).rsqrt_().float()
+    normalized = wide.sub(spread(mean, group_of)).float().mul_(spread(rstd, group_of))
+    w, b = (None if p is None else p.reshape(shape).float() for p in (weight, bias))
+    if w is None:
+        out = normalized.clone() if b is None else normalized + b
+    else:
+        out = normalized * w if b is None else torch.addcmul(b, normalized, w)
+    return out, mean, variance, normalized, rstd, w
+
+
+@leaf
+def norm_grad_sums(grad: Tensor, normalized: Tensor, shape: tuple, dims: tuple) -> tuple[Tensor, Tensor]:
+    """Return the view of a gradient, and its sums and those of it times the normalized value, stacked."""
+    g = grad.float().view(shape)
+    sums = torch.stack([g, g * normalized])
+    return g, sums.sum(dims, True) if dims else sums
+
+
+@leaf
+def norm_grad_input(
+    g: Tensor, normalized: Tensor, stats: Tensor, rstd: Tensor, w: Any, share: Tensor, batch: bool, group_of: Any
+) -> Tensor:
+    """Return (g * w - level / n - normalized * slope / n) * rstd; the sums of a batch norm are without the weight."""
+    scale = spread(rstd, group_of)
+    scale = scale if w is None else scale * w
+    level, slope = (stats * (scale if batch else rstd)).mul_(share).unbind()
+    return torch.addcmul(spread(level, group_of), normalized, spread(slope, group_of)).addcmul_(g, scale)
+
+
+def spread(statistic: Tensor, group_of: Tensor | None) -> Tensor:
+    """Expand a statistic to broadcast against the view."""
+    return statistic if group_of is None else statistic.index_select(1, group_of)
