@@ -287,10 +287,24 @@ def shared():
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64))
 
 
+class Biased(nn.Module):
+    """Attend with a learned bias: torch stores the weights for its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 96, 96))
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, self.bias)
+
+
 def test_work():
     found = check(shared, (2, 40, 16), (2,), dims=(1,), even=True)
     assert found and not found.lost and found.input_balance == 1.0
     assert found.balance < 1.01 and found.redundancy < 1.05, found
+    biased = check(Biased, (2, 96, 64), (2,), dims=(1,), even=True)
+    assert biased and biased.redundancy < 1.05, biased
     uneven = check(shared, (2, 40, 16), (2,), dims=(1,))
     assert uneven.input_balance == pytest.approx(26 / 20) and uneven.balance == pytest.approx(1.3, abs=0.03)
     replicated = check(Replicated, (2, 160, 16), (2,), dims=(1,), even=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardfield import ShardingError, ShardTensor, explain, runtime, scatter_tensor, strict
-from shardfield.dispatch.lost_sharding import lost_axes, shares_of
+from shardfield.dispatch.lost_sharding import imbalances, lost_axes, shares_of
 from shardfield.layout import Layout
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
@@ -179,6 +179,41 @@ def test_grown_partial():
     run_on_ranks(grown_partial, 2)
 
 
+# Calls on a field sharded along columns -> the functions with an unbalanced result.
+SKEWS = {
+    "half of the columns": (lambda x: torch.relu(x[:, : COLUMNS // 2]), {"__getitem__": 2.0}),
+    "two halves": (lambda x: x.chunk(2, 1), {"chunk": 2.0}),
+    "every second column": (lambda x: x[:, ::2], {}),
+    "most columns": (lambda x: x[:, : 3 * COLUMNS // 4], {}),
+    "a small crop": (lambda x: x[:, : COLUMNS // 4], {}),
+    "rows": (lambda x: x[: ROWS // 2], {}),
+    "few elements": (lambda x: x[:8, : COLUMNS // 2], {}),
+    "an unbalanced operand": (lambda x: x.redistribute(sharding_shapes=[(COLUMNS, 0)]).relu(), {}),
+}
+
+
+def skewed():
+    """What `explain` lists, with a warning for each function; `strict` refuses none."""
+    x = field(world_mesh((2,)), Shard(1)).repeat(4, 1)
+    for name, (call, found) in SKEWS.items():
+        with warnings.catch_warnings(record=True) as caught, strict(), explain() as report:
+            warnings.simplefilter("always")
+            runtime.active.warned.clear()
+            call(x)
+            call(x)
+        times = [(r.op, r.unbalanced) for r in report.unbalanced]
+        assert times == 2 * [(op, {"h": n}) for op, n in found.items()], (name, times)
+        assert [str(w.message).split(":")[:2] for w in caught] == [
+            ["shardfield", f" {op} unbalanced over axis 'h'"] for op in found
+        ], (name, caught)
+        events = f"0 lost sharding, {2 * len(found)} unbalanced"
+        assert events in str(report) and bool(found) == ("(2 even shares on one rank)" in str(report)), str(report)
+
+
+def test_unbalanced():
+    run_on_ranks(skewed, 2)
+
+
 class Of:
     """A tensor of a layout alone."""
 
@@ -210,6 +245,23 @@ def decide():
     # an operand that is sharded over one axis alone, and one with fewer rows than ranks
     assert shares_of([tiles, Of(mesh, [Shard(0), Replicate()], (8, 12))]) == {0: 48, 1: 24}
     assert shares_of([Of(mesh, [Shard(0), Shard(0)], (3, 99)), Of(mesh, [Shard(1), Replicate()], (9, 1))]) == {}
+    for one, other in (
+        ([Shard(1), Replicate()], [Shard(0), Shard(1)]),
+        ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        ([Shard(0), Replicate()], [Replicate(), Shard(1)]),
+    ):
+        parts = [scatter_tensor(torch.randn(n, 12), 0, mesh, p) for n, p in ((9, one), (8, other))]
+        joined = torch.cat(parts)
+        assert set(joined._layout.shard_axes) == {0, 1}, joined._layout
+        assert joined.full_tensor().equal(torch.cat([p.full_tensor() for p in parts]))
+    # of two axes that shard one dim, the inner one has what the outer one does not explain
+    for sizes, times in (
+        ((4, 4, 0, 0), {0: 2.0}),
+        ((4, 0, 0, 4), {1: 2.0}),
+        ((8, 0, 0, 0), {0: 2.0, 1: 2.0}),
+        ((3, 2, 2, 1), {}),
+    ):
+        assert imbalances(Of(mesh, [Shard(0), Shard(0)], (8, 2), {0: sizes})._layout) == times
     one = Of(mesh, [Shard(0), Replicate()], (2,))
     assert lost_axes(shares_of([one]), Of(mesh, [Replicate()] * 2, (1,)))[0] == []
 
@@ -237,9 +289,9 @@ def test_the_module_is_named():
 # ---------------------------------------------------------------------- the case tables
 
 # Functions of rows that lose a sharding when their first tensor is sharded evenly along one dim over two ranks, where
-# 16 elements count as many: no others may. affine_grid of matrices of 3 x 4 that are sharded, images of bytes that are
-# resampled, and the few modes that are written into an empty spectrum.
-KNOWN_LOSSES = set("affine_grid interpolate __setitem__".split())
+# 16 elements count as many: no others may. affine_grid of matrices of 3 x 4 that are sharded, and the few modes that
+# are written into an empty spectrum.
+KNOWN_LOSSES = set("affine_grid __setitem__".split())
 
 
 def lost_in_tables(part: int, parts: int) -> list[tuple[str, str, str, str]]:

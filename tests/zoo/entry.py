@@ -30,8 +30,9 @@ class Entry:
 
     A factory without a shape here returns the tensors too, of which the first is sharded, or those that `sharded`
     names. Without its `package` the row is skipped. `gathers`: the calls that have no rule. `lost`: the functions that
-    lose a sharding. `balance` and `redundancy`: the largest accepted figures; the fields are tiny, so windows of a few
-    rows and the indices of a graph show in them. `steps`: of gradient descent.
+    lose a sharding. `unbalanced`: those with an unbalanced result. `balance` and `redundancy`: the largest accepted
+    figures; the fields are tiny, so windows of a few rows and the indices of a graph show in them. `steps`: of gradient
+    descent.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Entry:
     package: str = "torch"
     gathers: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    unbalanced: tuple[str, ...] = ()
     balance: float = 1.2
     redundancy: float = 1.15
     steps: int = 3

@@ -51,3 +51,4 @@ def test_model(name, mesh, dims):
         row += [found.balance / found.input_balance, found.redundancy, found.bytes, found.messages]
         with open(Path(results), "a") as file:
             file.write(json.dumps(row) + "\n")
+    assert {call.split()[0] for call in found.unbalanced} <= set(entry.unbalanced), found.unbalanced

@@ -78,11 +78,20 @@ def record_lost(axes: dict[str, int]) -> bool:
     return True
 
 
+def record_unbalanced(axes: dict[str, float]) -> None:
+    """Record axes over which the current call's result is unbalanced: name -> its largest shard in even shares."""
+    observer = runtime.active.observer
+    row = None if observer is None else observer._row
+    if row is not None:
+        row.unbalanced.update(axes)
+
+
 class Row:
     """One call: its module, its outcome, the layouts, and the messages of this rank.
 
-    `lost`: mesh axis -> bytes of results that lost their sharding over it, so that every rank has all of them. `costs`:
-    strategy -> its estimated cost in bytes, where a rule chose among several.
+    `lost`: mesh axis -> bytes of results that lost their sharding over it, so that every rank has all of them.
+    `unbalanced`: mesh axis -> the largest shard of a result over it, divided by an even share, if this is two or more
+    and the operands are balanced. `costs`: strategy -> its estimated cost in bytes, where a rule chose among several.
 
     `messages` and `bytes` are forward, `back_messages` and `back_bytes` what its backward sent; `kinds` counts the
     collectives of both by name. `compiled`: the call is part of a compiled program, which sent its messages.
@@ -94,6 +103,7 @@ class Row:
         self.messages = self.bytes = self.back_messages = self.back_bytes = 0
         self.kinds: dict[str, int] = {}
         self.lost: dict[str, int] = {}
+        self.unbalanced: dict[str, float] = {}
         self.costs: dict[str, float] = {}
 
     @property
@@ -102,7 +112,10 @@ class Row:
         costs = ", ".join(f"{name} {cost / 1e3:,.{0 if cost >= 99_950 else 1}f}" for name, cost in self.costs.items())
         why = [f"cost in kB: {costs}"] if len(self.costs) > 1 else []
         lost = [f"lost sharding over axis {axis!r} ({nbytes} bytes)" for axis, nbytes in self.lost.items()]
-        return ", ".join([self.ending, *why, *lost, *["compiled"] * self.compiled])
+        skewed = [
+            f"unbalanced over axis {axis!r} ({n:.3g} even shares on one rank)" for axis, n in self.unbalanced.items()
+        ]
+        return ", ".join([self.ending, *why, *lost, *skewed, *["compiled"] * self.compiled])
 
     def __repr__(self) -> str:
         return f"<{self.module} {self.op}: {self.ending}, {self.messages}+{self.back_messages} messages>"
@@ -139,6 +152,11 @@ class Report:
     def lost(self) -> list[Row]:
         """The calls that lost a sharding: a result as large as a rank's share is on every rank."""
         return [r for r in self.rows if r.lost]
+
+    @property
+    def unbalanced(self) -> list[Row]:
+        """The calls whose result is unbalanced: one rank has at least twice an even share of it, and of no operand."""
+        return [r for r in self.rows if r.unbalanced]
 
     def _all_rows(self) -> list[Row]:
         return [*self.rows, self._unattributed] if self._unattributed.kinds else self.rows
@@ -191,7 +209,7 @@ class Report:
         """Add the row of a call of a compiled program that runs in the module `where`."""
         again = Row("/".join(part for part in (where, row.module) if part), row.op, row.inputs)
         again.ending, again.output, again.compiled, again.lost = row.ending, row.output, True, row.lost
-        again.costs = row.costs
+        again.unbalanced, again.costs = row.unbalanced, row.costs
         self.rows.append(again)
         return again
 
@@ -223,7 +241,7 @@ class Report:
         total = [
             sum(getattr(r, n) for r in self._all_rows()) for n in ("messages", "bytes", "back_messages", "back_bytes")
         ]
-        events = f"{len(self.gathers)} gathered, {len(self.lost)} lost sharding"
+        events = f"{len(self.gathers)} gathered, {len(self.lost)} lost sharding, {len(self.unbalanced)} unbalanced"
         body.append(("total", "", events, "", "", *map(str, total)))
         limits = [48, 48, 96, *[48] * 6]
         table = [
@@ -263,7 +281,8 @@ def explain() -> Iterator[Report]:
     """Report every call on ShardTensors inside: `with explain() as report: loss = model(x).sum(); loss.backward()`.
 
     `print(report)` shows, for each call, the module it was made in, whether a rule or a gather ran it, the sharding it
-    lost, the layouts in and out, and the messages and bytes this rank sent for it, forward and backward.
+    lost, whether one rank has far more of its result than others, the layouts in and out, and the messages and bytes
+    this rank sent for it, forward and backward.
     """
     with observe(Report()) as report:
         yield report

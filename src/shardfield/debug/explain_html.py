@@ -45,7 +45,8 @@ def page(report: Any) -> str:
     calls = sum(len(rows) for rows in modules.values())
     summary = (
         f"{calls} calls, {report.messages} messages, {_bytes(report.bytes)} sent by this rank. "
-        f"{_mark('gather', f'{len(report.gathers)} gathered')} {_mark('lost', f'{len(report.lost)} lost sharding')}"
+        f"{_mark('gather', f'{len(report.gathers)} gathered')} {_mark('lost', f'{len(report.lost)} lost sharding')} "
+        f"{_mark('lost', f'{len(report.unbalanced)} unbalanced')}"
     )
     head = "".join(f"<th>{name}</th>" for name in ("module, op", "bytes", "messages", "sent", "by", "in", "out"))
     return (
@@ -69,6 +70,7 @@ def _module(name: str, rows: list[Any], largest: int) -> str:
         for kind, text, count in (
             ("gather", "gathered", sum(r.ending == "gather" for r in rows)),
             ("lost", "lost sharding", sum(bool(r.lost) for r in rows)),
+            ("lost", "unbalanced", sum(bool(r.unbalanced) for r in rows)),
         )
         if count
     )
@@ -107,7 +109,7 @@ def _alike(row: Any) -> tuple[Any, ...]:
 
 
 def _outcome(row: Any) -> str:
-    kind = "gather" if row.ending == "gather" else "lost" if row.lost else ""
+    kind = "gather" if row.ending == "gather" else "lost" if row.lost or row.unbalanced else ""
     return _mark(kind, row.outcome)
 
 

@@ -49,6 +49,7 @@ class Parity:
     first: str | None = None  # the first submodule whose output differs
     gathers: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # calls that lost a sharding, and the axes
+    unbalanced: list[str] = field(default_factory=list)  # calls with unbalanced results, and the axes
     messages: int = 0
     bytes: int = 0
     table: str = ""
@@ -91,6 +92,7 @@ class Parity:
             lines.append(f"the first submodule whose output differs: {self.first}")
         lines.append(f"gathered: {', '.join(self.gathers)}" if self.gathers else "no call gathered its operands")
         lines.append(f"lost sharding: {', '.join(self.lost)}" if self.lost else "no result lost its sharding")
+        lines.append(f"unbalanced: {', '.join(self.unbalanced)}" if self.unbalanced else "no result is unbalanced")
         lines.append(
             f"work: balance {self.balance:.2f} (shards of the input {self.input_balance:.2f}), "
             f"redundancy {self.redundancy:.2f}"
@@ -124,7 +126,8 @@ def check(
     afterwards are compared; after `steps` of gradient descent the parameters and buffers too. Finite numbers may differ
     by `tolerance` relative to the largest (1e-9 in float64, 1e-5 in float32), or by ten times the rounding noise of one
     device, which a second run that rounds differently measures. If outputs differ, the report names the first submodule
-    whose output differs. The report also lists gathers, lost shardings, and how the ranks share the work.
+    whose output differs. The report also lists gathers, lost shardings, unbalanced
+    results, and how the ranks share the work.
 
     The model is in training mode except for dropout and stochastic depth, whose random numbers are not those of one
     device. If it still draws random numbers, it is compared with a run on the replicated field, which draws the same
@@ -218,6 +221,9 @@ def _compare(
     report = sharded.report
     found.gathers = sorted({row.op for row in report.gathers})
     found.lost = sorted({f"{row.op} over axis {' and '.join(map(repr, row.lost))}" for row in report.lost})
+    found.unbalanced = sorted(
+        {f"{row.op} over axis {' and '.join(map(repr, row.unbalanced))}" for row in report.unbalanced}
+    )
     found.messages, found.bytes, found.table = report.messages, report.bytes, str(report)
     found.input_balance = _balance_of(shard_input(field, mesh, next(iter(chosen.values())), even)._layout)
     # In call order. Every rank compares all outputs, because full_tensor() communicates.

@@ -77,13 +77,14 @@ class WorkCounter(DispatchMode):
 
     def _work_of(self, func: Any, args: Any, kwargs: dict, out: Any) -> int:
         packet = getattr(func, "_overloadpacket", None)
-        if packet is None or func.namespace == "c10d" or func.is_view or "empty" in func._schema.name:
-            return 0
+        name = func._schema.name
+        if packet is None or func.namespace == "c10d" or func.is_view or "empty" in name or name.endswith("_choice"):
+            return 0  # `_fused_sdp_choice` names a kernel
         virtual = runtime.active.virtual
         if virtual is not None and virtual.copying:  # a message between virtual ranks
             return 0
         tensors: list[Tensor] = []
-        reads = () if func._schema.name.startswith("aten::new_") else (args, kwargs)
+        reads = () if name.startswith("aten::new_") else (args, kwargs)
         map_tensors((reads, out), tensors.append)
         sizes = [_elements(t) for t in tensors]
         if not any(sizes):  # a rule that probes torch for a shape

@@ -1,9 +1,12 @@
-"""Find calls whose results lose a sharding: an event like a gather, which `explain` lists and `strict` refuses.
+"""Find calls whose results lose a sharding, an event that `explain` lists and `strict` refuses, or become unbalanced.
 
 The promise: a result at least as large as a rank's share of its sharded operands stays sharded over the mesh axes they
 were sharded on. A result that is Partial over an axis, or deferred, has not lost it yet: it keeps `_pending_shares`,
 and the call that makes it Replicate loses the sharding. A gradient has the placement of its value, so it needs no
 examination of its own.
+
+A result is unbalanced if a rank has at least twice an even share of it, and of no operand: few ranks compute what
+follows. A crop may want this, so `strict` does not refuse it.
 
 The decision follows from layouts, so it is the same on all ranks. While calls are observed, every call is examined;
 otherwise only calls that made a plan: shardfield warns once for each function, so calls with a cached plan need no
@@ -24,13 +27,15 @@ from torch import Tensor
 from .. import runtime
 from ..debug import explain
 from ..errors import ShardingError
-from ..layout import Layout
+from ..layout import Layout, outer_shard_sizes
 from .torch_aliases import function_name
 
 USER_LEVEL_MODULES = (
     "shardfield.models.",
     "shardfield.train.",
 )  # a warning may point at a line of these modules, as at user code
+
+UNBALANCED = 2.0  # the largest shard, in even shares, from which on a result is unbalanced
 
 # Functions whose results take no values from operands, or each from an operand of its own.
 UNRELATED = frozenset(
@@ -90,13 +95,52 @@ def _lost_by_plain(shares: Mapping[int, int], layout: Layout) -> list[int]:
     return [axis for axis, share in shares.items() if layout.numel >= max(share, layout.axis_sizes[axis])]
 
 
+def imbalances(layout: Layout) -> dict[int, float]:
+    """Return mesh axis -> the largest shard over it in even shares, of axes over which this is at least `UNBALANCED`.
+
+    Of two axes that shard one dim, the inner one has what the outer one does not explain. A dim with fewer indices than
+    ranks does not count.
+    """
+    found: dict[int, float] = {}
+    for factor in (f for d in layout.dims for f in d):
+        parts = len(factor.shard_sizes)
+        if not factor.axes or factor.size < parts or max(factor.shard_sizes) * parts < UNBALANCED * factor.size:
+            continue
+        outer = 1.0
+        for number, axis in enumerate(factor.axes, 1):
+            sizes = outer_shard_sizes(factor.shard_sizes, math.prod(layout.axis_sizes[a] for a in factor.axes[number:]))
+            largest = max(sizes) * len(sizes) / factor.size
+            if largest >= UNBALANCED * outer:
+                found[axis] = largest / outer
+            outer = largest
+    return found
+
+
+def unbalanced_axes(shares: Mapping[int, int], operands: Iterable[Any], result: Any) -> dict[int, float]:
+    """Return the `imbalances` of a result that its operands do not have.
+
+    A result that is smaller than a rank's share of the operands, or of which no rank has `Runtime.min_scattered`
+    elements, is too small to count.
+    """
+    layout: Layout = result._layout
+    found = imbalances(layout)
+    if not found or layout.numel < max(shares.values()):
+        return {}
+    ranks = math.prod(layout.axis_sizes[a] for a in layout.shard_axes)
+    if layout.numel * math.prod(found.values()) < runtime.active.min_scattered * ranks:
+        return {}
+    before = {axis for tensor in operands for axis in imbalances(tensor._layout)}
+    return {axis: times for axis, times in found.items() if axis not in before}
+
+
 def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
-    """Record, warn of or refuse the sharding that the results of a call on ShardTensors have lost."""
+    """Record, warn of or refuse lost shardings of the results of a call on ShardTensors; record unbalanced results."""
     layout: Layout | None = getattr(out, "_layout", None)
     if (
         layout is not None
         and layout.is_sharded_over_all_axes
         and out._pending_shares is None
+        and not imbalances(layout)
         and not (kwargs and "out" in kwargs)
     ):
         return  # most results: no axis is left to be lost
@@ -105,6 +149,7 @@ def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) 
     if not shares or name in UNRELATED:
         return
     lost: dict[int, int] = {}
+    unbalanced: dict[int, float] = {}
     target, given = args[0] if name == "__setitem__" else out, (kwargs or {}).get("out")
     for plain in _plain_tensors((target if args and target is args[0] else None, given)):  # that were written
         layout = Layout.replicate(next(iter(sharded_tensors((args, kwargs))))._layout.mesh, plain.shape)
@@ -118,6 +163,18 @@ def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) 
         for axis in axes:
             lost[axis] = lost.get(axis, 0) + result._layout.numel * result.dtype.itemsize
             worst = result._layout
+        found = unbalanced_axes(shares, sharded_tensors((args, kwargs)), result)
+        if found:
+            unbalanced, skewed = found, result._layout
+    if unbalanced:
+        times = {axis_name(skewed, a): n for a, n in unbalanced.items()}
+        explain.record_unbalanced(times)
+        warn_once(
+            name,
+            "unbalanced",
+            f"unbalanced over axis {_quoted(times)}: one rank has {math.prod(times.values()):.3g} times "
+            f"an even share of its result {skewed}. explain() lists such calls.",
+        )
     if lost and explain.record_lost({axis_name(worst, a): n for a, n in sorted(lost.items())}):
         report(name, worst, sorted(lost), max(lost.values()))
 
@@ -131,20 +188,26 @@ def examined(found: Callable, func: Any, types: Any, args: tuple, kwargs: dict) 
 
 def report(name: str, layout: Layout, axes: list[int], nbytes: int) -> None:
     """Refuse a lost sharding inside `strict()`, else warn once for each function."""
-    over = " and ".join(f"{axis_name(layout, a)!r}" for a in axes)
+    over = _quoted(axis_name(layout, a) for a in axes)
     text = f"lost sharding over axis {over}: each rank has its result as {layout}"
     if runtime.active.strict_sharding:
         raise ShardingError(f"{name}: strict() refuses it: {text}")
+    warn_once(name, "lost sharding", f"{text}, {nbytes} bytes. explain() lists such calls, strict() refuses them.")
+
+
+def warn_once(name: str, event: str, text: str) -> None:
+    """Warn of an event once for each function, and once for each line of the user's."""
     warned, level = runtime.active.warned, user_stacklevel()
     frame = sys._getframe(level - 1)
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # calls made inside a call have its line
-    if name in warned or f"{name}: lost sharding" in warned or line in warned:
+    if name in warned or f"{name}: {event}" in warned or line in warned:
         return
-    warned.update((f"{name}: lost sharding", line))
-    warnings.warn(
-        f"shardfield: {name} {text}, {nbytes} bytes. explain() lists such calls, strict() refuses them.",
-        stacklevel=level,
-    )
+    warned.update((f"{name}: {event}", line))
+    warnings.warn(f"shardfield: {name} {text}", stacklevel=level)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def axis_name(layout: Layout, axis: int) -> str:

@@ -11,7 +11,7 @@ square.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -71,11 +71,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def select_kernel(
-    q: Tensor, v: Tensor, bias: Tensor | None, *, dropout: DropoutMaskFn | None, bias_grad: bool
+    q: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    dropout: DropoutMaskFn | None,
+    bias_grad: bool,
+    weights: StoredWeights | None = None,
 ) -> Kernel:
     """Return the fastest kernel that supports these operands and options."""
     if dropout is not None or bias_grad or not q.shape[-1] or not v.shape[-1]:
-        return MathKernel(dropout)
+        return MathKernel(dropout, weights)
     if q.device.type == "cpu":
         return FlashCpu() if q.shape[-1] == v.shape[-1] else MathKernel()
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
@@ -225,11 +231,39 @@ def _align_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return padded.expand(*q.shape[:-1], columns)
 
 
-class MathKernel:
-    """Attention by its definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias."""
+def stores_weights(device: torch.device) -> bool:
+    """Return whether torch on one device stores the weights if the bias requires grad. Elsewhere it recomputes them."""
+    return device.type == "cpu"
 
-    def __init__(self, dropout_mask_fn: DropoutMaskFn | None = None):
+
+class StoredWeights:
+    """The weights of attention before dropout, in the order in which forward and backward compute them.
+
+    They are relative to the log-sum-exp of their block, which is stored with them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()):
+        self.tensors, self._taken = list(tensors), 0
+
+    def put(self, weights: Tensor, lse: Tensor) -> None:
+        self.tensors += [weights, lse]
+
+    def take(self, lse: Tensor) -> Tensor:
+        """Return the next weights, relative to the log-sum-exp of the full rows."""
+        weights, of_block = self.tensors[self._taken : self._taken + 2]
+        self._taken += 2
+        return weights * (of_block - lse).exp().unsqueeze(-1)
+
+
+class MathKernel:
+    """Attention by its definition, in fp32 or better: any dtype and device, dropout, and the gradient of the bias.
+
+    weights: where forward stores the weights. A backward that has them does not compute the scores again.
+    """
+
+    def __init__(self, dropout_mask_fn: DropoutMaskFn | None = None, weights: StoredWeights | None = None):
         self.dropout_mask_fn = dropout_mask_fn
+        self.weights = weights
 
     def _row_chunks(self, q: Tensor, k: Tensor) -> list[tuple[int, int]]:
         rows = q.shape[-2]
@@ -252,6 +286,8 @@ class MathKernel:
             scores = self._scores(q, k, bias, causal, scale, first, last)
             lse = scores.logsumexp(-1)
             weights = (scores - neg_inf_to_zero(lse).unsqueeze(-1)).exp()
+            if self.weights is not None:
+                self.weights.put(weights, lse)
             if self.dropout_mask_fn is not None:
                 weights = weights * self.dropout_mask_fn(first, last)
             outs.append(weights @ v.to(weights.dtype))
@@ -266,8 +302,11 @@ class MathKernel:
         for first, last in self._row_chunks(q, k):
             rows = slice(first, last)
             g = grad[..., rows, :].to(dtype)
-            scores = self._scores(q, k, bias, causal, scale, first, last)
-            weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
+            if self.weights is not None:
+                weights = self.weights.take(lse[..., rows])
+            else:
+                scores = self._scores(q, k, bias, causal, scale, first, last)
+                weights = (scores - lse[..., rows].unsqueeze(-1)).exp()
             dweights = g @ v_.mT
             dropped = weights
             if self.dropout_mask_fn is not None:

@@ -25,7 +25,7 @@ from ...dispatch.write_tracking import SavedTensor
 from ...layout import Span
 from ...triton_kernels import fold as fused
 from .._common.autocast import autocast_disabled
-from .block_kernels import expand_heads, neg_inf_to_zero
+from .block_kernels import StoredWeights, expand_heads, neg_inf_to_zero, stores_weights
 from .causal_tiles import Tile
 from .kv_blocks import pack_pair, pack_spans, restore_spans, take_spans, unpack_pair
 from .result_order import HEADS_INSIDE, in_order
@@ -59,9 +59,11 @@ class _RingAttention(adjoints.Collective):
     @staticmethod
     def forward(ctx, plan, q, k, v, mask, head_index, key, order):
         log = runtime.active.message_log
+        stores = ctx.needs_input_grad[4] and log is None and stores_weights(q.device)
+        weights = StoredWeights() if stores else None
         with autocast_disabled(q):
             if log is None:
-                out, lse = _forward(plan, q, k, v, mask, head_index, key, order)
+                out, lse = _forward(plan, q, k, v, mask, head_index, key, order, weights)
             else:  # the results take less memory than the blocks of all ranks
                 out, lse = log.compute("attention", lambda: _forward(plan, q, k, v, mask, head_index, key, order))
         ctx.plan = plan
@@ -69,12 +71,14 @@ class _RingAttention(adjoints.Collective):
         # write. With saved-tensor hooks (a checkpoint) it is saved in the usual way, so that the hooks see it. In
         # inference mode there is no backward, and no version that would show a write.
         ctx.out = None if has_saved_tensor_hooks() or out.is_inference() else SavedTensor(out.detach())
-        ctx.save_for_backward(q, k, v, mask, head_index, key, out if ctx.out is None else None, lse)
+        stored = () if weights is None else weights.tensors
+        ctx.save_for_backward(q, k, v, mask, head_index, key, out if ctx.out is None else None, lse, *stored)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, mask, head_index, key, out, lse = ctx.saved_tensors
+        q, k, v, mask, head_index, key, out, lse, *stored = ctx.saved_tensors
+        weights = StoredWeights(stored) if stored else None
         if ctx.out is not None:
             out = ctx.out.checked_tensor()
             if not keeps_graph():
@@ -84,7 +88,7 @@ class _RingAttention(adjoints.Collective):
             if torch.is_grad_enabled():  # create_graph=True: use a differentiable formula
                 grads = _double_backward(ctx.plan, grad, (q, k, v, mask), needs_grad, head_index, key)
             else:
-                grads = _backward(ctx.plan, grad, q, k, v, mask, head_index, key, out, lse, needs_grad)
+                grads = _backward(ctx.plan, grad, q, k, v, mask, head_index, key, out, lse, weights, needs_grad)
         return None, *grads, None, None, None
 
 
@@ -138,12 +142,18 @@ def _packed_sizes(plan: RingPlan, k: Tensor, v: Tensor) -> list[int]:
 # ---------------------------------------------------------------------- forward
 
 
-def _forward(plan: RingPlan, q, k, v, mask, head_index, key, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _forward(
+    plan: RingPlan, q, k, v, mask, head_index, key, order: tuple[int, ...], weights: StoredWeights | None = None
+) -> tuple[Tensor, Tensor]:
     dtype = collectives.accumulate_dtype(q.dtype)
     rows = q.shape[-2]
+
+    def tiles_of(number: int, kb: Tensor, vb: Tensor) -> TileOperands:
+        return TileOperands(plan, number, q, kb, vb, mask, head_index, key, weights is not None, weights)
+
     if plan.has_one_tile and not plan.merge and q.shape[0] and q.shape[1]:
         ((kb, vb),) = _kv_blocks(plan, k, v)
-        ((tile, kernel, (qt, kt, vt, bias)),) = TileOperands(plan, 0, q, kb, vb, mask, head_index, key, False)
+        ((tile, kernel, (qt, kt, vt, bias)),) = tiles_of(0, kb, vb)
         block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
         return adjoints.detach_view(in_order(block_out.to(q.dtype), order)), block_lse.to(dtype)
     # The result is not a view: autograd would refuse a write into a view made here, but not on a rank with an empty
@@ -152,7 +162,7 @@ def _forward(plan: RingPlan, q, k, v, mask, head_index, key, order: tuple[int, .
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
     written = False
     for number, (kb, vb) in enumerate(_kv_blocks(plan, k, v)):
-        for tile, kernel, (qt, kt, vt, bias) in TileOperands(plan, number, q, kb, vb, mask, head_index, key, False):
+        for tile, kernel, (qt, kt, vt, bias) in tiles_of(number, kb, vb):
             block_out, block_lse = kernel.forward(qt, kt, vt, bias, tile.causal, plan.scale)
             if not written:
                 written = True
@@ -206,7 +216,18 @@ def _merge_ranks(out: Tensor, lse: Tensor, groups: Groups) -> tuple[Tensor, Tens
 
 
 def _backward(
-    plan: RingPlan, grad, q, k, v, mask, head_index, key, out, lse, needs_grad: Sequence[bool]
+    plan: RingPlan,
+    grad,
+    q,
+    k,
+    v,
+    mask,
+    head_index,
+    key,
+    out,
+    lse,
+    weights: StoredWeights | None,
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     dtype = collectives.accumulate_dtype(q.dtype)
     grad = grad.contiguous()
@@ -222,7 +243,7 @@ def _backward(
         dk: Tensor | None = None
         dv: Tensor | None = None
         for tile, kernel, (qt, kt, vt, bias) in TileOperands(
-            plan, number, q, kb, vb, mask, head_index, key, needs_grad[3]
+            plan, number, q, kb, vb, mask, head_index, key, needs_grad[3], weights
         ):
             operands = take_rows(grad, tile), qt, kt, vt, take_rows(out, tile), take_rows(lse, tile, -1)
             grads_of_tile = kernel.backward(*operands, bias, tile.causal, plan.scale)

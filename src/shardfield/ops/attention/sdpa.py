@@ -28,9 +28,9 @@ from ...debug import explain
 from ...dispatch.arguments import to_full_tensor
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import handler, handler_of, rule
-from ...layout import DimSharding, Layout, shard_sizes_of
+from ...layout import Layout
 from ...redistribute import redistribute
-from ...tensor import ShardTensor, wrap
+from ...tensor import ShardTensor
 from .._common.probe import probe, stand_in
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import (
@@ -44,6 +44,7 @@ from .causal_tiles import (
     plan_zigzag,
     visible_columns,
 )
+from .merged_dims import run_merged
 from .result_order import keep_order, result_order
 from .ring import attend
 from .ring_plan import Dropout, RingPlan
@@ -119,7 +120,7 @@ def sdpa_handler(func, types, args, kwargs):
     # A CausalBias implies that its module is imported. Importing it here would import the compiler, which takes 0.5 s.
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(bias, module.CausalBias):
-        return keep_order(_run_merged(func, types, args, kwargs, named), named)
+        return keep_order(run_merged(_sdpa_rule, func, types, args, kwargs, named), named)
     if named.get("is_causal"):
         raise ValueError("CausalBias should not be used with causal=True")
     rows, columns = bias.seq_len_q, bias.seq_len_kv
@@ -129,48 +130,7 @@ def sdpa_handler(func, types, args, kwargs):
     else:
         device = named["query"].device
         named["attn_mask"] = torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
-    return keep_order(_run_merged(func, types, (), named, named), named)
-
-
-def _run_merged(func, types, args, kwargs, named: dict[str, Any]) -> Any:
-    """Run the rule on sequences that may be merged dims, as the tokens of tiles. The result has the queries' layout.
-
-    Without a mask, causal order and dropout, attention does not depend on the order of rows and keys. A merged
-    sequence is then taken in the order in which ranks hold it, and nothing is exchanged. Otherwise the rule unmerges
-    the sequence, and the result is redistributed.
-    """
-    tensors: dict[str, Any] = {name: named.get(name) for name in ("query", "key", "value")}
-    layouts = [t._layout if isinstance(t, ShardTensor) and t.ndim > 1 else None for t in tensors.values()]
-    if all(x is None or len(x.dims[-2]) == 1 for x in layouts):
-        return _sdpa_rule(func, types, args, kwargs)
-    as_held = _order_is_free(layouts, named)
-    if as_held:
-        for (name, tensor), layout in zip(tensors.items(), layouts, strict=True):
-            if layout is not None:
-                named[name] = wrap(tensor._local_tensor, layout.with_dim(-2, _as_held(layout.dims[-2])))
-    out, query = _sdpa_rule(func, types, (), named), layouts[0]
-    if query is None or set(out._layout.axes_of(-2)) != set(query.axes_of(-2)):
-        return out
-    as_query = out._layout.with_dim(-2, *query.dims[-2])
-    return wrap(out._local_tensor, as_query) if as_held else out._redistribute_to(as_query)
-
-
-def _order_is_free(layouts: Sequence[Layout | None], named: dict[str, Any]) -> bool:
-    """Return whether the rows may be taken in any order, and the result of the rule has the sharding of the queries."""
-    if named.get("attn_mask") is not None or named.get("is_causal") or named.get("dropout_p"):
-        return False
-    query, key, value = layouts
-    if (key and key.dims[-2]) != (value and value.dims[-2]):
-        return False
-    used = {a for x in layouts if x is not None for a in x.nontrivial_axes(x.shard_axes)}
-    return used <= (set() if query is None else {a for d in range(query.ndim - 1) for a in query.axes_of(d)})
-
-
-def _as_held(factors: Sequence[DimSharding]) -> DimSharding:
-    """Return a merged dim as a simple one, with its rows in the order of ranks."""
-    sizes = [math.prod(parts) for parts in product(*(shard_sizes_of(f) for f in factors))]
-    axes = tuple(a for f in factors for a in f.axes)
-    return DimSharding(math.prod(f.size for f in factors), axes, tuple(sizes) if axes else ())
+    return keep_order(run_merged(_sdpa_rule, func, types, (), named, named), named)
 
 
 @handler(left_aligned, exact=True)

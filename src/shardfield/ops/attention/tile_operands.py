@@ -12,7 +12,7 @@ from ...comm import collectives
 from ...layout import Span
 from ..elementwise.random import uniform_at
 from . import block_kernels
-from .block_kernels import expand_heads, reduce_heads
+from .block_kernels import StoredWeights, expand_heads, reduce_heads
 from .causal_tiles import Spans, Tile
 from .kv_blocks import take
 from .ring_plan import RingPlan
@@ -64,8 +64,20 @@ def dropout_mask_fn(
 class TileOperands:
     """The tiles of one visit's blocks, with the operands of each."""
 
-    def __init__(self, plan: RingPlan, number: int, q, k, v, mask, head_index, key, bias_grad: bool):
-        self.plan, self.tiles, self.bias_grad = plan, plan.tiles[number], bias_grad
+    def __init__(
+        self,
+        plan: RingPlan,
+        number: int,
+        q,
+        k,
+        v,
+        mask,
+        head_index,
+        key,
+        bias_grad: bool,
+        weights: StoredWeights | None = None,
+    ):
+        self.plan, self.tiles, self.bias_grad, self.weights = plan, plan.tiles[number], bias_grad, weights
         if q.shape[0] != 1 or mask is not None or plan.dropout is not None:  # squares cannot be a batch of views
             self.tiles = tuple(square for tile in self.tiles for square in tile.separate)
         self.q, self.k, self.v, self.mask = q, k, v, mask
@@ -90,7 +102,9 @@ class TileOperands:
                     bias, tile = bias.masked_fill(future, -math.inf), tile._replace(causal=False)
             dropout = self.dropout_mask_fn(tile) if self.dropout_mask_fn is not None else None
             qt, kt, vt = take_rows(self.q, tile), take_columns(k, tile), take_columns(v, tile)
-            kernel = block_kernels.select_kernel(qt, vt, bias, dropout=dropout, bias_grad=self.bias_grad)
+            kernel = block_kernels.select_kernel(
+                qt, vt, bias, dropout=dropout, bias_grad=self.bias_grad, weights=self.weights
+            )
             yield tile, kernel, (qt, kt, vt, bias)
 
 

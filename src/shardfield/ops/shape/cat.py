@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
-from ...layout import DimSharding, Layout, balanced, shard_sizes_of, starts
+from ...layout import DimSharding, Layout, balanced, nested_balanced, shard_sizes_of, starts
 from ...redistribute import unmerge_dims, without_partial
 from .._common.broadcast import with_origins_of
 from .._common.probe import meta_tensor
@@ -29,19 +29,49 @@ from .split import narrow_sharding
 def common_shardings(layouts: Sequence[Layout], keep_partial: bool) -> dict[int, tuple[DimSharding, ...]]:
     """Return the sharding of each sharded dim, from the largest layout whose mesh axes for it are not used yet.
 
-    Partial layouts, unless they stay Partial, come last: they are sharded as `without_partial` chooses.
+    Partial layouts, unless they stay Partial, come last: they are sharded as `without_partial` chooses. Where this
+    leaves out a mesh axis that shards an operand, another layout comes first that uses more of them, or the axis shards
+    the shards of its dim: the result would be on every rank of the axis.
     """
-    used: set[int] = set()
+    ordered = sorted(layouts, key=lambda x: (bool(x.partial), -x.numel, bool(x.former_shardings)))
+    ordered = [without_partial(x) if x.partial and not keep_partial else x for x in ordered]
+    wanted = {a for x in ordered for a in x.nontrivial_axes(x.shard_axes)}
     shardings: dict[int, tuple[DimSharding, ...]] = {}
-    for layout in sorted(layouts, key=lambda x: (bool(x.partial), -x.numel, bool(x.former_shardings))):
-        if layout.partial and not keep_partial:
-            layout = without_partial(layout)
+    for first in dict.fromkeys(ordered):
+        found = _shardings_in_order([first, *ordered])
+        if len(_axes_in(found)) > len(_axes_in(shardings)):
+            shardings = found
+        if wanted <= _axes_in(shardings):
+            return shardings
+    for layout in ordered:
+        for dim, factors in enumerate(layout.dims):
+            left = [a for a in layout.axes_of(dim) if a in wanted - _axes_in(shardings)]
+            held = shardings.get(dim, ())
+            if left and len(factors) == len(held) == 1:
+                shardings[dim] = (_with_inner_axes(held[0], left, layout.axis_sizes),)
+    return shardings
+
+
+def _shardings_in_order(layouts: Sequence[Layout]) -> dict[int, tuple[DimSharding, ...]]:
+    """Return the sharding of each sharded dim, from the first layout whose mesh axes for it are not used yet."""
+    shardings: dict[int, tuple[DimSharding, ...]] = {}
+    for layout in layouts:
         for dim, factors in enumerate(layout.dims):
             axes = set(layout.axes_of(dim))
-            if axes and dim not in shardings and not axes & used:
+            if axes and dim not in shardings and not axes & _axes_in(shardings):
                 shardings[dim] = factors
-                used |= axes
     return shardings
+
+
+def _axes_in(shardings: dict[int, tuple[DimSharding, ...]]) -> set[int]:
+    return {a for factors in shardings.values() for f in factors for a in f.axes}
+
+
+def _with_inner_axes(sharding: DimSharding, axes: Sequence[int], axis_sizes: Sequence[int]) -> DimSharding:
+    """Return a sharding whose shards are sharded evenly over more mesh axes."""
+    parts = [axis_sizes[a] for a in axes]
+    sizes = tuple(n for size in shard_sizes_of(sharding) for n in nested_balanced(size, parts))
+    return DimSharding(sharding.size, (*sharding.axes, *axes), sizes)
 
 
 def common_partial(operands: Sequence[Operand]) -> tuple[tuple[int, str], ...]:

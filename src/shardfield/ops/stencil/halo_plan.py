@@ -42,20 +42,27 @@ MAX_IMBALANCE = 1.25
 def sharding_of_outputs(window: Any, sharding: DimSharding, cells: Sequence[int]) -> DimSharding:
     """Return the sharding of the outputs. `cells` are the shard sizes of the inputs with their padding.
 
-    An output belongs to the rank that holds the center of its window. If boundaries were rounded in this way at every
-    resolution, they would drift until one rank has everything. The layout of a field at another resolution therefore
-    records the original sharding (`Origin`) and has its proportions. Back at the original resolution, the field has the
-    original sharding again.
+    An output belongs to the rank that holds the center of its window, unless this leaves a rank with twice its
+    proportion. If boundaries were rounded in this way at every resolution, they would drift until one rank has
+    everything. The layout of a field at another resolution therefore records the original sharding (`Origin`) and has
+    its proportions. Back at the original resolution, the field has the original sharding again.
+
+    >>> sharding_of_outputs(Window(7, 3, kernel=2, stride=2), DimSharding(7, (0,), (3, 2, 2)), (3, 2, 2)).shard_sizes
+    (1, 1, 1)
     """
     if not sharding.axes:
         return DimSharding(window.out)
     centered = DimSharding(window.out, sharding.axes, owned_sizes(window, cells))
-    first = sharding.field
-    if first is None:
-        return centered.with_origins([Origin("field", *sharding)] if resamples(window) else ())
+    recorded = sharding.field
+    first = recorded or Origin("field", *sharding)
     scaled = DimSharding(window.out, sharding.axes, rescale(first.shard_sizes, window.out))
-    if not resamples(window) and max(centered.shard_sizes) <= MAX_IMBALANCE * max(scaled.shard_sizes):
-        return centered.with_origins([first])
+    largest, proportion = max(centered.shard_sizes), max(scaled.shard_sizes)
+    if recorded is None:
+        keeps_centers = largest < 2 * proportion
+    else:
+        keeps_centers = not resamples(window) and largest <= MAX_IMBALANCE * proportion
+    if keeps_centers:
+        return centered.with_origins([first] if recorded or resamples(window) else ())
     return scaled.with_origins([first] if window.out != first.size else ())
 
 

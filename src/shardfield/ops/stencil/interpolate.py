@@ -19,6 +19,7 @@ from ... import runtime
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import rule
 from ...layout import DimSharding, shard_sizes_of
+from ...redistribute import redistribute
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe, stand_in
 from ..shape.flip_roll import shard_by_one_axis
@@ -124,20 +125,7 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
     one_cell = stand_in(input, [1] * input.ndim)
     dtype = probe(call._replace(factors=None).run, one_cell, [1] * len(out)).dtype
     if dtype == torch.uint8 and not call.mode.startswith("nearest"):
-        # torch's rounding of uint8 depends on the number of channels, so every rank needs all channels and cells.
-        if call.factors and any(int(n * f) != m for n, f, m in zip(input.shape[2:], call.factors, out, strict=True)):
-            return None
-        layout = input.layout.unshard(range(1, input.ndim))
-        result = layout.with_dims([*layout.dims[:2], *((DimSharding(n),) for n in out)])
-
-        def unsharded(input: Tensor) -> Tensor:
-            if runtime.active.tracer is not None:
-                raise NotImplementedError(
-                    "interpolate of uint8 cannot be traced: a trace rounds unlike torch's kernels"
-                )
-            return call.run(input, out)
-
-        return Plan(local=unsharded, operands={"input": layout}, layout=result)
+        return plan_bytes(input, out, call)
     taps = call.taps(input.shape, out, dtype, input.device)
     layout = shard_by_one_axis(
         input.layout,
@@ -148,6 +136,28 @@ def plan_resample(input: Operand, out: Sequence[int], call: ResampleArgs) -> Pla
     halo_plan = HaloPlan(layout, windows)
     resample = LocalResample(call, halo_plan, taps, dtype, input.device).resample
     return Plan(local=resample, takes=["input"], operands={"input": layout}, layout=halo_plan.result(layout))
+
+
+def plan_bytes(input: Operand, out: Sequence[int], call: ResampleArgs) -> Plan | None:
+    """Plan the weighted sums of bytes: every rank computes all channels and cells and keeps its own.
+
+    torch's rounding depends on the number of channels and on the weights of all cells.
+    """
+    if call.factors and any(int(n * f) != m for n, f, m in zip(input.shape[2:], call.factors, out, strict=True)):
+        return None
+    layout = input.layout.unshard(range(1, input.ndim))
+    whole = layout.with_dims([*layout.dims[:2], *((DimSharding(n),) for n in out)])
+    windows: Any = call.taps(input.shape, out, torch.uint8, input.device)
+    result = HaloPlan(input.layout, windows).result(input.layout)
+
+    def unsharded(input: Tensor) -> Tensor:
+        if runtime.active.tracer is not None:
+            raise NotImplementedError("interpolate of uint8 cannot be traced: a trace rounds unlike torch's kernels")
+        full = call.run(input, out)
+        order = torch.contiguous_format if full.is_contiguous() else torch.channels_last
+        return redistribute(full, whole, result).contiguous(memory_format=order)
+
+    return Plan(local=unsharded, operands={"input": layout}, layout=result)
 
 
 def needs_no_halo(taps: Any, sharding: DimSharding) -> bool:

@@ -37,8 +37,11 @@ class WeightedSum:
             if missing is not None:
                 term.masked_fill_(missing.view(-1, *[1] * (block.ndim - self.dim - 1)), 0)  # 0 * inf would be NaN
             if weights is not None:
-                term.mul_(weights.view(-1, *[1] * (block.ndim - self.dim - 1)))
-            total = term if total is None else total.add_(term)
+                weights = weights.view(-1, *[1] * (block.ndim - self.dim - 1))
+            if total is None:
+                total = term if weights is None else term.mul_(weights)
+            else:
+                total = total.add_(term) if weights is None else total.addcmul_(term, weights)
         return block.new_zeros(shape) if total is None else total
 
     @cached_property
