@@ -25,6 +25,7 @@ class Origin(NamedTuple):
 
 
 MOVED_SHARDING = "moved"
+UNBALANCED = 2.0  # the largest shard, in even shares, from which on a dim is unbalanced
 MAX_ORIGINS = 4  # per dim; without a limit, results of many operands would accumulate origins
 
 
@@ -67,6 +68,12 @@ class DimSharding(_ShardingFields):
         """The finest resolution of the field that this dim is another resolution of, sharded by the same axes."""
         fields = [o for o in self.origins if o.kind == "field" and o.axes == self.axes]
         return fields[-1] if fields else None
+
+    @property
+    def is_unbalanced(self) -> bool:
+        """Whether a rank has at least twice an even share. A dim with fewer indices than ranks cannot be shared."""
+        parts = len(self.shard_sizes)
+        return 0 < parts <= self.size and max(self.shard_sizes) * parts >= UNBALANCED * self.size
 
 
 class Span(NamedTuple):

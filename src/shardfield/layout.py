@@ -20,6 +20,7 @@ from . import runtime
 from ._compat.patches import patches
 from .caches import cached_property
 from .dim_sharding import MOVED_SHARDING as MOVED_SHARDING
+from .dim_sharding import UNBALANCED as UNBALANCED
 from .dim_sharding import DimSharding as DimSharding
 from .dim_sharding import Origin as Origin
 from .dim_sharding import Span as Span

@@ -160,6 +160,11 @@ def best_rows(x):
     return x[order[torch.arange(len(x)) < len(x) // 3]] * 2
 
 
+def scan_rows(x):
+    """Stack the states of a scan along a sharded dim, each on the rank of the first row."""
+    return torch.stack(list(itertools.accumulate(x.unbind(), lambda state, row: 0.9 * state + row)))
+
+
 def one_hot(x):
     """Return the one-hot matrix of the nearest code of each row, as a codebook does, and its product with the codes."""
     codes = torch.arange(16 * x.shape[1], dtype=x.dtype).view(16, -1).sin()
@@ -222,6 +227,8 @@ PROGRAMS: dict[str, Program] = {
     "put rows, new_zeros": Program(put_rows(False), ROWS, (Shard(0),), (0,), 1.1),
     "marked rows": Program(marked_rows, ROWS, (Shard(0),), (0,), 0.5),
     "one-hot": Program(one_hot, ROWS, (Shard(0),), (0,), 0.01),
+    "states of a scan": Program(scan_rows, (16, 4000), (Shard(0),), (1,), 1.1),
+    "table of two rows": Program(lambda x: x[0][:, None] * x[1].exp(), (64, 400), (Shard(0),), (0,), 0.05),
     "squared sparse matrix": Program(squared_matrix, ROWS, (Shard(0),), (0,), 0.3),
     "gather": Program(lambda x: x.gather(0, ENTRIES[:, None].expand(-1, 50)), ROWS, (Shard(0),), (0,), 0.8),
     "take_along_dim": Program(lambda x: x.take_along_dim(ENTRIES[:, None], 0), ROWS, (Shard(0),), (0,), 0.8),

@@ -68,8 +68,8 @@ one for each element, also where it packs a message or prepares an index.
 The fields of these tables are tiny, so that halos, indices and layers on a few rows show. Redundancy above 1.05 has
 two causes:
 
-- Every rank does the work that does not depend on the field: the bias tables of SwinV2, the embeddings of DiT and of
-  anemoi's graph.
+- Every rank does the work that does not depend on the field: the bias tables of SwinV2 and BEiT, the embeddings of DiT
+  and of anemoi's graph, the queries of Aurora's Perceiver.
 - An exchange of rows has a few operations per edge, beside layers of 3 to 8 channels (GCN, SAGE, GAT).
 
 `grid_sample` along a sharded dim is composed of several operators, which count more than torch's one kernel: no work is
@@ -77,14 +77,12 @@ done twice, and a layer of deformable attention has a redundancy of 1.09 at 128 
 
 The rows "larger" show from which size on a balance of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x
 32 tokens of DiT), graphs with 128 channels, however few nodes (1,024 of GraphUNet, which
-multiplies sparse matrices). Exceptions are Aurora on 2 x 2 ranks, 1.10 also at 64 x 128 points and 32 channels, and
-ZoeDepth, 1.15 at 128 x 128, for the reason below.
+multiplies sparse matrices). Exceptions are Aurora on 2 x 2 ranks, 1.09 at 64 x 128 points and 32 channels, whose
+Perceiver computes the queries of every token from parameters alone, on every rank; and ZoeDepth on 2 x 2 ranks, 1.06 at
+128 x 128, where each rank computes the table of biases of all pairs of tokens.
 
 A result counts as large from 64 elements on a rank; the default is 8,192. With the default, four models of this size
 keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3, LSNO and S2 transformer 2.0.
-
-Attention whose bias requires grad computes its scores again in backward, where one device stores them. A BEiT of four
-layers, alone, has a redundancy of 1.16 for this reason; no work of its attention is done by two ranks.
 
 </details>
 

@@ -27,15 +27,13 @@ from torch import Tensor
 from .. import runtime
 from ..debug import explain
 from ..errors import ShardingError
-from ..layout import Layout, outer_shard_sizes
+from ..layout import UNBALANCED, Layout, outer_shard_sizes
 from .torch_aliases import function_name
 
 USER_LEVEL_MODULES = (
     "shardfield.models.",
     "shardfield.train.",
 )  # a warning may point at a line of these modules, as at user code
-
-UNBALANCED = 2.0  # the largest shard, in even shares, from which on a result is unbalanced
 
 # Functions whose results take no values from operands, or each from an operand of its own.
 UNRELATED = frozenset(
@@ -102,10 +100,7 @@ def imbalances(layout: Layout) -> dict[int, float]:
     ranks does not count.
     """
     found: dict[int, float] = {}
-    for factor in (f for d in layout.dims for f in d):
-        parts = len(factor.shard_sizes)
-        if not factor.axes or factor.size < parts or max(factor.shard_sizes) * parts < UNBALANCED * factor.size:
-            continue
+    for factor in (f for d in layout.dims for f in d if f.is_unbalanced):
         outer = 1.0
         for number, axis in enumerate(factor.axes, 1):
             sizes = outer_shard_sizes(factor.shard_sizes, math.prod(layout.axis_sizes[a] for a in factor.axes[number:]))
@@ -119,18 +114,20 @@ def imbalances(layout: Layout) -> dict[int, float]:
 def unbalanced_axes(shares: Mapping[int, int], operands: Iterable[Any], result: Any) -> dict[int, float]:
     """Return the `imbalances` of a result that its operands do not have.
 
-    A result that is smaller than a rank's share of the operands, or of which no rank has `Runtime.min_scattered`
-    elements, is too small to count.
+    Tensors of which no rank has `Runtime.min_scattered` elements are too small to count, and so is a result that is
+    smaller than a rank's share of the operands.
     """
-    layout: Layout = result._layout
+    if not shares or result._layout.numel < max(shares.values()):
+        return {}
+    before = {axis for tensor in operands for axis in _imbalances_of_large(tensor._layout)}
+    return {axis: times for axis, times in _imbalances_of_large(result._layout).items() if axis not in before}
+
+
+def _imbalances_of_large(layout: Layout) -> dict[int, float]:
     found = imbalances(layout)
-    if not found or layout.numel < max(shares.values()):
-        return {}
     ranks = math.prod(layout.axis_sizes[a] for a in layout.shard_axes)
-    if layout.numel * math.prod(found.values()) < runtime.active.min_scattered * ranks:
-        return {}
-    before = {axis for tensor in operands for axis in imbalances(tensor._layout)}
-    return {axis: times for axis, times in found.items() if axis not in before}
+    is_large = layout.numel * math.prod(found.values()) >= runtime.active.min_scattered * ranks
+    return found if is_large else {}
 
 
 def examine(func: Any, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:

@@ -52,6 +52,12 @@ CASES = [
     case(torch.stack, [T(4, 3), T(4, 3)], options={"layouts": 16}),
     case(torch.stack, [T(4, 3), T(4, 3), T(4, 3)], -1, options=FEW),
     case(torch.stack, [T(4), T(4)], 1, options=FEW),
+    case(
+        lambda x: torch.stack([x[0] * n for n in range(1, 7)], 1),
+        T(3, 16),
+        options=FEW | {"name": "stack of one row"},
+    ),
+    case(lambda x: x[0][:, None] * x[1], T(3, 12), options=FEW | {"name": "table of two rows"}),
     case(torch.stack, [T(), T(), T()], options=FEW),
     case(torch.stack, [T(4, dtype=torch.float32), T(4)], options=FEW | {"try_partial": False}),
     case(torch.stack, [T(4), T(3)], options=FEW | raises(RuntimeError, "stack expects each tensor to be equal size")),

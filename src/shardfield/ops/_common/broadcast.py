@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ... import runtime
 from ...comm import autograd_collectives
 from ...dispatch.plan import process_groups
-from ...layout import DimSharding, Layout
+from ...layout import DimSharding, Layout, nested_balanced
 from ...redistribute import redistribute, without_partial
 
 
@@ -95,7 +96,7 @@ def align(layouts: tuple[Layout, ...], keep_partial: tuple[int, ...] = ()) -> Al
         for d, factors in enumerate(layout.dims):
             axes = set(layout.axes_of(d))
             if axes and not axes & used and dims[skip + d] is None and layout.shape[d] == shape[skip + d]:
-                dims[skip + d] = factors
+                dims[skip + d] = evened(factors, layout, shape.numel())
                 used |= axes
     full = [factors or (DimSharding(n),) for factors, n in zip(dims, shape, strict=True)]
     result = with_origins_of(Layout.make(mesh, full, partial), layouts)
@@ -118,6 +119,19 @@ def _align(result: Layout, layouts: Sequence[Layout], partial: Any, keep_partial
         target = broadcast_layout(result, layout.shape, partial if i in keep_partial else ())
         targets.append(layout if target.bare is layout.bare else target)
     return Alignment(tuple(targets), find_grad_reductions(result, targets), result)
+
+
+def evened(factors: tuple[DimSharding, ...], layout: Layout, numel: int) -> tuple[DimSharding, ...]:
+    """Return even shards of an unbalanced dim of `layout`, if a result of `numel` elements is large beside the tensor.
+
+    A row of a sharded dim is on one rank, which would compute all of a table of two such rows.
+    """
+    ranks = math.prod(layout.axis_sizes[a] for a in layout.shard_axes)
+    is_large = numel >= max(2 * layout.numel, runtime.active.min_scattered * ranks)
+    if not is_large or len(factors) > 1 or not factors[0].is_unbalanced:
+        return factors
+    size, axes, _ = factors[0]
+    return (DimSharding(size, axes, nested_balanced(size, [layout.axis_sizes[a] for a in axes])),)
 
 
 def with_origins_of(result: Layout, operands: Sequence[Layout]) -> Layout:

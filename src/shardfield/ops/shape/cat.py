@@ -20,8 +20,8 @@ from torch import Tensor
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, balanced, nested_balanced, shard_sizes_of, starts
-from ...redistribute import unmerge_dims, without_partial
-from .._common.broadcast import with_origins_of
+from ...redistribute import redistribute, unmerge_dims, without_partial
+from .._common.broadcast import evened, with_origins_of
 from .._common.probe import meta_tensor
 from .split import narrow_sharding
 
@@ -206,7 +206,10 @@ def cat(tensors, dim=0, *, fn):
 
 @rule("stack", partial=True, merged=True)
 def stack(tensors, dim=0, *, fn):
-    """Stack locally along a new unsharded dim; operands that are each on one rank stay there (`_stack_by_owner`)."""
+    """Stack locally along a new unsharded dim; operands that are each on one rank stay there (`_stack_by_owner`).
+
+    If one rank has all of them, as the states of a scan along a sharded dim, the stack is shared by all.
+    """
     global_out = fn([meta_tensor(t) for t in tensors], dim)
     if not isinstance(tensors, (tuple, list)):
         return None
@@ -219,11 +222,15 @@ def stack(tensors, dim=0, *, fn):
     shardings = common_shardings([t.layout for t in tensors], bool(partial))
     dims = [shardings.get(d, (DimSharding(n),)) for d, n in enumerate(tensors[0].shape)]
     target = Layout.make(mesh, dims, partial)
-    return Plan(
-        local=lambda tensors: torch.stack(tensors, dim),
-        operands={"tensors": [target] * len(tensors)},
-        layout=with_origins_of(target, [t.layout for t in tensors]).insert(dim, len(tensors)),
-    )
+    even = Layout.make(mesh, [evened(f, target, global_out.numel()) for f in target.dims], partial)
+    stacked = target.insert(dim, len(tensors))
+    result = with_origins_of(even, [t.layout for t in tensors]).insert(dim, len(tensors))
+
+    def local(tensors):
+        out = torch.stack(tensors, dim)
+        return out if even is target else redistribute(out, stacked, result)
+
+    return Plan(local=local, operands={"tensors": [target] * len(tensors)}, layout=result)
 
 
 class OwnedRows(NamedTuple):
