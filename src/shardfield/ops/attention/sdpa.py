@@ -48,7 +48,7 @@ from .merged_dims import run_merged
 from .result_order import keep_order, result_order
 from .ring import attend
 from .ring_plan import Dropout, RingPlan
-from .strategy import Strategy, blocks_together, choose_strategy, is_zigzag, mean_local_numel
+from .strategy import Strategy, blocks_together, choose_strategy, is_at_once, is_zigzag
 
 
 @rule("scaled_dot_product_attention")
@@ -247,8 +247,8 @@ class _BlockwiseAttention:
         )
         positions = [_replace_coords(computed.coords, ring_axes, at) for at in product(*(range(n) for n in ring.sizes))]
         local_rows, ring_columns = rows_by_coords[computed.coords], tuple(columns_by_coords[c] for c in positions)
-        together = blocks_together(mesh.device_type, *_block_work(strategy, is_causal, dtype))
-        if not is_causal and len(ring.sizes) == 1 and together + 1 >= ring.num_steps:
+        together = blocks_together(strategy, is_causal, dtype.itemsize)
+        if is_at_once(strategy, is_causal, dtype.itemsize):
             visits = visit_at_once(ring)
         else:  # the columns of a mask are in the order of single blocks
             visits = plan_visits(ring, together if mask is None else 1)
@@ -295,13 +295,6 @@ class _BlockwiseAttention:
         if len(lead) != 2:  # torch's kernels for other leading dims return contiguous memory
             out = out.contiguous()
         return out.reshape(*lead, out.shape[-2], features)
-
-
-def _block_work(strategy: Strategy, is_causal: bool, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the operations of a rank with one block of a ring, and the bytes of the block. Equal on all ranks."""
-    queries, keys, values = (mean_local_numel(x) for x in (strategy.query, strategy.key, strategy.value))
-    columns = strategy.key.shape[-2] / math.prod(strategy.key.mesh.size(a) for a in (*strategy.merge, *strategy.ring))
-    return 4 * queries * columns / (1 + is_causal), (keys + values) * dtype.itemsize
 
 
 def _row_spans(layout: Layout, coords: Coords) -> Spans:

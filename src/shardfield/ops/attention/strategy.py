@@ -36,6 +36,7 @@ VISIT_BYTES = 1 << 27
 FLOPS_PER_BYTE = {"cpu": 64, "cuda": 1024}
 MESSAGE_COST = 1 << 15  # bytes that take as long to send as the latency of one message
 MEMORY_WEIGHT = 64  # cost of one more byte in memory, in bytes sent
+RECEIVED_AGAIN = 1.5  # bytes of a ring whose blocks come at once over those of gathered keys: backward needs them again
 FREE_MEMORY = 1 << 23  # bytes of gathered keys and values that cost no memory worth counting
 
 
@@ -314,8 +315,11 @@ def estimate_cost(
     ):
         scores /= 2  # else some rank has twice the average work
     flops = 2 * scores * (shapes.features + shapes.value_features)
-    ring_steps = math.prod(mesh.size(a) for a in strategy.ring)
-    return total + max(flops / FLOPS_PER_BYTE.get(mesh.device_type, 1024), (ring_steps - 1) * (kv + MESSAGE_COST))
+    work = flops / FLOPS_PER_BYTE.get(mesh.device_type, 1024)
+    others = math.prod(mesh.size(a) for a in strategy.ring) - 1
+    if others and is_at_once(strategy, is_causal, item):  # nothing overlaps, and backward receives the blocks again
+        return total + work + RECEIVED_AGAIN * others * kv + MESSAGE_COST
+    return total + max(work, others * (kv + MESSAGE_COST))
 
 
 def is_zigzag(strategy: Strategy, is_causal: bool, has_mask: bool) -> bool:
@@ -364,11 +368,28 @@ def _moved_fraction(before: Layout, after: Layout) -> float:
     return 0.0
 
 
-def blocks_together(device: str, flops: float, nbytes: float) -> int:
-    """Return how many blocks of a ring to visit at once, by the work with one block and its size.
+def blocks_together(strategy: Strategy, is_causal: bool, item: int) -> int:
+    """Return how many blocks of a ring to visit at once, by the work with one block and its size. `item`: bytes."""
+    mesh = strategy.key.mesh
+    queries, keys, values = (mean_local_numel(x) for x in (strategy.query, strategy.key, strategy.value))
+    columns = strategy.key.shape[-2] / math.prod(mesh.size(a) for a in (*strategy.merge, *strategy.ring))
+    return _fill_visit(mesh.device_type, 4 * queries * columns / (1 + is_causal), (keys + values) * item)
 
-    >>> blocks_together("cuda", 3.4e10, 8 << 20), blocks_together("cuda", 6e11, 8 << 20)
+
+def _fill_visit(device: str, flops: float, nbytes: float) -> int:
+    """Return how many blocks, of so much work and so many bytes each, are one visit.
+
+    >>> _fill_visit("cuda", 3.4e10, 8 << 20), _fill_visit("cuda", 6e11, 8 << 20)
     (16, 1)
     """
     wanted = VISIT_FLOPS.get(device, VISIT_FLOPS["cuda"]) / max(flops, 1.0)
     return max(1, int(min(wanted, VISIT_BYTES / max(nbytes, 1.0))))
+
+
+def is_at_once(strategy: Strategy, is_causal: bool, item: int) -> bool:
+    """Return whether all blocks of a ring are one visit: the work on the own block is too short to hide a message."""
+    axes = [a for a in strategy.ring if strategy.key.mesh.size(a) > 1]
+    if is_causal or len(axes) != 1:
+        return False
+    together = blocks_together(strategy, is_causal, item)
+    return 1 < together >= strategy.key.mesh.size(axes[0]) - 1
