@@ -1,4 +1,4 @@
-"""Run many small programs without importing torch for each: one process imports torch and shardfield, then forks.
+"""Run many small programs without imports for each: one process imports torch, shardfield and others, then forks.
 
 `Forks` starts this file as a process of its own. It reads one job per line from stdin, forks a process per rank with
 the variables torchrun would set, and answers with their exit codes. Nothing has run in it but imports, so a forked
@@ -93,12 +93,17 @@ def wait_for_exit(pids: list[int], timeout: float) -> list[int | None]:
 
 def main() -> str | None:
     """Answer jobs until stdin ends; in a fork, return the program to run."""
+    import matplotlib.figure  # noqa: F401
+    import neuralop  # noqa: F401
     import torch
-    import torch._dynamo  # optimizers import it when they are made
+    import torch._dynamo  # noqa: F401 - optimizers import it when they are made
     import torch.distributed.tensor  # noqa: F401
+    import xarray  # noqa: F401
+    import zarr  # noqa: F401
 
     import shardfield  # noqa: F401
     import shardfield.distributed  # noqa: F401
+    import shardfield.train  # noqa: F401
 
     # Without freeze, garbage collection at the end of a fork touches these pages and copies all of them.
     gc.collect()
