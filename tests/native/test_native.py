@@ -12,7 +12,8 @@ from shardfield import native, scatter_tensor
 from shardfield._compat import DispatchMode, zero_all
 from shardfield.comm.route_messages import add_split, join_split, pack_split
 from shardfield.native import build
-from shardfield.ops.normalization.small_norm import norm_grad_input, norm_grad_sums, norm_moments, normalize
+from shardfield.ops.normalization.small_norm import norm_grad_sums, norm_grads, norm_moments, normalize
+from shardfield.ops.reduction.softmax import product_sum, shifted_exp
 from shardfield.virtual import VirtualWorld
 
 compiled = pytest.mark.skipif(native.extension() is None, reason=f"leaf functions run {native.state()}")
@@ -32,12 +33,20 @@ def norm_calls(dtype, shape, dims, group_of):
     if group_of is not None:
         moments = moments.new_zeros(2, shape[0], 2, *moments.shape[3:]).index_add(2, group_of, moments)
     for w, b in ((weight, bias), (None, bias), (weight, None), (None, None)):
-        *_, normalized, rstd, expanded = yield normalize, (wide, moments, number(1e-5), w, b, param, group_of)
+        *_, normalized, rstd, expanded = yield normalize, (wide, moments, number(1e-5), w, b, param, group_of, shape)
     g, sums = yield norm_grad_sums, (grad, normalized, view, dims)
     if group_of is not None:
         sums = sums.new_zeros(2, shape[0], 2, *sums.shape[3:]).index_add(2, group_of, sums)
     for batch in (False, True) if group_of is None else (False,):
-        yield norm_grad_input, (g, normalized, sums, rstd, expanded, number(-1 / 7, torch.float32), batch, group_of)
+        for stats in (sums, None):
+            share = number(-1 / 7, torch.float32)
+            yield norm_grads, (g, normalized, stats, sums, rstd, expanded, share, batch, group_of, shape)
+
+
+def softmax_calls():
+    x, grad = torch.randn(3, 4, 2), torch.randn(4, 3, 2).transpose(0, 1)
+    _, powers, _ = yield shifted_exp, (x, x.amax(1, True), 1)
+    yield product_sum, (grad, powers, 1)
 
 
 def route_calls(dtype, strided):
@@ -105,6 +114,7 @@ CALLS = {
     "split groups": lambda: norm_calls(torch.float32, (2, 4, 3, 5), (3, 4), GROUPS),
     "no sum": lambda: norm_calls(torch.float32, (2, 4), (), None),
     "empty": lambda: norm_calls(torch.float32, (2, 4, 0, 5), (3, 4), None),
+    "softmax": softmax_calls,
     "route": lambda: route_calls(torch.float32, False),
     "complex route": lambda: route_calls(torch.complex128, True),
     "half route": lambda: route_calls(torch.bfloat16, False),
@@ -153,7 +163,7 @@ def train():
     x = scatter_tensor(torch.randn(2, 4, 5, 6), 0, mesh, (Shard(2),)).requires_grad_()
     y = F.group_norm(F.conv2d(x, weight, padding=1), 2, scale)
     y = F.batch_norm(F.max_pool2d(y, 3, 1, 1), None, None, scale, training=True)
-    y = F.interpolate(y, scale_factor=2, mode="bilinear").roll(1, 2)
+    y = F.interpolate(y, scale_factor=2, mode="bilinear").roll(1, 2).softmax(2)
     y.square().mean().backward()
     return [y.to_local(), x.grad.to_local(), weight.grad, scale.grad]
 

@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> norm_moments(const Tensor& input, Ints shape, Ints di
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Maybe> normalize(
     const Tensor& wide, const Tensor& moments, const Tensor& eps, Maybe weight, Maybe bias, Ints shape,
-    Maybe group_of) {
+    Maybe group_of, Ints full) {
   Tensors both = moments.unbind();
   const Tensor& mean = both[0];
   Tensor variance = at::addcmul(both[1], mean, mean, -1).clamp_min_(0);
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Maybe> normalize(
   Tensor normalized = (wide - spread(mean, group_of)).to(at::kFloat).mul_(spread(rstd, group_of));
   Maybe w = expand(weight, shape), b = expand(bias, shape);
   Tensor out = w ? (b ? at::addcmul(*b, normalized, *w) : normalized * *w) : b ? normalized + *b : normalized.clone();
-  return {out, mean, variance, normalized, rstd, w};
+  return {out.reshape(full), mean, variance, normalized, rstd, w};
 }
 
 std::tuple<Tensor, Tensor> norm_grad_sums(const Tensor& grad, const Tensor& normalized, Ints shape, Ints dims) {
@@ -72,13 +72,29 @@ std::tuple<Tensor, Tensor> norm_grad_sums(const Tensor& grad, const Tensor& norm
   return {g, dims.empty() ? sums : sums.sum(dims, true)};
 }
 
-Tensor norm_grad_input(const Tensor& g, const Tensor& normalized, const Tensor& stats, const Tensor& rstd, Maybe w,
-                       const Tensor& share, bool batch, Maybe group_of) {
+std::tuple<Maybe, Tensor, Tensor> norm_grads(
+    const Tensor& g, const Tensor& normalized, Maybe stats, const Tensor& params, const Tensor& rstd, Maybe w,
+    const Tensor& share, bool batch, Maybe group_of, Ints full) {
+  Tensors of_params = params.reshape({2, -1}).unbind();
+  if (!stats) return {std::nullopt, of_params.at(0), of_params.at(1)};
   Tensor scale = spread(rstd, group_of);
   if (w) scale = scale * *w;
-  Tensors both = (stats * (batch ? scale : rstd)).mul_(share).unbind();
-  Tensor level = spread(both[0], group_of), slope = spread(both[1], group_of);
-  return at::addcmul(level, normalized, slope).addcmul_(g, scale);
+  Tensors both = (*stats * (batch ? scale : rstd)).mul_(share).unbind();
+  Tensor level = spread(both.at(0), group_of), slope = spread(both.at(1), group_of);
+  Tensor grad_input = at::addcmul(level, normalized, slope).addcmul_(g, scale);
+  return {grad_input.reshape(full), of_params.at(0), of_params.at(1)};
+}
+
+// ---------------------------------------------------------------------- softmax along a sharded dim: softmax.py
+
+std::tuple<Tensor, Tensor, Tensor> shifted_exp(const Tensor& value, const Tensor& top, int64_t dim) {
+  Tensor shifted = value - top, powers = shifted.exp();
+  return {shifted, powers, powers.sum(dim, true)};
+}
+
+std::tuple<Tensor, Tensor> product_sum(const Tensor& wide, const Tensor& out, int64_t dim) {
+  Tensor part = wide * out;
+  return {part, part.sum(dim, true)};
 }
 
 // ---------------------------------------------------------------------- routes: comm/route_messages.py
@@ -239,7 +255,9 @@ PyMethodDef leaves[] = {
     define<norm_moments>("norm_moments"),
     define<normalize>("normalize"),
     define<norm_grad_sums>("norm_grad_sums"),
-    define<norm_grad_input>("norm_grad_input"),
+    define<norm_grads>("norm_grads"),
+    define<shifted_exp>("shifted_exp"),
+    define<product_sum>("product_sum"),
     define<pack_split>("pack_split"),
     define<join_split>("join_split"),
     define<add_split>("add_split"),

@@ -51,7 +51,7 @@ class SmallNorm:
         for group in self.norm.stat_groups:
             moments = collectives.all_reduce_(moments, group)
         out, mean, variance, *saved = normalize(
-            wide, moments, self._eps, weight, bias, self.scheme.param_shape, self.group_of
+            wide, moments, self._eps, weight, bias, self.scheme.param_shape, self.group_of, input.shape
         )
         ctx.save_for_backward(input, weight, *saved)
         return out, mean, variance
@@ -63,10 +63,11 @@ class SmallNorm:
         _, want_input, want_weight, want_bias = ctx.needs_input_grad
         g, sums = norm_grad_sums(grad, normalized, self.scheme.shape, self._sum_dims)
         stats, params = norm.reduce_channel_sums(sums, w, want_input, want_weight or want_bias)
-        grad_input = None
-        if want_input:
-            grad_input = norm_grad_input(g, normalized, stats, rstd, w, self._grad_share, norm.batch, self.group_of)
-        return norm.finish_grads(ctx, input, weight, grad_input, params.reshape(2, -1).unbind())
+        grad_input, *params = norm_grads(
+            g, normalized, stats if want_input else None, params, rstd, w, self._grad_share, norm.batch, self.group_of,
+            input.shape,
+        )  # fmt: skip
+        return norm.finish_grads(ctx, input, weight, grad_input, params)
 
 
 # ---------------------------------------------------------------------- between the messages
@@ -84,7 +85,7 @@ def norm_moments(input: Tensor, shape: tuple, dims: tuple, share: Tensor) -> tup
 
 @leaf
 def normalize(
-    wide: Tensor, moments: Tensor, eps: Tensor, weight: Any, bias: Any, shape: tuple, group_of: Tensor | None
+    wide: Tensor, moments: Tensor, eps: Tensor, weight: Any, bias: Any, shape: tuple, group_of: Any, full: Any
 ) -> tuple[Tensor | None, ...]:
     """Return the result, mean and variance, and what backward needs: the normalized block, 1 / std and the weight."""
     mean, second = moments.unbind()
@@ -96,7 +97,7 @@ def normalize(
         out = normalized.clone() if b is None else normalized + b
     else:
         out = normalized * w if b is None else torch.addcmul(b, normalized, w)
-    return out, mean, variance, normalized, rstd, w
+    return out.reshape(full), mean, variance, normalized, rstd, w
 
 
 @leaf
@@ -108,14 +109,30 @@ def norm_grad_sums(grad: Tensor, normalized: Tensor, shape: tuple, dims: tuple) 
 
 
 @leaf
-def norm_grad_input(
-    g: Tensor, normalized: Tensor, stats: Tensor, rstd: Tensor, w: Any, share: Tensor, batch: bool, group_of: Any
-) -> Tensor:
-    """Return (g * w - level / n - normalized * slope / n) * rstd; the sums of a batch norm are without the weight."""
+def norm_grads(
+    g: Tensor,
+    normalized: Tensor,
+    stats: Tensor | None,
+    params: Tensor,
+    rstd: Tensor,
+    w: Tensor | None,
+    share: Tensor,
+    batch: bool,
+    group_of: Tensor | None,
+    full: tuple,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of input, bias and weight; that of the input only for given sums of statistics.
+
+    It is (g * w - level / n - normalized * slope / n) * rstd; the sums of a batch norm are without the weight.
+    """
+    of_bias, of_weight = params.reshape(2, -1).unbind()
+    if stats is None:
+        return None, of_bias, of_weight
     scale = spread(rstd, group_of)
     scale = scale if w is None else scale * w
     level, slope = (stats * (scale if batch else rstd)).mul_(share).unbind()
-    return torch.addcmul(spread(level, group_of), normalized, spread(slope, group_of)).addcmul_(g, scale)
+    grad_input = torch.addcmul(spread(level, group_of), normalized, spread(slope, group_of)).addcmul_(g, scale)
+    return grad_input.reshape(full), of_bias, of_weight
 
 
 def spread(statistic: Tensor, group_of: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, Groups
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import composed, rule
+from ...native import leaf
 from .._common.autocast import HALF_DTYPES
 from .._common.probe import probe
 from .common import gather_stacked, reduced_dims, reduced_layout, sharding_axes
@@ -45,12 +46,25 @@ def _shifted_exp_sum(value: Tensor, dim: int, over: Groups) -> tuple[Tensor, Ten
     top = local_minmax(value, (dim,), "max")
     for group in over:
         top = collectives.all_reduce_(top, group, "max")
-    shifted = value - top
-    powers = shifted.exp()
-    total = powers.sum(dim, keepdim=True)
+    shifted, powers, total = shifted_exp(value, top, dim)
     for group in over:
         total = collectives.all_reduce_(total, group)
     return shifted, powers, total
+
+
+@leaf
+def shifted_exp(value: Tensor, top: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `value` minus `top`, the exponential of that, and its sum along `dim`."""
+    shifted = value - top
+    powers = shifted.exp()
+    return shifted, powers, powers.sum(dim, keepdim=True)
+
+
+@leaf
+def product_sum(wide: Tensor, out: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the product, and its sum along `dim`."""
+    part = wide * out
+    return part, part.sum(dim, keepdim=True)
 
 
 def _sum_over_ranks(part: Tensor, over: Groups) -> Tensor:
@@ -81,8 +95,9 @@ class _Softmax(Collective):
     def backward(ctx, grad):
         dim, over, is_log = ctx.how
         out, wide = _widened(ctx.saved_tensors[0]), _widened(grad)
-        shares, part = (out.exp(), wide) if is_log else (out, wide * out)
-        total = _sum_over_ranks(part.sum(dim, keepdim=True), over)
+        shares = out.exp() if is_log else out
+        part, total = (wide, wide.sum(dim, keepdim=True)) if is_log else product_sum(wide, out, dim)
+        total = _sum_over_ranks(total, over)
         return torch.addcmul(part, shares, total, value=-1).to(grad.dtype), None, None, None
 
 
