@@ -134,9 +134,11 @@ MODELS: dict[str, Entry] = {
     "anemoi_400": Entry(
         "anemoi graph transformer, larger", (1, 2, 1, 400, 3), (3,), None, package="anemoi.models", **BARS
     ),
-    "swinunetr_64": Entry("MONAI SwinUNETR, larger", (1, 1, 64, 128), package="monai", steps=1, **BARS),
+    "swinunetr_64": Entry(  # ends with 2 x 4 tokens
+        "MONAI SwinUNETR, larger", (1, 1, 64, 128), package="monai", unbalanced=("__getitem__",), steps=1, **BARS
+    ),
     "transformers_swin_128": Entry("transformers Swin, larger", (1, 3, 128, 128), steps=1, **BARS),
-    "zoedepth_128": Entry("transformers ZoeDepth, larger", (1, 3, 128, 128), steps=1, redundancy=1.2),
+    "zoedepth_128": Entry("transformers ZoeDepth, larger", (1, 3, 128, 128), steps=1, redundancy=1.07),
     "attentive_fp_512": Entry("torch_geometric AttentiveFP, larger", None, (0,), None, **BARS),
     "uno_64": Entry("neuraloperator UNO, larger", (1, 2, 64, 80), tolerance=ROUNDED, steps=1, **BARS),
     "xcit_128": Entry("timm XCiT, larger", (2, 3, 128, 192), package="timm", steps=1, **BARS),
@@ -147,7 +149,14 @@ MODELS: dict[str, Entry] = {
         "Microsoft Aurora, larger", (1, 2, 7, 64, 128), (3, 4), (3, 4), package="aurora", steps=1, redundancy=1.1
     ),
     "wxformer_128": Entry(
-        "CREDIT WXFormer, larger", (1, 7, 2, 128, 128), (3, 4), (3, 4), package="credit", steps=1, **BARS
+        "CREDIT WXFormer, larger",
+        (1, 7, 2, 128, 128),
+        (3, 4),
+        (3, 4),
+        package="credit",
+        unbalanced=("pad",),
+        steps=1,
+        **BARS,
     ),
     "crossformer_128": Entry(
         "CREDIT CrossFormer, larger", (1, 7, 2, 128, 128), (3, 4), (3, 4), package="credit", steps=1, **BARS

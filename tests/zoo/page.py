@@ -76,10 +76,10 @@ two causes:
 done twice, and a layer of deformable attention has a redundancy of 1.09 at 128 channels.
 
 The rows "larger" show from which size on a balance of 1.25 and a redundancy of 1.05 hold: images of 128 x 128 (32 x
-32 tokens of DiT), graphs with 128 channels, however few nodes (1,024 of GraphUNet, which
-multiplies sparse matrices). Exceptions are Aurora on 2 x 2 ranks, 1.09 at 64 x 128 points and 32 channels, whose
-Perceiver computes the queries of every token from parameters alone, on every rank; and ZoeDepth on 2 x 2 ranks, 1.06 at
-128 x 128, where each rank computes the table of biases of all pairs of tokens.
+32 tokens of DiT), graphs with 128 channels, however few nodes (1,024 of GraphUNet, which multiplies sparse matrices).
+Two models have a higher redundancy on 2 x 2 ranks. Aurora has 1.09 at 64 x 128 points and 32 channels: its Perceiver
+computes the queries of every token from parameters alone, on every rank. ZoeDepth has 1.054 at 128 x 128: every rank
+computes the table of biases of all pairs of tokens.
 
 A result counts as large from 64 elements on a rank; the default is 8,192. With the default, four models of this size
 keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1.3, LSNO and S2 transformer 2.0.
@@ -96,6 +96,9 @@ keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1
 - The ViT of 16,384 tokens takes one step instead of three.
 - neuraloperator's FNO 1-D and UNO write a few modes into an empty spectrum of a tiny field: there the sharding is
   lost.
+- On 2 x 2 ranks, three of these small models have [unbalanced
+  results](bring-your-model.md#see-what-it-sends-explain-and-strict): FNO 3-D keeps four of seven modes, SwinUNETR ends
+  with two tokens (eight in the larger one), and WXFormer pads windows, two along rows, that both axes shard.
 - DoMINO's points and the grids around its geometry are sharded.
 - transformers' Llama also generates from a sharded prompt, with its own cache of keys and values
   (`tests/zoo/test_generation.py`).

@@ -292,7 +292,9 @@ MODELS: dict[str, Entry] = {
         package="anemoi.models",
         redundancy=1.2,
     ),  # fmt: skip
-    "credit_wxformer": Entry("CREDIT WXFormer", (1, 7, 2, 64, 64), (3, 4), (3, 4), package="credit"),
+    "credit_wxformer": Entry(
+        "CREDIT WXFormer", (1, 7, 2, 64, 64), (3, 4), (3, 4), package="credit", unbalanced=("pad",)
+    ),
     "credit_crossformer": Entry("CREDIT CrossFormer", (1, 7, 2, 64, 64), (3, 4), (3, 4), package="credit"),
     "the_well_unet_classic": Entry("the_well UNetClassic", (1, 3, 64, 96), package="the_well"),
     "the_well_unet_convnext": Entry("the_well UNetConvNext", (1, 3, 64, 96), package="the_well"),
