@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,9 +180,8 @@ def test_a_network_has_the_same_bits_with_both():
 
 
 def test_what_cannot_be_loaded_is_not_used(monkeypatch, tmp_path, capsys):
-    load = native.extension.__wrapped__
     monkeypatch.setenv("SHARDFIELD_CACHE", str(tmp_path))
-    assert load() is None  # not built
+    assert native.load() is None  # not built
     monkeypatch.setenv("CXX", "false -x")
     assert build.command(["--if-possible"]) == 0 and "false fails" in capsys.readouterr().out
     with pytest.raises(build.BuildError, match="false fails"):
@@ -195,6 +196,10 @@ def test_what_cannot_be_loaded_is_not_used(monkeypatch, tmp_path, capsys):
     path = native.library_path()
     assert path.is_relative_to(tmp_path) and not list(path.parent.iterdir())  # nothing partial is left
     path.write_bytes(b"no library")
-    assert load() is None
+    assert native.load() is None
+    monkeypatch.setenv("CXX", f"{sys.executable} -c pass")  # compiles nothing
+    with pytest.raises(OSError):
+        build.command([])
+    monkeypatch.setattr(native, "load", lambda: pytest.fail("SHARDFIELD_NATIVE=0"))
     monkeypatch.setenv("SHARDFIELD_NATIVE", "0")
-    assert load() is None
+    assert native.extension.__wrapped__() is None

@@ -39,7 +39,7 @@ def leaf(function: F) -> F:
 
 def library_path() -> Path:
     """Return where the compiled source is kept: a name for each source and version of torch and Python."""
-    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), platform.machine())
+    versions = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), platform.machine())
     key = hashlib.sha256(SOURCE.read_bytes() + repr(versions).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("SHARDFIELD_CACHE") or Path.home() / ".cache" / "shardfield")
     return folder / "native" / f"leaves-{key}.so"
@@ -47,9 +47,12 @@ def library_path() -> Path:
 
 @functools.lru_cache(maxsize=1)
 def extension() -> Any:
+    """Return the compiled module that this process uses, or None."""
+    return None if os.environ.get("SHARDFIELD_NATIVE") == "0" else load()
+
+
+def load() -> Any:
     """Return the compiled module, or None. A file that cannot be loaded is ignored: it only saves time."""
-    if os.environ.get("SHARDFIELD_NATIVE") == "0":
-        return None
     try:
         spec = importlib.util.spec_from_file_location(f"{__name__}.leaves", library_path())
         if spec is None or spec.loader is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ShardfieldError
-from . import SOURCE, library_path
+from . import SOURCE, library_path, load
 
 LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 
@@ -34,14 +34,16 @@ def command(words: list[str]) -> int:
     )
     parser.add_argument("--if-possible", action="store_true", help="succeed without them where there is no compiler")
     options = parser.parse_args(words)
-    path = library_path()
-    if path.exists():
-        print(f"{path} is there")
-        return 0
     begun = time.monotonic()
     try:
+        path = library_path()
+        if load() is not None:
+            print(f"{path} is there")
+            return 0
         compile_source(path)
-    except BuildError as error:
+        if load() is None:
+            raise BuildError(f"{path} was compiled and cannot be loaded")
+    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: no home folder
         if not options.if_possible:
             raise
         print(f"leaf functions stay in Python: {error}")
