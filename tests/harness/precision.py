@@ -25,12 +25,13 @@ from .compare import Outcome, any_rank, flatten, to_full_tensor
 from .draw import DEVICE, Operands, draw_operands, world_mesh
 from .run import run_plain, run_sharded
 
-# mode -> the dtype of inputs, and whether autocast (to bfloat16) is enabled
-MODES = {
-    "bf16": (torch.bfloat16, False),
-    "autocast": (torch.float32, True),
-    "autocast of bf16": (torch.bfloat16, True),  # functions that autocast runs in fp32 return float32
+# mode -> the dtype of inputs, and the one of autocast if it is enabled
+MODES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+    "autocast of bf16": (torch.bfloat16, torch.bfloat16),  # functions that autocast runs in fp32 return float32
 }
+OTHER_HALF = "autocast to fp16 of bf16"  # one device refuses calls that join tensors, which sharded calls may accept
 # Errors below this many roundings of a bf16 value are accepted. One device rounds a result once; partial sums of
 # several ranks are rounded on each rank and once more when they are added.
 FLOOR = 3 * torch.finfo(torch.bfloat16).eps
@@ -38,7 +39,7 @@ FLOOR = 3 * torch.finfo(torch.bfloat16).eps
 
 def check_precision(case: Case, mesh_shape: tuple[int, ...], mode: str, layout_indices: Sequence[int]) -> list[str]:
     """Check a case in low precision on all ranks of the world and return this rank's failures."""
-    dtype, autocast = MODES[mode]
+    dtype, autocast = (torch.bfloat16, torch.float16) if mode == OTHER_HALF else MODES[mode]
     if not case.runs or (dtype == torch.bfloat16 and any(t.dtype.is_complex for t in case.tensors)):
         return []
     # The partial sums of a bf16 value are rounded themselves, so that a Partial operand would be another value.
@@ -52,12 +53,12 @@ def check_precision(case: Case, mesh_shape: tuple[int, ...], mode: str, layout_i
     return failures
 
 
-def _check(operands: Operands, label: str, autocast: bool) -> list[str]:
+def _check(operands: Operands, label: str, autocast: torch.dtype | None) -> list[str]:
     case = operands.case
 
     def run(call: Callable, inputs: list[Any]) -> Outcome:
         torch.manual_seed(0)
-        with torch.autocast(DEVICE, torch.bfloat16) if autocast else contextlib.nullcontext():
+        with torch.autocast(DEVICE, autocast) if autocast else contextlib.nullcontext():
             return call(case, inputs)
 
     plain = run(run_plain, operands.plain())
@@ -67,6 +68,8 @@ def _check(operands: Operands, label: str, autocast: bool) -> list[str]:
         return [f"{label}: ranks differ, they raised {[n or 'nothing' for n in names]}\n{got.traceback}"]
     if plain.error is not None or got.error is not None:
         if type(plain.error) is type(got.error) or (case.may_refuse and isinstance(got.error, ShardingError)):
+            return []
+        if got.error is None and autocast is torch.float16:
             return []
         return [f"{label}: raised {got.error!r}, one device raised {plain.error!r}\n{got.traceback}"]
     wide = _with_dtype(operands, torch.float64)  # the same rounded values

@@ -8,7 +8,8 @@ import os
 import pytest
 
 from shardfield.testing import run_on_ranks
-from tests.harness.precision import MODES, check_precision
+from tests.harness.precision import MODES, OTHER_HALF, check_precision
+from tests.harness.virtual import VirtualRanks
 from tests.ops import case_tables
 
 # `make test` draws one layout for a sample of the rows, another one in each mode. SHARDFIELD_LAYOUTS, which
@@ -57,3 +58,17 @@ def test_low_precision(names, mode, mesh):
     found = run_on_ranks(run_tables, math.prod(mesh), names, mode, mesh, timeout=240)
     failures = [f"rank {rank}: {failure}" for rank, listed in enumerate(found) for failure in listed]
     assert not failures, "\n".join(failures[:6]) + f"\n({len(failures)} failures)"
+
+
+def run_in_other_half(rows: list[tuple[str, int]], mesh: tuple[int, ...]) -> list[str]:
+    """Return, on a rank, the failures of rows in bf16 under autocast to fp16."""
+    return [f for name, row in rows for f in check_precision(case_tables.table(name)[row], mesh, OTHER_HALF, [row % 2])]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns once per process: on one of its virtual ranks
+def test_autocast_to_the_other_half():
+    """Autocast to fp16 joins no bf16 tensors: ranks pack messages and join shards outside it, or all raise."""
+    rows = [(name, row) for name in TABLES for row in range(len(case_tables.table(name)))][:: 1 if SWEEP else SAMPLE]
+    with VirtualRanks() as ranks:
+        for i, mesh in enumerate(MESHES[1:]):
+            assert ranks.check(math.prod(mesh), run_in_other_half, rows if SWEEP else rows[i::2], mesh) == []

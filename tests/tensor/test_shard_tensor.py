@@ -19,6 +19,7 @@ from shardfield.dispatch.registry import handler
 from shardfield.tensor import DEFERRED_ATTRIBUTES, Deferred, wrap, wrap_deferred
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
+from tests.harness.virtual import VirtualRanks
 
 
 def field(*shape: int) -> torch.Tensor:
@@ -421,6 +422,33 @@ def read_on_rank_0(mesh, placements, dtype):
 def test_one_rank_alone_reads_a_loss(mesh, placements, dtype):
     sent = run_on_ranks(read_on_rank_0, torch.Size(mesh).numel(), mesh, placements, dtype, timeout=60)
     assert not any(sent)  # all ranks sent the sums when they were made
+
+
+def read_on_one_rank_first() -> list[str]:
+    """Read a value on rank 0 alone, and another one of its size on all ranks, which would be taken for the first."""
+    x = scatter_tensor(field(6, 4), 0, world_mesh((2,)), [Shard(0)])
+    for one, every in ((x.mean(0), (x * 2).mean(0)), (x, x * 2)):
+        with pytest.raises(ShardingError, match="do not agree on the line"):
+            if dist.get_rank() == 0:
+                one.tolist()
+            every.tolist()
+        assert every.tolist() == (2 * one.full_tensor()).tolist()
+    return []
+
+
+def apply_to_parameters() -> list[str]:
+    """Shard the parameters of a plain module by `_apply`, which sets `.data` where it can."""
+    layer = torch.nn.Linear(4, 3).double()
+    full, mesh = layer.weight.detach().clone(), world_mesh((2,))
+    layer._apply(lambda t: scatter_tensor(t.detach(), 0, mesh, [Shard(0)]))
+    assert torch.equal(layer.weight.full_tensor(), full)
+    return []
+
+
+def test_on_virtual_ranks():
+    with VirtualRanks() as ranks:
+        for check in (read_on_one_rank_first, apply_to_parameters):
+            assert ranks.check(2, check) == [], check.__name__
 
 
 def backward_without_the_value():

@@ -1,10 +1,10 @@
 """Every private torch name that the package uses: which versions have it, why it is needed, when it can go.
 
 This module has the names for tensors and calls. Of the others, `storage` has those for the memory of tensors,
-`attention` its kernels, `lists` functions of lists of tensors, `saved` those for tensors saved for backward, `engine`
-those for a quick backward, `world` those for groups and meshes, `virtual` those for virtual ranks, `fake` those for
-tensors without data, `aot` those for traces and compilers, `patches` the attributes of torch that are replaced. No
-other module of the package may use a private name of torch (a test checks this).
+`attention` its kernels, `autocast` those for autocast, `lists` functions of lists of tensors, `saved` those for tensors
+saved for backward, `engine` those for a quick backward, `world` those for groups and meshes, `virtual` those for
+virtual ranks, `fake` those for tensors without data, `aot` those for traces and compilers, `patches` the attributes of
+torch that are replaced. No other module of the package may use a private name of torch (a test checks this).
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def _apply(cls: Any, *args: Any) -> Any:
 
 function_apply: Any = classmethod(_apply) if isinstance(_torch_apply, classmethod) else _torch_apply
 
-# torch 2.11-2.15: pack tensors of one dtype into a flat one, and view a flat one as tensors of their shapes, in one
-# call each. DDP uses them; no public name.
-flatten_tensors = torch._C._nn.flatten_dense_tensors
+# torch 2.11-2.15: view a flat tensor as tensors of other shapes in one call, the inverse of `autocast.flatten_tensors`.
+# DDP uses it; no public name.
 unflatten_tensors = torch._C._nn.unflatten_dense_tensors
 
 # torch 2.11-2.15: multiply each tensor of a list, set each to zero, add one to each, in one kernel. No public names.
@@ -261,18 +260,6 @@ def tensor_getter(name: str, method: str = "__get__") -> Any:
     """
     found = torch._C.TensorBase.__dict__.get(name)
     return None if found is None else getattr(found, method, None)
-
-
-# torch 2.11-2.15: unlike the public function it needs no device type, and costs a few nanoseconds.
-autocast_on = torch._C._is_any_autocast_enabled
-
-
-def autocast_state() -> tuple:
-    """Return the autocast dtypes, as part of cache keys; () when autocast is off."""
-    if not autocast_on():
-        return ()
-    kinds = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)
-    return tuple(torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds)
 
 
 def caller_argument(func: Any, name: str) -> Any:

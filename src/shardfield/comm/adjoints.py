@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
-from .._compat import flatten_tensors, function_apply, has_saved_tensor_hooks, unflatten_tensors
+from .._compat import function_apply, has_saved_tensor_hooks, unflatten_tensors
+from .._compat.autocast import concatenate, flatten_tensors, stack
 from .._compat.engine import DirectBackward
 from . import collectives
 from .route import Region
@@ -33,7 +34,7 @@ def _all_gather(tensor: Tensor, dim: int, lengths: Sequence[int], group: Process
         stacked = collectives.all_gather_even(tensor, group)
         return detach_view(stacked.movedim(0, dim % tensor.ndim).flatten(dim % tensor.ndim, dim % tensor.ndim + 1))
     shapes = [Region(((dim, 0, n),)).shape(tensor.shape) for n in lengths]
-    return torch.cat(collectives.all_gather(tensor, shapes, group), dim)
+    return concatenate(collectives.all_gather(tensor, shapes, group), dim)
 
 
 def _all_reduce_all(tensors: Sequence[Tensor], groups: Groups) -> list[Tensor]:
@@ -264,11 +265,11 @@ class GatherAllReplicateIn(Collective):
     @staticmethod
     def forward(ctx, dim, lengths, group, *tensors):
         ctx.how = dim, lengths, group
-        return tuple(map(detach_view, _all_gather(torch.stack(tensors), *ctx.how).unbind()))
+        return tuple(map(detach_view, _all_gather(stack(tensors), *ctx.how).unbind()))
 
     @staticmethod
     def backward(ctx, *grads):
-        both = torch.stack(grads)
+        both = stack(grads)
         if both.numel() * both.element_size() <= SMALL_BYTES and not torch.is_grad_enabled():
             mine = local_slice(collectives.all_reduce_(both, ctx.how[2]), *ctx.how)
         else:

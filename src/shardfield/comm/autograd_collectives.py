@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from .._compat import flatten_tensors
+from .._compat.autocast import flatten_tensors
 from ..errors import ShardingError
 from . import collectives, grad_deferral
 from .adjoints import (

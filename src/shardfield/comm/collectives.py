@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
-from .._compat import autocast_on, is_zero_tensor, materialize_zeros
+from .._compat import is_zero_tensor, materialize_zeros
+from .._compat.autocast import concatenate, stack
 from . import stalls
 from .pending import Pending as Pending
 from .transport import cached_transport, transport_for
@@ -58,24 +59,6 @@ def _flat_view(packed: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor in a dtype that backends support."""
     flat = packed.as_strided((packed.numel(),), (1,))  # view(-1) may keep an odd stride of one element
     return flat if flat.dtype in _SUPPORTED_DTYPES else flat.view(torch.uint8)
-
-
-def concatenate(parts: list[Tensor], dim: int = 0, new_dim: bool = False) -> Tensor:
-    """Return torch.cat (torch.stack for a `new_dim`) in the dtype of the parts.
-
-    Under autocast these would convert some dtypes and refuse others.
-    """
-    join = torch.stack if new_dim else torch.cat
-    if not autocast_on():
-        return join(parts, dim)
-    kind = parts[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return join(parts, dim)
-    torch.set_autocast_enabled(kind, False)
-    try:
-        return join(parts, dim)
-    finally:
-        torch.set_autocast_enabled(kind, True)
 
 
 # ---------------------------------------------------------------------- reductions
@@ -159,7 +142,7 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum", owned
     if tensor.is_complex() and op not in ("sum", "avg"):
         if op in ("prod", "product"):
             parts = all_gather(tensor, [tensor.shape] * size, group)
-            return Pending((), (), lambda: torch.stack(parts).prod(0))
+            return Pending((), (), lambda: stack(parts).prod(0))
         raise ValueError(f"all_reduce: {op} of complex numbers is not defined")
     if runtime.active.tracer is not None:
         return Pending((), (), runtime.active.tracer.all_reduce(tensor, group, op))
@@ -194,7 +177,7 @@ def all_reduce_half(tensor: Tensor, group: ProcessGroup) -> Tensor:
     size = group.size()
     lengths = [tensor.numel() // size + (c < tensor.numel() % size) for c in range(size)]
     mine = reduce_scatter(tensor.reshape(-1).split(lengths), group)
-    return torch.cat(all_gather(mine, [(n,) for n in lengths], group)).view(tensor.shape)
+    return concatenate(all_gather(mine, [(n,) for n in lengths], group)).view(tensor.shape)
 
 
 def _as_ordered(tensor: Tensor, op: str) -> Tensor:

@@ -32,8 +32,9 @@ from . import collectives
 # Integers per message of `Consensus`: the fingerprint, its negative, and the flag (2: this rank has a problem).
 CONSENSUS_INTS = 3
 # Integers that a rank can add to `check_arguments`. One number for all callers: ranks that are in different calls must
-# still exchange messages of one length, or the check itself would hang.
-MAX_EXTRA_INTS = 4
+# still exchange messages of one length, or the check itself would hang. It makes a length (37 integers) that no other
+# gather is likely to have: a check that one rank alone makes is not taken for the next gather of the others.
+MAX_EXTRA_INTS = 35
 
 
 def checks_enabled() -> bool:

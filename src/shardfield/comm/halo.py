@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._compat.autocast import concatenate
 from ..layout import Span, starts
 from . import collectives
 from .autograd_collectives import exchange
@@ -100,7 +100,7 @@ class Halo(NamedTuple):
         """Return the block and its halo as one tensor. Differentiable; one exchange, adjoint: the exchange reversed."""
         if self.group is not None:
             return exchange(block, self.block_route, self.group)
-        return torch.cat([_flipped(region.view(block), region) for region, _ in self.block_route.own], self.dim)
+        return concatenate([_flipped(region.view(block), region) for region, _ in self.block_route.own], self.dim)
 
     def start(self, block: Tensor, earlier: Sequence[tuple[Halo, Tensor]]) -> collectives.Pending[Tensor]:
         """Start the exchange: send the requested rows of `block`, extended by the halos of `earlier` dims.
@@ -123,7 +123,7 @@ class Halo(NamedTuple):
             parts = sorted([*own, *self._rows(self.route, pending.wait())], key=lambda pair: pair[0].ranges)
             rows = [part for _, part in parts]
             return (
-                collectives.concatenate(rows, self.dim)
+                concatenate(rows, self.dim)
                 if len(rows) > 1
                 else rows[0].contiguous()
                 if rows
@@ -164,7 +164,7 @@ class Halo(NamedTuple):
         rows = [part for parts in outgoing for part in parts]
         sends: Sequence[Tensor] = rows
         if len(rows) > 1:
-            sends = collectives.concatenate(rows).split([sum(len(part) for part in parts) for parts in outgoing])
+            sends = concatenate(rows).split([sum(len(part) for part in parts) for parts in outgoing])
         others = [n for d, n in enumerate(shape) if d != self.dim]
         receives = [(peer, (sum(r.ranges[0][2] for r in regions), *others)) for peer, regions in route.recv]
         peers = [peer for peer, _ in route.send]
@@ -189,7 +189,7 @@ def _with_earlier_halos(block: Tensor, earlier: Sequence[tuple[Halo, Tensor]], r
     for halo, rows in earlier:
         part = region.view(rows)
         parts = [part.narrow(halo.dim, 0, halo.before), extended, part.narrow(halo.dim, halo.before, halo.after)]
-        extended = torch.cat(parts, halo.dim)
+        extended = concatenate(parts, halo.dim)
     return extended
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime
+from .._compat.autocast import concatenate, stack
 from . import autograd_collectives, collectives
 
 # Visits in flight while one is computed with: a message may take as long as the computation of that many visits.
@@ -105,7 +106,7 @@ def gather_at_once(block: Tensor, lengths: Sequence[int], ring: Ring) -> Tensor:
     (group,) = ring.groups
     if len(set(lengths)) == 1:
         return collectives.all_gather_even(block, group).view(-1)
-    return torch.cat(collectives.all_gather(block, [(n,) for n in lengths], group))
+    return concatenate(collectives.all_gather(block, [(n,) for n in lengths], group))
 
 
 def iterate_blocks(
@@ -152,7 +153,7 @@ def sum_at_owners(
 
     def receive() -> Tensor:
         received = pending()
-        return (received if isinstance(received, Tensor) else torch.stack(list(received))).sum(0, dtype=dtype)
+        return (received if isinstance(received, Tensor) else stack(list(received))).sum(0, dtype=dtype)
 
     return receive
 
@@ -210,9 +211,9 @@ def gather_blocks(block: Tensor, lengths: Sequence[int], ring: Ring) -> list[Ten
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return several tensors as one flat block."""
     if all(t.shape == tensors[0].shape for t in tensors):  # one kernel for any strides
-        return torch.stack(list(tensors)).view(-1)
+        return stack(list(tensors)).view(-1)
     # Two dims: autograd of cat ignores empty vectors, and a rank with one would skip the collectives of backward.
-    return torch.cat([t.reshape(-1, 1) for t in tensors]).view(-1)
+    return concatenate([t.reshape(-1, 1) for t in tensors]).view(-1)
 
 
 def unpack(block: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .. import runtime
 from .._compat import add_to_all, is_zero_tensor
+from .._compat.autocast import concatenate, stack
 from ..native import leaf
 from . import collectives
 from .route import Region, Route, Shapes
@@ -110,7 +111,7 @@ def pack_split(
     parts = block.split_with_sizes(sizes, dim)
     chosen_parts: Sequence[Tensor] = [parts[i] for i in chosen[: len(peers)]]
     if stacked:
-        chosen_parts = collectives.concatenate(list(chosen_parts), new_dim=True).unbind()
+        chosen_parts = stack(list(chosen_parts)).unbind()
     sends = [(peer, part.contiguous()) for peer, part in zip(peers, chosen_parts, strict=True)]
     incoming = [(peer, block.new_empty(shape)) for peer, shape in receives]
     return block, sends, incoming, [buffer for _, buffer in incoming]
@@ -120,7 +121,7 @@ def pack_split(
 def join_split(block: Tensor, received: list[Tensor], kept: Sequence[int], dim: int, order: Sequence[int]) -> Tensor:
     """Return the concatenation of the part that this rank keeps and the received ones."""
     own = block.narrow(*kept) if kept else block
-    return collectives.concatenate([own if i < 0 else received[i] for i in order], dim)
+    return concatenate([own if i < 0 else received[i] for i in order], dim)
 
 
 @leaf
@@ -141,7 +142,7 @@ def add_split(
     if joins:
         for i, part in zip(chosen, received, strict=True):
             parts[i] = part.add_(parts[i])
-        return collectives.concatenate(parts, dim)
+        return concatenate(parts, dim)
     add_to_all([parts[i] for i in chosen], received)
     return out
 
@@ -152,13 +153,13 @@ def add_split(
 def _pack(block: Tensor, route: Route) -> list[tuple[int, Tensor]]:
     """Return a contiguous tensor for each peer. One kernel packs all messages if their shapes are equal."""
     if route.equal_sends:
-        packed = collectives.concatenate([_region(block, regions[0]) for _, regions in route.send], new_dim=True)
+        packed = stack([_region(block, regions[0]) for _, regions in route.send])
         parts = (packed if packed.is_contiguous() else packed.contiguous()).unbind(0)
         return [(peer, part) for (peer, _), part in zip(route.send, parts, strict=True)]
     sends = []
     for peer, regions in route.send:
         views = [_region(block, region) for region in regions]
-        one = views[0] if len(views) == 1 else collectives.concatenate([view.reshape(-1) for view in views])
+        one = views[0] if len(views) == 1 else concatenate([view.reshape(-1) for view in views])
         sends.append((peer, collectives.contiguous(one)))
     return sends
 
@@ -220,7 +221,7 @@ def _concatenate(
         kept = CHANNELS_LAST.get(block.ndim)
         if kept is not None and block.is_contiguous(memory_format=kept):  # torch.cat keeps it if all parts have it
             blocks = [part.contiguous(memory_format=kept) for part in blocks]
-    return collectives.concatenate(blocks, dim)
+    return concatenate(blocks, dim)
 
 
 def _place(out: Tensor, region: Region, part: Tensor, add: bool) -> None:

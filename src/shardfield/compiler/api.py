@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import runtime
-from .._compat import autocast_state
+from .._compat.autocast import autocast_state
 from ..errors import ShardfieldError, Untraceable
 from ..tensor import ShardTensor
 from .backends import Backend

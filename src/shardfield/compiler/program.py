@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import runtime, trace_state
-from .._compat import autocast_state
 from .._compat.aot import aot_compile, is_data_dependent_error, is_written
+from .._compat.autocast import autocast_state
 from .._compat.storage import storage_id
 from ..comm.collectives import device_of
 from ..dispatch.arguments import mark_consumed

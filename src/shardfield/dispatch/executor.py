@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime, trace_state
-from .._compat import autocast_on, autocast_state
+from .._compat.autocast import autocast_on, autocast_state
 from ..comm import autograd_collectives
 from ..errors import ShardingError
 from ..layout import Layout

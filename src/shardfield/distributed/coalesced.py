@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from .._compat.autocast import concatenate
 from ..comm import collectives
 from .vcollective_args import resolve_group
 
@@ -78,7 +79,7 @@ def fused_all_reduce(
         dtype = buffer_dtype or _buffer_dtype(leaves)
         if group is not None and size > 1:
             where = torch.device(device) if device is not None else leaves[0].device
-            buffer = torch.cat([leaf.reshape(-1).to(where, dtype) for leaf in leaves])
+            buffer = concatenate([leaf.reshape(-1).to(where, dtype) for leaf in leaves])
             work = FusedWork(collectives.start_all_reduce(buffer, group, name), leaves)
     if async_op:
         return result, work

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat.autocast import concatenate
+
 
 def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
     """Return the sizes of `num_chunks` shards of `size`.
@@ -65,7 +67,7 @@ def pad_helper(tensor: Tensor, dim: int, new_size: int, mode: str = "zero") -> T
         return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, added])
     if added > max(0, size - 1):
         raise ValueError(f"pad_helper: {size} frequencies do not determine {new_size} by symmetry")
-    return torch.cat([tensor, tensor.narrow(dim, 1, added).flip(dim).conj()], dim)
+    return concatenate([tensor, tensor.narrow(dim, 1, added).flip(dim).conj()], dim)
 
 
 def truncate_helper(tensor: Tensor, dim: int, new_size: int) -> Tensor:

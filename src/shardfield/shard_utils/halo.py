@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._compat.autocast import concatenate
 from ..comm import autograd_collectives, route_messages
 from ..comm.consensus import check_arguments
 from ..comm.route import Route, RowRequest, fetch_route
@@ -158,7 +159,7 @@ def _turn_poles(wide: Tensor, mesh: Axes, config: HaloConfig, lengths: Sequence[
     front, back = max(-low, 0), max(high - size, 0)
     first, middle, last = wide.split([front, high - low - front - back, back], dim)
     turn = _half_turn(wide, mesh, config, layout_sizes)
-    return torch.cat([turn(first), middle, turn(last)], dim)
+    return concatenate([turn(first), middle, turn(last)], dim)
 
 
 def _halo_route(dim: int, config: HaloConfig, lengths: Sequence[int], coord: int) -> Route:

@@ -203,4 +203,13 @@ CASES = [
         T(5, 7),
         options=OPTIONS | {"name": "index_reduce_"},
     ),
+    case(  # torch's kernel fails for rows of one element in half precision, which shards have
+        torch.index_reduce,
+        T(5, 2, dtype=torch.bfloat16, fill="ints", high=3, grad=False, shard_dims=(1,)),
+        0,
+        I(7),
+        T(7, 2, dtype=torch.bfloat16, fill="ints", high=3, grad=False),
+        "prod",
+        options=OPTIONS | {"name": "index_reduce in half precision"},
+    ),
 ]

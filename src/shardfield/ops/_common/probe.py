@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import autocast_state
+from ..._compat.autocast import autocast_state
 from ...dispatch.plan import Operand
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)

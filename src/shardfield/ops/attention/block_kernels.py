@@ -29,6 +29,7 @@ from ..._compat.attention import (
     flash_cuda,
     flash_cuda_backward,
 )
+from ..._compat.autocast import concatenate
 from ...comm.collectives import accumulate_dtype
 
 # Maximal number of scores that MathKernel holds at once; it processes rows in chunks.
@@ -292,7 +293,7 @@ class MathKernel:
                 weights = weights * self.dropout_mask_fn(first, last)
             outs.append(weights @ v.to(weights.dtype))
             lses.append(lse)
-        return torch.cat(outs, -2), torch.cat(lses, -1)
+        return concatenate(outs, -2), concatenate(lses, -1)
 
     def backward(self, grad, q, k, v, out, lse, bias, causal, scale):
         dtype = accumulate_dtype(q.dtype)
@@ -317,4 +318,4 @@ class MathKernel:
             dqs.append(ds @ k_ * scale)
             dk += ds.mT @ q[..., rows, :].to(dtype) * scale
             dscores.append(ds)
-        return BlockGrads(torch.cat(dqs, -2), dk, dv, torch.cat(dscores, -2) if bias is not None else None)
+        return BlockGrads(concatenate(dqs, -2), dk, dv, concatenate(dscores, -2) if bias is not None else None)

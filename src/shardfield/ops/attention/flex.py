@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..._compat import dynamo_disable
+from ..._compat.autocast import concatenate
 from ..._compat.patches import replace_flex_attention
 from ..._compat.storage import base_and_version
 from ...dispatch.arguments import map_tensors, mesh_of
@@ -167,7 +168,7 @@ class Mods:
         for i, rows in enumerate(query.split(step, SEQUENCE)):
             first = [*offsets[:SEQUENCE], offsets[SEQUENCE] + i * step, offsets[3]]
             parts.append(checkpoint(self._compute_block, rows, key, value, first, captured, scale, use_reentrant=False))
-        out, lse, largest = (torch.cat(x, SEQUENCE) for x in zip(*parts, strict=True))
+        out, lse, largest = (concatenate(x, SEQUENCE) for x in zip(*parts, strict=True))
         return out, lse, largest
 
     def _compute_block(self, query, key, value, offsets, captured, scale) -> tuple[Tensor, Tensor, Tensor]:

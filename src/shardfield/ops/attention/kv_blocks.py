@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ... import runtime
+from ..._compat.autocast import concatenate, stack
 from ...comm.ring import pack, unpack
 from ...layout import Span
 
@@ -27,7 +27,7 @@ def pack_pair(key: Tensor, value: Tensor) -> Tensor:
         for number, tensor in enumerate((key, value)):
             block[:, number].copy_(tensor.movedim(-2, 0))
         return block.view(-1)
-    return torch.stack([t.movedim(-2, 0) for t in (key, value)], 1).view(-1)
+    return stack([t.movedim(-2, 0) for t in (key, value)], 1).view(-1)
 
 
 def unpack_pair(block: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def take(tensor: Tensor, dim: int, span: Span) -> Tensor:
 def take_spans(block: Tensor, spans: Sequence[Span], dim: int = -2) -> Tensor:
     """Return the rows of a block in some spans, one behind the other: a view if there is one span."""
     if len(spans) > 1:
-        return torch.cat([take(block, dim, span) for span in spans], dim)
+        return concatenate([take(block, dim, span) for span in spans], dim)
     return take(block, dim, spans[0] if spans else Span(0, 0))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..._compat.autocast import concatenate
 from ..stencil.decorators import stencil
 
 MAX_WINDOW_BYTES = 256 << 20  # keys and values of windows held at a time; backward gathers those of larger fields again
@@ -77,7 +78,7 @@ def _attend(query, key, value, sizes, steps, scale):
         checkpoint(_attend_rows, q, key, value, [table, *tables[1:]], scale, use_reentrant=False)
         for q, table in zip(query.split(rows, 1), tables[0].split(rows), strict=True)
     ]
-    return torch.cat(blocks, 1)
+    return concatenate(blocks, 1)
 
 
 def _window_table(n: int, size: int, step: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ..._compat.autocast import concatenate
 from ...dispatch.arguments import to_full_tensor
 from ...errors import ShardingError
 from ...layout import Span
@@ -151,8 +152,8 @@ def _placed(
             sums.append(lse)
             at = start + out.shape[2]
     # The result is in the graph of every operand, also where no row reads a key: backward sends messages.
-    result = torch.cat(outs, 2) + sum(t.reshape(-1)[:0].sum() for t in (query, key, value))
-    lse = torch.cat(sums, 2)
+    result = concatenate(outs, 2) + sum(t.reshape(-1)[:0].sum() for t in (query, key, value))
+    lse = concatenate(sums, 2)
     return result, lse, lse.detach()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ... import runtime
 from ..._compat import has_saved_tensor_hooks, keeps_graph
+from ..._compat.autocast import concatenate
 from ...comm import adjoints, autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
 from ...comm.ring import gather_at_once, gather_blocks, iterate_blocks, pack, sum_at_owners, unpack
@@ -125,7 +126,7 @@ def _unpack_visit(
         unpack_pair(block, _kv_shapes(plan, plan.ring.owner(step), k, v))
         for step, block in zip(visit, blocks, strict=True)
     ]
-    ks, vs = (ts[0] if len(visit) == 1 else torch.cat(ts, -2) for ts in zip(*pairs, strict=True))
+    ks, vs = (ts[0] if len(visit) == 1 else concatenate(ts, -2) for ts in zip(*pairs, strict=True))
     return take_spans(ks, spans), take_spans(vs, spans)
 
 
@@ -204,7 +205,7 @@ def _merge_ranks(out: Tensor, lse: Tensor, groups: Groups) -> tuple[Tensor, Tens
         top = collectives.all_reduce(top, group, "max")
     top = neg_inf_to_zero(top)
     weight = (lse - top).exp().unsqueeze(-1)
-    weighted = torch.cat([out * weight, weight], -1)
+    weighted = concatenate([out * weight, weight], -1)
     for group in groups:
         weighted = collectives.all_reduce(weighted, group)
     total = weighted[..., -1]
@@ -311,7 +312,7 @@ def _autograd_attention(plan: RingPlan, q, k, v, mask, head_index, key) -> Tenso
     pairs = [unpack(b, _kv_shapes(plan, ring.owner(s), k, v)) for s, b in enumerate(blocks)]
     columns = tuple(span for s in range(ring.num_steps) for span in plan.columns[ring.owner(s)])
     dtype = collectives.accumulate_dtype(q.dtype)
-    ks, vs = (expand_heads(torch.cat([p[i] for p in pairs], -2), q).to(dtype) for i in (0, 1))
+    ks, vs = (expand_heads(concatenate([p[i] for p in pairs], -2), q).to(dtype) for i in (0, 1))
     rows, cols = span_indices(plan.rows, q.device), span_indices(columns, q.device)
     scores = (q.to(dtype) * plan.scale) @ ks.mT
     if mask is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._compat.attention import left_aligned
+from ..._compat.autocast import concatenate
 from ...comm import autograd_collectives
 from ...comm.ring import Ring, plan_visits, visit_at_once
 from ...comm.route import Route, tile_route
@@ -31,7 +32,7 @@ from ...dispatch.registry import handler, handler_of, rule
 from ...layout import Layout
 from ...redistribute import redistribute
 from ...tensor import ShardTensor
-from .._common.probe import probe, stand_in
+from .._common.probe import HALF_DTYPES, probe, stand_in
 from ..elementwise.random import draw_key, global_index
 from .causal_tiles import (
     Coords,
@@ -171,7 +172,7 @@ def exchange_together(move: Callable[[Tensor], Tensor], *tensors: Tensor) -> Seq
     if any(t.shape[:-1] != first.shape[:-1] or t.dtype != first.dtype for t in tensors):
         return [move(t) for t in tensors]
     # `split`, not slices: its backward is one `cat`, and slices would each fill all features with zeros
-    return move(torch.cat(tensors, -1)).split([t.shape[-1] for t in tensors], -1)
+    return move(concatenate(tensors, -1)).split([t.shape[-1] for t in tensors], -1)
 
 
 def _gather_steps(strategy: Strategy) -> list[tuple[int, Sequence[int], Any]]:
@@ -275,7 +276,9 @@ class _BlockwiseAttention:
         lead, features = self.lead.local_shape, v.shape[-1]
         q = _as_4d(q.expand(*lead, *q.shape[-2:]), lead)
         k, v = (_kv_as_4d(t, lead) for t in (k, v))
-        mask = None if mask is None else _mask_as_4d(mask, lead)
+        if mask is not None:
+            # kernels take a mask in fp32 or in the dtype of the query, to which autocast casts it
+            mask = _mask_as_4d(mask.to(self.dtype) if mask.dtype in HALF_DTYPES else mask, lead)
         for e in self.exchanges:
             move = partial(autograd_collectives.exchange, route=e.forward_route, group=e.group)
             if self.exchange_all:

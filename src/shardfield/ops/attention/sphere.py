@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime, trace_state
+from ..._compat.autocast import concatenate
 from ...dispatch.arguments import as_operand, mesh_of, to_full_tensor
 from ...dispatch.fallback import gather_fallback
 from ...layout import DimSharding, Layout, nested_chunk, shard_sizes_of
@@ -70,7 +71,7 @@ def attend(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
     channels = [x.shape[-1] for x in (key_layout, value_layout)]
     of_values = _with_channels(plan.keys, channels[1], plan.heads)
     both = [redistribute(key, key_layout, plan.keys), redistribute(value, value_layout, of_values)]
-    block = plan.band.gather_block(torch.cat(both, -1))  # one message for both
+    block = plan.band.gather_block(concatenate(both, -1))  # one message for both
     query, block = together([redistribute(query, query_layout, plan.queries), block])
     result = _with_channels(plan.queries, channels[1], plan.heads)
     shape, heads = result.local_shape, result.local_size_of(plan.heads)

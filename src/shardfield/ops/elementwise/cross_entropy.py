@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import runtime
 from ..._compat import NAMESPACES
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives
 from ...comm.collectives import accumulate_dtype
 from ...dispatch.plan import Operand, Plan, process_groups
@@ -155,7 +156,7 @@ def nll_loss(
     def mean(input, target, weight):
         losses, scale, bad = values(input, target, weight)
         accumulate = accumulate_dtype(losses.dtype)
-        sums = torch.stack([losses.sum(dtype=accumulate), scale.sum(dtype=accumulate), bad.sum(dtype=accumulate)])
+        sums = stack([losses.sum(dtype=accumulate), scale.sum(dtype=accumulate), bad.sum(dtype=accumulate)])
         loss_sum, weight_sum, bad_count = autograd_collectives.reduce(sums, groups).unbind()
         if bad_count.device.type == "cpu":
             raise_if(bad_count.detach(), IndexError, why)

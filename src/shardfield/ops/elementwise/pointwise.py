@@ -179,7 +179,7 @@ def pointwise_inplace(func, types, args, kwargs):
     if target._layout.partial and 0 not in keep:
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        _reduce_in_place(target)
+        reduce_in_place(target)
         locals_[0], layouts = target._local_tensor, (target._layout, *layouts[1:])
     alignment = align_to(target._layout, layouts, keep)
     redistributed = alignment.redistribute(locals_, layouts)
@@ -189,7 +189,7 @@ def pointwise_inplace(func, types, args, kwargs):
     return target
 
 
-def _reduce_in_place(target: ShardTensor) -> None:
+def reduce_in_place(target: ShardTensor) -> None:
     """Replace the memory of a Partial by its reduced value."""
     # no_grad applies to the call alone, not to the reduction
     with torch.set_grad_enabled(torch.is_grad_enabled() or not target.is_leaf):
@@ -342,15 +342,6 @@ def _divides_integers(run: Callable) -> Callable:
 for _name in ("floor_divide", "remainder", "fmod"):
     handler(_name)(_divides_integers(pointwise))
     handler(_name + "_")(_divides_integers(pointwise_inplace))
-
-
-@handler("detach")
-def detach(func, types, args, kwargs):
-    """Share the memory. A Partial is reduced first: a later write, which reduces it, would give it other memory."""
-    target = args[0]
-    if target._layout.partial and not (target.is_leaf and target.requires_grad):
-        _reduce_in_place(target)
-    return of_copied_view(pointwise(func, types, args, kwargs), target, torch.Tensor.detach)
 
 
 @handler("conj", "positive", "resolve_conj", "resolve_neg")

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ... import runtime
+from ..._compat.autocast import index_copy
 from ..._compat.storage import base_and_version
 from ...comm import autograd_collectives, consensus, route_messages
 from ...comm.route import Route
@@ -51,7 +52,7 @@ class ExchangeStage(NamedTuple):
     def deliver(self, rows: Tensor) -> Tensor:
         """Send rows to their owners; with `distinct`, rows of one place are summed first. Adjoint: `fetch`."""
         out = rows.new_zeros(self.num_sent, *rows.shape[1:])
-        out = out.index_add(0, self.row_index, rows) if self.distinct else out.index_copy(0, self.row_index, rows)
+        out = out.index_add(0, self.row_index, rows) if self.distinct else index_copy(out, 0, self.row_index, rows)
         return autograd_collectives.exchange(out, self.route, self.group)
 
     def deliver_reduced(self, rows: Tensor, reduce: str) -> Tensor:
@@ -100,7 +101,8 @@ class ExchangeLists:
         """
         rows = select_rows(block, dims, self.positions)
         if self.local_entries is not None:
-            rows = rows.new_zeros(self.num_received, *rows.shape[1:]).index_copy(0, self.local_entries, rows)
+            zeros = rows.new_zeros(self.num_received, *rows.shape[1:])
+            rows = index_copy(zeros, 0, self.local_entries, rows)
         for stage in reversed(self.stages):
             rows = stage.fetch(rows)
         return rows

@@ -21,6 +21,7 @@ from ...dispatch.registry import handler, mesh_of, to_full_tensor
 from ...dispatch.torch_aliases import function_name
 from ...layout import DimSharding, Layout, chunk
 from ...tensor import ShardTensor
+from .._common.autocast import HALF_DTYPES
 from .._common.broadcast import align, broadcast_layout
 from .basic_index import normalize_dim
 from .exchange_lists import ExchangeLists, IndexRequest
@@ -334,8 +335,15 @@ def _index_copy(input, dim, index, source, *, reshard=False, fn):
 def _index_reduce(input, dim, index, source, reduce, *, include_self=True, reshard=False, fn):
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax, amin but got {reduce}.")
-    more: Callable = lambda x, d, i, s: fn(x, d, i, s, reduce, include_self=include_self)  # noqa: E731
-    return _plan_row_write(input, dim, index, source, False, reshard, fn, more, (reduce, include_self))
+
+    def reduce_rows(x: Tensor, d: int, i: Tensor, s: Tensor) -> Tensor:
+        if reduce != "prod" or x.dtype not in HALF_DTYPES:
+            return fn(x, d, i, s, reduce, include_self=include_self)
+        # torch's kernel refuses rows of one element in half precision, which are on some ranks only.
+        wide = torch.index_reduce(x.float(), d, i, s.float(), reduce, include_self=include_self).to(x.dtype)
+        return x.copy_(wide) if fn.__name__.endswith("_") else wide
+
+    return _plan_row_write(input, dim, index, source, False, reshard, fn, reduce_rows, (reduce, include_self))
 
 
 def _index_fill(input, dim, index, value, *, reshard=False, fn):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives
 from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan, process_groups
@@ -43,7 +44,7 @@ class AffineParams:
             return [weight, bias]
         if self.paired:
             assert weight is not None and bias is not None and self.sources[0] is not None
-            both = torch.stack([weight, bias])
+            both = stack([weight, bias])
             return list(redistribute(both, self.sources[0].insert(0, 2), self.layout.insert(0, 2)).unbind())
         pairs = zip((weight, bias), self.sources, strict=True)
         return [p if p is None or s is None else redistribute(p, s, self.layout) for p, s in pairs]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat.autocast import stack
 from ...comm import collectives
 from ...dispatch.empty_shards import connected
 from ...dispatch.plan import Operand, Plan, process_groups
@@ -62,7 +63,7 @@ class RunningStats:
         """Write the updated channels of all ranks to the buffers: one message per axis that shards channels."""
         if not self.in_place:
             with torch.no_grad():
-                self._store(buffers, torch.stack([m for m in mine if m is not None]))
+                self._store(buffers, stack([m for m in mine if m is not None]))
 
     def _store(self, buffers: list[Tensor | None], both: Tensor) -> None:
         for i, (buffer, source) in enumerate(zip(buffers, self.sources, strict=True)):
@@ -243,7 +244,7 @@ def _plan_instance_norm(
     def on_shards(input, weight, bias, running_mean, running_var):
         value, mean, variance = shared.with_stats(input, *affine.redistribute(weight, bias))
         if tracked:
-            both = torch.stack([mean, variance * unbiased]).sum(1) / samples
+            both = stack([mean, variance * unbiased]).sum(1) / samples
             for group in over:
                 both = collectives.all_reduce(both, group)
             mine = running.redistribute(running_mean, running_var)

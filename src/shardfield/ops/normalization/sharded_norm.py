@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import autocast_on, flatten_tensors
+from ..._compat.autocast import autocast_on, flatten_tensors
 from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, detach_view, unpack
 from ...dispatch.plan import process_groups

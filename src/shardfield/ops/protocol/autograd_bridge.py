@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import runtime
 from ..._compat import function_apply, module_hook_function
+from ..._compat.autocast import stack
 from ..._compat.patches import replace_engine_call, replace_function_apply
 from ..._compat.saved import recorded_by_cpp, replace_saved_tensors
 from ...comm import autograd_collectives
@@ -107,7 +108,7 @@ def _batched_grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unus
     rows = [
         _grad(outputs, inputs, [s[i] for s in seeds], retain_graph=keep or i < count - 1, **how) for i in range(count)
     ]
-    return tuple(None if grads[0] is None else torch.stack(grads) for grads in zip(*rows, strict=True))
+    return tuple(None if grads[0] is None else stack(grads) for grads in zip(*rows, strict=True))
 
 
 # ---------------------------------------------------------------------- users' Functions

@@ -1,14 +1,16 @@
-"""Metadata of a ShardTensor, answered by its layout or its local tensor without communication, and `to`, `data`."""
+"""Metadata of a ShardTensor, answered by its layout or local tensor without communication; `to`, `detach`, `data`."""
 
 from __future__ import annotations
 
 import torch
 
-from ..._compat import tensor_getter
-from ...dispatch.copied_views import of_copied_view
+from ..._compat import has_saved_tensor_hooks, tensor_getter
+from ...dispatch.copied_views import CopiedView, of_copied_view
 from ...dispatch.registry import handler, register
+from ...dispatch.write_tracking import set_copied_view
 from ...errors import ShardingError
 from ...tensor import ShardTensor, wrap
+from ..elementwise.pointwise import pointwise, reduce_in_place
 
 # answered by the local tensor, or for a deferred tensor by one of the same dtype and device
 METHODS = """
@@ -55,6 +57,23 @@ def nbytes(func, types, args, kwargs):
     return args[0]._layout.numel * args[0].dtype.itemsize
 
 
+@handler("detach")
+def detach(func, types, args, kwargs):
+    """Share the memory. A Partial is reduced first: a later write, which reduces it, would give it other memory.
+
+    Inside a checkpoint it stays Partial, as the checkpoint must find it again, and a write into the result is refused.
+    """
+    target = args[0]
+    if target._layout.partial and not (target.is_leaf and target.requires_grad):
+        if has_saved_tensor_hooks():
+            out = pointwise(func, types, args, kwargs)
+            set_copied_view(out, True)
+            CopiedView(out, target, torch.Tensor.detach)
+            return out
+        reduce_in_place(target)
+    return of_copied_view(pointwise(func, types, args, kwargs), target, torch.Tensor.detach)
+
+
 def data(func, types, args, kwargs):
     target = args[0]
     shared = target.detach() if target._layout.partial else target  # which reduces it
@@ -69,6 +88,12 @@ def set_data(func, types, args, kwargs):
     local = value._redistribute_to(target._layout)._local_tensor
     target._local_tensor.data = local
     target._dtype, target._device = local.dtype, local.device
+
+
+@handler("_has_compatible_shallow_copy_type")
+def can_set_data(func, types, args, kwargs):
+    """Return whether `x.data = y` is possible. A plain `x` would get a ShardTensor's dispatch keys, and torch crash."""
+    return all(isinstance(t, ShardTensor) for t in args)
 
 
 register(tensor_getter("nbytes"), nbytes)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import function_apply
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives, collectives
 from ...comm.autograd_collectives import Groups
 from ...dispatch.plan import Operand, Plan, process_groups
@@ -179,7 +180,7 @@ def aminmax(input: Operand, *, dim=None, keepdim=False, fn):
     def local(input):
         if not over:
             return fn(input, dim=dim, keepdim=keepdim)
-        parts = torch.stack([reverse(local_minmax(input, dims, "min")), local_minmax(input, dims, "max")])
+        parts = stack([reverse(local_minmax(input, dims, "min")), local_minmax(input, dims, "max")])
         low, high = all_reduce_minmax(parts, over, "max").unbind()
         found = [_GlobalMinMax.apply(input, value, dims, over, False) for value in (reverse(low), high)]
         return _named_result("aminmax", tuple(t.reshape(result.local_shape) for t in found))

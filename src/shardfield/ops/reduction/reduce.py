@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives, collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
@@ -88,7 +89,7 @@ def nanmean(input: Operand, dim=None, keepdim=False, *, dtype=None, fn):
             return fn(input, dim=dim, keepdim=keepdim, dtype=dtype)
         total = input.nansum(dims, keepdim=keepdim, dtype=wide)
         count = input.isnan().logical_not().sum(dims, keepdim=keepdim)
-        total, count = autograd_collectives.reduce(torch.stack([total, count.to(wide)]), over).unbind()
+        total, count = autograd_collectives.reduce(stack([total, count.to(wide)]), over).unbind()
         return (total / count).to(result)
 
     return Plan(local=local, layout=reduced_layout(layout, dims, keepdim, None))

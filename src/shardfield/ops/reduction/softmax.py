@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import runtime
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives, collectives
 from ...comm.adjoints import Collective, Groups
 from ...dispatch.plan import Operand, Plan, process_groups
@@ -124,7 +125,7 @@ def logsumexp(input: Operand, dim, keepdim=False, *, fn):
         value = input.to(wide)
         top = local_minmax(value.real if value.is_complex() else value, dims, "max")
         total = (value - inf_to_zero(top)).exp().sum(dims, keepdim=True)
-        tops, parts = gather_stacked(torch.stack([top.to(wide), total]), layout, axes).unbind(1)
+        tops, parts = gather_stacked(stack([top.to(wide), total]), layout, axes).unbind(1)
         tops = (tops.real if tops.is_complex() else tops).detach()
         most = inf_to_zero(tops.amax(0))
         share = torch.where(tops == -math.inf, 0, (inf_to_zero(tops) - most).exp())  # an empty shard adds 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import runtime
+from ..._compat.autocast import stack
 from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan, process_groups
 from ...dispatch.registry import rule
@@ -60,7 +61,7 @@ def moments(input: Tensor, dims: Sequence[int], layout: Layout) -> tuple[Tensor,
     mean, deviations = offset.to(wide) + mean.to(wide), variance.to(wide) * count
     if not axes:
         return mean, deviations
-    means, all_deviations = gather_stacked(torch.stack([mean, deviations]), layout, axes).unbind(1)
+    means, all_deviations = gather_stacked(stack([mean, deviations]), layout, axes).unbind(1)
     weights = torch.tensor(shard_counts(layout, tuple(dims), axes), dtype=wide, device=value.device)
     weights = weights.view(-1, *[1] * mean.ndim)
     number = weights.sum()
@@ -79,7 +80,7 @@ def _reduce_moments(value: Tensor, dims: Sequence[int], layout: Layout, axes: Se
     centered = value - offset
     offset = offset.double()
     first, second = centered.sum(dims, keepdim=True).double(), centered.square().sum(dims, keepdim=True).double()
-    sums = torch.stack([first + offset * count, second + offset * (2 * first + offset * count)])
+    sums = stack([first + offset * count, second + offset * (2 * first + offset * count)])
     first, second = autograd_collectives.reduce(sums, process_groups(layout, axes)).unbind()
     mean = first / total
     deviations = second - first * mean

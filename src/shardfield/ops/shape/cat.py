@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat.autocast import concatenate
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
 from ...layout import DimSharding, Layout, balanced, nested_balanced, shard_sizes_of, starts
@@ -345,7 +346,7 @@ def block_diag(*tensors):
     for block in blocks:
         rows.append(F.pad(block, (at, width - at - block.shape[1])))
         at += block.shape[1]
-    return torch.cat(rows, 0)
+    return concatenate(rows, 0)
 
 
 @composed("meshgrid")

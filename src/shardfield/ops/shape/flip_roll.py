@@ -20,7 +20,7 @@ from ...layout import DimSharding, Layout, chunk, outer_shard_sizes, shard_sizes
 from ...redistribute import unmerge_dims
 from ...tensor import ShardTensor, wrap
 from .._common.inplace import register_inplace
-from .._common.probe import meta_tensor, probe, stand_in
+from .._common.probe import HALF_DTYPES, meta_tensor, probe, stand_in
 from ..indexing.owners import gather_counts
 
 LocalFn = Callable[[Tensor], Tensor]
@@ -129,6 +129,10 @@ def roll(input: Operand, shifts, dims=()):
     shift_by_dim: dict[int, int] = {}
     for dim, shift in zip(*((v,) if isinstance(v, int) else v for v in (dims, shifts)), strict=True):
         shift_by_dim[dim % input.ndim] = shift_by_dim.get(dim % input.ndim, 0) + shift
+    if (
+        input.dtype in HALF_DTYPES and input.layout.numel
+    ):  # autocast to the other half precision refuses it, on ranks that roll locally
+        probe(torch.roll, stand_in(input, (2,)), 1)
     source = shard_by_one_axis(input.layout, list(shift_by_dim))
     unsharded = [d for d in shift_by_dim if not source.is_sharded(d)]
     steps: list[LocalFn] = [lambda t: t.roll([shift_by_dim[d] for d in unsharded], unsharded) if unsharded else t]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._compat.autocast import concatenate
 from ...comm import autograd_collectives, collectives
 from .._common.blockwise import Blocks, pick_columns
 
@@ -107,7 +108,7 @@ def longest_run(values: Tensor, indices: Tensor, blocks: Blocks) -> Tensor:
     lasts = blocks.all_gather_unit(values[:, -1:] if length else values.new_zeros(len(values), 1), 1)
     position = torch.arange(blocks.start, blocks.start + length, device=values.device)
     nonempty = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
-    before = torch.cat([lasts[:, nonempty[-1:]], values], 1)
+    before = concatenate([lasts[:, nonempty[-1:]], values], 1)
     is_start = before[:, 1:] != before[:, :-1]
     if not nonempty:  # the first element of a row starts a run
         is_start = torch.cat([torch.ones_like(values[:, :1], dtype=torch.bool), is_start], 1)

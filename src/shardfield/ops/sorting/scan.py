@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..._compat.autocast import concatenate
 from ...comm import autograd_collectives
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
@@ -81,7 +82,7 @@ def logcumsumexp(input: Operand, dim, *, fn):
                 # The second derivative of torch's complex scan is NaN behind an entry of -inf, and where the gradient
                 # is 0. The sum of no elements keeps the all_gather in the graph, for derivatives of any order.
                 return fn(x, dim) + totals.narrow(dim, 0, 0).square().sum()
-        return fn(torch.cat([before, x], dim), dim).narrow(dim, 1, input.shape[dim]).to(input.dtype)
+        return fn(concatenate([before, x], dim), dim).narrow(dim, 1, input.shape[dim]).to(input.dtype)
 
     return Plan(local=local, operands={"input": layout}, layout=layout)
 
@@ -94,7 +95,7 @@ def _complex_log_phase(x: Tensor, before: Tensor, dim: int, blocks: Blocks, fn: 
     """
     exact = torch.full_like(before, -INF)
     for turn in range(blocks.count - 1):
-        scanned = fn(torch.cat([exact, x], dim), dim) if turn == blocks.index else exact
+        scanned = fn(concatenate([exact, x], dim), dim) if turn == blocks.index else exact
         last = blocks.all_gather_unit(scanned.narrow(dim, scanned.shape[dim] - 1, 1), dim).narrow(dim, turn, 1)
         exact = last if turn + 1 == blocks.index else exact
     return torch.where(before.isfinite(), exact - before, 0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._compat.autocast import concatenate
 from ...comm import collectives
 from ...dispatch.plan import Operand, process_groups
 from ...dispatch.registry import handler
@@ -172,7 +173,7 @@ def _run_starts(local: Tensor, dim: int, blocks: Blocks) -> Tensor:
     lasts = blocks.all_gather_unit(local.narrow(dim, length - 1, 1) if length else local.new_zeros(shape), dim)
     nonempty = [i for i in range(blocks.index) if blocks.shard_sizes[i]]
     previous = [lasts.narrow(dim, nonempty[-1], 1)] if nonempty else []
-    extended = torch.cat([*previous, local], dim)
+    extended = concatenate([*previous, local], dim)
     steps = extended.shape[dim] - 1 if extended.shape[dim] else 0
     differs = extended.narrow(dim, min(1, extended.shape[dim]), steps) != extended.narrow(dim, 0, steps)
     differs = differs.movedim(dim, 0).reshape(steps, math.prod(shape)).any(1)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ... import runtime
-from ..._compat import autocast_on, function_apply, transforms_active
+from ..._compat import function_apply, transforms_active
+from ..._compat.autocast import autocast_on, concatenate
 from ..._compat.engine import DirectBackward
 from ...comm.adjoints import detach_view
 from ...trace_state import concrete
@@ -308,7 +309,7 @@ def _select_step(dim: int, index: Modes, device: torch.device) -> Step:
     runs = [(index[i] if i < j else 0, j - i) for i, j in zip(bounds, bounds[1:], strict=False)]
     if len(runs) == 1:
         return lambda x: x.narrow(dim, *runs[0])
-    return lambda x: torch.cat([x.narrow(dim, *run) for run in runs], dim)
+    return lambda x: concatenate([x.narrow(dim, *run) for run in runs], dim)
 
 
 def _scatter_modes(y: Tensor, dim: int, size: int, index: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..._compat.autocast import concatenate
 from ...dispatch.registry import composed
 from .._common.probe import meta_tensor
 
@@ -15,7 +16,7 @@ def diff(input, n=1, dim=-1, prepend=None, append=None):
     if n == 0:
         return input.clone()
     parts = [t for t in (prepend, input, append) if t is not None]
-    x = torch.cat(parts, dim) if len(parts) > 1 else input
+    x = concatenate(parts, dim) if len(parts) > 1 else input
     for _ in range(min(n, x.shape[dim])):
         size = x.shape[dim]
         right, left = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat.autocast import concatenate
 from ...comm.route import RowRequest
 from ...dispatch.plan import Operand, Plan
 from ...dispatch.registry import composed, rule
@@ -179,7 +180,7 @@ def padding_runs(mode: str, n: int, before: int, after: int, start: int, stop: i
 def gather_runs(tensor: Tensor, dim: int, runs: Sequence[RowRequest]) -> Tensor:
     """Concatenate runs of rows of an unsharded dim."""
     rows = [tensor.narrow(dim, run.source, run.length) for run in runs]
-    return torch.cat([r.flip(dim) if run.flip else r for r, run in zip(rows, runs, strict=True)] or [tensor], dim)
+    return concatenate([r.flip(dim) if run.flip else r for r, run in zip(rows, runs, strict=True)] or [tensor], dim)
 
 
 for _mode, _name in (("reflect", "reflection"), ("replicate", "replication")):
