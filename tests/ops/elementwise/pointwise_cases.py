@@ -281,4 +281,9 @@ CASES += [
         T(4, 3),
         options={"layouts": 4, "name": "sin into integers"} | raises(RuntimeError, "can't be cast"),
     ),
+    case(
+        torch.bernoulli,
+        T(5, fill=lambda s, g: torch.tensor([0, 0.5, 1, 0.5, 1.5]).double(), grad=False),
+        options={"layouts": 4, "try_partial": False} | raises(RuntimeError, "Expected p_in >= 0 && p_in <= 1"),
+    ),
 ]

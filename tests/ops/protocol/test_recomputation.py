@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,7 +193,7 @@ def deferred_inputs(mesh, placements, lengths) -> list[str]:
     for name, function in DEFERRED.items():
         found = []
         for a in (on(mesh, placements, lengths), full_input().requires_grad_()):
-            with scatter_small_partials(1):
+            with scatter_small_partials(1) if name.startswith("sum") else nullcontext():
                 y = function(a)
                 found.append((y.detach(), *backward(y, a)))
         try:

@@ -117,6 +117,13 @@ CASES = [
         right=True,
         options=FEW,
     ),
+    case(
+        by_sorter,
+        T(2, 5, fill=lambda s, g: halves_for_sorter(s), grad=False, shard_dims=(0,)),
+        T(2, 3, fill=halves, grad=False),
+        T(2, 5, fill=lambda s, g: torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]])),
+        options=TWO | raises(RuntimeError, "sorter index out of range"),
+    ),
     case(torch.bucketize, T(3, 4, fill=halves, grad=False), S),
     case(torch.bucketize, T(5, fill=halves, grad=False), T(40, fill=ordered, grad=False), right=True, out_int32=True),
     case(torch.bucketize, 0.5, S, options=FEW),

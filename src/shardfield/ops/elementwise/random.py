@@ -198,6 +198,9 @@ def bernoulli(func, types, args, kwargs):
     p = rest[0] if rest else kwargs.get("p")
     if p is not None:
         return torch.zeros_like(x).bernoulli_(p, generator=kwargs.get("generator"))
+    _raise_if_any(
+        ~((x.detach() >= 0) & (x.detach() <= 1)), "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
+    )
     u = uniform(x._layout, x._local_tensor.device, draw_key(x._layout.mesh, kwargs.get("generator")))
     out = wrap((u < x._local_tensor.detach()).to(x.dtype), x._layout)
     return out if "out" not in kwargs else kwargs["out"]._write(out)

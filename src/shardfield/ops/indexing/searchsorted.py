@@ -16,6 +16,7 @@ from ...dispatch.registry import rule
 from ...layout import DimSharding, Layout
 from ...redistribute import redistribute
 from .._common.probe import probe
+from .._common.value_checks import raise_if_any_rank
 
 
 @rule("searchsorted")
@@ -28,11 +29,14 @@ def searchsorted(sorted_sequence: Operand, input, *, out_int32=False, right=Fals
         raise RuntimeError("torch.searchsorted(): sorter must have the shape of boundaries and dtype long")
     operands = {"sorted_sequence": table} | ({"input": values} if isinstance(input, Operand) else {})
     use_sorter = sorter is not None and not table.is_sharded(table.ndim - 1)
+    over = process_groups(table, table.shard_axes)
     if use_sorter:
         operands["sorter"] = table
 
     def local(sorted_sequence, input, sorter):
         if use_sorter:
+            bad = (sorter < 0) | (sorter >= sorter.shape[-1])
+            raise_if_any_rank(bad, over, RuntimeError, "torch.searchsorted(): sorter index out of range")
             return fn(_contiguous(sorted_sequence), _contiguous(input), **options, sorter=_contiguous(sorter))
         if sorter is not None:
             # `sorter` is the global order and does not apply to a shard, so the shard is sorted; counts need no global
