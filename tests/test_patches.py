@@ -142,6 +142,17 @@ def test_code_of_a_function_that_another_package_has_wrapped(monkeypatch):
     assert module.double is wrapper and module.double(3) == original(3) == 6
 
 
+def test_a_release_without_the_function(monkeypatch):
+    """natten had other functions before 0.20: every layout would look for the missing one."""
+    module = types.ModuleType("older_release")
+    patch = CodePatch("older_release.double", lambda plain, module: plain, "")
+    assert not patch.pending
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert not patch.pending
+    exec("def double(x):\n    return 2 * x", vars(module))
+    assert patch.pending
+
+
 def test_the_architecture_page_lists_the_patches():
     section = PAGE.read_text().split("## What is patched in torch\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `([^`]+)` \|", section, re.M)

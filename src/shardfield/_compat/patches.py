@@ -75,7 +75,11 @@ class CodePatch:
 
     @property
     def pending(self) -> bool:
-        return self.after is None and self.module in sys.modules
+        module = sys.modules.get(self.module)
+        if self.after is not None or module is None:
+            return False
+        # A release without the function must not be asked for it at every layout, unless its import is not finished.
+        return hasattr(module, self.name) or getattr(module.__spec__, "_initializing", False)
 
     def install(self) -> None:
         """Replace the code of the function if its module is imported."""

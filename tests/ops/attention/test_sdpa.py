@@ -263,6 +263,18 @@ def test_causal_ring_calls_few_kernels(rank, monkeypatch):
     assert forward.calls == backward.calls == {0: 6, 3: 7, 7: 5}[rank]
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(16, 1), (2048, 2)])
+def test_two_ranks_compute_with_their_own_keys_unless_the_work_is_short(rows, kernels):
+    """The own block hides the message of the other one; small blocks are received first, and are one kernel."""
+    with simulated(2), attention_strategy("ring"):
+        layout = Layout.of(init_device_mesh("cpu", (2,), mesh_dim_names=("domain",)), [Shard(2)], (1, 1, 2 * rows, 8))
+        x = ShardTensor(torch.ones(1, 1, rows, 8), layout)
+        attend(x, x, x)
+        with Kernels() as forward:
+            attend(x, x, x)
+    assert forward.calls == kernels
+
+
 # ---------------------------------------------------------------------- choice of strategy
 
 
