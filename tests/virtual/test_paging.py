@@ -315,13 +315,46 @@ def test_pages_are_copied_ahead_and_leave_without_waiting():
     pager.make_room(800, set())
     assert pager.left_clean == 400 and tensors[0].untyped_storage().nbytes() == 0 and pager.held == 3200
     store.finished = False
-    pager.use([tensors[1]])  # being copied: the copy is dropped, since an operator may write the tensor
+    pager.use([tensors[1]])
+    pager.will_write([tensors[1]])  # being copied: the copy is dropped
     tensors[1].fill_(7.0)
     pager.use([tensors[0]])
     assert tensors[0].tolist() == [0.0] * 100
     pager.evict_all(set())
     pager.restore_all()
     assert [float(t[0]) for t in tensors[:9]] == [0.0, 7.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0] and not store.bytes
+
+
+def test_a_page_that_is_read_stays_clean_and_a_full_store_drops_copies():
+    store, full = SlowStore(), []
+    write = store.write
+
+    def write_if_room(storage):
+        if full and store.bytes:
+            raise ShardfieldError("no host memory")
+        return write(storage)
+
+    store.write, store.finished = write_if_room, True
+    pager = Pager(minimum=1)
+    pager.make_store = lambda device: store
+    tensors = [torch.full((100,), float(i)) for i in range(3)]
+    pager.add(tensors, 0)
+    pager.evict_all(set())
+    assert pager.moved_out == 1200
+    pager.use(tensors[:1])
+    pager.evict_all(set())
+    assert pager.moved_out == 1200
+    pager.use(tensors[:1])
+    pager.will_write(tensors[:1])
+    tensors[0].fill_(5.0)
+    pager.use(tensors[1:])
+    full.append(True)
+    pager._move_out(
+        400, set(), lambda page: True
+    )  # the copies of pages that are in memory make room for that of another one
+    assert pager.moved_out == 1600 and pager.held == 800
+    pager.restore_all()
+    assert [float(t.mean()) for t in tensors] == [5.0, 1.0, 2.0]
 
 
 def mapped_blocks():

@@ -88,6 +88,27 @@ def test_a_block_is_recomputed_once_and_sends_nothing():
     torch.testing.assert_close(found, grads(model, mean_square, x, "keep")[1:], rtol=1e-11, atol=1e-13)
 
 
+def test_what_a_waiting_rank_has_recomputed_is_dropped(monkeypatch):
+    """It is computed again where too little memory is left, and moved out where a block sends many messages."""
+    model, x = nn.Sequential(conv(), Calls(*norms(), *norms()), conv(4)).double(), torch.randn(2, 1, 33, 8).double()
+    expected, moved = grads(model, mean_square, x, "keep"), []
+    for most in (segment.MOST_MESSAGES, 0):
+        monkeypatch.setattr(segment, "MOST_MESSAGES", most)
+        with virtualize(mean_square, model, 3, dim=2, memory="recompute", budget=80_000) as step:
+            step.world.pager.minimum = 512
+            model.zero_grad()
+            found = [step(x), *(p.grad.clone() for p in model.parameters())]
+            counts = [replica.model[1].count[0] for replica in step._replicas.values()]
+            moved.append(step.world.pager.moved_out)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+        assert (step.world.pager.dropped > 0 and max(counts) > 2) if most else counts == [2] * 3
+    assert moved[0] < 0.9 * moved[1]
+
+
+def norms():
+    return conv(4), nn.GroupNorm(2, 4), nn.SiLU()
+
+
 def test_layers_that_write_their_argument():
     """A layer that is in place is not recomputed alone, and a block that writes its argument is refused."""
     x = torch.randn(2, 1, 11, 6, dtype=torch.float64)

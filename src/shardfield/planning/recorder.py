@@ -122,7 +122,16 @@ class _RecordingTransport:
     def __init__(self, inner: Any, seen: Seen, mode: _RecorderMode):
         self._inner, self._seen, self._mode = inner, seen, mode
 
-    def _record(self, kind: str, nbytes: int, to: Any, method: str, *args: Any) -> list[_RecordedHandle]:
+    def _record(
+        self, kind: str, nbytes: int, to: Any, method: str, *args: Any, into: Sequence[Tensor] = ()
+    ) -> list[_RecordedHandle]:
+        """Pass on a message. `into`: the tensors that receive, which a segment of virtual ranks logs."""
+        log = runtime.active.message_log
+        if log is not None and log.replaying:  # nothing is sent
+            getattr(self._inner, method)(*args)
+            return []
+        if log is not None and into:
+            log.record(kind).store(into)
         seen = self._seen
         number = len(seen.tape)
         seen.tape.append(Send(number, kind, nbytes, tuple(to), False))
@@ -136,14 +145,15 @@ class _RecordingTransport:
     def all_reduce(self, buffer: Tensor, op: Any, group: ProcessGroup) -> list[_RecordedHandle]:
         size = dist.get_world_size(group)
         nbytes = int(2 * (size - 1) / size * _nbytes(buffer))
-        return self._record("all_reduce", nbytes, _group_peers(group), "all_reduce", buffer, op, group)
+        return self._record("all_reduce", nbytes, _group_peers(group), "all_reduce", buffer, op, group, into=[buffer])
 
     def all_gather(self, out: Tensor, mine: Tensor, group: ProcessGroup) -> None:
         nbytes = (dist.get_world_size(group) - 1) * _nbytes(mine)
-        self._record("all_gather", nbytes, _group_peers(group), "all_gather", out, mine, group)[0].wait()
+        _wait(self._record("all_gather", nbytes, _group_peers(group), "all_gather", out, mine, group, into=[out]))
 
     def broadcast(self, buffer: Tensor, source: int, group: ProcessGroup) -> None:
-        self._record("broadcast", _nbytes(buffer), _group_peers(group), "broadcast", buffer, source, group)[0].wait()
+        args = buffer, source, group
+        _wait(self._record("broadcast", _nbytes(buffer), _group_peers(group), "broadcast", *args, into=[buffer]))
 
     def exchange(self, receives: Any, sends: Any, group: ProcessGroup) -> list[_RecordedHandle]:
         ranks = dist.get_process_group_ranks(group)
@@ -153,7 +163,8 @@ class _RecordingTransport:
             for peer, flat in flats:
                 by_peer.setdefault(ranks[peer], [0, 0])[direction] += _nbytes(flat)
         to = [(rank, max(both)) for rank, both in by_peer.items()]
-        handles = self._record("exchange", sum(b for _, b in to), to, "exchange", receives, sends, group)
+        into = [flat for _, flat in receives]
+        handles = self._record("exchange", sum(b for _, b in to), to, "exchange", receives, sends, group, into=into)
         return handles if to else []
 
     def send_to_ranks(self, sends: Any) -> list[_RecordedHandle]:
@@ -161,7 +172,13 @@ class _RecordingTransport:
         return self._record("deliver", sum(b for _, b in to), to, "send_to_ranks", sends)
 
     def recv_from_rank(self, into: Tensor, source: int) -> None:
-        self._record("deliver", _nbytes(into), [(source, _nbytes(into))], "recv_from_rank", into, source)[0].wait()
+        to = [(source, _nbytes(into))]
+        _wait(self._record("deliver", _nbytes(into), to, "recv_from_rank", into, source, into=[into]))
+
+
+def _wait(handles: Sequence[_RecordedHandle]) -> None:
+    for handle in handles:
+        handle.wait()
 
 
 class _RecorderMode(DispatchMode):

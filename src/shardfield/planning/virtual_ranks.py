@@ -11,6 +11,7 @@ others hold while they wait. A rank that recomputes holds the activations of one
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ from .mesh_search import HEADROOM
 from .recorder import Seen, watch
 from .simulate import Subject, make_batch, values_refused
 
+SAMPLED = 8  # ranks that are planned
 OPTIMIZER_STATES = 2  # of Adam, each as large as the parameters
 
 
@@ -80,38 +82,45 @@ class LargestOperator(DispatchMode):
 
 @dataclass
 class Run:
-    """A step of one rank. waits: bytes at the peak before each wait, and then; received: those of logged messages."""
+    """A step of one rank. waits: bytes at the peak before each wait, and then."""
 
     model: nn.Module
     fields: int
     waits: list[tuple[int, int]]
-    received: int
     operator: int
     seen: Seen
 
 
 def sample_ranks(ranks: int) -> dict[int, int]:
-    """Return the first, the middle and the last rank, and how many ranks each stands for.
+    """Return the ranks that are planned, and how many ranks each stands for: itself and those that follow.
 
-    >>> sample_ranks(8), sample_ranks(2)
-    ({0: 1, 4: 6, 7: 1}, {0: 1, 1: 1})
+    >>> sample_ranks(3), sample_ranks(16)
+    ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 2, 3: 2, 5: 3, 8: 2, 10: 2, 12: 3, 15: 1})
     """
-    return {0: 1, ranks // 2: ranks - 2, ranks - 1: 1} if ranks > 2 else dict.fromkeys(range(ranks), 1)
+    between = min(SAMPLED, ranks) - 2
+    if between < 1:
+        return dict.fromkeys(range(ranks), 1)
+    starts = [1 + i * (ranks - 2) // between for i in range(between + 1)]
+    return {0: 1, **{a: b - a for a, b in itertools.pairwise(starts)}, ranks - 1: 1}
 
 
 def peak_of_all(runs: Sequence[tuple[Run, int]]) -> int:
-    """Return the peak memory of all ranks. runs: one of each kind of rank, and how many of them there are."""
-    waits = max(len(run.waits) for run, _ in runs)
-    before = [0] * len(runs)
-    largest = 0
+    """Return the peak memory of all ranks. runs: those that were planned, and how many ranks each stands for.
+
+    Ranks take turns between waits, and the one that waits last goes on first: every other turn is in reverse order.
+    """
+    each = [run for run, number in runs for _ in range(number)]
+    held, largest = [0] * len(each), 0
+    waits = max(len(run.waits) for run in each)
     for i in range(waits):
-        # Ranks without a neighbor wait a few times less.
-        places = [run.waits[i * len(run.waits) // waits] for run, _ in runs]
-        held = [max(b, now) for b, (_, now) in zip(before, places, strict=True)]
-        rise = max(peak - h for (peak, _), h in zip(places, held, strict=True))
-        largest = max(largest, rise + sum(h * n for h, (_, n) in zip(held, runs, strict=True)))
-        before = [now for _, now in places]
-    return largest + sum(run.received * n for run, n in runs)
+        for rank in range(len(each)) if i % 2 == 0 else reversed(range(len(each))):
+            places = each[rank].waits
+            # Ranks without a neighbor wait a few times less.
+            for at in range(i * len(places) // waits, (i + 1) * len(places) // waits):
+                peak, now = places[at]
+                largest = max(largest, sum(held) - held[rank] + peak)
+                held[rank] = now
+    return largest
 
 
 def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: float) -> VirtualOption:
@@ -205,12 +214,12 @@ def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
             block.forward = recomputed(block)  # type: ignore[method-assign]
         seen.restart()
         held = seen.memory.now
-        with largest, _counting_logged(ranks) as received:
+        with largest:
             outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
         seen.memory.wait()  # the last part of the step
     waits = [(peak - held, now - held) for peak, now in seen.memory.waits]
     fields = sum(math.prod(x.shape) * subject.dtype.itemsize for x in batch.values())
-    return Run(model, fields, waits, sum(received), largest.bytes, seen)
+    return Run(model, fields, waits, largest.bytes, seen)
 
 
 @contextmanager
@@ -218,25 +227,6 @@ def _counting_messages() -> Iterator[list[int]]:
     """Yield the numbers of messages that the rank sends."""
     found: list[int] = []
     with runtime.observing(meter=lambda kind, messages, nbytes: found.append(messages)):
-        yield found
-
-
-@contextmanager
-def _counting_logged(ranks: int) -> Iterator[list[int]]:
-    """Yield the bytes of the messages that a rank logs to recompute its blocks: about as much as it sends there.
-
-    Of an all_reduce, which sends almost twice the tensor, the result is logged.
-    """
-    found: list[int] = []
-    meter: Any = runtime.active.meter
-
-    def count(kind: str, messages: int, nbytes: int) -> None:
-        meter(kind, messages, nbytes)
-        log = runtime.active.message_log
-        if log is not None and not log.computing:
-            found.append(nbytes * ranks // (2 * (ranks - 1)) if kind == "all_reduce" else nbytes)
-
-    with runtime.observing(meter=count):
         yield found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import runtime
 from ..errors import WorldError
 
 
@@ -28,15 +29,15 @@ class LoggedCall:
 
 
 class MessageLog:
-    """The calls of one rank in one segment, in their order. `replaying`: they are answered from the log.
-
-    computing: inside `compute`, whose messages are not logged.
-    """
+    """The calls of one rank in one segment, in their order. `replaying`: they are answered from the log."""
 
     def __init__(self) -> None:
         self._calls: list[LoggedCall] = []
         self._next = 0
-        self.replaying = self.computing = False
+        self.replaying = False
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def replay(self) -> None:
         """Begin to answer calls, from the first one on."""
@@ -57,12 +58,12 @@ class MessageLog:
         """Return the tensors of a function that exchanges messages; its results are logged instead of the messages."""
         if self.replaying:
             return [t.clone() for t in self._answer(call)]
-        entry, kept, computing = self.record(call), self._calls, self.computing
-        self._calls, self.computing = [], True
+        entry = self.record(call)
+        runtime.active.message_log = None
         try:
             out = function()
         finally:
-            self._calls, self.computing = kept, computing
+            runtime.active.message_log = self
         entry.store(out)
         return out
 

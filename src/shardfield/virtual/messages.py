@@ -81,6 +81,7 @@ class Exchange:
             yield
             return
         self.pager.use(tensors)
+        self.pager.will_write(tensors)
         with without_functions():  # or else reading the address would keep the tensors in memory
             yield
 

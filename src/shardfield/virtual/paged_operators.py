@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,10 +51,13 @@ class PagedOperators(DispatchMode):
 def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
     """Call an operator with its operands in memory, and make its results pages."""
     operands = list(_tensors((args, kwargs)))
+    if rank != IN_MESSAGES:
+        pager.active = rank
     for tensor in operands:
         if tensor.layout is not torch.strided:
             _expose_components(pager, tensor)
     used = pager.use(operands)
+    pager.will_write(written(func, args, kwargs, operands))
     key = func, tuple((t.shape, t.dtype) for t in operands)
     expected = pager.result_bytes.get(key)
     if expected is None:
@@ -84,6 +88,23 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
         pager.result_bytes.clear()
     pager.result_bytes[key] = pager.add(_tensors(out), rank)
     return out
+
+
+def written(func: Any, args: tuple, kwargs: dict, operands: list[Tensor]) -> Iterable[Tensor]:
+    """Return the operands that an operator may write."""
+    names = _names_of_written(func)
+    if not names:
+        return operands if names is None else ()
+    arguments = zip((a.name for a in func._schema.arguments), args, strict=False)
+    return _tensors([value for name, value in (*arguments, *kwargs.items()) if name in names])
+
+
+@functools.cache
+def _names_of_written(func: Any) -> frozenset[str] | None:
+    """Return the arguments that an operator writes; None: any, as its schema need not be right."""
+    if getattr(func, "namespace", None) != "aten" or "batch_norm" in func._schema.name:  # which writes statistics
+        return None
+    return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _expose_components(pager: Pager, tensor: Tensor) -> None:

@@ -7,8 +7,8 @@ used longest ago are moved out when the budget is exceeded. Activations of a for
 that the oldest are needed last. The tensors keep their identity: only the memory of their storage is released.
 
 Copies overlap with computation. Before the budget is reached, the pages that would leave first are copied in the
-background; such a page is clean, and leaves without waiting. In backward, the pages that were made before the one just
-read are brought in ahead.
+background; such a page is clean, and leaves without waiting. It is clean until an operator writes it, so that what is
+only read is copied out once. In backward, the pages that were made before the one just read are brought in ahead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import in_backward, without_modes
-from .._compat.storage import storage_of
 from ..errors import ShardfieldError
-from .page import Page
+from .page import Page, Source, key_of, storage_or_none
 from .page_store import FileStore, PageStore
 from .pinned_store import PinnedStore
 
@@ -64,6 +63,8 @@ class Pager:
         self.held = self.peak = self.moved_out = self.moved_in = 0
         self.away = self.away_peak = 0  # bytes of pages that are not on the device
         self.left_clean = 0  # bytes that left without waiting for their copy
+        self.dropped = 0  # bytes that left without a copy: they are computed again
+        self.active: int | None = None  # the rank that runs
         self._since_clean = 0  # bytes of pages that have come since pages were copied ahead
         self.refuses = False  # raise BudgetExceeded instead of moving a page out
         self.running: dict[int, set[int]] = {}  # rank -> pages that an operator reads while its rank waits inside it
@@ -77,16 +78,16 @@ class Pager:
     # Pages.
 
     def use(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Bring in the pages of tensors and return their addresses."""
+        """Bring in the pages of tensors and return their addresses. They keep their copies: see `will_write`."""
         used: set[int] = set()
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = storage_or_none(tensor)
             key = 0 if storage is None else storage._cdata
             page = self.resident.get(key)
             if page is not None:
                 self.resident.move_to_end(key)
-                if page.place is not None:
-                    self._make_current(key, page)
+                if page.incoming:
+                    self._settle(key, page)
                 used.add(key)
             elif key in self._away:
                 used.add(key)
@@ -95,17 +96,21 @@ class Pager:
                     self._forget(key, page)
                     continue
                 self._bring_in(key, page, used)
-                self._make_current(key, page)
+                self._settle(key, page)
                 if in_backward():
                     self._prefetch(page, used)
         return used
 
+    def will_write(self, tensors: Iterable[Tensor]) -> None:
+        """Drop the copies of tensors in use, which the next operator makes out of date."""
+        for key in map(key_of, tensors):
+            if key in self.resident and self.resident[key].place is not None:
+                self._make_current(key, self.resident[key])
+
     def _prefetch(self, page: Page, used: set[int]) -> None:
         """Bring in the pages that were made before this one on the same rank: backward reads them next."""
         for _ in range(PREFETCHED):
-            before = page.previous() if page.previous is not None else None
-            while before is not None and before.storage() is None:
-                before = before.previous() if before.previous is not None else None
+            before = page.made_before()
             if before is None or (self.budget is not None and self.held + before.nbytes > self.budget):
                 return
             storage = before.storage()
@@ -118,7 +123,7 @@ class Pager:
         added = 0
         for tensor in tensors:
             kind = type(tensor)
-            storage = _storage(tensor) if kind is Tensor or kind is nn.Parameter else None
+            storage = storage_or_none(tensor) if kind is Tensor or kind is nn.Parameter else None
             if storage is None or storage._cdata in self.resident or storage._cdata in self._away:
                 continue
             nbytes = storage.nbytes()
@@ -135,10 +140,11 @@ class Pager:
 
     def expose(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor where it is from now on: code that the pager does not see has its address."""
-        storage = _storage(tensor)
+        storage = storage_or_none(tensor)
         if storage is None:
             return
         self.use([tensor])
+        self.will_write([tensor])
         self._exposed.add(storage)
         page = self.resident.pop(storage._cdata, None)
         if page is not None:
@@ -196,10 +202,10 @@ class Pager:
         chosen = self._oldest(nbytes, used, wanted)
         with without_modes():
             for key, page in chosen:
-                if page.place is None:
+                if page.place is not None:
+                    self.left_clean += page.nbytes if page.transfer is None or page.transfer.done() else 0
+                elif not self._drop(page):
                     self._start_copy(key, page)
-                elif page.transfer is None or page.transfer.done():
-                    self.left_clean += page.nbytes
             for key, page in chosen:
                 self._release(key, page)
 
@@ -208,7 +214,7 @@ class Pager:
         if nbytes > 0:
             with without_modes():
                 for key, page in self._oldest(nbytes, used, lambda page: True):
-                    if page.place is None:
+                    if page.place is None and self._source_of(page) is None:
                         self._start_copy(key, page)
 
     def _oldest(self, nbytes: int, used: set[int], wanted: Callable[[Page], bool]) -> list[tuple[int, Page]]:
@@ -236,11 +242,34 @@ class Pager:
             self._forget(*self._ended.pop())
         return chosen
 
+    def recomputable(self, tensors: Iterable[Tensor], source: Source, others: Iterable[Tensor]) -> None:
+        """Let pages leave without a copy while their rank waits: `source` computes them again, but not `others`."""
+        for key in {*map(key_of, tensors)}.difference(map(key_of, others)).intersection(self.resident):
+            self.resident[key].source = weakref.ref(source)
+
+    def _source_of(self, page: Page) -> Source | None:
+        """Return what computes a page again. A rank that runs keeps its pages: it is about to read them."""
+        return None if page.source is None or page.rank == self.active else page.source()
+
+    def _drop(self, page: Page) -> bool:
+        """Let a page end that can be computed again, with others of its source. Return False if it is still needed."""
+        source, held = self._source_of(page), self.held
+        if source is not None:
+            source.drop()
+        self.dropped += held - self.held
+        return page.storage() is None
+
     def _start_copy(self, key: int, page: Page) -> None:
         storage = page.storage()
         if storage is None:
             return
-        page.place, page.transfer = self._store(page).write(storage)
+        store = self._store(page)
+        try:
+            page.place, page.transfer = store.write(storage)
+        except ShardfieldError:  # no host memory
+            for other in [p for p in self.resident.values() if p.transfer is None]:
+                self._drop_copy(other)  # it is in memory too
+            page.place, page.transfer = store.write(storage)
         page.kept, page.incoming = storage, False
         self._moving[key] = page
         self.moved_out += page.nbytes
@@ -255,7 +284,7 @@ class Pager:
         self._moving.pop(key, None)
 
     def _make_current(self, key: int, page: Page) -> None:
-        """Leave a resident page without a copy, which the next operator may make out of date."""
+        """Leave a resident page without a copy."""
         try:
             self._settle(key, page)
         except ShardfieldError:
@@ -369,11 +398,3 @@ def _call(function: Callable[..., None], *args: Any, errors: list[Exception]) ->
         function(*args)
     except Exception as error:  # noqa: BLE001 - raised by the caller
         errors.append(error)
-
-
-def _storage(tensor: Tensor) -> Any:
-    """Return the storage of a tensor; None without one."""
-    try:
-        return storage_of(tensor) if tensor.layout is torch.strided else None
-    except (NotImplementedError, RuntimeError):  # a wrapper
-        return None

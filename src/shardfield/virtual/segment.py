@@ -22,6 +22,9 @@ from ..tensor import ShardTensor, wrap
 from .block_state import BlockState
 from .message_log import MessageLog
 
+# In the forward of a block that is recomputed after every wait of its backward. Tensors that are moved out once stay
+# clean until they are read, which costs less than so many recomputations.
+MOST_MESSAGES = 8
 INSTEAD = 'memory="keep", "offload" or a larger budget computes it once'
 
 
@@ -124,6 +127,14 @@ class Segment:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with self._state.restored(), _logging(self._log), hooks, torch.enable_grad(), contextlib.suppress(_AllSaved):
             self._forward(*args, **kwargs)
+        pager = None if runtime.active.virtual is None else runtime.active.virtual.pager
+        if pager is not None and len(self._log) <= MOST_MESSAGES:
+            values = (_local(value) for value, _ in self._values.values())
+            pager.recomputable(values, self, (tensor for tensor, _ in self._versions))
+
+    def drop(self) -> None:
+        """Forget what was recomputed and has not been read: the next tensor that is read is recomputed again."""
+        self._values.clear()
 
     def _describe(self) -> str:
         return f"a {type(self._block).__name__} of the model"
