@@ -82,11 +82,12 @@ class LargestOperator(DispatchMode):
 
 @dataclass
 class Run:
-    """A step of one rank. waits: bytes at the peak before each wait, and then."""
+    """A step of one rank. waits: bytes at the peak before each wait, and then; grads: of gradients made by then."""
 
     model: nn.Module
     fields: int
     waits: list[tuple[int, int]]
+    grads: list[int]
     operator: int
     seen: Seen
 
@@ -107,10 +108,11 @@ def sample_ranks(ranks: int) -> dict[int, int]:
 def peak_of_all(runs: Sequence[tuple[Run, int]]) -> int:
     """Return the peak memory of all ranks. runs: those that were planned, and how many ranks each stands for.
 
-    Ranks take turns between waits, and the one that waits last goes on first: every other turn is in reverse order.
+    Ranks take turns between waits, and the one that waits last goes on first: every other turn is in reverse order. A
+    rank adds its gradients of parameters to those of the ranks before: they exist once.
     """
     each = [run for run, number in runs for _ in range(number)]
-    held, largest = [0] * len(each), 0
+    held, grads, largest = [0] * len(each), 0, 0
     waits = max(len(run.waits) for run in each)
     for i in range(waits):
         for rank in range(len(each)) if i % 2 == 0 else reversed(range(len(each))):
@@ -118,13 +120,14 @@ def peak_of_all(runs: Sequence[tuple[Run, int]]) -> int:
             # Ranks without a neighbor wait a few times less.
             for at in range(i * len(places) // waits, (i + 1) * len(places) // waits):
                 peak, now = places[at]
-                largest = max(largest, sum(held) - held[rank] + peak)
+                grads = max(grads, each[rank].grads[at])
+                largest = max(largest, sum(held) - held[rank] + peak + grads)
                 held[rank] = now
     return largest
 
 
 def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: float) -> VirtualOption:
-    """Count a step of `virtualize` on `ranks` virtual ranks, by the largest of its first, middle and last rank.
+    """Count a step of `virtualize` on `ranks` virtual ranks, from the steps of at most `SAMPLED` of them.
 
     device: None measures the seconds of computing on this machine.
     """
@@ -138,17 +141,17 @@ def count_virtual(subject: Subject, ranks: int, device: Device | None, memory: f
     parameters = sum(_nbytes(p) for p in run.model.parameters())
     buffers = sum(_nbytes(b) for b in run.model.buffers())
     stays = (2 + OPTIMIZER_STATES) * parameters + run.fields + (1 + ranks) * buffers
-    everything = stays + peak_of_all(found[False])
+    kept, recomputed_peak = (stays - parameters + run.fields + peak_of_all(runs) for runs in found.values())
     available = HEADROOM * memory
     return VirtualOption(
         ranks=ranks,
         stays=stays,
         operator=run.operator,
-        everything=everything,
-        recomputed=stays + peak_of_all(found[True]),
+        everything=kept,
+        recomputed=recomputed_peak,
         seconds=time_virtual(subject, ranks) if device is None else ranks * _computing(run.seen, device),
         fits=stays + run.operator <= available,
-        moved=max(0, int(everything - available)),
+        moved=max(0, int(kept - available)),
     )
 
 
@@ -159,11 +162,11 @@ def _computing(seen: Seen, device: Device) -> float:
 def time_virtual(
     subject: Subject, ranks: int, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of a step of `virtualize(memory="keep")`, from timed steps of its first, middle and last rank.
+    """Return the seconds of a step of `virtualize(memory="keep")`, from timed steps of the planned ranks.
 
     The steps run on real tensors and without messages, which are timed by themselves.
     """
-    seconds, of_message = 0.0, time_message(clock)
+    seconds, of_message = 0.0, time_message(min(ranks, SAMPLED), clock)
     for rank, number in sample_ranks(ranks).items():
         with simulated(ranks, rank):
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
@@ -178,27 +181,35 @@ def time_virtual(
     return seconds
 
 
-def time_message(clock: Callable[[], float], count: int = 100) -> float:
-    """Return the seconds of a small message between virtual ranks: mostly those of changing to another rank."""
+def time_message(ranks: int, clock: Callable[[], float], count: int = 100) -> float:
+    """Return the seconds of a small message of one of `ranks` virtual ranks: mostly those of changing to another."""
 
     def program() -> None:
         number, group = torch.ones(1), dist.group.WORLD
         for _ in range(count):
             collectives.all_reduce_(number, group)
 
-    with VirtualWorld(2) as world:
+    with VirtualWorld(ranks) as world:
         world.run(program)
         start = clock()
         world.run(program)
-        return (clock() - start) / (2 * count)
+        return (clock() - start) / (ranks * count)
 
 
-def _prepare(subject: Subject, mesh: DeviceMesh) -> tuple[TaskSpec, dict[str, ShardTensor]]:
-    """Return the model of a rank and its loss, and a batch of ones."""
+def _prepare(
+    subject: Subject, mesh: DeviceMesh, on_grad: Callable[[Tensor], None] | None = None
+) -> tuple[TaskSpec, dict[str, ShardTensor]]:
+    """Return the model of a rank and its loss, and a batch of ones. `on_grad` is called with parameters in backward."""
     outline = subject.build()
+
+    def drop_gradient(parameter: Tensor) -> None:  # it is added to that of all ranks
+        parameter.grad = None
+        if on_grad is not None:
+            on_grad(parameter)
+
     for parameter in outline.model.train().parameters():
         defer_to_average(parameter, [mesh.get_group()])
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # it is added to that of all ranks
+        parameter.register_post_accumulate_grad_hook(drop_gradient)
     shapes = {name: (subject.batch, *shape) for name, shape in outline.sample_shapes.items()}
     return outline, {n: make_batch(mesh, s, subject, n in outline.integer_keys) for n, s in shapes.items()}
 
@@ -208,7 +219,8 @@ def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
     largest = LargestOperator()
     with without_data(), watch() as seen:
-        outline, batch = _prepare(subject, mesh)
+        grads: list[tuple[int, int]] = []  # waits before it, bytes
+        outline, batch = _prepare(subject, mesh, lambda p: grads.append((len(seen.memory.waits), _nbytes(p))))
         model = outline.model
         for block in blocks_of(model) if recompute else ():
             block.forward = recomputed(block)  # type: ignore[method-assign]
@@ -218,8 +230,9 @@ def _run(subject: Subject, ranks: int, recompute: bool = False) -> Run:
             outline.loss(outline.model(next(iter(batch.values()))), batch).backward()
         seen.memory.wait()  # the last part of the step
     waits = [(peak - held, now - held) for peak, now in seen.memory.waits]
+    made = [sum(nbytes for at, nbytes in grads if at <= i) for i in range(len(waits))]
     fields = sum(math.prod(x.shape) * subject.dtype.itemsize for x in batch.values())
-    return Run(model, fields, waits, largest.bytes, seen)
+    return Run(model, fields, waits, made, largest.bytes, seen)
 
 
 @contextmanager
@@ -228,10 +241,6 @@ def _counting_messages() -> Iterator[list[int]]:
     found: list[int] = []
     with runtime.observing(meter=lambda kind, messages, nbytes: found.append(messages)):
         yield found
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def smallest_that_fits(
