@@ -143,11 +143,14 @@ def limited(settings: Settings, table: Table) -> None:
     table.add_text(case, f"{PLAIN}, no limit", _outcome(free))
     options = {"points": settings.large, "limit": settings.limit}
     table.add_text(case, PLAIN, _outcome(run_step(ranks=0, **options)))
-    virtual = run_step(ranks=settings.large_ranks, budget=settings.limit / 2, **options)
-    table.add_text(case, f"{settings.large_ranks} virtual, {settings.limit // 2} MB", _outcome(virtual))
+    for memory in ("auto", "recompute"):
+        virtual = run_step(ranks=settings.large_ranks, memory=memory, budget=settings.limit / 2, **options)
+        table.add_text(case, f"{settings.large_ranks} virtual, {memory}, {settings.limit // 2} MB", _outcome(virtual))
 
 
 def _outcome(found: dict[str, Any] | None) -> str:
     if found is None:
         return "does not fit"
-    return f"trains: {found['peak'] / 1e6:.0f} MB, {found['seconds'][0]:.1f} s, loss {found['loss']:.7f}"
+    moved = f", {found['moved'] / 1e6:.0f} MB moved out" if "moved" in found else ""
+    times = f"{found['seconds'][0]:.1f} s, {found['cpu'][0]:.1f} s of the processor"
+    return f"trains: {found['peak'] / 1e6:.0f} MB, {times}{moved}, loss {found['loss']:.7f}"

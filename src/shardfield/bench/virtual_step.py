@@ -42,7 +42,7 @@ def make_step(model: nn.Module, ranks: int, memory: str, budget: int | None) -> 
 
 
 def measure(points: int, ranks: int, memory: str, budget: int | None, steps: int, limit: int | None) -> dict[str, Any]:
-    """Return seconds per step, peak of resident memory in bytes beyond the start, bytes moved, and the last loss."""
+    """Return seconds and CPU seconds per step, peak of resident bytes beyond the start, bytes moved, and the loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = UNet(1, 8, 2)
@@ -55,13 +55,14 @@ def measure(points: int, ranks: int, memory: str, budget: int | None, steps: int
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (base + limit, resource.RLIM_INFINITY))
     before = _reset_peak()
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(steps):
         model.zero_grad()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = step(x, 0.5 * x)
         seconds.append(time.perf_counter() - start)
-    found = {"seconds": seconds, "peak": _status("VmHWM") - before, "loss": loss.item()}
+        cpu.append(time.process_time() - cpu_start)
+    found = {"seconds": seconds, "cpu": cpu, "peak": _status("VmHWM") - before, "loss": loss.item()}
     if pager is not None:
         found |= {"moved": pager.moved_out / steps, "pages": pager.peak, "clean": pager.left_clean / steps}
     return found
