@@ -62,8 +62,7 @@ class Pager:
         self._process = os.getpid()
         self.held = self.peak = self.moved_out = self.moved_in = 0
         self.away = self.away_peak = 0  # bytes of pages that are not on the device
-        self.left_clean = 0  # bytes that left without waiting for their copy
-        self.dropped = 0  # bytes that left without a copy: they are computed again
+        self.left_clean = self.dropped = 0  # bytes that left without waiting for their copy, and without a copy
         self.active: int | None = None  # the rank that runs
         self._since_clean = 0  # bytes of pages that have come since pages were copied ahead
         self.refuses = False  # raise BudgetExceeded instead of moving a page out
