@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -57,7 +56,7 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
         if tensor.layout is not torch.strided:
             _expose_components(pager, tensor)
     used = pager.use(operands)
-    pager.will_write(written(func, args, kwargs, operands))
+    pager.will_write(written(pager, func, args, kwargs, operands))
     key = func, tuple((t.shape, t.dtype) for t in operands)
     expected = pager.result_bytes.get(key)
     if expected is None:
@@ -90,16 +89,17 @@ def call(pager: Pager, func: Any, args: tuple, kwargs: dict, rank: int) -> Any:
     return out
 
 
-def written(func: Any, args: tuple, kwargs: dict, operands: list[Tensor]) -> Iterable[Tensor]:
+def written(pager: Pager, func: Any, args: tuple, kwargs: dict, operands: list[Tensor]) -> Iterable[Tensor]:
     """Return the operands that an operator may write."""
-    names = _names_of_written(func)
+    if func not in pager.written:
+        pager.written[func] = _names_of_written(func)
+    names = pager.written[func]
     if not names:
         return operands if names is None else ()
     arguments = zip((a.name for a in func._schema.arguments), args, strict=False)
     return _tensors([value for name, value in (*arguments, *kwargs.items()) if name in names])
 
 
-@functools.cache
 def _names_of_written(func: Any) -> frozenset[str] | None:
     """Return the arguments that an operator writes; None: any, as its schema need not be right."""
     if getattr(func, "namespace", None) != "aten" or "batch_norm" in func._schema.name:  # which writes statistics

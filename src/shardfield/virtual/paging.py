@@ -58,6 +58,7 @@ class Pager:
         self._exposed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: dict[int, Page] = {}  # rank -> its newest page
         self.result_bytes: dict[Any, int] = {}  # operator and shapes -> bytes of its new pages
+        self.written: dict[Any, frozenset[str] | None] = {}  # operator -> the arguments that it writes
         self._stores: dict[torch.device, PageStore] = {}
         self._process = os.getpid()
         self.held = self.peak = self.moved_out = self.moved_in = 0
