@@ -105,16 +105,23 @@ def pack_split(
     """
     if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
         return None
-    if not tensor.is_contiguous() and 0 not in tensor.stride():
-        return None
-    block = tensor.contiguous()
+    block = tensor
+    if not tensor.is_contiguous():
+        if 0 not in tensor.stride():
+            return None
+        block = tensor.contiguous()
     parts = block.split_with_sizes(sizes, dim)
-    chosen_parts: Sequence[Tensor] = [parts[i] for i in chosen[: len(peers)]]
     if stacked:
-        chosen_parts = stack(list(chosen_parts)).unbind()
-    sends = [(peer, part.contiguous()) for peer, part in zip(peers, chosen_parts, strict=True)]
-    incoming = [(peer, block.new_empty(shape)) for peer, shape in receives]
-    return block, sends, incoming, [buffer for _, buffer in incoming]
+        packed = stack([parts[i] for i in chosen[: len(peers)]])
+        sends = list(zip(peers, packed.unbind(), strict=True))
+    else:
+        sends = [(peer, parts[i].contiguous()) for peer, i in zip(peers, chosen, strict=False)]
+    incoming, buffers = [], []
+    for peer, shape in receives:  # one pass: a comprehension is a call
+        buffer = block.new_empty(shape)
+        incoming.append((peer, buffer))
+        buffers.append(buffer)
+    return block, sends, incoming, buffers
 
 
 @leaf

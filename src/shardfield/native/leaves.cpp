@@ -41,13 +41,15 @@ Tensor spread(const Tensor& statistic, const Maybe& group_of) {
   return group_of ? statistic.index_select(1, *group_of) : statistic;
 }
 
+Tensor shaped(const Tensor& value, const Ints& shape) { return value.sizes() == shape ? value : value.reshape(shape); }
+
 Maybe expand(const Maybe& parameter, const Ints& shape) {
   if (!parameter) return std::nullopt;
   return parameter->reshape(shape).to(at::kFloat);
 }
 
 std::tuple<Tensor, Tensor> norm_moments(const Tensor& input, Ints shape, Ints dims, const Tensor& share) {
-  Tensor wide = input.view(shape).to(at::kDouble);
+  Tensor wide = shaped(input, shape).to(at::kDouble);
   Tensor moments = at::stack({wide, wide * wide});
   if (!dims.empty()) moments = moments.sum(dims, true);
   return {wide, moments.mul_(share)};
@@ -63,11 +65,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Maybe> normalize(
   Tensor normalized = (wide - spread(mean, group_of)).to(at::kFloat).mul_(spread(rstd, group_of));
   Maybe w = expand(weight, shape), b = expand(bias, shape);
   Tensor out = w ? (b ? at::addcmul(*b, normalized, *w) : normalized * *w) : b ? normalized + *b : normalized.clone();
-  return {out.reshape(full), mean, variance, normalized, rstd, w};
+  return {shaped(out, full), mean, variance, normalized, rstd, w};
 }
 
 std::tuple<Tensor, Tensor> norm_grad_sums(const Tensor& grad, const Tensor& normalized, Ints shape, Ints dims) {
-  Tensor g = grad.to(at::kFloat).view(shape);
+  Tensor g = shaped(grad.to(at::kFloat), shape);
   Tensor sums = at::stack({g, g * normalized});
   return {g, dims.empty() ? sums : sums.sum(dims, true)};
 }
@@ -82,7 +84,7 @@ std::tuple<Maybe, Tensor, Tensor> norm_grads(
   Tensors both = (*stats * (batch ? scale : rstd)).mul_(share).unbind();
   Tensor level = spread(both.at(0), group_of), slope = spread(both.at(1), group_of);
   Tensor grad_input = at::addcmul(level, normalized, slope).addcmul_(g, scale);
-  return {grad_input.reshape(full), of_params.at(0), of_params.at(1)};
+  return {shaped(grad_input, full), of_params.at(0), of_params.at(1)};
 }
 
 // ---------------------------------------------------------------------- softmax along a sharded dim: softmax.py

@@ -76,7 +76,7 @@ class SmallNorm:
 @leaf
 def norm_moments(input: Tensor, shape: tuple, dims: tuple, share: Tensor) -> tuple[Tensor, Tensor]:
     """Return the view of a block in fp64, and this rank's share of its first and second moments."""
-    wide = input.view(shape).double()
+    wide = shaped(input, shape).double()
     moments = torch.stack([wide, wide * wide])
     if dims:  # torch sums over all dims for none
         moments = moments.sum(dims, True)
@@ -91,19 +91,23 @@ def normalize(
     mean, second = moments.unbind()
     variance = torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
     rstd = (variance + eps).rsqrt_().float()
-    normalized = wide.sub(spread(mean, group_of)).float().mul_(spread(rstd, group_of))
-    w, b = (None if p is None else p.reshape(shape).float() for p in (weight, bias))
+    if group_of is None:
+        normalized = (wide - mean).float().mul_(rstd)
+    else:
+        normalized = (wide - spread(mean, group_of)).float().mul_(spread(rstd, group_of))
+    w = None if weight is None else as_float(weight.reshape(shape))
+    b = None if bias is None else as_float(bias.reshape(shape))
     if w is None:
         out = normalized.clone() if b is None else normalized + b
     else:
         out = normalized * w if b is None else torch.addcmul(b, normalized, w)
-    return out.reshape(full), mean, variance, normalized, rstd, w
+    return shaped(out, full), mean, variance, normalized, rstd, w
 
 
 @leaf
 def norm_grad_sums(grad: Tensor, normalized: Tensor, shape: tuple, dims: tuple) -> tuple[Tensor, Tensor]:
     """Return the view of a gradient, and its sums and those of it times the normalized value, stacked."""
-    g = grad.float().view(shape)
+    g = shaped(as_float(grad), shape)
     sums = torch.stack([g, g * normalized])
     return g, sums.sum(dims, True) if dims else sums
 
@@ -132,7 +136,15 @@ def norm_grads(
     scale = scale if w is None else scale * w
     level, slope = (stats * (scale if batch else rstd)).mul_(share).unbind()
     grad_input = torch.addcmul(spread(level, group_of), normalized, spread(slope, group_of)).addcmul_(g, scale)
-    return grad_input.reshape(full), of_bias, of_weight
+    return shaped(grad_input, full), of_bias, of_weight
+
+
+def shaped(value: Tensor, shape: tuple) -> Tensor:
+    return value if value.shape == shape else value.reshape(shape)  # a call of torch less
+
+
+def as_float(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float32 else value.float()
 
 
 def spread(statistic: Tensor, group_of: Tensor | None) -> Tensor:
