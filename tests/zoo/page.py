@@ -96,9 +96,10 @@ keep small values replicated, and their redundancy is higher: anemoi 1.7, AFNO 1
 - The ViT of 16,384 tokens takes one step instead of three.
 - neuraloperator's FNO 1-D and UNO write a few modes into an empty spectrum of a tiny field: there the sharding is
   lost.
-- On 2 x 2 ranks, three of these small models have [unbalanced
-  results](bring-your-model.md#see-what-it-sends-explain-and-strict): FNO 3-D keeps four of seven modes, SwinUNETR ends
-  with two tokens (eight in the larger one), and WXFormer pads windows, two along rows, that both axes shard.
+- Four of these small models have [unbalanced
+  results](bring-your-model.md#see-what-it-sends-explain-and-strict): on 2 x 2 ranks FNO 3-D keeps four of seven modes,
+  SwinUNETR ends with two tokens (eight in the larger one), and WXFormer pads windows, two along rows, that both axes
+  shard; one rank has the 12 nodes that GraphUNet pools.
 - DoMINO's points and the grids around its geometry are sharded.
 - transformers' Llama also generates from a sharded prompt, with its own cache of keys and values
   (`tests/zoo/test_generation.py`).

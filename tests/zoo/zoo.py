@@ -305,7 +305,7 @@ MODELS: dict[str, Entry] = {
     "pyg_sage": Entry("torch_geometric SAGE", None, (0,), None, redundancy=1.5),
     "pyg_gat": Entry("torch_geometric GAT", None, (0,), None, redundancy=1.5),
     "pyg_attentive_fp": Entry("torch_geometric AttentiveFP", None, (0,), None),
-    "pyg_graph_unet": Entry("torch_geometric GraphUNet", None, (0,), None, redundancy=2.4),
+    "pyg_graph_unet": Entry("torch_geometric GraphUNet", None, (0,), None, redundancy=2.4, unbalanced=("__getitem__",)),
     "meshgraphnet": Entry("MeshGraphNet", None, (0,), None),
     "neuralop_fno_1d": Entry(
         "neuraloperator FNO 1-D", (2, 2, 20), (2,), None, ROUNDED, lost=("__setitem__",), redundancy=1.3
