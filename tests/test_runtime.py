@@ -281,6 +281,8 @@ ALLOWED = {
     "distributed/tcp.py os.register_at_fork": "closes them",
     "neighbors/tree.py kdtree_class": "an optional import, once per process",
     "ops/elementwise/pointwise.py runtime.active.registry.elementwise": "a field of the Registry",
+    "ops/attention/block_kernels.py _capability": "fact of a device, bounded",
+    "ops/attention/natten.py on_shards": "pure function of a function of natten, bounded",
     "ops/protocol/method_install.py ShardTensor.<name>": "methods of our own class, at import",
     "shard_utils/halo_blocks.py _dim_ranges": "pure function of ints, bounded",
     "ops/stencil/decorators.py module.<key>": "rebind=True: the user replaces a function of a library",

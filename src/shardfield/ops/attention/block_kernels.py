@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -65,7 +65,7 @@ class Kernel(Protocol):
     ) -> BlockGrads: ...
 
 
-@cache
+@lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the generation of a GPU: torch takes as long to say it as to launch a kernel."""
     return torch.cuda.get_device_capability(device)
