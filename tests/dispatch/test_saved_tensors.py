@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
 from shardfield import ShardTensor, explain
+from shardfield.ops.attention import attention_strategy
 from shardfield.testing import run_on_ranks
 from tests.harness import world_mesh
 
@@ -125,7 +126,8 @@ def test_only_writes_that_backward_may_see_cost_a_message():
 def released() -> list[bool]:
     """Return whether the saved result of a ring is freed by backward, as torch frees saved tensors."""
     x = make(2, 2, 2)
-    out = F.scaled_dot_product_attention(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))
+    with attention_strategy("ring"):
+        out = F.scaled_dot_product_attention(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))
     nodes, node = [], out._local_tensor.grad_fn
     while node is not None and not hasattr(node, "plan"):
         node = node.next_functions[0][0]
