@@ -182,14 +182,14 @@ def train_in_a_thread():
         results = []
 
         def foreign(inside):
-            transport.inside_backward, kept = (lambda: inside), transport.inside_backward
+            transport.in_backward, kept = (lambda: inside), transport.in_backward
             try:
                 transport._enter_thread(runtime.active)
                 results.append("allowed")
             except ShardingError:
                 results.append("refused")
             finally:
-                transport.inside_backward = kept
+                transport.in_backward = kept
                 alive.set()
 
         for inside in (True, False):

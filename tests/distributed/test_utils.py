@@ -342,7 +342,7 @@ def disagreements():
 
 
 def test_argument_check_costs_one_message_and_can_be_disabled():
-    assert run_on_ranks(count_messages, 2) == [[("all_gather", 48), ("all_gather", 16)]] * 2
+    assert run_on_ranks(count_messages, 2) == [[("all_gather", 296), ("all_gather", 16)]] * 2
     assert run_on_ranks(count_messages, 2, env={"SHARDFIELD_CHECK_SIZES": "0"}) == [[("all_gather", 16)]] * 2
 
 

@@ -100,9 +100,9 @@ def test_a_thousand_ranks(name):
     assert own and many.messages < 600
     assert not many.gathers
     works = [sum(e.bytes for e in s.tape if isinstance(e, Work)) for s in (few, many)]
-    # Small keys are gathered or joined, which copies them and saves kernels, and weights do not shrink: with 32
-    # times the ranks, a rank of the ViT has 1/32 of the operations and touches 3.2 times fewer bytes.
-    assert works[1] < works[0] / 3
+    # Small keys are gathered, which sends half of what a ring does and copies them, and weights do not shrink: with 32
+    # times the ranks, a rank of the ViT has 1/32 of the operations and touches 2.99 times fewer bytes.
+    assert works[1] < works[0] / 2.95
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
