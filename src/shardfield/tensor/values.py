@@ -33,10 +33,13 @@ READ = "reading a value (all ranks read it, at the same line: `v = x.tolist()`, 
 
 
 def _call_stack() -> str:
-    """Return the lines of the current calls outside this package, innermost first."""
+    """Return the lines of the last three calls outside this package, innermost first.
+
+    Not of all calls: the outermost ones differ between ranks if one of them runs in a debugger.
+    """
     frame: FrameType | None = sys._getframe(1)
-    lines = []
-    while frame is not None:
+    lines: list[str] = []
+    while frame is not None and len(lines) < 3:
         if not frame.f_globals.get("__name__", "").startswith("shardfield."):
             lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         frame = frame.f_back
