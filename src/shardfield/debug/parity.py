@@ -126,8 +126,8 @@ def check(
     afterwards are compared; after `steps` of gradient descent the parameters and buffers too. Finite numbers may differ
     by `tolerance` relative to the largest (1e-9 in float64, 1e-5 in float32), or by ten times the rounding noise of one
     device, which a second run that rounds differently measures. If outputs differ, the report names the first submodule
-    whose output differs. The report also lists gathers, lost shardings, unbalanced
-    results, and how the ranks share the work.
+    whose output differs. The report also lists gathers, lost shardings, unbalanced results, and how the ranks share the
+    work.
 
     The model is in training mode except for dropout and stochastic depth, whose random numbers are not those of one
     device. If it still draws random numbers, it is compared with a run on the replicated field, which draws the same
